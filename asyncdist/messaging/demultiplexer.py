@@ -113,7 +113,7 @@ class TagDemultiplexer:
         tag: int,
         nonce: int,
         *,
-        tell: Callable[[Pause | Resume, int], None] | None,
+        tell: Callable[[Pause | Resume, int], bool] | None,
         sent_to: set[int],
         heard_from: set[int],
     ) -> None:
@@ -187,8 +187,10 @@ class TagDemultiplexer:
             return
         if isinstance(full, Inbox):
             full.tells_room = True
-        known = [channel.inbox.last_sequences() for channel in self._channels.values()]
-        self.flow.pause(full, self.early.sources.union(*known))
+        arrived = Counter(self.early.counts)
+        for channel in self._channels.values():
+            arrived.update(channel.inbox.last_sequences())
+        self.flow.pause(full, arrived)
 
     def _on_room(self, full: Inbox | FrameReceiver) -> None:
         """Resume the senders that were paused because ``full`` was full."""
@@ -230,8 +232,7 @@ class TagDemultiplexer:
     def on_gone(self, ranks: RankSet) -> None:
         """Notify the channels that ``ranks`` have left or are lost, and send the messages that were held for them."""
         if self.flow is not None:
-            for rank in [rank for rank in (*self.flow.held, *self.flow.paused) if rank in ranks]:
-                self.flow.forget(rank)
+            for rank in [rank for rank in self.flow.held if rank in ranks]:
                 self.flow.release(rank)
         for channel in self._channels.values():
             channel.on_gone()

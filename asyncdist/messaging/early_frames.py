@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
 
@@ -23,7 +23,7 @@ class EarlyFrames:
     """Stores the frames of one tag that arrive before this rank has opened their channel.
 
     Attributes:
-        sources: Senders of the stored frames.
+        counts: Number of stored frames of each sender.
     """
 
     def __init__(self, tag: int, loop: asyncio.AbstractEventLoop, awaited: Callable[[], list[str]]) -> None:
@@ -31,7 +31,7 @@ class EarlyFrames:
         self._loop = loop
         self._awaited = awaited
         self._frames: deque[tuple[int, wire.FrameReader]] = deque()
-        self.sources: set[int] = set()
+        self.counts: Counter[int] = Counter()
         self._told_of: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -46,13 +46,13 @@ class EarlyFrames:
     def keep(self, source: int, frame: wire.FrameReader) -> None:
         """Store a copy of the frame."""
         self._frames.append((source, frame.copy()))
-        self.sources.add(source)
+        self.counts[source] += 1
         self.watch()
 
     def take_all(self) -> deque[tuple[int, wire.FrameReader]]:
         """Remove and return the frames with their source ranks, in order of arrival."""
         frames, self._frames = self._frames, deque()
-        self.sources = set()
+        self.counts = Counter()
         return frames
 
     def forget(self, source: int) -> int:
@@ -60,26 +60,26 @@ class EarlyFrames:
         kept = deque((rank, frame) for rank, frame in self._frames if rank != source)
         count = len(self._frames) - len(kept)
         self._frames = kept
-        self.sources.discard(source)
+        self.counts.pop(source, None)
         self._told_of.discard(source)
         return count
 
     def watch(self) -> None:
         """Schedule a warning about frames for unopened channels if a task waits for a different channel of this tag."""
-        is_news = self._timer is None and not self.sources <= self._told_of
+        is_news = self._timer is None and not self.counts.keys() <= self._told_of
         if is_news and self._awaited():
             self._timer = self._loop.call_later(EARLY_PATIENCE_S, self._tell)
 
     def _tell(self) -> None:
         self._timer = None
         awaited = self._awaited()
-        if awaited and not self.sources <= self._told_of:
-            self._told_of |= self.sources
+        if awaited and not self.counts.keys() <= self._told_of:
+            self._told_of |= self.counts.keys()
             logger.warning("awaiting %s for %g s: %s", " and ".join(awaited), EARLY_PATIENCE_S, self.describe())
 
     def describe(self) -> str:
         """Describe the frames that wait for unopened channels; return an empty string if no frame waits."""
-        count, ranks = len(self._frames), sorted(self.sources)
+        count, ranks = len(self._frames), sorted(self.counts)
         if not count:
             return ""
         noun, verb = ("message", "waits") if count == 1 else ("messages", "wait")

@@ -6,21 +6,30 @@ mailbox is at most half full. A held message is not an outstanding request, so i
 were sent before the pause arrived are in the transport's memory.
 
 A rank never pauses itself, because the task that fills its own mailbox may be the task that empties it. A rank that has
-not sent on the tag before is paused when the tag receives its first message.
+not sent on the tag before is paused when the tag receives its first message. A rank is paused again only after another
+message from it has arrived, because a rank that computes receives no pauses, and they would accumulate.
+
+A pause may be left out, because the transport then keeps the messages. A resumption is never left out: each paused rank
+that is not lost gets one when the mailbox has room, when its channel is closed, or when main returns on the receiver,
+even if main has already returned on the paused rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, ClosedError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.mailboxes import Envelope, FrameReceiver, HeldSend, Inbox
+
+#: Number of pauses and resumptions in progress on a rank from which the rank sends no further pause.
+SENDING_COUNT_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +58,15 @@ class ChannelOpener(Protocol):
         tag: int,
         scope: int,
         name: str,
+        capacity: int,
         handler: Callable[[Envelope[Any]], None] | None = None,
         admits_restarted: bool = False,
         counts_contacts: bool = True,
     ) -> Any:
         """Open a channel of the runtime."""
+
+    def lost_ranks(self) -> frozenset[int]:
+        """Return the ranks whose processes ended without leaving the world."""
 
 
 class FlowControl:
@@ -65,29 +78,38 @@ class FlowControl:
 
     def __init__(self, services: ChannelOpener, flow_of: Callable[[int], TagFlow | None]) -> None:
         self._flow_of = flow_of
+        self._lost_ranks = services.lost_ranks
         self._channel = services.open_channel(
             Pause | Resume,
             tag=tags.CONTROL,
             scope=wire.scope_of(range(services.size), "flow control", 0),
             name="flow control",
+            capacity=sys.maxsize,  # a resumption must never raise BusyError
             handler=self._on_message,
             admits_restarted=True,
             counts_contacts=False,
         )
 
-    def tell(self, message: Pause | Resume, rank: int) -> None:
-        """Send a message to ``rank``, unless ``rank`` is gone."""
+    def tell(self, message: Pause | Resume, rank: int) -> bool:
+        """Send a message to ``rank``; return whether it was sent.
+
+        Nothing is sent to a lost rank. A pause is not sent while too many messages are in progress.
+        """
+        if isinstance(message, Pause) and self._channel.statistics().sending_count >= SENDING_COUNT_MAX:
+            return False
         with contextlib.suppress(RankLostError, ClosedError):
             self._channel.send_nowait(message, rank)
+            return True
+        return False
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
         flow = self._flow_of(envelope.message.tag)
         if flow is None:
             return
-        if isinstance(envelope.message, Pause):
-            flow.hold(envelope.source)
-        else:
+        if isinstance(envelope.message, Resume):
             flow.release(envelope.source)
+        elif envelope.source not in self._lost_ranks():
+            flow.hold(envelope.source)
 
 
 class TagFlow:
@@ -95,29 +117,35 @@ class TagFlow:
 
     Args:
         rank: This rank.
-        tell: Function that sends a message to a rank.
+        tell: Function that sends a message to a rank, and returns whether it was sent.
 
     Attributes:
         held: For each rank that has paused this rank: the messages to it, in order.
         paused: Ranks that this rank has paused.
     """
 
-    def __init__(self, tag: int, rank: int, tell: Callable[[Pause | Resume, int], None]) -> None:
+    def __init__(self, tag: int, rank: int, tell: Callable[[Pause | Resume, int], bool]) -> None:
         self._tag = tag
         self._rank = rank
         self._tell = tell
         self.held: dict[int, deque[HeldSend]] = {}
         self.paused: set[int] = set()
+        self._arrived: dict[int, int] = {}  # for each rank that was paused: the number of its messages at that time
         self._full: set[Inbox | FrameReceiver] = set()
 
     # -- the receiving rank -----------------------------------------------------------------------------------------
 
-    def pause(self, full: Inbox | FrameReceiver, senders: Iterable[int]) -> None:
-        """Pause ``senders``, except for this rank, until :meth:`on_room` is called with ``full``."""
+    def pause(self, full: Inbox | FrameReceiver, arrived: Mapping[int, int]) -> None:
+        """Pause the other ranks that have sent a message since their last pause, until ``full`` has room.
+
+        Args:
+            arrived: For each sender, a number that changes with each message that arrives from it.
+        """
         self._full.add(full)
-        for rank in sorted({*senders} - self.paused - {self._rank}):
-            self.paused.add(rank)
-            self._tell(Pause(self._tag), rank)
+        for rank in sorted(arrived.keys() - self.paused - {self._rank}):
+            if arrived[rank] != self._arrived.get(rank) and self._tell(Pause(self._tag), rank):
+                self.paused.add(rank)
+                self._arrived[rank] = arrived[rank]
 
     def on_room(self, full: Inbox | FrameReceiver) -> None:
         """Resume the paused senders, unless another mailbox of the tag still has no room."""
@@ -155,5 +183,6 @@ class TagFlow:
         return self.held.pop(rank, deque())
 
     def forget(self, rank: int) -> None:
-        """Forget that ``rank`` is paused, because its process has ended."""
+        """Forget that ``rank`` is paused, because it has a new process."""
         self.paused.discard(rank)
+        self._arrived.pop(rank, None)

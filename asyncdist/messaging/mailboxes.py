@@ -384,6 +384,7 @@ class Inbox:
         """Expect new sequence numbers from a restarted ``source``."""
         if source == self._source:
             self._source = -1
+            self._sequence = 0
         self._last_sequence.pop(source, None)
 
     def last_sequences(self) -> dict[int, int]:

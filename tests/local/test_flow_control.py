@@ -32,9 +32,9 @@ def told(worlds: list[World]) -> Counter[str]:
         flow = world.services._demultiplexers[TAG].flow
         assert flow is not None
 
-        def count(message: Any, rank: int, tell: Any = flow._tell) -> None:
+        def count(message: Any, rank: int, tell: Any = flow._tell) -> bool:
             counts[type(message).__name__] += 1
-            tell(message, rank)
+            return bool(tell(message, rank))
 
         flow._tell = count
     return counts
@@ -160,6 +160,71 @@ async def test_the_return_of_the_readers_main_releases_its_senders(pair: list[Wo
     pair[1].peers.leave()
     await sending
     await eventually(lambda: dropped(pair[1]) == {"main had returned": 1})
+
+
+async def return_early(world: World) -> list[int]:
+    """Rank 1 sends two mailboxes full of messages, and returns before rank 0 receives the first of them."""
+    channel = world.channel(Number, tag=TAG, capacity=8)
+    if world.rank:
+        for number in range(16):
+            channel.send_nowait(Number(number), 0)
+            await world.sleep(0.001)
+        flow = world.services._demultiplexers[TAG].flow
+        assert flow is not None
+        return [len(flow.held[0])]
+    await eventually(lambda: 1 in world.services.gone)
+    return await asyncio.wait_for(_receive(channel, 16), 60)
+
+
+def test_held_messages_arrive_after_their_sender_has_returned() -> None:
+    received, held = run(return_early, 2)
+    assert received == list(range(16))
+    assert held > [0], "nothing was held: the test tests nothing"
+
+
+async def test_a_rank_that_sends_no_more_is_paused_only_once() -> None:
+    async with worlds(3) as ranks:
+        a, b, c = both(ranks, capacity=2)
+        counts = told(ranks)
+        flow = ranks[0].services._demultiplexers[TAG].flow
+        assert flow is not None
+        paused = []
+        tell = flow._tell
+        flow._tell = lambda message, rank: (paused.append(rank), tell(message, rank))[1]
+        await b.send(Number(-1), 0)
+        sending = asyncio.ensure_future(send_numbers(c, 100, dest=0))
+        received = []
+        for _ in range(101):
+            await yields(20)
+            received.append((await a.receive()).message.value)
+        await sending
+        assert sorted(received) == list(range(-1, 100))
+        assert 20 < counts["Pause"] == counts["Resume"]
+        assert paused.count(1) == 2, "one pause and one resumption"
+
+
+async def test_a_full_queue_leaves_out_pauses_but_no_resumption(
+    pair: list[World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = both(pair, capacity=4)
+    await _fill(pair, a)
+    monkeypatch.setattr(flow_control, "SENDING_COUNT_MAX", 0)
+    sending = asyncio.ensure_future(send_numbers(a, 100))
+    assert (await _receive(b, 104))[4:] == list(range(100))
+    await sending
+    assert not pair[0].services._demultiplexers[TAG].flow.held  # type: ignore[union-attr]
+
+
+async def test_a_pause_of_a_lost_rank_holds_nothing() -> None:
+    async with worlds(2) as pair:
+        a, b = both(pair, capacity=4)
+        del a, b
+        control = pair[1].services._flow_control
+        assert control is not None
+        control.tell(flow_control.Pause(TAG), 0)
+        pair[0].services.engine.transport._hub.lose(1)  # type: ignore[attr-defined]
+        await yields(20)
+        assert not pair[0].services._demultiplexers[TAG].flow.held  # type: ignore[union-attr]
 
 
 async def test_the_loss_of_the_reader_fails_the_held_messages() -> None:
