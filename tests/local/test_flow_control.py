@@ -251,6 +251,18 @@ async def test_the_restart_of_the_reader_fails_the_held_messages(pair: list[Worl
         await sending
 
 
+async def test_a_restarted_sender_is_paused(pair: list[World]) -> None:
+    a, b = both(pair, capacity=4)
+    await a.send(Number(0), 1)
+    assert await _receive(b, 1) == [0]
+    pair[1].services.note_restarted(0, 1)
+    sending = asyncio.ensure_future(send_numbers(a, 100))
+    await eventually(lambda: bool(pair[0].services._demultiplexers[TAG].flow.held))  # type: ignore[union-attr]
+    assert pair[1].services._demultiplexers[TAG].flow.paused == {0}  # type: ignore[union-attr]
+    assert await _receive(b, 100) == list(range(100))
+    await sending
+
+
 async def overfill(world: World) -> list[int]:
     """Rank 0 receives slowly from all others, which send as fast as they can."""
     channel = world.channel(Number, tag=TAG, capacity=8)
