@@ -143,7 +143,10 @@ class Conditions(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.hosts is not None and (len(self.hosts) != self.size or max(self.hosts) >= self.size):
-            raise ValueError(f"hosts must have one of the {self.size} ranks for each rank, got {self.hosts!r:.80}")
+            raise ValueError(
+                f"hosts must have {self.size} entries, each of them a rank from 0 to {self.size - 1}, "
+                f"got {self.hosts!r:.80}"
+            )
 
 
 class Preamble(Struct, frozen=True):

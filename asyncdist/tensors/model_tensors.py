@@ -23,7 +23,7 @@ _ALLOWED: Final = (
 def gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> None:
     """Append the parameters and persistent buffers of a module and its submodules, under all their names.
 
-    This takes a third of the time of `named_modules`, which dominated the rounds of small models.
+    This takes a third of the time of `named_modules`, which took most of a round of a small model.
 
     Args:
         keys: List to which keys are appended: the keys of the module's tensors; None; for each submodule its key, and

@@ -1,8 +1,8 @@
 """Sends messages over MPI through mpi4py, with polled nonblocking requests on a private communicator.
 
 :class:`MpiTransport` is for jobs that end when a rank dies. For jobs that continue, see
-:mod:`asyncdist.transports.mpi_survival`. Only this module and the detection of launchers import mpi4py. It follows
-these rules:
+:mod:`asyncdist.transports.mpi_survival`. Only this module and the detection of launchers import mpi4py. This module
+follows these rules:
 
 - It requests MPI_THREAD_FUNNELED, since a single thread calls MPI. A Test is then 15 to 25 % cheaper than under the
   default MPI_THREAD_MULTIPLE, under which Test has also deadlocked over TCP when a peer died.
@@ -11,7 +11,8 @@ these rules:
 - No message may be larger than its receive buffer. Open MPI 5.0.11 reports an error, but for messages of 4 KiB or more
   it has already written past the end of the buffer (shared memory with CMA). Frames therefore have a maximum size, and
   the size of a stream is granted by its receiver.
-- It does not use MPI windows, since creating them is collective and blocks, and mapped memory is read at least as fast.
+- It does not use MPI windows, since creating them is collective and blocks, and reading memory that ranks map is at
+  least as fast.
 - Nothing blocks except creating and freeing a communicator, which all members do at the same time.
 """
 

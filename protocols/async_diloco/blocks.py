@@ -156,7 +156,7 @@ class Captures:
 
     @torch.no_grad()
     def write(self, anchor: Block, tensors: Sequence[Tensor]) -> None:
-        """Write an anchor into the model, with its buffers."""
+        """Copy an anchor, including its buffers, into the model."""
         for vector, value in zip(self._layouts.exact.vectors, anchor[1], strict=True):
             scatter(vector, value, tensors)
 

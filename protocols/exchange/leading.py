@@ -1,7 +1,7 @@
 """The leader's side of an exchange: reports of the members in, verdicts and retirements out.
 
-Only the leader has a :class:`~protocols.exchange.ledger.Ledger`. Another member keeps messages that arrive before it
-knows that it leads.
+Only the leader has a :class:`~protocols.exchange.ledger.Ledger`. A member that becomes the leader keeps messages
+that arrive before it knows this.
 """
 
 from __future__ import annotations

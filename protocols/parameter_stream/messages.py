@@ -125,7 +125,7 @@ def chunks_of(buffers: FlatBuffers, exact: bool, chunk_nbytes: int) -> list[memo
 
 
 def part_chunk_nbytes(nbytes: int, chunk_count: int | None = None) -> int:
-    """Return the chunk size in bytes for a stream of ``nbytes`` with one part of a snapshot, or with its mean.
+    """Return the chunk size in bytes for a stream of ``nbytes`` that carries a part of a snapshot, or its mean.
 
     Args:
         chunk_count: Usual number of chunks; by default ``PART_CHUNK_COUNT``.

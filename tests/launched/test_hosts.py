@@ -1,4 +1,4 @@
-"""Tests ``tools/hosts``: virtual hosts made of namespaces, which exist only while the command runs."""
+"""Tests ``tools/hosts``, which runs a command on virtual hosts made of Linux namespaces, and then removes them."""
 
 from __future__ import annotations
 

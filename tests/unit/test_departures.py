@@ -49,7 +49,7 @@ def _ancestors(rank: int) -> list[int]:
 
 @dataclass
 class Story:
-    """Ranks that leave, end and are lost, and their messages, in an order that ``rng`` draws."""
+    """Ranks that leave, end or are lost, and their messages, in an order drawn from ``rng``."""
 
     size: int
     rng: random.Random

@@ -143,7 +143,7 @@ class Gate:
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
-        """Set the function that is called when the rank may receive a message."""
+        """Set the function to call when a message may have arrived for the rank."""
         self._ring = ring
 
     def _on_arrival(self, tag: int) -> None:
