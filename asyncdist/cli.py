@@ -45,9 +45,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser(command: str) -> argparse.ArgumentParser:
     """Return the parser of all commands, with the arguments of at least ``command``."""
     parser = _Parser(
-        prog="asyncdist",
-        description="Awaitable message passing for distributed PyTorch training.",
-        allow_abbrev=False,
+        prog="asyncdist", description="Awaitable message passing for distributed PyTorch training.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"asyncdist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
@@ -229,13 +227,7 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
         allow_abbrev=False,
     )
     sim.add_argument("script", help="a Python script that calls asyncdist.run once")
-    sim.add_argument(
-        "-n",
-        "--ranks",
-        type=count,
-        metavar="RANKS",
-        help="the number of ranks to simulate",
-    )
+    sim.add_argument("-n", "--ranks", type=count, metavar="RANKS", help="the number of ranks to simulate")
     sim.add_argument("--seed", type=whole, default=0, help="the seed of all random choices (default: 0)")
     sim.add_argument(
         "--faults", metavar="FILE", help='a JSON list of faults, as in [{"kind": "Kill", "rank": 1, "at_s": 0.5}]'
@@ -254,10 +246,7 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     sim.add_argument("--explore", type=count, metavar="COUNT", help="run COUNT seeds, from --seed on, until one fails")
     sim.add_argument(
-        "--processes",
-        type=count,
-        metavar="P",
-        help="the number of exploring processes (default: one for each core)",
+        "--processes", type=count, metavar="P", help="the number of exploring processes (default: one for each core)"
     )
 
 

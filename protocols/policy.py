@@ -17,15 +17,7 @@ from typing import Any, ClassVar, Final, Literal, NoReturn, Self, TypeAlias, Unp
 import torch
 from torch import nn
 
-from asyncdist import (
-    BusyError,
-    DisagreementError,
-    Group,
-    LocalProtocolError,
-    World,
-    current_world,
-    validation,
-)
+from asyncdist import BusyError, DisagreementError, Group, LocalProtocolError, World, current_world, validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.collectives.groups import check_open
@@ -43,13 +35,7 @@ from asyncdist.protocols.misuse import (
     warn_of_opposite_metric,
 )
 from asyncdist.protocols.options import CommonOptions, MeasuredOptions
-from asyncdist.protocols.starting.differences import (
-    BEGINS_AGAIN,
-    LEFT_OUT,
-    explained,
-    told_of_missing,
-    told_of_rivals,
-)
+from asyncdist.protocols.starting.differences import BEGINS_AGAIN, LEFT_OUT, explained, told_of_missing, told_of_rivals
 from asyncdist.protocols.starting.without_lost import start_without_lost
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import check_not_inside, check_not_wrapped
