@@ -1,4 +1,4 @@
-"""Client of a replay buffer, for training ranks: ``await buffer.add(batch)`` and ``await buffer.sample(n)``.
+"""Client of a replay buffer: ``await buffer.add(batch)`` and ``await buffer.sample(n)`` on the training ranks.
 
     async def train(world):                                   # a training rank
         async with ReplayBuffer(server=3) as buffer:
@@ -9,7 +9,7 @@
     async def serve(world):                                   # rank 3
         print(await serve_replay_buffer(clients=[0, 1, 2], capacity=100_000))
 
-Any number of tasks may have pending requests. Requests that exceed the server's limit wait.
+Any number of tasks may have pending requests. A request beyond the server's limit waits on the client.
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.tensors.byte_views import split
 from asyncdist.waits import WaitId, WaitKind
 
-_REQUEST_COUNT: Final = 1 << 32  # request numbers have 32 bits in the frame header
-#: Seconds before a client repeats its ``Open`` for the first time; doubled each time.
+_REQUEST_COUNT: Final = 1 << 32  # the frame header has 32 bits for the request number
+#: Seconds after which a client repeats its ``Open`` message for the first time. The delay doubles each time.
 _OPEN_PERIOD_S: Final = 0.25
-#: Seconds to wait for the server's message with the reason, after it has left or has aborted a stream.
+#: Seconds to wait for the server's end reason, after the server has left or has aborted a stream.
 _REASON_TIMEOUT_S: Final = 1.0
 
 
 class ReplayBuffer:
     """Client of the replay buffer that another rank serves with :func:`protocols.serve_replay_buffer`.
 
-    Used as ``async with ReplayBuffer(server) as buffer``. Entering the block waits for the server, and leaving it waits
-    for pending requests. The server ends when its last client has left.
+    Entering ``async with ReplayBuffer(server) as buffer`` waits for the server. Leaving the block waits for pending
+    requests. The server ends when its last client has left.
 
     Args:
         server: Rank of the server.
@@ -94,8 +94,8 @@ class ReplayBuffer:
     Raises:
         StartTimeoutError: The server did not serve a buffer with this name in time.
         DisagreementError: This rank is not one of the buffer's clients.
-        RankLostError, ClosedError: The server is lost, or has left or stopped; raised by every method.
-        RemoteError: An exception has ended the server, for example in its scoring hook; raised by every method.
+        RankLostError, ClosedError: The server is lost, or has left or stopped. Raised by every method.
+        RemoteError: An exception has ended the server, for example in its scoring hook. Raised by every method.
     """
 
     @validation.names_options()
@@ -118,7 +118,7 @@ class ReplayBuffer:
         self._entry = 0
         self._adding_count = self._drawing_count = 0
         self._is_closed = False
-        # Adds have a separate limit, because samples may wait for items that this rank has not added yet.
+        # Adds have a separate limit: they must not wait for draws, which may wait for items that these adds contain.
         self._add_limit = self._draw_limit = RequestLimit(self._services.engine, 0)
         self._own_layout: RowLayout | None = None
         self._layout: RowLayout | None = None
@@ -136,7 +136,7 @@ class ReplayBuffer:
             name=f"client of replay {self._name}",
             handler=self._on_message,
         )
-        # The number is unique among this rank's entries, since each entry sends messages.
+        # Each entry sends at least one message, so the number of sent messages differs between this rank's entries.
         self._entry = self._channel.demultiplexer.sent_count
         services.on_gone(self._on_gone, among=(server,))
         try:
@@ -160,7 +160,7 @@ class ReplayBuffer:
                     f"{self._start_timeout_s:g} s; await serve_replay_buffer with name={self._name!r} on that rank",
                     missing=(self._server,),
                 )
-            if self._services.is_unmet(self._server):  # this rank was restarted
+            if self._services.is_unmet(self._server):  # this rank was restarted, and the server does not know that yet
                 await engine.until(lambda: not self._services.is_unmet(self._server), what, deadline=give_up_at)
                 continue
             self._send(Open(self._entry))
@@ -176,7 +176,7 @@ class ReplayBuffer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._channel is None or self._is_closed:  # called directly: after a failed start, or twice
+        if self._channel is None or self._is_closed:  # the block was never entered, or __aexit__ was called twice
             return
         end_forked_child(self._services.process_id, error)
         try:
@@ -198,7 +198,7 @@ class ReplayBuffer:
             self._close()
 
     def _awaited(self, kind: WaitKind = WaitKind.REPLAY_SERVER) -> WaitId:
-        """Return the identity, for error messages, of a wait for the server's answer."""
+        """Return the identity of a wait for the server's answer, for use in error messages."""
         return WaitId(kind, tags.REPLAY, self._server, name=self._name)
 
     def _close(self) -> None:
@@ -219,19 +219,19 @@ class ReplayBuffer:
 
         Args:
             batch: Tensor of shape (n, ...), or a dict by name or a tuple of such tensors with the same n, in CPU
-                memory. All batches of all clients must have the same form, names, dtypes and trailing shapes. The batch
-                may be changed after the call has returned.
+            memory. All batches of all clients must have the same form, names, dtypes and trailing shapes. The caller
+            may change the batch after ``add`` has returned.
             priorities: Priorities of shape (n,), finite and not negative, for a prioritised buffer. By default, each
-                item has the largest priority so far.
+            item gets the largest priority that the buffer has had.
 
         Returns:
-            The result of the server's scoring hook for this batch; None without a hook.
+            The result of the server's scoring hook for this batch, or None without a hook.
 
-        **Cancellation**: the items may or may not be stored.
+        **Cancellation**: The items may or may not be stored.
 
         Raises:
             ValueError, TypeError: The batch or the priorities are invalid.
-            DisagreementError: The buffer contains items of a different layout; the message names the first difference.
+            DisagreementError: The buffer's items have a different layout. The message names the first difference.
         """
         self._welcomed()
         rows = self._layout_of(batch).pack(batch)
@@ -263,20 +263,20 @@ class ReplayBuffer:
             n: Number of items.
             beta: Exponent of a prioritised buffer's importance weights, from 0 (no bias correction) to 1 (full
                 correction).
-            wait: Whether to wait until the buffer contains ``n`` items. If false, and the buffer contains fewer items,
-                only that number is sampled.
+            wait: Whether to wait until the buffer contains ``n`` items. Otherwise, if it contains fewer, only that
+            number is sampled.
 
         Raises:
             ValueError: ``n`` is below 1, or ``beta`` is out of range.
             LocalProtocolError: ``wait`` is true and ``n`` exceeds the buffer's capacity, or every priority is zero.
-            BusyError: ``wait`` is false and the buffer is empty; or ``wait`` is true, the buffer contains fewer than
-                ``n`` items, and no client is expected to add more. A client that has added items is expected to add
-                more until it leaves the block.
+            BusyError: ``wait`` is false and the buffer is empty. Or ``wait`` is true, the buffer contains fewer than
+            ``n`` items, and no client is expected to add more. A client that has added items is expected to add more
+            until it leaves the block.
         """
         count, beta = validation.count("n", n), validation.fraction("beta", beta)
         self._drawing_count += 1
         try:
-            if self._own_layout is None:  # lets a concurrently started task add items first
+            if self._own_layout is None:  # a task that was started with this one may add items first
                 await yield_to_loop()
             drawn: Drawn = await self._call(lambda request: (Draw(request, count, beta, wait), None), self._draw_limit)
             return await self._unpack(drawn, count)
@@ -287,7 +287,7 @@ class ReplayBuffer:
     async def update_priorities(
         self, ids: torch.Tensor | Sequence[int], priorities: torch.Tensor | Sequence[float]
     ) -> None:
-        """Set new priorities for sampled items; skip items that the buffer no longer contains.
+        """Set new priorities for sampled items, and skip items that the buffer no longer contains.
 
         Args:
             ids: Ids of the items, of shape (n,), from :class:`Sample`.
@@ -318,17 +318,18 @@ class ReplayBuffer:
         return self._welcome
 
     async def _change(self, make: Callable[[int, bytes], Add | Update], payload: npt.NDArray[np.uint8]) -> Any:
-        """Send a payload that the server stores, and return the server's answer.
+        """Send a payload for the server to store, and return the server's answer.
 
         Args:
-            make: Function that returns the request, given its number and the bytes that are sent inside the message.
+            make: Function that returns the request, given its number and the part of the payload sent inside the
+                message.
             payload: Bytes of the items or priorities.
         """
 
         def with_payload(request: int) -> tuple[Add | Update, npt.NDArray[np.uint8] | None]:
             if len(payload) <= INLINE_NBYTES_MAX:
                 return make(request, payload.tobytes()), None
-            return make(request, b""), np.array(payload)  # copied, since the stream outlives a cancelled call
+            return make(request, b""), np.array(payload)  # copied: the stream continues if the caller is cancelled
 
         self._adding_count += 1
         try:
@@ -343,9 +344,9 @@ class ReplayBuffer:
         make: Callable[[int], tuple[Add | Update | Draw, npt.NDArray[np.uint8] | None]],
         limit: RequestLimit,
     ) -> Any:
-        """Send a request as soon as the limit of unanswered requests allows, and return its answer.
+        """Send a request when the limit of unanswered requests allows, and return the server's answer.
 
-        The request counts as unanswered until its answer arrives, even if its caller is cancelled.
+        If the caller is cancelled, the request still counts as unanswered until its answer arrives.
 
         Args:
             make: Function that returns the request and the payload to stream (or None), given the request's number.
@@ -367,7 +368,7 @@ class ReplayBuffer:
             if isinstance(message, Draw):
                 self._send(Withdraw(request))
             raise
-        except AsyncdistError:  # no answer will arrive, since the request was not sent or the job has failed
+        except AsyncdistError:  # the request was not sent, or the job has failed: no answer will arrive
             self._complete(request, None, None)
             raise
         if call.error is not None:
@@ -399,7 +400,7 @@ class ReplayBuffer:
         )
 
     async def _receive(self, drawn: Drawn) -> npt.NDArray[np.uint8]:
-        if self._error is not None:  # the server has ended, and would not answer the grant
+        if self._error is not None:  # the server has ended and would not answer the grant
             raise self._error
         buffer = np.empty(drawn.nbytes, np.uint8)
         services, targets = self._services, split(buffer.data, CHUNK_NBYTES)
@@ -407,7 +408,7 @@ class ReplayBuffer:
             self._send(Grant(stream.slot, drawn.nbytes, CHUNK_NBYTES), round=drawn.request)
             try:
                 await stream.whole()
-            except StreamAborted as error:  # the reason is sent on a different tag, and may arrive later
+            except StreamAborted as error:  # its reason has a different tag and may arrive later
                 await services.engine.until(
                     lambda: self._error is not None,
                     WaitId(WaitKind.REPLAY_END_REASON, name=self._name),
@@ -419,7 +420,7 @@ class ReplayBuffer:
 
     def _send(self, message: Any, *, round: int = 0) -> None:
         assert self._channel is not None
-        if self._is_closed:  # the server has ended all work for this client, so no message is needed
+        if self._is_closed:  # the server has been sent Bye and ignores later messages
             return
         try:
             self._channel.send_nowait(message, self._server, round=round)
@@ -431,7 +432,7 @@ class ReplayBuffer:
     def _on_message(self, envelope: Envelope[ReplayMessage]) -> None:
         if envelope.source != self._server or not (self._welcome or isinstance(envelope.message, Welcome | Refused)):
             self._refuse_grant(envelope)
-            return  # the message is from a different rank, or for an earlier client on this rank
+            return  # it is from a different rank, or for an earlier client on this rank
         match envelope.message:
             case Welcome() as welcome if welcome.entry == self._entry:
                 self._welcome = welcome
@@ -470,7 +471,7 @@ class ReplayBuffer:
     def _on_drawn(self, drawn: Drawn) -> None:
         call = self._calls.get(drawn.request)
         if drawn.nbytes and not drawn.data and (call is None or call.waiter.done()):
-            self._send(Withdraw(drawn.request))  # the drawn items are not needed, so no grant will follow
+            self._send(Withdraw(drawn.request))  # the caller was cancelled: no grant will be sent
         self._complete(drawn.request, drawn, None)
 
     def _complete(self, request: int, answer: Any, error: AsyncdistError | None) -> None:
@@ -495,7 +496,7 @@ class ReplayBuffer:
         except RankLostError as error:
             self._fail(error)
         finally:
-            if self._streams.get(slot) is stream:  # the slot may already be used by a new stream
+            if self._streams.get(slot) is stream:  # a new stream may already use the slot
                 del self._streams[slot]
 
     def _on_gone(self, rank: int) -> None:
@@ -505,9 +506,9 @@ class ReplayBuffer:
             self._services.spawn_service(self._hear_why(), name=f"end reason of the replay buffer {self._name!r}")
 
     async def _hear_why(self) -> None:
-        """Wait for the error that the server sent before it left, and then fail all requests with this error.
+        """Wait for the reason that the server sent before it left, and fail all requests with it.
 
-        The notice that the server has left may arrive before this error.
+        The notice that the server has left may arrive before the reason.
         """
         error: AsyncdistError = abandoned_error(self._services, self._server, self._name)
         try:

@@ -1,4 +1,4 @@
-"""A replay buffer server's record of its clients, and functions that detect whether all clients wait for each other."""
+"""Defines a replay buffer server's record of its clients, and detects whether all clients wait for each other."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import numpy.typing as npt
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.protocols.replay_buffer.messages import Add, Draw, Update
 
-#: Largest number of clients that a warning names.
+#: Maximum number of clients that a warning lists.
 _NAMED_COUNT_MAX: Final = 8
 
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """The server's record of one client: its state, its unanswered requests and its streams.
+    """State of one client on the server, with its unanswered requests and its streams.
 
-    A rank that enters the buffer again has a new record.
+    A rank that enters the buffer again gets a new record.
     """
 
     rank: int
@@ -43,10 +43,11 @@ class Client:
 
 
 def more_may_come(clients: Collection[Client]) -> bool:
-    """Return whether any client may still add items.
+    """Return whether any client is expected to add items.
 
-    A client that has added items is assumed to add more: while one of its tasks waits in a draw, another task may add.
-    A client that has only drawn is assumed to add nothing if it is the only client, or if other clients have left.
+    A client that has added items is expected to add more until it leaves: while one of its tasks waits in a draw,
+    another may add. A client that has only drawn is expected to add items only if it has no waiting draw, or if there
+    are several clients and none has left.
     """
     some_have_left = len(clients) == 1 or any(client.is_done for client in clients)
 
@@ -59,7 +60,7 @@ def more_may_come(clients: Collection[Client]) -> bool:
 
 
 def all_wait_to_draw(clients: Collection[Client], size: int) -> bool:
-    """Return whether all clients wait to draw more items than the buffer contains, which is ``size``."""
+    """Return whether each remaining client waits to draw more items than ``size``, the number in the buffer."""
     one_waits = False
     for client in clients:
         waits = any(draw.waits and draw.count > size for draw in client.draws)
@@ -71,7 +72,7 @@ def all_wait_to_draw(clients: Collection[Client], size: int) -> bool:
 
 
 def describe_draws(clients: Collection[Client], size: int) -> str:
-    """Return a list, for a warning, of the clients that wait to draw more than ``size`` items, with these numbers."""
+    """Return text for a warning: the clients that wait to draw more than ``size`` items, and how many each wants."""
     asked = {
         client.rank: [str(draw.count) for draw in client.draws if draw.waits and draw.count > size]
         for client in clients

@@ -1,4 +1,4 @@
-"""Creates the errors that a client of a replay buffer raises if its server ends first."""
+"""Creates the errors that a replay buffer's client raises if the server ends first."""
 
 from asyncdist import ClosedError, RankLostError, RemoteError
 from asyncdist.messaging.services import Services

@@ -1,4 +1,4 @@
-"""Functions for a replay buffer's client and server: scopes, layouts as messages, and answers to late grants."""
+"""Helpers of a replay buffer's client and server: message scopes, conversion of layouts, answers to late grants."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from asyncdist.messaging.streams import Grant
 from asyncdist.protocols.replay_buffer.messages import Declare, ReplayMessage
 from asyncdist.protocols.replay_buffer.store import FORMS, Field, RowLayout, check_dtype
 
-#: Largest accepted size in bytes of an item's field, so that batch sizes do not overflow.
+#: Maximum size in bytes of an item's field, so that the computed size of a batch does not overflow.
 ITEM_NBYTES_MAX: Final = 1 << 40
 
 
 def scopes(server: int, name: str) -> tuple[int, int]:
-    """Return the scopes of messages to a buffer's server, and of messages to its clients."""
+    """Return the scope of messages to the buffer's server, and the scope of messages to its clients."""
     return wire.scope_of((server,), f"replay {name}", 0), wire.scope_of((server,), f"clients of replay {name}", 0)
 
 
@@ -38,14 +38,14 @@ def declared(message: Declare) -> RowLayout:
     for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True):
         check_dtype(dtype)
         fields.append(Field(name, dtype, shape))
-        spanned = tuple(max(1, size) for size in shape)  # even if a size is 0, torch computes all strides
+        spanned = tuple(max(1, size) for size in shape)  # torch computes all strides even if a size is 0
         if min(shape, default=0) < 0 or Field(name, dtype, spanned).nbytes > ITEM_NBYTES_MAX:
             raise ValueError(f"invalid shape {shape} of a field")
     return RowLayout(form, tuple(fields))
 
 
 def refuse_grant(services: Services, envelope: Envelope[ReplayMessage]) -> None:
-    """Answer a late grant with an abort, since its sender waits for items or an abort; ignore other messages."""
+    """Answer a late grant with an abort, since its sender waits for a stream or an abort. Ignore other messages."""
     message = envelope.message
     if isinstance(message, Grant):
         stream = OutboundStream(services.slots, [], envelope.source, message.slot)

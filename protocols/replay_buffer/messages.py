@@ -1,7 +1,7 @@
 """Defines the messages between a replay buffer's server and its clients.
 
-Items are sent as bytes: inside the message (``data``) or, for a large batch, as a stream of ``nbytes`` bytes after the
-receiver has sent a :class:`asyncdist.messaging.streams.Grant`. A client numbers its requests, and the server answers
+Items are sent as bytes: small batches inside the message (``data``), larger ones as a stream of ``nbytes`` bytes after
+the receiver has sent a :class:`asyncdist.messaging.streams.Grant`. A client numbers its requests. The server answers
 each request once, with ``Added``, ``Drawn`` or ``Failed``.
 """
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from asyncdist.messaging.streams import Cancel, Grant
 
-#: Payloads with more bytes are sent as streams. A frame (message) has at most 64 KiB, and a long frame delays short
-#: frames.
+# : Maximum size in bytes of a payload inside a message; larger payloads are streamed. A frame has at most 64 KiB, and a
+# long frame delays the short frames behind it.
 INLINE_NBYTES_MAX = 32 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Client to server, repeated until it is answered: asks the server to accept this client.
+    """Client to server, repeated until answered: asks the server to accept this client.
 
     Attributes:
         entry: Number that distinguishes successive clients of the same buffer on one rank.
@@ -30,7 +30,7 @@ class Welcome:
     """Server to client: accepts the client, and describes the buffer.
 
     Attributes:
-        in_flight_max: Maximum number of the client's unanswered draws, and of its other unanswered requests.
+        in_flight_max: Maximum number of the client's unanswered draws, and of its unanswered adds and updates.
     """
 
     entry: int
@@ -41,7 +41,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Server to client, as the last message: refuses the client immediately, or after a protocol violation."""
+    """Server to client, as the last message: refuses the client at its entry or after a protocol violation."""
 
     entry: int
     reason: str
@@ -70,7 +70,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Client to server: asks for ``count`` items; if ``waits`` is false, fewer items are accepted."""
+    """Client to server: asks for ``count`` items. If ``waits`` is false, fewer items are accepted."""
 
     request: int
     count: int
@@ -85,7 +85,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Client to server: sets new priorities of ``count`` items: their ids (int64), then their priorities (float64)."""
+    """Client to server: sets the priorities of ``count`` items. The payload is their ids, then the float64 values."""
 
     request: int
     count: int
@@ -95,7 +95,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Client to server: withdraws a draw whose caller was cancelled. The draw is answered nevertheless."""
+    """Client to server: withdraws a draw whose caller was cancelled. The server still answers the draw."""
 
     request: int
 
@@ -107,7 +107,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Server to client, as the last message: the server ends before its clients have left.
+    """Server to client, as the last message: the server ended while it still had clients.
 
     Attributes:
         kind: Class name of the exception that has ended the server; "" if the server was cancelled.
@@ -124,7 +124,7 @@ class Bye:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Server to client: adds or updates are complete; ``scores`` has the scoring hook's result for each request."""
+    """Server to client: adds or updates are complete. ``scores`` has the scoring hook's result for each request."""
 
     requests: tuple[int, ...]
     scores: tuple[float | None, ...]
@@ -142,7 +142,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Server to client: a request has failed; ``later`` is true if it may succeed when repeated."""
+    """Server to client: a request has failed. If ``later`` is true, it may succeed when repeated."""
 
     request: int
     later: bool

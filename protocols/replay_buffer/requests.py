@@ -1,4 +1,4 @@
-"""The pending requests of a replay buffer's client, and a limit on their number."""
+"""Tracks the unanswered requests of a replay buffer's client, and limits their number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncdist.waits import WaitId
 
 
 class PendingCall:
-    """A request that the server has not answered yet; it remains even if its caller was cancelled."""
+    """A request that the server has not answered. It stays pending if its caller is cancelled."""
 
     __slots__ = ("answer", "error", "limit", "payload", "waiter")
 
@@ -30,7 +30,7 @@ class PendingCall:
 
 
 class RequestLimit:
-    """Semaphore that limits the number of unanswered requests. Its waiters are notified if the job fails."""
+    """Semaphore that limits the number of unanswered requests. If the job fails, its waiters raise the job's error."""
 
     def __init__(self, engine: Engine, count: int) -> None:
         self._engine = engine
@@ -38,7 +38,7 @@ class RequestLimit:
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     async def acquire(self, what: WaitId) -> None:
-        """Wait until one more request may be sent; raise the job's error if the job fails."""
+        """Wait until another request may be sent; raise the job's error if the job fails."""
         if self._count and not self._waiters:
             self._count -= 1
             return
@@ -54,7 +54,7 @@ class RequestLimit:
             raise
 
     def release(self) -> None:
-        """Admit the next waiting request, since an answer has arrived."""
+        """Admit the next waiting request. Called when an answer has arrived."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():

@@ -1,8 +1,9 @@
 """Serves a replay buffer to its clients, in one coroutine that usually runs on a separate rank.
 
-A draw is answered when the buffer contains enough items, and fails if no client is left to add them. If all clients
-wait to draw more items than the buffer contains, the server warns and continues to wait. The server ends when every
-client has left or is lost. A client that violates the protocol is refused, and the others are still served.
+A draw is answered when the buffer contains enough items, and fails if no remaining client is expected to add them. If
+all clients wait to draw more items than the buffer contains, the server logs a warning and continues to wait. The
+server ends when every client has left or is lost. A client that violates the protocol is refused, and the others are
+still served.
 
 Memory is bounded: ``capacity`` items, ``in_flight_max`` small requests per client, and one large batch per client in
 each direction. Clients that are faster than the server wait.
@@ -56,12 +57,12 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.replay_buffer.client")
 
-#: Function that scores an added batch; ``add`` returns its result to the sender.
+#: Function that scores an added batch. The client's ``add`` call returns the score.
 Score = Callable[[Batch], float | int | torch.Tensor | None]
 IN_FLIGHT_MAX: Final = 64
-#: Seconds after which a warning is logged if all clients wait to draw more items than the buffer contains.
+#: Seconds before a warning is logged while all clients wait to draw more items than the buffer contains.
 _PATIENCE_S: Final = 10.0
-#: Maximum number of items or bytes in a request. With more, computations of sizes would overflow.
+#: Maximum number of items, and of bytes, in a request. Larger values could overflow when sizes are computed.
 _COUNT_MAX: Final = 1 << 32
 _PAYLOAD_NBYTES_MAX: Final = 1 << 60
 
@@ -86,10 +87,10 @@ async def serve_replay_buffer(
         prioritized: Whether to sample items in proportion to priority^alpha (Schaul et al. 2016) instead of uniformly.
         alpha: Exponent of the priorities; 0 ignores them.
         score: Function that is called with each added batch, and blocks this rank's event loop. ``add`` returns its
-            result to the sender. If it raises an exception, the server ends with this exception, and the clients get
-            RemoteError.
-        in_flight_max: Maximum number of one client's unanswered adds and updates, and of its unanswered draws. Further
-            requests wait on the client.
+        result to the sender. If it raises an exception, the server ends with this exception, and the clients raise
+        RemoteError.
+        in_flight_max: Maximum number of a client's unanswered adds and updates, and of its unanswered draws. Further
+        requests wait on the client.
         seed: Random seed for sampling.
         name: Name of the buffer, if this rank serves several.
         world: World of the server; the current world by default.
@@ -98,7 +99,7 @@ async def serve_replay_buffer(
         The numbers of items that were added, sampled and dropped.
 
     Raises:
-        ValueError, TypeError: An argument is out of range, ``clients`` is empty, or a score is not a number.
+        ValueError, TypeError: An argument is out of range, ``clients`` is empty, or ``score`` did not return a number.
         LocalProtocolError: This rank already serves a buffer with this name.
         BaseException: The exception that ``score`` raised.
     """
@@ -139,7 +140,8 @@ class _Server:
         self._stale_update_count = 0
         self._clients = {rank: Client(rank, is_done=rank in services.gone) for rank in clients}
         to_server, to_clients = scopes(services.rank, name)
-        # Room for all requests, and in addition for ``Open``, ``Declare``, grants, cancels, withdrawals and ``Bye``.
+        # Capacity for all requests, and for each client's ``Open``, ``Declare``, grants, cancels, withdrawals and
+        # ``Bye``.
         capacity = 2 * (len(clients) + 1) * (2 * in_flight_max + 32)
         self._channel: Channel[Any] = services.open_channel(
             ReplayMessage,
@@ -155,7 +157,7 @@ class _Server:
         channel = self._channel
         try:
             while not self._is_finished():
-                # After the last client has left, an ``Open`` is meant for the next buffer with this name.
+                # If the last client has left, a pending ``Open`` is meant for the next buffer with this name.
                 while not self._is_finished() and (envelope := channel.receive_nowait()) is not None:
                     self._hear(envelope)
                 self._has_lost_one = False
@@ -219,8 +221,8 @@ class _Server:
     def _on_gone(self, rank: int) -> None:
         if rank in self._clients:
             self._finish(self._clients[rank])
-            self._clients[rank] = Client(rank, is_done=True)  # a restarted rank numbers its entries from the start
-            self._has_lost_one = True  # draws that wait for this client's items must be examined again
+            self._clients[rank] = Client(rank, is_done=True)  # a restarted rank may reuse the entry numbers
+            self._has_lost_one = True  # other clients' draws may no longer be answerable
 
     def _finish(self, client: Client) -> None:
         client.is_open, client.is_done = False, True
@@ -251,17 +253,17 @@ class _Server:
             self._admit(client, envelope.message.entry)
         elif client.is_refused and isinstance(envelope.message, Bye):
             client.is_done = True
-        elif client.is_open or isinstance(envelope.message, Grant):  # every grant needs an answer, at least an abort
+        elif client.is_open or isinstance(envelope.message, Grant):  # each grant is answered, if only by an abort
             try:
                 self._obey(client, envelope)
             except RemoteProtocolError as error:
                 self._expel(client, str(error))
-        # All other messages are for an earlier buffer, or were sent before the client knew that it was refused.
+        # Other messages are for an earlier buffer, or before the client was notified of its refusal.
 
     def _admit(self, client: Client, entry: int) -> None:
         if (
             client.rank in self._services.gone or entry == client.entry
-        ):  # the client has repeated its ``Open`` before the answer arrived
+        ):  # the client repeated its ``Open`` before the answer arrived
             return
         self._finish(client)
         self._clients[client.rank] = Client(client.rank, entry, is_open=True, heard_at=client.heard_at)
@@ -270,7 +272,7 @@ class _Server:
         self._tell(self._clients[client.rank], welcome)
 
     def _expel(self, client: Client, reason: str) -> None:
-        """Refuse a client that has violated the protocol, and drop its later messages."""
+        """Refuse a client that has violated the protocol, and ignore its later messages."""
         self._tell(client, Refused(client.entry, reason))
         was_done = client.is_done
         self._finish(client)
@@ -311,7 +313,7 @@ class _Server:
         client.has_declared = True
 
     def _on_payload(self, client: Client, message: Add | Update) -> None:
-        """Store the payload inside a message, or queue a grant if the payload must be streamed."""
+        """Store a payload that the message contains, or queue the request until its payload can be streamed."""
         if isinstance(message, Add) and not client.has_declared:
             raise RemoteProtocolError(
                 f"rank {client.rank} added items before it declared their layout", rank=client.rank
@@ -341,7 +343,7 @@ class _Server:
         self._receive_next(client)
 
     def _sizes(self, message: Add | Update) -> tuple[int, int]:
-        """Return the size in bytes of the rows or ids, and their total size with the following priorities."""
+        """Return the size in bytes of the rows or ids, and the size of the whole payload, including priorities."""
         if isinstance(message, Update):
             return 8 * message.count, 16 * message.count
         end = message.count * self._row_nbytes
@@ -384,7 +386,7 @@ class _Server:
 
     async def _receive(self, client: Client, message: Add | Update) -> None:
         try:
-            if client.is_open:  # after the client has left, its successor on that rank reuses the request numbers
+            if client.is_open:  # if it has left, the next client on that rank may reuse the request number
                 self._store_received(client, message, await self._receive_payload(client, message))
         except StreamAborted:
             self._fail(client, message.request, "withdrawn")
@@ -410,7 +412,7 @@ class _Server:
         return buffer
 
     def _store_received(self, client: Client, message: Add | Update, buffer: npt.NDArray[np.uint8]) -> None:
-        """Store a streamed payload. If ``score`` raises an exception, end the server with this exception."""
+        """Store a streamed payload. If ``score`` raises an exception, end the server with it."""
         try:
             self._store_payload(client, message, buffer)
         except Exception as error:
@@ -461,7 +463,7 @@ class _Server:
                 self._answer_draws(client, may_grow)
 
     def _answer_draws(self, client: Client, may_grow: bool) -> None:
-        """Answer this client's draws as far as possible. Large draws are answered one at a time, to save memory."""
+        """Answer this client's draws if there are enough items. Stream one large draw at a time to save memory."""
         size = self._store.size
         waiting: deque[Draw] = deque()
         for draw in client.draws:
@@ -519,7 +521,7 @@ class _Server:
         except RankLostError:
             self._finish(client)
         finally:
-            if client.streams.get(slot) is stream:  # the slot may already be used by a new stream
+            if client.streams.get(slot) is stream:  # a new stream may already use the slot
                 del client.streams[slot]
         self._answer_all()
 
@@ -529,7 +531,7 @@ class _Server:
         self._tell(client, Failed(request, later, reason))
 
     def _tell(self, client: Client, message: Any) -> None:
-        if client.is_open:  # a client that has left, or its successor on that rank, must not receive this message
+        if client.is_open:  # otherwise the next client on that rank could receive this message
             self._send_nowait(client.rank, message)
 
     def _send_nowait(self, rank: int, message: Any) -> None:

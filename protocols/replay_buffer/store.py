@@ -1,4 +1,4 @@
-"""Stores a replay buffer's items and samples from them, without messages.
+"""Stores a replay buffer's items and samples from them. It sends no messages.
 
 An **item** is one row of a batch: the elements of all its tensors at one index of the leading dimension. Items are
 stored as rows of bytes, so that adding or sampling a batch needs one copy. Sampling is with replacement: uniform, or in
@@ -23,7 +23,7 @@ Rows: TypeAlias = npt.NDArray[np.uint8]
 Form: TypeAlias = Literal["tensor", "dict", "tuple"]
 FORMS: Final[dict[str, Form]] = {"tensor": "tensor", "dict": "dict", "tuple": "tuple"}
 
-#: Number of priorities in a block whose sum is stored; a change recomputes one sum, so rounding errors do not add up.
+#: Number of priorities in each block. The sum of a changed block is computed anew, so rounding errors do not add up.
 _BLOCK: Final = 512
 
 
@@ -46,7 +46,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Layout of an item in a row of bytes, which converts batches to rows and back.
+    """Defines how an item is stored as a row of bytes, and converts batches to rows and back.
 
     Attributes:
         fields: Fields in the order of the first batch, named by index for a tuple. In a row, a dict's fields are sorted
@@ -93,7 +93,7 @@ class RowLayout:
         return sum(field.nbytes for field in self.fields)
 
     def fits(self, batch: Batch) -> bool:
-        """Return whether ``batch`` has this layout, four times as fast as a comparison with :meth:`of`."""
+        """Return whether ``batch`` has this layout. This is four times as fast as a comparison with :meth:`of`."""
         form, parts = _parts(batch)
         if form != self.form or len(parts) != len(self.fields):
             return False
@@ -145,7 +145,7 @@ class RowLayout:
         return sorted(self.fields, key=lambda field: field.name) if self.form == "dict" else self.fields
 
     def difference(self, other: RowLayout) -> str | None:
-        """Return a description of the first difference from another layout; None if the layouts are equal."""
+        """Return a description of the first difference from another layout, or None if the layouts are equal."""
         if self.form != other.form:
             return f"a batch is a {other.form} here and a {self.form} there"
         theirs = {field.name: field for field in other.fields}
@@ -212,7 +212,7 @@ class Drawn:
 
 
 class ReplayStore:
-    """Stores a limited number of items, and samples from them; if it is full, new items replace the oldest.
+    """Stores a limited number of items and samples from them. If the store is full, new items replace the oldest.
 
     Args:
         alpha: Exponent of the priorities, >= 0 (0 ignores them); None for uniform sampling without priorities.
@@ -241,12 +241,12 @@ class ReplayStore:
         """Store items.
 
         Args:
-            rows: Items, with shape (n, bytes of an item); if n > ``capacity``, only the last ``capacity`` are stored.
-            priorities: float64 array of shape (n,), finite and not negative. By default, the items get the largest
-                priority so far, so that each is sampled soon.
+            rows: Items, with shape (n, bytes of an item). If n > ``capacity``, only the last ``capacity`` are stored.
+            priorities: float64 array of shape (n,), finite and not negative. By default, each item gets the largest
+            priority that the store has had, so that it is sampled soon.
 
         Raises:
-            ValueError: A priority is so large that sums of powers would overflow; no item is stored.
+            ValueError: A priority is so large that sums of powers would overflow. No item is stored.
         """
         if not len(rows):
             return
@@ -270,7 +270,7 @@ class ReplayStore:
                 self._set_priorities(places, powers[skipped:])
 
     def sample(self, n: int, *, beta: float = 0.4) -> Drawn:
-        """Sample ``n`` items with replacement; the store must not be empty.
+        """Sample ``n`` items with replacement. The store must not be empty.
 
         Args:
             beta: Exponent of the importance weights, from 0 (no bias correction) to 1 (full correction).
@@ -287,14 +287,14 @@ class ReplayStore:
         return Drawn(ids, weights, self._rows[places])
 
     def update(self, ids: npt.NDArray[np.int64], priorities: npt.NDArray[np.float64]) -> int:
-        """Set the priorities of items, and return how many of the items are no longer in the store.
+        """Set the priorities of items, and return the number of given items that are no longer in the store.
 
         Args:
             ids: int64 array of shape (n,), from :meth:`sample`.
             priorities: float64 array of shape (n,), finite and not negative.
 
         Raises:
-            ValueError: A priority is so large that sums of powers would overflow; no priority is changed.
+            ValueError: A priority is so large that sums of powers would overflow. No priority is changed.
         """
         known = (ids >= self.evicted_count) & (ids < self.added_count)
         if self._priorities is not None:
@@ -328,7 +328,7 @@ class ReplayStore:
 
 
 class _Priorities:
-    """Array of priorities, whose indices are sampled in proportion to the priorities."""
+    """Array of priorities. Samples indices in proportion to their priorities."""
 
     def __init__(self, capacity: int) -> None:
         block_count = -(-capacity // _BLOCK)
@@ -348,7 +348,7 @@ class _Priorities:
         self._smallest[blocks] = np.where(changed > 0, changed, np.inf).min(axis=1)
 
     def smallest(self) -> float:
-        """Return the smallest priority above 0; infinity if there is none."""
+        """Return the smallest priority above 0, or infinity if there is none."""
         return float(self._smallest.min())
 
     def draw(self, at: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
@@ -363,9 +363,9 @@ class _Priorities:
         wanted = at * bounds[-1]
         blocks = np.minimum(np.searchsorted(bounds, wanted, side="right"), np.flatnonzero(self._sums)[-1])
         inside = np.cumsum(self._values[blocks], axis=1)
-        # Counted exactly from the end of the previous block, since any less would select an index whose number is 0.
+        # The previous blocks' exact total is subtracted: a smaller number could select an index whose priority is 0.
         rest = wanted - np.concatenate(([0.0], bounds))[blocks]
-        # Rounding may lead beyond the end of the block. The last index with a number above 0 is then the right one.
+        # Rounding may lead past the end of the block. The right index is then the last one with a priority above 0.
         columns = (inside <= rest[:, None]).sum(axis=1)
         last = _BLOCK - 1 - (self._values[blocks][:, ::-1] > 0).argmax(axis=1)
         return np.asarray(blocks * _BLOCK + np.minimum(columns, last), np.int64)

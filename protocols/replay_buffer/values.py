@@ -1,4 +1,4 @@
-"""Defines a replay buffer's results (samples and statistics), and checks its users' arguments."""
+"""Defines a replay buffer's samples and statistics, and checks arguments that users pass."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ReplayStatistics:
 
 
 def as_ids(ids: Any) -> npt.NDArray[np.int64]:
-    """Convert a user's ids to an int64 array of shape (n,); raise TypeError or ValueError if they are invalid."""
+    """Convert a user's ids to an int64 array of shape (n,). Raise TypeError or ValueError if they are invalid."""
     given = _as_numbers("ids", ids, "integers from Sample.ids")
     if given.size and given.dtype.kind not in "iu":
         raise ValueError(f"ids must be integers from Sample.ids, got {ids!r:.80}")
@@ -70,7 +70,7 @@ def _as_numbers(name: str, values: Any, allowed: str) -> npt.NDArray[Any]:
 
 
 def as_priorities(values: torch.Tensor | Sequence[float], count: int, is_prioritized: bool) -> npt.NDArray[np.float64]:
-    """Convert a user's ``count`` priorities to a float64 array; raise TypeError or ValueError if they are invalid."""
+    """Convert a user's ``count`` priorities to a float64 array. Raise TypeError or ValueError if they are invalid."""
     if not is_prioritized:
         raise ValueError(
             "priorities must be None for a buffer with uniform sampling; pass prioritized=True to serve_replay_buffer"
