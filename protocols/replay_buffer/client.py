@@ -160,7 +160,7 @@ class ReplayBuffer:
                     f"{self._start_timeout_s:g} s; await serve_replay_buffer with name={self._name!r} on that rank",
                     missing=(self._server,),
                 )
-            if self._services.is_unmet(self._server):  # this rank was restarted, and the server does not know that yet
+            if self._services.is_unmet(self._server):  # this restarted rank has not connected to the server yet
                 await engine.until(lambda: not self._services.is_unmet(self._server), what, deadline=give_up_at)
                 continue
             self._send(Open(self._entry))
@@ -219,10 +219,10 @@ class ReplayBuffer:
 
         Args:
             batch: Tensor of shape (n, ...), or a dict by name or a tuple of such tensors with the same n, in CPU
-            memory. All batches of all clients must have the same form, names, dtypes and trailing shapes. The caller
-            may change the batch after ``add`` has returned.
+                memory. All batches of all clients must have the same form, names, dtypes and trailing shapes. The
+                caller may change the batch after ``add`` has returned.
             priorities: Priorities of shape (n,), finite and not negative, for a prioritised buffer. By default, each
-            item gets the largest priority that the buffer has had.
+                item gets the largest priority that the buffer has had.
 
         Returns:
             The result of the server's scoring hook for this batch, or None without a hook.
@@ -264,14 +264,14 @@ class ReplayBuffer:
             beta: Exponent of a prioritised buffer's importance weights, from 0 (no bias correction) to 1 (full
                 correction).
             wait: Whether to wait until the buffer contains ``n`` items. Otherwise, if it contains fewer, only that
-            number is sampled.
+                number is sampled.
 
         Raises:
             ValueError: ``n`` is below 1, or ``beta`` is out of range.
             LocalProtocolError: ``wait`` is true and ``n`` exceeds the buffer's capacity, or every priority is zero.
             BusyError: ``wait`` is false and the buffer is empty. Or ``wait`` is true, the buffer contains fewer than
-            ``n`` items, and no client is expected to add more. A client that has added items is expected to add more
-            until it leaves the block.
+                ``n`` items, and no client is expected to add more. A client that has added items is expected to add
+                more until it leaves the block.
         """
         count, beta = validation.count("n", n), validation.fraction("beta", beta)
         self._drawing_count += 1

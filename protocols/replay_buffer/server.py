@@ -87,10 +87,10 @@ async def serve_replay_buffer(
         prioritized: Whether to sample items in proportion to priority^alpha (Schaul et al. 2016) instead of uniformly.
         alpha: Exponent of the priorities; 0 ignores them.
         score: Function that is called with each added batch, and blocks this rank's event loop. ``add`` returns its
-        result to the sender. If it raises an exception, the server ends with this exception, and the clients raise
-        RemoteError.
+            result to the sender. If it raises an exception, the server ends with this exception, and the clients raise
+            RemoteError.
         in_flight_max: Maximum number of a client's unanswered adds and updates, and of its unanswered draws. Further
-        requests wait on the client.
+            requests wait on the client.
         seed: Random seed for sampling.
         name: Name of the buffer, if this rank serves several.
         world: World of the server; the current world by default.

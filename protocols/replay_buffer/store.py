@@ -243,7 +243,7 @@ class ReplayStore:
         Args:
             rows: Items, with shape (n, bytes of an item). If n > ``capacity``, only the last ``capacity`` are stored.
             priorities: float64 array of shape (n,), finite and not negative. By default, each item gets the largest
-            priority that the store has had, so that it is sampled soon.
+                priority that the store has had, so that it is sampled soon.
 
         Raises:
             ValueError: A priority is so large that sums of powers would overflow. No item is stored.
