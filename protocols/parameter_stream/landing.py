@@ -1,7 +1,7 @@
-"""Chooses the memory in which a replacer receives the chunks of donors: its accumulator, or a ring of buffers.
+"""Chooses the memory in which a replacer receives the donors' chunks: its accumulator, or a ring of buffers.
 
-The first donor's chunks are received directly into the accumulator if it has the stored dtype. All other chunks are
-received into the pages of the ring, where small chunks share a page.
+If the accumulator has the dtype of the snapshots, the first donor's chunks are received directly into it. All other
+chunks are received into the pages of the ring, where small chunks share a page.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from asyncdist.protocols.parameter_stream.messages import parts_of
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers
 
-#: Maximum number of concurrently requested snapshots, since each iteration of the event loop tests all their receives.
+#: Maximum number of concurrently requested snapshots. Each iteration of the event loop tests all their receives.
 ASKED_COUNT_MAX: Final = 16
-#: Maximum number of donors' shares that a layout caches; shares with exact tensors are counted separately.
+#: Maximum number of shares (one donor's chunks and their memory) that a layout caches.
 SHARE_COUNT_MAX: Final = 2 * ASKED_COUNT_MAX
 #: Alignment of chunks in a page: the size of the widest element.
 _ALIGNMENT_NBYTES: Final = 16
@@ -47,7 +47,7 @@ class ChunkRing:
         return self.page(self._next)[: count * dtype.itemsize].view(dtype)
 
     def page(self, number: int) -> torch.Tensor:
-        """Return the buffer of a page as bytes; pages whose numbers differ by ``WINDOW_COUNT`` share a buffer."""
+        """Return the buffer of a page as bytes. Pages whose numbers differ by ``WINDOW_COUNT`` share a buffer."""
         place = number % WINDOW_COUNT
         found = self._buffers.get(place)
         if found is None:
@@ -56,7 +56,7 @@ class ChunkRing:
         return found
 
     def scratch(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Return the scratch buffer as ``count`` elements of ``dtype``, for data that is added immediately."""
+        """Return the scratch buffer as ``count`` elements of ``dtype``. The next call reuses its memory."""
         nbytes = count * dtype.itemsize
         if self._scratch is None or self._scratch.nbytes < nbytes:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -70,7 +70,7 @@ class ChunkRing:
 
 
 class LandingPiece(NamedTuple):
-    """Chunk of the state, at the same place for every donor.
+    """Chunk of a flat state, which every donor sends.
 
     Attributes:
         into: Elements of the accumulator to which the chunk is added or copied.
@@ -87,7 +87,7 @@ class LandingPiece(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """One chunk from one donor. ``chunk`` is its memory in the ring; None if it is received into the accumulator."""
+    """One chunk from one donor. ``chunk`` is its memory in the ring, or None if the accumulator receives it."""
 
     piece: LandingPiece
     page: int
@@ -95,7 +95,7 @@ class Landing(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """Chunks from one donor, their total size, and the page and offset at which the next donor's chunks begin."""
+    """One donor's chunks, their total size, and the page and offset at which the next donor's chunks begin."""
 
     landings: list[Landing]
     targets: list[memoryview]
@@ -116,10 +116,10 @@ class Layout:
 
         Args:
             page: Page in which the previous donor's chunks end. Pages limit the number of outstanding receives, so
-                chunks in the accumulator are assigned to a page as well.
-            first: Whether this is the first donor, whose chunks are received directly into the accumulator if it has
+                chunks received into the accumulator count towards a page as well.
+            first: Whether this is the first donor. Its chunks are received directly into the accumulator if that has
                 their dtype.
-            exact: Whether the donor also sends the tensors that are not averaged. These are always received directly.
+            exact: Whether the donor also sends the tensors that are not averaged. They are always received directly.
         """
         key = page, offset, first, exact
         found = self._shares.get(key)
@@ -149,7 +149,7 @@ class Layout:
 
 
 def _pieces(accumulator: FlatBuffers, chunk_nbytes: int) -> list[LandingPiece]:
-    """Return the chunks of the whole state; chunks of averaged tensors are first."""
+    """Return the chunks of the whole state, beginning with those of averaged tensors."""
     pieces = []
     averaged = accumulator.averaged().keys()
     for number, (dtype, tensor) in enumerate(parts_of(accumulator, exact=True)):

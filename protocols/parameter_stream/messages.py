@@ -16,10 +16,10 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 #: Size in bytes of each chunk, except the last chunk of each tensor.
 CHUNK_NBYTES = streams.CHUNK_NBYTES
-#: Usual number and minimum size of a part's chunks. They are small, so that the mean is sent while it is computed.
+#: Usual number and minimum size of a part's chunks. Small chunks allow a mean to be sent while it is computed.
 PART_CHUNK_COUNT: Final = 32
 PART_CHUNK_NBYTES_MIN: Final = 128 << 10
-#: Chunk sizes are multiples of this number of bytes, so that no element is split.
+#: Chunk sizes are multiples of this number of bytes, so that no element spans two chunks.
 _CHUNK_UNIT: Final = 4096
 
 
@@ -42,7 +42,7 @@ class PartGrant:
     of_mean: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a field has a value that no correct receiver sends."""
+        """Raise ValueError if a field has an invalid value."""
         Grant(self.slot, self.nbytes, self.chunk_nbytes)
         if not 0 <= self.part < self.part_count:
             raise ValueError(f"part must be from 0 to {self.part_count - 1}, got {self.part}")
@@ -50,11 +50,11 @@ class PartGrant:
 
 @dataclass(frozen=True, slots=True)
 class LocateRequest:
-    """Receiver to sender: asks for the address of the round's snapshot in the sender's memory, to read it directly.
+    """Receiver to sender: asks for the address of the round's snapshot, to read it directly from the sender's memory.
 
     Attributes:
-        slot: Number of the request; negative, to distinguish it from the slots of streams.
-        part: Number of the part whose mean is requested; -1 for a donor's snapshot.
+        slot: Number of the request, negative to distinguish it from the slots of streams.
+        part: Number of the part whose mean is requested, or -1 for a donor's snapshot.
     """
 
     slot: int
@@ -71,15 +71,15 @@ class LocateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Sender to receiver: the address of the requested snapshot, as the answer to :class:`LocateRequest`.
+    """Sender to receiver: answers :class:`LocateRequest` with the address of the requested snapshot.
 
     Attributes:
         pid, address, token: Fields of an :class:`~asyncdist.host_memory.cross_memory_attach.AttachToken`. The sender
-            revokes this token before it reuses the snapshot's memory.
-        tensors: Address of each tensor of :func:`parts_of`, including exact tensors; empty if the sender has no
+        revokes this token before it reuses the snapshot's memory.
+        tensors: Address of each tensor of :func:`parts_of`, including exact tensors. Empty if the sender has no
             snapshot for the round.
         memory: Packed :class:`~asyncdist.host_memory.shared_memory.Address` of the shared memory that contains all
-            tensors; empty if they are not in shared memory.
+            tensors. Empty if they are not in shared memory.
         start: Address of the shared memory in the sender's process.
     """
 
@@ -92,7 +92,7 @@ class Location:
     start: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the shared memory has no valid address."""
+        """Raise ValueError if ``memory`` does not have the length of a packed address."""
         if len(self.memory) not in (0, Address.PACKED_NBYTES):
             raise ValueError(f"memory must have 0 or {Address.PACKED_NBYTES} bytes, got {len(self.memory)}")
 
@@ -102,38 +102,38 @@ StreamMessage = Grant | PartGrant | Cancel | LocateRequest | Location
 
 
 def mean_asked(request: Request) -> Part | None:
-    """Return the part whose mean is requested; None if the request is for a donor's snapshot."""
+    """Return the part whose mean is requested, or None if a donor's snapshot is requested."""
     if isinstance(request, Grant) or (isinstance(request, PartGrant) and not request.of_mean) or request.part < 0:
         return None
     return Part(request.part, request.part_count)
 
 
 def stream_nbytes(buffers: FlatBuffers, *, exact: bool) -> int:
-    """Return the size in bytes of a stream of ``buffers``; ``exact`` includes the integer and bool tensors."""
+    """Return the size in bytes of a stream of ``buffers``. ``exact`` includes the integer and bool tensors."""
     return sum(tensor.nbytes for _, tensor in parts_of(buffers, exact))
 
 
 def parts_of(buffers: FlatBuffers, exact: bool) -> list[tuple[torch.dtype, torch.Tensor]]:
-    """Return the tensors of a stream in order, each with the dtype in which it is sent."""
+    """Return a stream's tensors in the order in which they are sent, each with its dtype in the stream."""
     parts = list(buffers.averaged().items())
     return parts + list(buffers.exact().items()) if exact else parts
 
 
 def chunks_of(buffers: FlatBuffers, exact: bool, chunk_nbytes: int) -> list[memoryview]:
-    """Return the chunks of a stream as views of ``buffers``; no chunk spans two tensors."""
+    """Return the chunks of a stream as views of ``buffers``. Each chunk is within one tensor."""
     return [chunk for _, tensor in parts_of(buffers, exact) for chunk in split(byte_view(tensor), chunk_nbytes)]
 
 
 def part_chunk_nbytes(nbytes: int, chunk_count: int | None = None) -> int:
-    """Return the chunk size in bytes for a stream of ``nbytes`` that carries a part of a snapshot, or its mean.
+    """Return the chunk size in bytes for a part of a snapshot, or its mean, that has ``nbytes`` bytes.
 
     Args:
-        chunk_count: Usual number of chunks; by default ``PART_CHUNK_COUNT``.
+        chunk_count: Usual number of chunks, ``PART_CHUNK_COUNT`` by default.
     """
     size = -(-nbytes // ((chunk_count or PART_CHUNK_COUNT) * _CHUNK_UNIT)) * _CHUNK_UNIT
     return min(max(size, PART_CHUNK_NBYTES_MIN), CHUNK_NBYTES)
 
 
 def safe_point_count(nbytes: int) -> int:
-    """Return the number of safe points that sender and receiver of a stream each need: one per window of chunks."""
+    """Return the number of safe points that each end of a stream needs: one per window of chunks."""
     return max(1, -(-nbytes // (CHUNK_NBYTES * WINDOW_COUNT)))
