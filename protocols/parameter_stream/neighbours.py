@@ -1,13 +1,12 @@
 """Reads snapshots directly from the memory of other processes on this host, instead of receiving them as streams.
 
 A receiver asks for the address of a donor's snapshot (:class:`LocateRequest`), and the donor answers when it has the
-snapshot. In the first round with a donor, its snapshot is streamed, and the answer only serves to test whether the
-donor's memory can be read. The donor revokes its token (:mod:`asyncdist.host_memory.cross_memory_attach`) before it
-reuses the memory. A read is therefore valid only if the token is still valid afterwards.
+snapshot. The first snapshot from a donor is streamed, and the answer only serves to test whether the donor's memory can
+be read. Before the donor reuses the memory, it revokes its token (:mod:`asyncdist.host_memory.cross_memory_attach`). A
+read is therefore valid only if the token is still valid afterwards.
 
 If the donor's tensors are in shared memory (:mod:`asyncdist.host_memory.shared_memory`), the receiver maps this memory
-and reads the tensors where they are. Otherwise the receiver copies the tensors, which takes twice as long as adding
-them up.
+and uses the tensors in place. Otherwise the receiver copies the tensors, which takes twice as long as adding them up.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.parameter_stream.neighbours")
 
-#: Snapshots with fewer bytes are streamed, since asking for the address and reading the memory would be no faster.
+#: Snapshots with fewer bytes are streamed: requesting an address and reading the memory would not be faster.
 READ_NBYTES_MIN: Final = 1 << 20
-#: Number of failures after which a donor's memory is no longer read. A single read may fail only because its round has
-#: ended.
+# : Number of failed reads after which a donor's memory is no longer read. One failure may only mean that the round
+# ended during the read.
 TRIAL_COUNT: Final = 3
-#: Number of a donor's blocks of shared memory that stay mapped, since mapping a block again costs page faults.
+#: Number of shared memory blocks per donor that stay mapped, since mapping a block again costs page faults.
 _MAPPED_COUNT: Final = 8
 
 
@@ -51,17 +50,19 @@ class Neighbours:
         self._readable: set[int] = set()
         self._failures: Counter[int] = Counter()
         self._asked: dict[int, Reading] = {}  # by slot
-        self._mapped: dict[int, dict[bytes, torch.Tensor]] = {}  # by donor and packed address, the last used at the end
+        self._mapped: dict[
+            int, dict[bytes, torch.Tensor]
+        ] = {}  # by donor and packed address, least recently used first
         self._last_slot = 0
 
     def ask(self, donor: int, nbytes: int, *, round: int, mean_of: Part | None = None) -> Reading | None:
         """Request the address of a donor's snapshot or of a reducer's mean.
 
         Args:
-            mean_of: Part whose mean is requested; None for a donor's snapshot.
+            mean_of: Part whose mean is requested, or None for a donor's snapshot.
 
         Returns:
-            The reading, which the caller must close; None if the snapshot must be streamed.
+            The reading, which the caller must close. None if the snapshot must be streamed.
 
         Raises:
             RankLostError: The rank is lost.
@@ -75,7 +76,7 @@ class Neighbours:
         return reading if donor in self._readable else None
 
     def on_location(self, donor: int, location: Location) -> None:
-        """Pass a donor's answer to the reading that waits for it, or drop the answer if that reading was closed."""
+        """Pass a donor's answer to the reading that waits for it. Drop the answer if that reading was closed."""
         reading = self._asked.get(location.slot)
         if reading is None or reading.donor != donor:
             return
@@ -87,16 +88,16 @@ class Neighbours:
             self.note_failure(donor)
 
     def note_failure(self, donor: int) -> None:
-        """Count a failed read: the donor's next snapshot is streamed or, after ``TRIAL_COUNT`` failures, all are."""
+        """Count a failed read. The donor's next snapshot, or all after ``TRIAL_COUNT`` failures, will be streamed."""
         self._readable.discard(donor)
         self._failures[donor] += 1
 
     def note_success(self, donor: int) -> None:
-        """Reset the number of failures of a donor whose snapshot was read completely."""
+        """Reset a donor's number of failed reads, because a snapshot was read completely."""
         del self._failures[donor]
 
     def memory_of(self, donor: int, packed: bytes) -> torch.Tensor | None:
-        """Map a donor's shared memory with this packed address, unless it is mapped; None if this is not possible."""
+        """Return a donor's shared memory, which is mapped if necessary; None if it cannot be mapped."""
         mapped = self._mapped.setdefault(donor, {})
         memory = mapped.pop(packed, None)
         if memory is None:
@@ -111,11 +112,11 @@ class Neighbours:
         return memory
 
     def close(self, slot: int) -> None:
-        """Drop the pending request with this slot."""
+        """Drop the pending request with this slot, so that its answer is ignored."""
         self._asked.pop(slot, None)
 
     def forget(self, rank: int) -> None:
-        """Forget a restarted rank's previous process, and drop the requests to it."""
+        """Forget a restarted rank's previous process, and drop pending requests to it."""
         self._readable.discard(rank)
         self._mapped.pop(rank, None)
         del self._failures[rank]
@@ -127,7 +128,7 @@ class Reading:
     """Reads one snapshot from a donor's memory.
 
     Attributes:
-        process: Process of the donor; None before the donor has answered, or if its memory cannot be read.
+        process: Process of the donor. None before the donor has answered, and if its memory cannot be read.
     """
 
     def __init__(self, services: Services, neighbours: Neighbours, donor: int, slot: int) -> None:
@@ -148,7 +149,7 @@ class Reading:
         if location.tensors:
             try:
                 process = PeerProcess(location.pid, location.address, location.token)
-                for address in filter(None, location.tensors):  # pinned memory of some devices cannot be read
+                for address in filter(None, location.tensors):  # some devices' pinned memory cannot be read
                     process.read(address, self._trial.data_ptr(), self._trial.nbytes)
             except OSError as error:  # the process is on another host, or reading is not allowed
                 logger.debug("the memory of rank %d cannot be read: %s", self.donor, error)
@@ -199,9 +200,9 @@ class Reading:
         self._services.read_nbytes += into.nbytes
 
     def view(self, number: int, first: int, nbytes: int) -> torch.Tensor | None:
-        """Return bytes of the snapshot in the donor's shared memory; None if they are not there.
+        """Return bytes of the snapshot in the donor's shared memory, or None if they are not in shared memory.
 
-        The bytes may be used only if :meth:`check` succeeds afterwards.
+        The caller may use the bytes only if :meth:`check` succeeds afterwards.
 
         Args:
             number: Index of the flat tensor in the snapshot.
@@ -218,7 +219,7 @@ class Reading:
         return self._memory[begin : begin + nbytes]
 
     def check(self) -> None:
-        """Check that the results of :meth:`view` were valid until now.
+        """Check that the memory returned by :meth:`view` is still valid.
 
         Raises:
             StreamAborted: The donor has withdrawn its snapshot, or has ended.
@@ -236,7 +237,7 @@ class Reading:
         self._neighbours.note_success(self.donor)
 
     def close(self) -> None:
-        """Drop the request; a later answer is ignored."""
+        """Drop the request, so that a later answer is ignored."""
         self._neighbours.close(self._slot)
 
     def _aborted(self, what: str) -> AsyncdistError:
@@ -244,10 +245,11 @@ class Reading:
 
 
 class PartReading:
-    """Reads one part of a snapshot, or of a mean, from another rank's memory; has the interface of a stream.
+    """Reads one part of a snapshot, or of a mean, from another rank's memory. Has the interface of a stream.
 
     Args:
-        pieces: Tuples of the index of a piece's tensor, the index of its first element, and the receiving tensor.
+        pieces: Tuples of a tensor's index in the snapshot, the index of the first element to read, and the tensor that
+            receives the elements.
     """
 
     def __init__(self, reading: Reading, pieces: Sequence[tuple[int, int, torch.Tensor]]) -> None:
@@ -256,11 +258,11 @@ class PartReading:
 
     @property
     def received_nbytes(self) -> int:
-        """Number of bytes read so far."""
+        """Number of bytes that were read."""
         return self._reading.received_nbytes
 
     async def whole(self, *, deadline: float | None = None) -> None:
-        """Read all pieces; let other tasks run after each piece.
+        """Read all pieces. Other tasks run after each piece.
 
         Raises:
             TimeoutError: The deadline has passed.
@@ -274,21 +276,21 @@ class PartReading:
         self.complete()
 
     async def located(self, *, deadline: float | None = None) -> None:
-        """Wait for the address of the part, which :meth:`read` can read from then on; the errors of :meth:`whole`."""
+        """Wait for the part's address, which :meth:`read` needs. Raises the errors of :meth:`whole`."""
         await self._reading.located(deadline=deadline)
 
     def read(self, first: int, into: torch.Tensor) -> None:
-        """Read elements of the part's first tensor, beginning with element ``first``; the errors of :meth:`whole`."""
+        """Read elements of the part's first tensor, from element ``first``. Raises the errors of :meth:`whole`."""
         number, start, _ = self._pieces[0]
         self._reading.read(number, start + first, into)
 
     def view(self, first: int, end: int) -> torch.Tensor | None:
-        """Return the bytes ``first`` to ``end`` of the part's first tensor where they are; see :meth:`Reading.view`."""
+        """Return bytes ``first`` to ``end`` of the part's first tensor without a copy; see :meth:`Reading.view`."""
         number, start, into = self._pieces[0]
         return self._reading.view(number, start * into.itemsize + first, end - first)
 
     def check(self) -> None:
-        """Check that the results of :meth:`view` were valid until now; the errors of :meth:`whole`."""
+        """Check that the memory returned by :meth:`view` is still valid. Raises the errors of :meth:`whole`."""
         self._reading.check()
 
     def complete(self) -> None:
@@ -296,6 +298,6 @@ class PartReading:
         self._reading.complete()
 
     def finish(self, cancel: object = None) -> None:
-        """Drop the request; no cancel message is sent, unlike for a stream."""
+        """Drop the request. Unlike a stream, send no cancel message."""
         del cancel
         self._reading.close()

@@ -29,7 +29,7 @@ from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
 
-#: Number of bytes to read at a time, small enough to be still in the CPU cache when they are added.
+#: Number of bytes per read, small enough that they are still in the CPU cache when they are added.
 _READ_NBYTES: Final = 1 << 18
 
 
@@ -46,17 +46,17 @@ def ask_for_part(
     of_mean: bool = False,
     chunk_count: int | None = None,
 ) -> InboundStream | PartReading | None:
-    """Request a part of one rank's snapshot, or the mean of that part, and begin to receive it into ``into``.
+    """Request a part of one rank's snapshot, or the mean of that part, and start to receive it into ``into``.
 
     Args:
-        source: Rank that sends the part; for a mean, the part's reducer or a rank that has fetched the mean.
+        source: Rank that sends the part. For a mean, the part's reducer or a rank that has fetched the mean.
         sizes: Number of elements of the whole state, by dtype.
         exact: Whether the integer and bool tensors are requested as well.
         of_mean: Whether the mean of the part is requested instead of the source's own part.
-        chunk_count: Usual number of chunks, as the source offers the part.
+        chunk_count: Usual number of chunks with which the source offers the part.
 
     Returns:
-        The stream, to be finished with :func:`cancel_stream`; None if the part is empty.
+        The stream, which the caller must finish with :func:`cancel_stream`. None if the part is empty.
 
     Raises:
         RankLostError: The rank is lost.
@@ -83,7 +83,7 @@ def ask_for_part(
 def _pieces(
     into: FlatBuffers, part: Part, sizes: Mapping[torch.dtype, int], *, exact: bool, is_alone: bool
 ) -> list[tuple[int, int, torch.Tensor]]:
-    """Return the pieces of a part for :class:`PartReading`. With ``is_alone``, the source stores only this part."""
+    """Return the pieces of a part for :class:`PartReading`. If ``is_alone``, the source stores only this part."""
     pieces = []
     for number, (dtype, tensor) in enumerate(parts_of(into, exact)):
         first = 0 if is_alone else part.bounds(sizes[dtype])[0]
@@ -107,14 +107,14 @@ class SnapshotReceiver:
     """Computes the weighted mean of the donors' snapshots on a replacer, as the snapshots arrive.
 
     Args:
-        accumulator: Flat tensors in the accumulation dtypes, which the mean overwrites.
-        donors: Ranks of the donors, in the order of the sum.
+        accumulator: Flat tensors in the accumulation dtypes. The mean overwrites them.
+        donors: Ranks of the donors, in the order of summation.
         best: Donor whose integer and bool tensors are copied.
-        part: Part of the snapshots to average; None for whole snapshots.
-        neighbours: Reader of snapshots in the memory of ranks on this host; None to stream all snapshots.
+        part: Part of the snapshots to average, or None for whole snapshots.
+        neighbours: Reader of snapshots in the memory of ranks on this host, or None to stream all snapshots.
 
     Attributes:
-        donor: Donor whose snapshot is requested or awaited; if :meth:`run` raises, the donor that caused the failure.
+        donor: Donor whose snapshot is requested or awaited. If :meth:`run` raises, the donor that caused the failure.
         read_nbytes: Number of received bytes that were read directly from the donors' memory.
     """
 
@@ -146,22 +146,22 @@ class SnapshotReceiver:
         self._page = self._offset = 0
         self._asked: deque[tuple[InboundStream | Reading | None, Sequence[Landing]]] = deque()
         self._asked_count = 0
-        self._is_asking = True  # whether some receives are not posted yet
+        self._is_asking = True  # whether any receives are not posted yet
         self._posting: InboundStream | None = None  # stream of the most recently asked donor
         self._unposted: deque[Landing] = deque()  # chunks of the current stream whose receives are not posted
         self._posted_count = 0
-        self._under_way: deque[Landing] = deque()  # chunks with posted receives, not added yet
+        self._under_way: deque[Landing] = deque()  # chunks with posted receives that are not added yet
         self.donor = donors[0]
         self.received_nbytes = self.read_nbytes = 0
         self.mean = WeightedMean(len(donors))
 
     @property
     def is_agreed(self) -> bool:
-        """True if all donors have the same infinite values."""
+        """True if infinite values are the same in all donors' snapshots."""
         return self.mean.is_agreed
 
     def ask(self) -> None:
-        """Request snapshots from as many donors as the window has room for; :meth:`run` adds the chunks.
+        """Request snapshots from as many donors as the window has space for. :meth:`run` adds their chunks.
 
         Raises:
             RankLostError: A donor is lost.
@@ -179,7 +179,7 @@ class SnapshotReceiver:
                 continue
             share = self._layout.share(self._ring, self._page, self._offset, first=is_first, exact=donor == self.best)
             self._page, self._offset = share.page, share.offset
-            if not share.nbytes:  # nothing to send; a request would hold a slot until its answer arrives
+            if not share.nbytes:  # a request for no bytes would still occupy a slot
                 self._asked.append((None, ()))
                 self._asked_count += 1
                 continue
@@ -198,7 +198,8 @@ class SnapshotReceiver:
     async def run(self, weights: Sequence[float], *, deadline: float) -> None:
         """Request the remaining snapshots, and average all snapshots into the accumulator.
 
-        **Cancellation**: the donors are asked to stop; accumulator and ring remain in use until they have answered.
+        **Cancellation**: The donors are asked to stop. The accumulator and the ring remain in use until they have
+        answered.
 
         Raises:
             StreamAborted: A donor has aborted its stream.
@@ -229,7 +230,7 @@ class SnapshotReceiver:
             self.close()
 
     def close(self) -> None:
-        """Ask donors that still send to stop; accumulator and ring remain in use until they have answered."""
+        """Ask donors that still send to stop. The accumulator and the ring remain in use until they have answered."""
         while self._readings:
             self._readings.pop().close()
         while self._streams:
@@ -257,7 +258,7 @@ class SnapshotReceiver:
         return self._neighbours.ask(donor, nbytes, round=self._round)
 
     async def _read(self, reading: Reading, deadline: float, *, is_first: bool) -> None:
-        """Read a snapshot from the donor's memory and add it to the mean. Let other tasks run after each window."""
+        """Read a snapshot from the donor's memory and add it to the mean. Other tasks run after each window."""
         await reading.located(deadline=deadline)
         burst_nbytes = 0
         for piece in self._layout.pieces:
