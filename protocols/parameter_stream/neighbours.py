@@ -50,9 +50,7 @@ class Neighbours:
         self._readable: set[int] = set()
         self._failures: Counter[int] = Counter()
         self._asked: dict[int, Reading] = {}  # by slot
-        self._mapped: dict[
-            int, dict[bytes, torch.Tensor]
-        ] = {}  # by donor and packed address, least recently used first
+        self._mapped: dict[int, dict[bytes, torch.Tensor]] = {}  # by donor and packed address, last used at the end
         self._last_slot = 0
 
     def ask(self, donor: int, nbytes: int, *, round: int, mean_of: Part | None = None) -> Reading | None:

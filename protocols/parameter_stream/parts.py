@@ -1,6 +1,6 @@
 """Divides a flat state into parts of equal size, and provides the memory in which the mean of one part is computed.
 
-A part contains the same share of each tensor, so that all parts have equal sizes. Sums are elementwise, so the
+A part contains the same fraction of each tensor, so that all parts have equal sizes. Sums are elementwise, so the
 concatenated means of all parts are bitwise equal to the mean of the whole states.
 """
 
@@ -22,7 +22,7 @@ class Part(NamedTuple):
     total: int
 
     def of(self, buffers: FlatBuffers) -> FlatBuffers:
-        """Return this part of each tensor, as views, without the entries that loading into a module needs."""
+        """Return views of this part of each tensor, without the metadata for loading them into a module."""
         tensors = {}
         for dtype, tensor in buffers.tensors.items():
             start, stop = self.bounds(len(tensor))
@@ -38,7 +38,7 @@ class PartBuffers(NamedTuple):
     """Memory for the mean of one part, and for that part of each donor's state.
 
     Attributes:
-        given: Part of each donor's state, in the stored dtypes. All donors share the memory for integer and bool
+        given: That part of each donor's state, in the stored dtypes. All donors share the memory for integer and bool
             tensors.
     """
 
@@ -47,7 +47,7 @@ class PartBuffers(NamedTuple):
 
 
 class PartPool:
-    """Pool that provides the memory for part buffers and reuses it in later rounds."""
+    """Provides the memory for part buffers, and reuses it in later rounds."""
 
     def __init__(self, flat: FlatState) -> None:
         self.sizes = flat.sizes
@@ -59,7 +59,7 @@ class PartPool:
         """Number of bytes that the pool has allocated."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    @torch.inference_mode(False)  # the tensors outlive the caller's inference mode
+    @torch.inference_mode(False)  # the tensors are used after the caller's inference mode has ended
     def acquire(self, part: Part, donor_count: int) -> PartBuffers:
         """Return uninitialised buffers for one part of the states of ``donor_count`` donors."""
         if self.in_use:  # the previous round's mean is still being sent from this memory
@@ -76,7 +76,10 @@ class PartPool:
         return PartBuffers(FlatBuffers((), mean, ()), tuple(FlatBuffers((), tensors, ()) for tensors in given))
 
     def release(self, *, is_clean: bool) -> None:
-        """Return a round's buffers; if not ``is_clean``, chunks may still arrive in them, so they are not reused."""
+        """Return a round's buffers.
+
+        Unless ``is_clean``, chunks may still arrive in their memory, so it is not reused.
+        """
         self.in_use -= 1
         if not is_clean:
             self._tensors = {}
