@@ -40,19 +40,19 @@ EARLY_COUNT_MAX: Final = 4096  #: Maximum number of requests that wait for an of
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """Snapshot, or mean of one part, that receivers can request in one round.
+    """A snapshot, or the mean of one part, that receivers can request in one round.
 
     The buffers remain in use until the offer is withdrawn and all its streams have ended.
 
     Attributes:
         on_free: Function called with the buffers when they are no longer in use.
-        chunks_made: Cached chunks, by stream size and chunk size, shared by all rounds that use the same buffers.
-        streams: Streams in progress, each with its receiver and slot. Two streams may have the same slot, since a
-            receiver can reuse a slot before the sender has noticed the end of its first stream.
-        mean_of: Part whose mean is offered; None for a snapshot.
-        ready_count: Number of chunks of an incomplete mean that are ready; None if all chunks are ready.
-        memory: Shared memory that contains all buffers; None if receivers on this host must copy the buffers.
-        token: Token with which receivers check that the memory was valid while they read it; None before the first
+        chunks_made: Cached chunks, by stream size and chunk size. All rounds with the same buffers share this cache.
+        streams: Active streams, each with its receiver and slot. Two streams may have the same slot, since a receiver
+            can reuse a slot before the sender has noticed the end of the slot's first stream.
+        mean_of: Part whose mean is offered, or None for a snapshot.
+        ready_count: Number of finished chunks of an incomplete mean, or None if all chunks are finished.
+        memory: Shared memory that contains all buffers, or None if receivers on this host must copy the buffers.
+        token: Token with which receivers check that the memory was valid while they read it. None before the first
             receiver asks for the memory's address.
         chunk_count: Usual number of chunks of a mean.
     """
@@ -70,7 +70,7 @@ class Offer:
     memory: SharedMemory | None = None
 
     def answers(self, round: int, request: Request) -> bool:
-        """Return whether this offer can answer a request; an incomplete mean cannot be read directly."""
+        """Return whether this offer can answer a request. An incomplete mean cannot be read from memory."""
         is_there = self.ready_count is None or not isinstance(request, LocateRequest)
         return is_there and self.round == round and self.mean_of == mean_asked(request)
 
@@ -88,14 +88,14 @@ class Offer:
         return nbytes, part_chunk_nbytes(nbytes, self.chunk_count)
 
     def mean_chunks(self) -> list[memoryview]:
-        """Return all chunks of the mean, including chunks that are not ready yet."""
+        """Return all chunks of the mean, including unfinished ones."""
         size = self._mean_size()
         if size not in self.chunks_made:
             self.chunks_made[size] = chunks_of(self.snapshot, True, size[1])
         return self.chunks_made[size]
 
     def chunks(self, grant: Grant | PartGrant) -> list[memoryview] | None:
-        """Return the chunks to send for ``grant``; None if its sizes do not match the offered buffers."""
+        """Return the chunks to send for ``grant``, or None if its sizes do not match the offered buffers."""
         if isinstance(grant, PartGrant):  # not cached, since each part is requested only once in a round
             part = Part(grant.part, grant.part_count)
             if self.mean_of is None:
@@ -112,17 +112,17 @@ class Offer:
 
 
 class SnapshotServer:
-    """Answers each request for a parameter stream with the offered snapshot or mean, or with an abort.
+    """Answers requests for parameter streams with an offered snapshot or mean, or with an abort.
 
-    A request for a future round waits until there is an offer for the round, or until the round is over. The server
-    outlives its policy, because requests may arrive late.
+    A request for a future round waits until the round has an offer or has ended. Requests may arrive late, so the
+    server remains open after its policy has ended.
     """
 
     def __init__(self, services: Services, scope: int) -> None:
         self._services = services
         self._offers: list[Offer] = []
         self._chunks: WeakKeyDictionary[FlatBuffers, dict[tuple[int, int], list[memoryview]]] = WeakKeyDictionary()
-        # By source and slot: the waiting requests with their rounds.
+        # Waiting requests and their rounds, by source and slot.
         self._early: dict[tuple[int, int], tuple[int, Request]] = {}
         self._over: float = 0
         self._means_over = 0
@@ -141,7 +141,7 @@ class SnapshotServer:
         services.on_returned(self._forget)
 
     def _forget(self, rank: int) -> None:
-        """Drop the requests from a restarted rank's previous process, and forget whether its memory could be read."""
+        """Drop requests from a restarted rank's previous process, and test again whether its memory can be read."""
         self.neighbours.forget(rank)
         for key in [key for key in self._early if key[0] == rank]:
             del self._early[key]
@@ -161,10 +161,10 @@ class SnapshotServer:
         """Send ``snapshot`` to all ranks that request it in ``round``.
 
         Args:
-            mean_of: Part whose mean ``snapshot`` is; None for a donor's snapshot.
-            ready_count: Number of chunks of the mean that are ready (:meth:`grow` adds the others); None for all.
-            ends_earlier: Whether the requests of earlier rounds are aborted.
-            chunk_count: Usual number of chunks of the mean; receivers request the same number.
+            mean_of: Part whose mean ``snapshot`` is, or None for a donor's snapshot.
+            ready_count: Number of finished chunks of the mean, or None for all. :meth:`grow` adds the others.
+            ends_earlier: Whether to abort the requests of earlier rounds.
+            chunk_count: Usual number of chunks of the mean. Receivers request the same number.
             memory: Shared memory that contains all buffers, if there is one.
         """
         chunks_made = self._chunks.setdefault(snapshot, {})
@@ -185,7 +185,7 @@ class SnapshotServer:
         return offer
 
     def grow(self, offer: Offer, ready_count: int | None) -> None:
-        """Send further chunks of a mean, of which ``ready_count`` (None for all) are ready now."""
+        """Send further chunks of a mean, of which the first ``ready_count`` (None for all) are now finished."""
         first, offer.ready_count = offer.ready_count, ready_count
         more = offer.mean_chunks()[first:ready_count]
         for stream in list(offer.streams):
@@ -195,12 +195,12 @@ class SnapshotServer:
 
     def _serve_early(self, offer: Offer) -> None:
         asked = [key for key, (asked_for, grant) in self._early.items() if offer.answers(asked_for, grant)]
-        # Each sender begins with a different receiver, so that the first receiver is not flooded by all senders.
+        # Each sender begins with a different receiver, so that no receiver gets the first streams of all senders.
         for key in sorted(asked, key=lambda key: ((key[0] - self._services.rank) % self._services.size, key[1])):
             self._serve(offer, self._early.pop(key)[1], key)
 
     def withdraw(self, offer: Offer) -> None:
-        """Stop the streams of ``offer``, and abort later requests for it."""
+        """Stop the streams of ``offer``, and abort later requests for its buffers."""
         offer.withdrawn = True
         if offer.token is not None:
             offer.token.revoke()
@@ -213,7 +213,7 @@ class SnapshotServer:
             self.end_mean(offer.round, offer.mean_of)
 
     def end_rounds(self, last: float) -> None:
-        """Abort all requests for rounds up to ``last``, in which no further snapshot will be offered."""
+        """Abort all requests for rounds up to ``last``. This rank offers no further snapshot in these rounds."""
         self._over = max(self._over, last)
         self._no_means = {each for each in self._no_means if each[0] > last}
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
@@ -221,14 +221,14 @@ class SnapshotServer:
             self._refuse(key)
 
     def end_means(self, last: int) -> None:
-        """Abort all requests for means of rounds up to ``last``, which this rank will not offer."""
+        """Abort all requests for means of rounds up to ``last``. This rank offers no mean in these rounds."""
         self._means_over = max(self._means_over, last)
         for key in [key for key, (asked, request) in self._early.items() if asked <= last and mean_asked(request)]:
             del self._early[key]
             self._refuse(key)
 
     def end_mean(self, round: int, part: Part) -> None:
-        """Abort all requests for the mean of ``part`` in ``round``, which this rank will no longer offer."""
+        """Abort all requests for the mean of ``part`` in ``round``. This rank does not offer that mean any longer."""
         self._no_means.add((round, part))
         for key, (asked, request) in list(self._early.items()):
             if asked == round and mean_asked(request) == part:
@@ -236,13 +236,13 @@ class SnapshotServer:
                 self._refuse(key)
 
     def enter_epoch(self, epoch: int) -> None:
-        """Enter a new epoch, and abort all waiting requests, since their rounds are over."""
+        """Enter a new epoch, and abort all waiting requests, because their rounds have ended."""
         while self._early:
             self._refuse(self._early.popitem()[0])
         self.channel.enter_epoch(epoch)
 
     def close(self) -> None:
-        """Close the channel; late requests are still answered, usually with an abort."""
+        """Close the channel. Late requests are still answered, usually with an abort."""
         self.channel.close(afterwards=self.on_message)
         self._services.off_returned(self._forget)
 
@@ -263,7 +263,7 @@ class SnapshotServer:
         return self.on_message(envelope)
 
     def on_message(self, envelope: Envelope[StreamMessage]) -> None:
-        """Handle a request, a cancel, or the answer to a request of this rank."""
+        """Handle a request, a cancel message, or the answer to this rank's own request."""
         message, key = envelope.message, (envelope.source, envelope.message.slot)
         if isinstance(message, Location):
             self.neighbours.on_location(envelope.source, message)
@@ -299,7 +299,7 @@ class SnapshotServer:
     def _locate(self, location: Location, dest: int, round: int = 0) -> None:
         try:
             self.channel.send_nowait(location, dest, round=round)
-        except AsyncdistError as error:  # the rank is lost or its queue is full; it will not complete the round
+        except AsyncdistError as error:  # the rank is lost or its queue is full, so it cannot complete the round
             logger.info("the address of a snapshot was not sent to rank %d: %s", dest, error)
 
     def _refuse(self, key: tuple[int, int]) -> None:
@@ -338,7 +338,7 @@ class SnapshotServer:
 
 
 def snapshot_chunks(snapshot: FlatBuffers, grant: Grant | PartGrant) -> list[memoryview] | None:
-    """Return the chunks that a donor sends for ``grant``; None if the grant's sizes do not match the snapshot."""
+    """Return the chunks that a donor sends for ``grant``, or None if the grant's sizes do not match the snapshot."""
     sizes = {messages.CHUNK_NBYTES, *([part_chunk_nbytes(grant.nbytes)] if isinstance(grant, PartGrant) else [])}
     for exact in (False, True):
         if grant.nbytes == stream_nbytes(snapshot, exact=exact) and grant.chunk_nbytes in sizes:
