@@ -27,7 +27,8 @@ from asyncdist.messaging.services import Services
 
 T = TypeVar("T")
 
-#: Seconds for which a rank that is about to block polls without yielding to its loop. An idle leader answers in 1 ms.
+#: Seconds that a rank, before a blocking call, polls for messages without yielding to its loop. An idle leader answers
+#: in 1 ms.
 _HOLD_S: Final = 0.005
 
 
@@ -54,12 +55,12 @@ class Start(Generic[T]):
 
     @property
     def name(self) -> str:
-        """Name of the start: unique on this rank, and equal on all members."""
+        """Name of the operation's start, unique on this rank and equal on all members."""
         key = self.meeting.key
         return f"{key.subject} {wire.scope_of(self.meeting.ranks, key.subject, key.occurrence):x}"
 
     async def agree(self, values: Mapping[str, str], **options: Any) -> Agreed:
-        """Wait until all members agree on the start. The work must call this method first, and then run to its end."""
+        """Wait until all members agree to start. The work must await this method first, and then run to its end."""
         agreed = await self._agreements.meet(self.meeting, values, caller=self, **options)
         self._is_on = True
         return agreed
@@ -69,7 +70,7 @@ class Start(Generic[T]):
         return max(round(self.meeting.began_at + timeout_s - self._loop.time(), 3), MEMBER_PATIENCE_S)
 
     def on_asked(self) -> None:
-        """Record that this rank joins the agreement."""
+        """Record that this rank has sent its join, so a cancelled caller no longer stops the work."""
         self._has_come = True
 
     def on_time_up(self, error: StartTimeoutError) -> None:
@@ -80,7 +81,7 @@ class Start(Generic[T]):
             self._outcome.set_exception(error)
 
     async def run(self, work: Callable[[Start[T]], Coroutine[Any, Any, T]]) -> None:
-        """Do the work; called in a separate task. An unexpected error that no caller would receive is raised here."""
+        """Await ``work`` in a separate task. Raise an unexpected error here if the caller can no longer receive it."""
         try:
             result = await work(self)
         except Exception as error:
@@ -100,7 +101,7 @@ class Start(Generic[T]):
                 await self._give_back(result)
 
     async def result(self, task: asyncio.Task[None], *, is_held: bool) -> T:
-        """Return the result of the work, which ``task`` does by calling :meth:`run`."""
+        """Wait for ``task``, which executes :meth:`run`, and return the result of the work."""
         try:
             result = await self._engine.settled_by(task, self._outcome)
             await yield_to_loop()  # lets the done callbacks of the ended task run
@@ -109,7 +110,7 @@ class Start(Generic[T]):
             await self._give_up(task, is_held=is_held)
             raise
         except Exception:
-            await yield_to_loop()  # lets the done callbacks run here, too
+            await yield_to_loop()  # lets the done callbacks run after a failure, too
             raise
 
     async def _give_up(self, task: asyncio.Task[None], *, is_held: bool) -> None:
@@ -146,14 +147,15 @@ async def start_together(
     part_of: Start[Any] | None = None,
     outlives_leader: bool = False,
 ) -> T:
-    """Agree with the other ranks on a start, do the work, and return its result.
+    """Agree with the other ``ranks`` to start an operation, await ``work``, and return its result.
 
     Args:
         ranks: Ranks that start the operation.
-        work: Coroutine function that is called with the start, and first awaits its :meth:`Start.agree`.
+        work: Coroutine function that receives the :class:`Start` and must first await its :meth:`Start.agree`.
         give_back: Function that releases the result of the work if the caller has given up.
-        leader: Rank that decides the agreement; by default the first of ``ranks``.
-        is_held: Whether a cancelled caller waits for the leader's answer, so that no work happens later.
+        leader: Rank that decides whether the operation starts; by default the first of ``ranks``.
+        is_held: Whether a cancelled caller waits for the leader's answer, so that ``work`` does not continue after the
+            call.
         outlives_leader: Whether the operation continues if the leader is lost. If so, members accept the leader's
             decision from each other.
     """

@@ -18,7 +18,7 @@ import torch
 
 from asyncdist.errors import DisagreementError
 
-#: Common name of all operations that exchange headers; their headers already contain the operation.
+#: Common name of all operations that exchange headers, because the headers already contain the operation.
 HELPER: Final = "a helper"
 #: Modules that are not user code.
 _OURS: Final = ("asyncdist.", "asyncio.")
@@ -96,7 +96,7 @@ class CollectiveChecker:
             del self._open[key]
 
     def forget(self, ranks: Sequence[int], group_key: int, rank: int) -> None:
-        """Remove the records of a group that all members have freed, including the refused calls of ``rank``."""
+        """Remove the records of ``rank`` for a group that all members have freed, including its refused calls."""
         number = self._counts.pop((ranks[0], group_key, rank), 0)
         while self._open.pop((ranks[0], group_key, number), None) is not None:
             number -= 1

@@ -144,7 +144,7 @@ class Collectives:
         return [part.to(tensor.device) for part in receive]
 
     async def all_mean(self, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        """Replace a contiguous CPU tensor of float32, complex64 or wider by its mean over all members; return it."""
+        """Replace a contiguous CPU tensor of float32, complex64 or wider by its mean over all members. Return it."""
         flat = tensor.view(-1)
         if group.size == 1 or not len(flat):
             await self.all_reduce(tensor, group, "sum")
@@ -156,9 +156,9 @@ class Collectives:
         return tensor
 
     async def all_mean_bucket(self, bucket: Bucket, group: Group) -> None:
-        """Replace the tensors of a bucket, of equal lengths and dtype on all members, by their means over all members.
+        """Replace a bucket's tensors by their means over all members. Lengths and dtype are equal on all members.
 
-        Tensors are copied in pieces: each piece is copied out just before it is sent, and back when its mean arrives.
+        Each piece is copied out just before it is sent, and back when its mean arrives.
         """
         if self._membership is not None:
             await self.join(self.start_sequence(group, lambda alone: alone.all_mean_bucket(bucket, group)), group)
@@ -175,14 +175,14 @@ class Collectives:
             bucket.copy_out(0, await self.all_mean(bucket.flat.clone(), group))
 
     async def _shared_views(self, bucket: Bucket, group: Group) -> list[torch.Tensor] | None:
-        """Return all members' shared memory; None if members are on different hosts or sharing is not faster."""
+        """Return all members' shared memory. None if members are on different hosts or sharing is not faster."""
         is_wanted = group.size > 1 and is_worth_sharing(len(bucket.flat), bucket.flat.dtype)
         if not is_wanted or not self._engine.transport.capabilities.shares_memory:
             return None
         return await map_shared_buffers(bucket.memory, group, lambda card: self.all_gather(card, group))
 
     async def reduce_in_order(self, tensor: torch.Tensor, group: Group, fold: Reduction) -> torch.Tensor:
-        """Return the reduction of every member's tensor in rank order; each member computes a share.
+        """Return the reduction of all members' tensors in rank order. Each member computes a share.
 
         The order of a native reduction would depend on the backend's version and on the size.
 
@@ -293,7 +293,7 @@ class Collectives:
         return self._start(group, work, Collectives(self._engine, self._rank, self._spawn, buffers=self._buffers))
 
     async def join(self, sequence: asyncio.Task[T], group: Group) -> T:
-        """Return the result of a sequence of collectives; cancelling the caller does not cancel the sequence."""
+        """Return the result of a sequence of collectives. Cancelling the caller does not cancel the sequence."""
         return await self._engine.shielded(sequence, group.tag)
 
     def _note(
@@ -305,7 +305,7 @@ class Collectives:
         *,
         reduction: str | None = None,
     ) -> None:
-        """Compare this call with the other members' calls, if this is a simulation."""
+        """In a simulation, compare this call with the other members' calls."""
         if self._checker is not None:
             dtype, shape = (None, None) if tensor is None else (tensor.dtype, tensor.shape)
             self._checker.note(
@@ -313,7 +313,7 @@ class Collectives:
             )
 
     def _begin(self, membership: MembershipLog, group: Group) -> int:
-        """Count a new collective, for the group and for recordings, and return its number in the group."""
+        """Count a new collective of the group, also for recordings. Return its number in the group."""
         self._engine.note_collective_begun()
         return membership.begin(group)
 
@@ -369,8 +369,8 @@ class Collectives:
     async def _finish(self, group: Group, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Run a collective to its end even if the caller is cancelled, because the other members take part in it.
 
-        The collectives of a group run in turn, because messages of a later collective could overtake those of an
-        earlier one on the group's tag.
+        The collectives of a group run in turn, because their messages share the group's tag, and could overtake each
+        other.
         """
         if self._membership is None:  # A sequence runs in order, and is never cancelled.
             return await work(*args)
@@ -387,7 +387,7 @@ class Collectives:
     def _forget(self, tag: int, task: asyncio.Task[Any]) -> None:
         if self._newest.get(tag) is task:
             del self._newest[tag]
-            self._engine.recheck()  # a task that frees the group may be waiting for this collective
+            self._engine.recheck()  # A task that frees the group may be waiting for this collective.
 
     async def _in_turn(
         self,
@@ -405,7 +405,8 @@ class Collectives:
         with membership.waiting(group, number, lambda _: _cancel(task)) as participation:
             try:
                 result = await work(*args)
-                if participation.error is not None:  # The work completed, but its task is already being cancelled.
+                # The work completed, but its task is already being cancelled because another member does not take part.
+                if participation.error is not None:
                     await yield_to_loop()
             except asyncio.CancelledError:
                 if participation.error is None:

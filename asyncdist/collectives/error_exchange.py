@@ -52,7 +52,7 @@ _NO_ROOT: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The operation that a rank has called, and its root. An invalid root raises an error on all members."""
+    """The operation that a rank has called, and its root. A root that is not a rank raises an error on all members."""
 
     operation: str
     root: Any = None
@@ -63,7 +63,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class LocalResult:
-    """Holds the result of a computation: a value and its encoded form (``payload``), an exception, or neither."""
+    """Result of a computation: a value and its encoded form (``payload``), an exception, or neither."""
 
     value: Any = None
     payload: bytes | None = None
@@ -117,7 +117,7 @@ async def attempt(
     *,
     checks: Sequence[Callable[[], None]] = (),
 ) -> LocalResult:
-    """Call ``fn``, await its result if it is awaitable, and convert the value to bytes. Never raises.
+    """Call ``fn``, await an awaitable result, and convert the value to bytes. Never raises.
 
     Args:
         fn: Function to call; None if this rank computes nothing.
@@ -199,7 +199,7 @@ def _check_same_call(headers: Sequence[ResultHeader]) -> None:
 async def collect(
     collectives: Collectives, group: Group, outcome: LocalResult, call: Call
 ) -> tuple[list[ResultHeader], list[bytes] | None]:
-    """Return all members' headers, and the payloads: None on ranks other than the root, and if a member failed."""
+    """Return all members' headers and payloads. The payloads are None except on the root, and if a member failed."""
     headers = await exchange_headers(collectives, group, outcome, call)
     root = call.root
     sizes = [header.later_nbytes for header in headers]
@@ -225,7 +225,7 @@ async def share(collectives: Collectives, group: Group, outcome: LocalResult, ro
 
 
 async def share_payload(collectives: Collectives, group: Group, outcome: LocalResult, header: ResultHeader) -> bytes:
-    """Send the payload of one member to all members, which already have that member's ``header``; return it."""
+    """Send one member's payload to all members, which already have that member's ``header``, and return it."""
     root = header.rank
     if not header.later_nbytes:
         return header.inline

@@ -26,7 +26,7 @@ from asyncdist.transports.base import GroupHandle
 _FIRST_TAG: Final = tags.COLLECTIVE_FIRST + 1
 _COUNT_MAX: Final = tags.COLLECTIVE_LAST - tags.COLLECTIVE_FIRST
 
-#: Identifies a group: its ranks in order, and its serial number among the groups of these ranks.
+#: Identity of a group: its ranks in order, and its serial number among the groups of these ranks.
 _Key: TypeAlias = tuple[Runs, int]
 
 
@@ -36,7 +36,7 @@ class Freed:
 
     Attributes:
         serial: Serial number of the group among the groups of the same ranks.
-        started: Number of collectives that the sender has started and ended.
+        started: Number of the group's collectives that the sender has started and ended.
         lost: Ranks that the sender knows to be lost.
     """
 
@@ -52,7 +52,7 @@ class _Entry:
 
     Attributes:
         freed: Number of collectives that each member had started when it freed the group, by rank.
-        done_count: Number of members at the start of the group's order that have freed the group or left the world.
+        done_count: Number of leading members known to have freed the group or left the world.
     """
 
     group: Group
@@ -76,7 +76,7 @@ class GroupLedger:
         self._early: dict[_Key, dict[int, int]] = {}
 
     def taken(self) -> Runs:
-        """Return the group numbers that are in use on this rank."""
+        """Return the numbers in use on this rank, from which groups' tags are derived."""
         return runs_of(tuple(sorted(entry.group.tag - _FIRST_TAG for entry in self._entries.values())))
 
     def tag_of(self, number: int) -> int:
@@ -113,7 +113,7 @@ class GroupLedger:
         return group
 
     def free(self, group: Group) -> Freed:
-        """Record that this rank has freed the group; return the message to send to the other members."""
+        """Record that this rank has freed the group. Return the message to send to the other members."""
         started = self._membership.started_of(group)
         self._note(self._entries[_key_of(group)], group.ranks[group.index], started)
         return Freed(runs_of(group.ranks), group.lease.serial, started, self._membership.lost)
@@ -131,7 +131,7 @@ class GroupLedger:
             self._note(entry, source, message.started)
 
     def on_gone(self) -> None:
-        """Release the groups that all members have freed, after the departure of a rank, which frees its groups."""
+        """Release the groups that all members have freed. A rank that leaves the world frees its groups."""
         for entry in list(self._entries.values()) if self._entries else ():
             self._release(entry)
 
@@ -146,7 +146,8 @@ class GroupLedger:
         group = entry.group
         if group.ranks[group.index] not in entry.freed or self._membership.is_spoiled(group):
             return
-        while entry.done_count < group.size:  # continues the last scan, because scanning from the start would be cubic
+        # Continue the last scan, because scanning from the first member each time would be cubic.
+        while entry.done_count < group.size:
             if self._started_by(entry, group.ranks[entry.done_count]) is None:
                 return
             entry.done_count += 1

@@ -25,7 +25,7 @@ class Lease:
         key: Number derived from the ranks and the serial number; equal on all members.
         subjects: Names of agreements that are removed with the group.
         bound_to: Ranks that are not members, but whose loss ends the group's collectives.
-        joint_work: Newest call in progress on this rank that runs several collectives as one
+        joint_work: Newest call in progress on this rank that combines several collectives
             (:mod:`asyncdist.functional.joint_work`).
         made_after: Number of losses known to this rank when it created the group. A later loss of a member ends the
             group's collectives.
@@ -71,7 +71,7 @@ class Group:
 
     @property
     def key(self) -> int:
-        """Number that identifies the group and, unlike the tag, is never reused."""
+        """Number that identifies the group and, unlike the tag, is never reused by another group."""
         return self.lease.key or self.tag
 
     @property
@@ -80,7 +80,7 @@ class Group:
         return f"{self.tag}.{self.lease.serial}"
 
     async def free(self) -> None:
-        """Free the group, whose tag and communicator are limited resources. A second call does nothing.
+        """Free the group, whose tag and communicator are limited resources. Repeated calls do nothing.
 
         The call waits for the collectives that this rank has started, and then notifies the other members. Later
         collectives of the group raise ClosedError on all members. The tag and the communicator are released when all

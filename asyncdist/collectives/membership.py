@@ -35,19 +35,20 @@ class Participation:
 
 @dataclass(slots=True)
 class _Leavers:
-    """Ranks that left the world after they had started equal numbers of collectives, ``started`` by group tag."""
+    """Ranks that left the world after starting equal numbers of collectives, ``started`` by group tag."""
 
     started: dict[int, int]
     ranks: RankSet = field(default_factory=RankSet)
 
 
 class MembershipLog:
-    """Counts this rank's collectives, and stops a collective with an error if another member does not take part."""
+    """Counts this rank's collectives, and stops a collective with an error if another member will not take part."""
 
     def __init__(self) -> None:
         self._started: Counter[int] = Counter()
         self._has_left = False
-        self._left: dict[tuple[tuple[int, int], ...], _Leavers] = {}  # by their counts of started collectives
+        # By their numbers of started collectives, as pairs of group tag and number
+        self._left: dict[tuple[tuple[int, int], ...], _Leavers] = {}
         self._freed: dict[int, dict[int, int]] = {}
         self._spoiled: set[int] = set()
         self._lost: set[int] = set()
@@ -67,7 +68,7 @@ class MembershipLog:
         return self._started[group.tag]
 
     def leave(self) -> None:
-        """Refuse to start further collectives from now on, because this rank leaves; :meth:`started` is then final."""
+        """Refuse to start further collectives, because this rank leaves. :meth:`started` is then final."""
         self._has_left = True
 
     def started(self) -> tuple[tuple[int, int], ...]:
@@ -83,18 +84,18 @@ class MembershipLog:
                 raise error
 
     def enter(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Participation:
-        """Record a collective in progress; ``stop`` is called with an error if a member does not take part."""
+        """Record a collective in progress. ``stop`` is called with an error if a member will not take part."""
         entry = Participation(group, number, stop)
         self._under_way[entry] = None
         return entry
 
     def end(self, entry: Participation) -> None:
-        """Remove a collective from those in progress. A second call does nothing."""
+        """Remove a collective from those in progress. Repeated calls do nothing."""
         self._under_way.pop(entry, None)
 
     @contextmanager
     def waiting(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Iterator[Participation]:
-        """Record a collective in progress while the body runs. Raise an error if a member does not take part."""
+        """Record a collective in progress while the body runs. Raise an error if a member will not take part."""
         self.check(group, number)
         entry = self.enter(group, number, stop)
         try:
@@ -175,9 +176,9 @@ class MembershipLog:
         self._incarnations[rank] = incarnation
 
     def has_heard_of(self, rank: int, incarnation: int) -> bool:
-        """Return whether this rank needs no notice of the loss of ``rank``'s process with this incarnation.
+        """Return whether this rank needs no notice that the process of ``rank`` with this incarnation is lost.
 
-        This is the case if this rank knows of the loss, or was never connected to the process.
+        This rank either knows of the loss, or was never connected to the process.
         """
         known = self._incarnations.get(rank, 0)
         return incarnation != known or rank in self._lost
@@ -231,7 +232,6 @@ class MembershipLog:
 
 
 def _loss_of(rank: int, group: Group) -> str:
-    """Return the message for a collective of a group that lost ``rank``; it names the remedy."""
     argument = "group" if group.lease.serial else ""  # Only the group of all ranks has the serial number 0.
     remedy = f"Pass await ad.surviving_group({argument}) as the group of this call"
     return f"rank {rank} is lost or has left, which ends the group {short(group.ranks)}. {remedy}"

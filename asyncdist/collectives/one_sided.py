@@ -50,10 +50,12 @@ logger = logging.getLogger("asyncdist.collectives.one_sided")
 Targets: TypeAlias = Sequence[memoryview]
 Take: TypeAlias = Callable[[int], None]
 
-#: Maximum number of other members to which an owner sends each version's record. In larger groups, readers request it.
+#: Maximum number of other members to which an owner sends each version's record. In larger groups, readers request
+#: records.
 TOLD_COUNT_MAX: Final = 32
 
-#: Versions of a restarted rank are numbered from a multiple of the first number. A number has at most 32 bits.
+#: A restarted rank numbers its versions from its incarnation times the first number. A version number has at most 32
+#: bits.
 _VERSION_COUNT: Final = 1_000_000
 _INCARNATION_COUNT: Final = 4000
 
@@ -136,7 +138,7 @@ class VersionedWindow(abc.ABC):
 
 
 def maps_windows(services: Services) -> bool:
-    """Return whether ranks of one host map each other's windows. Then all ranks open a window together, and only once.
+    """Return whether ranks of one host map each other's windows. All ranks then open a window together, and only once.
 
     A transport with such ranks restarts none of them.
     """
@@ -168,7 +170,7 @@ async def open_versioned_window(
             await start.agree({}, timeout_s=timeout_s)
             return await _map_memories(services, group, _SharedWindow.window_nbytes(nbytes), scope)
 
-        # Each window has its own subject, since tasks may open several windows of the same ranks in different orders.
+        # Use one subject per window, because tasks may open several windows of the same ranks in different orders.
         subject = f"{_SUBJECT} {scope:x}"
         try:
             memories = await start_together(services, agreements, group.ranks, subject, make, _drop, name=_SUBJECT)
@@ -214,11 +216,12 @@ async def _map_memories(services: Services, group: Group, nbytes: int, scope: in
 #: Format of a record in the window, and of the CRC after it, which detects a record that is being written.
 _RECORD: Final = struct.Struct("<Qqd")
 _CRC: Final = struct.Struct("<I")
-#: The window begins with the number of the version that is being written and two records, each in its own cache line.
+#: The window begins with the number of the version that is being written, followed by two records. Each is in its own
+#: cache line.
 _LINE_NBYTES: Final = 64
 _RECORD_OFFSETS: Final = (_LINE_NBYTES, 2 * _LINE_NBYTES)
 _HEAD_NBYTES: Final = 3 * _LINE_NBYTES
-#: A closed window stores this as the number of the version being written, which makes all its versions outdated.
+#: Number that a closed window stores as the version being written, which makes all its versions outdated.
 _RETIRED: Final = 1 << 62
 
 
@@ -324,7 +327,7 @@ def _same(one: VersionRecord, two: VersionRecord) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """Stream of one version to one reader. Its ``key`` contains the reader's rank and slot."""
+    """Stream of one version to one reader. ``key`` contains the reader's rank and slot."""
 
     version: int
     key: tuple[int, int]
@@ -332,7 +335,7 @@ class _Answer:
 
 
 class _StreamedWindow(VersionedWindow):
-    """Versioned window whose owner answers each read with a stream of messages. When closed, it answers with aborts."""
+    """Versioned window whose owner answers each read with a stream of messages, or with an abort after it is closed."""
 
     def __init__(self, services: Services, ranks: Sequence[int], nbytes: int, *, scope: int, chunk_nbytes: int) -> None:
         self._services = services
@@ -340,7 +343,8 @@ class _StreamedWindow(VersionedWindow):
         self._nbytes = nbytes
         self._chunk_nbytes = chunk_nbytes
         self._slots = [torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
-        # A record of the process before a restart must not describe a version of this process.
+        # Number the versions so that a record of the process before a restart never describes a version of this
+        # process.
         self.version = self.first = services.incarnation % _INCARNATION_COUNT * _VERSION_COUNT
         self._begun = False
         self._closed = False
@@ -388,7 +392,7 @@ class _StreamedWindow(VersionedWindow):
                     self._reports.send_nowait(message, rank)
                 except RankLostError as error:
                     logger.debug("not sent: %s", error)
-                except BusyError:  # The rank has not received thousands of messages. Newer records will follow.
+                except BusyError:  # The rank has not received thousands of messages. It will get newer records.
                     logger.debug("rank %d does not receive records", rank)
 
     def _on_report(self, envelope: Envelope[VersionRecord | Retired]) -> None:
@@ -443,7 +447,7 @@ class _StreamedWindow(VersionedWindow):
         self._services.spawn_service(self._answer(answer, refused=not chunks), name=f"read by rank {key[0]}")
 
     def _has(self, version: int) -> bool:
-        """Return whether a slot still contains the version."""
+        """Return whether a slot still contains ``version``."""
         is_previous = version == self.version - 1 and not self._begun
         return not self._closed and version > self.first and (version == self.version or is_previous)
 
@@ -491,8 +495,8 @@ class FollowedWindow(_StreamedWindow):
     Args:
         ranks: All ranks that may open the window.
         nbytes: Size of one version in bytes.
-        scope: Number that separates the window's messages from all others; equal on all ranks.
-        is_newcomer: Whether this rank opens the window later than the others. It then knows none of them yet.
+        scope: Number that identifies the window's messages; equal on all ranks.
+        is_newcomer: Whether this rank opens the window later than the others, none of which it then knows.
     """
 
     def __init__(
@@ -510,11 +514,11 @@ class FollowedWindow(_StreamedWindow):
             self._retired.update(self._others)
 
     def retire(self, rank: int) -> None:
-        """Read no further version of a rank that is lost, or has left."""
+        """Stop reading versions of ``rank``, which is lost or has left."""
         self._retire(rank)
 
     def admit(self, rank: int) -> None:
-        """Read the versions of a rank that has opened the window, and let it read this rank's."""
+        """Start reading versions of ``rank``, which has opened the window, and let it read this rank's versions."""
         self._reports.admit(rank)
         self._reads.admit(rank)
         if rank in self._retired:
@@ -523,4 +527,4 @@ class FollowedWindow(_StreamedWindow):
                 self._tell(self._record, (rank,))
 
     def _announce_end(self) -> None:
-        """Do nothing: the caller's members are notified."""
+        """Do nothing, because the caller, which tracks the members, notifies them."""

@@ -52,9 +52,9 @@ class Turns:
     def __init__(self, services: Services, agreements: Agreements) -> None:
         self._services = services
         self._agreements = agreements
-        self._number = 0  # the largest number of a start that this rank knows
+        self._number = 0  # largest number of a start that this rank knows
         self._waiting: list[_Waiting] = []  # in the order of all starts
-        self._current: _Waiting | None = None  # the start whose second agreement this rank has joined
+        self._current: _Waiting | None = None  # start whose second agreement this rank has joined
 
     @contextlib.asynccontextmanager
     async def turn(
@@ -88,9 +88,9 @@ class Turns:
 
     @contextlib.contextmanager
     def _limited(self, start: Start[Any], timeout_s: float) -> Iterator[None]:
-        """Raise StartTimeoutError in the caller of ``start`` after the remaining time, while the body continues.
+        """Raise StartTimeoutError in the caller of ``start`` when its time has passed, while the body continues.
 
-        The remaining time begins now, since a blocked loop may have received the leader's answer late.
+        The remaining time is measured from now, because a blocked loop may have received the leader's answer late.
         """
         engine = self._services.engine
         left_s = start.left_s(timeout_s)
@@ -103,7 +103,7 @@ class Turns:
 
         def on_time_up() -> None:
             nonlocal timer
-            # call_soon lets the task continue first if the answer arrived while the loop was blocked.
+            # Let the task continue first if the answer arrived while the loop was blocked.
             timer = engine.loop.call_soon(start.on_time_up, error)
 
         timer = engine.call_later(left_s, WaitId(WaitKind.TURN_TIMEOUT, name=start.meeting.key.text), on_time_up)

@@ -67,7 +67,7 @@ class _Inquiry:
 
 
 class VersionDesk:
-    """Asks other ranks for the records of their newest versions, and answers such questions. There is one per rank."""
+    """Asks other ranks for the records of their newest versions, and answers such questions. Each rank has one."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -80,7 +80,7 @@ class VersionDesk:
             tag=tags.METRIC,
             scope=wire.scope_of((), "newest versions of windows", 0),
             name="newest versions",
-            admits_restarted=True,  # an answer refers to its question alone
+            admits_restarted=True,  # an answer is matched with its question by number
             handler=self._on_message,
         )
 
@@ -95,7 +95,7 @@ class VersionDesk:
     async def ask(self, window: int, ranks: Collection[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
         """Ask all of these ranks concurrently, and return their newest records in the order of ``ranks``.
 
-        Ranks that have no version, have left, or do not answer before the deadline are left out.
+        Ranks that have no version, have left, or do not answer before the deadline are omitted.
         """
         self._number = number = self._number % _NUMBER_MAX + 1
         inquiry = self._inquiries[number] = _Inquiry()
@@ -136,7 +136,7 @@ class VersionDesk:
             inquiry.found[source] = VersionRecord(answer.version, answer.iteration, answer.metric)
 
     def _tell(self, message: Question | Answer, rank: int) -> bool:
-        """Send a message to ``rank``; return False if the rank is lost or has left, or its channel is full."""
+        """Send a message to ``rank``. Return False if the rank is lost or has left, or if its channel is full."""
         if rank in self._services.gone:
             return False
         try:

@@ -65,19 +65,19 @@ if TYPE_CHECKING:
 
 #: Seconds that a member waits, after its timeout, for the leader's decision, which names the missing ranks.
 MEMBER_PATIENCE_S: Final = 5.0
-#: The error that the other members receive if this rank was cancelled.
+#: Class name and message of the error that the other members receive if this rank is cancelled.
 _CANCELLED: Final = ("CancelledError", "it was cancelled while it waited for the other ranks")
 
 
 class Agreements:
-    """Runs all agreements of one rank, over the world's system channel.
+    """Checks that the ranks of a group are about to start the same operation, by messages on the system channel.
 
     Args:
-        channel: System channel for sending. The world receives messages from it, and calls the ``on_`` methods.
+        channel: System channel to send on. The world receives its messages and passes them to the ``on_`` methods.
 
     Attributes:
-        comings: Object that joins large agreements for this rank.
-        rivals: Object that detects ranks that wait for each other in different starts.
+        comings: Sender of this rank's joins in large groups.
+        rivals: Detector of ranks that wait for each other in different starts.
     """
 
     def __init__(self, engine: Engine, channel: Channel[Any], rank: int) -> None:
@@ -86,7 +86,7 @@ class Agreements:
         self._rank = rank
         self._verdicts: dict[AgreementKey, Verdict] = {}
         self._counts: Counter[AgreementKey] = Counter()  # number of requested starts of each operation
-        self._ahead: set[AgreementKey] = set()  # agreements that were requested but not joined
+        self._ahead: set[AgreementKey] = set()  # agreements that this rank has requested but not yet joined
         self.incarnations = Incarnations(rank, engine.transport.incarnation)
         self._absences = Absences(self.incarnations)
         self.relays = Relays(engine, rank, self._send, self._absences.gone)
@@ -131,7 +131,7 @@ class Agreements:
             DisagreementError: A value differs, or two members wait for each other in different agreements.
             ClosedError: A member has left the world, or has withdrawn from the subject.
             RankLostError: A member, or a rank of ``bound_to``, is lost.
-            RemoteError: A member has objected, or was cancelled in this agreement.
+            RemoteError: A member could not start, or was cancelled while it waited.
             CancelledError: This rank has given up (:meth:`give_up`), and the leader has released it.
 
         **Cancellation**: the other members get RemoteError, unless all members had joined. After "go", they depend on
@@ -161,7 +161,7 @@ class Agreements:
         return Meeting(key, tuple(ranks), leader, self._engine.loop.time(), bound_to, outlives_leader)
 
     def second_meeting(self, meeting: Meeting) -> Meeting:
-        """Return the second agreement of a start whose first agreement all members have joined. All must join it."""
+        """Return the second agreement of a start, which all members must join after they have joined the first one."""
         return Meeting(
             dataclasses.replace(meeting.key, is_second=True), meeting.ranks, meeting.leader, self._engine.loop.time()
         )
@@ -183,7 +183,7 @@ class Agreements:
 
         Args:
             meeting: Result of :meth:`next_meeting`, with which the timeout began.
-            caller: Object that is notified of the progress.
+            caller: Object to notify of the agreement's progress.
             mark: Number that may differ between members. All members receive up to two different marks, and therefore
                 know whether all marks are equal.
 
@@ -242,7 +242,7 @@ class Agreements:
 
     @contextlib.contextmanager
     def objecting(self, ranks: Sequence[int], subject: str) -> Iterator[None]:
-        """Also send exceptions of the body, which checks a collective's arguments, to the other members."""
+        """Send an exception of the body, which checks a collective's arguments, to the other members, too."""
         try:
             yield
         except Exception as error:
@@ -301,13 +301,11 @@ class Agreements:
         self.led.withdrawn.discard(key)
 
     def _send(self, message: Any, rank: int) -> None:
-        """Send a message to ``rank``, unless ``rank`` has left or is lost."""
         if rank not in self._absences.gone:
             with contextlib.suppress(RankLostError):
                 self._channel.send_nowait(message, rank)
 
     def _send_anyway(self, message: Any, rank: int) -> None:
-        """Send a message to ``rank``, even if ``rank`` has left."""
         with contextlib.suppress(RankLostError, ClosedError):
             self._channel.send_nowait(message, rank)
 
@@ -422,7 +420,7 @@ class Agreements:
         return key.occurrence <= self._counts[key.of_all_occurrences] and key not in self._ahead
 
     def leave(self) -> None:
-        """Send the decisions of failed agreements to the members that may still join, because this rank leaves."""
+        """Send the decisions of failed agreements to the members that may still join, before this rank leaves."""
         self.relays.leave()
         self.led.leave()
 
@@ -464,7 +462,7 @@ class Agreements:
 
     def on_decision_request(self, request: DecisionRequest, source: int) -> None:
         """Answer another member that asks for the decision of a lost leader."""
-        # Otherwise the rank's previous process was the member.
+        # If this rank was restarted, only its previous process was a member.
         if self._rank not in self.incarnations.replaced(request.key):
             self.termination.on_request(request, source)
 

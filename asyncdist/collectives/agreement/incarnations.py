@@ -16,7 +16,7 @@ _QUALIFIED: Final = re.compile(r" \(restarted: ([0-9. ]+)\)$")
 
 
 class Incarnations:
-    """Records the incarnation (number of restarts) of each restarted rank, as far as this rank knows."""
+    """Records the incarnation (number of restarts) of each rank that is known to have restarted."""
 
     def __init__(self, rank: int, incarnation: int) -> None:
         self._known: dict[int, int] = {rank: incarnation} if incarnation else {}
@@ -27,7 +27,7 @@ class Incarnations:
             self._known[rank] = incarnation
 
     def qualified(self, subject: str, ranks: Sequence[int]) -> str:
-        """Return the subject, extended by the incarnations of the restarted ranks among ``ranks``."""
+        """Return the subject with the incarnations of the restarted ranks among ``ranks`` appended."""
         words = [f"{rank}.{self._known[rank]}" for rank in sorted(self._known) if rank in ranks] if self._known else ()
         return f"{subject} (restarted: {' '.join(words)})" if words else subject
 

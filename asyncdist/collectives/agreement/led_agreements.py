@@ -42,7 +42,7 @@ _ROLL_CALL_S: Final = 0.5
 
 
 class LedAgreements:
-    """Decides the agreements that this rank leads.
+    """Collects the joins of the agreements that this rank leads, and sends the decisions.
 
     Args:
         send_anyway: Function that sends a message to another rank, even if that rank has left.
@@ -52,7 +52,7 @@ class LedAgreements:
     Attributes:
         joins: Received joins of each undecided agreement, by member.
         over: Decisions of failed agreements that some members have not received.
-        withdrawn: All-occurrence keys of the large agreements from which this rank has withdrawn.
+        withdrawn: Subjects of large agreements from which this rank has withdrawn, as keys for all occurrences.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LedAgreements:
         ] = {}  # objections that take effect when a rank answers that it has not joined
 
     def decide(self, meeting: Meeting, gone: tuple[int, ...], waited_s: float) -> tuple[Verdict, Join]:
-        """Decide an agreement that this rank has joined; return the decision, and the join with the compared values."""
+        """Decide an agreement that this rank has joined. Return the decision and the first of the compared joins."""
         key, ranks = meeting.key, meeting.ranks
         joins = self.joins.pop(key)
         missing = tuple(rank for rank in ranks if rank not in joins)
@@ -133,7 +133,7 @@ class LedAgreements:
             self._refuse_if_one_is_gone(key)
 
     def on_not_here(self, answer: NotHere, source: int) -> None:
-        """Handle the answer of a member that has not joined, which may confirm an objection against this agreement."""
+        """Handle a member's answer that it has not joined an agreement, which may confirm an objection."""
         key = answer.key
         self._on_answer(key, source)
         if key not in self._doubted or source in self.joins.get(key, ()):
@@ -166,7 +166,7 @@ class LedAgreements:
         self._refuse_without(missing, inquiry)
 
     def _on_answer(self, key: AgreementKey, source: int) -> None:
-        """Record the answer of a rank that was asked whether it has joined; the last answer ends the wait."""
+        """Record that ``source`` has answered whether it has joined. The last answer ends the wait."""
         if key in self._called:
             silent = self._called[key][1]
             silent.discard(source)
@@ -174,7 +174,7 @@ class LedAgreements:
                 self._on_called(key)
 
     def _on_called(self, key: AgreementKey) -> None:
-        """Refuse an agreement whose missing members have all been asked to join, unless all have joined since."""
+        """Refuse an agreement whose missing members have been asked whether they have joined, unless all have now."""
         if key in self._called:
             inquiry, _ = self._called.pop(key)
             joins = self.joins.get(key, {})
@@ -196,7 +196,7 @@ class LedAgreements:
         self._tell(joins, verdict)
 
     def on_objection(self, objection: Objection, source: int) -> None:
-        """Refuse an agreement because a member cannot start; members that join later get the stored decision."""
+        """Refuse an agreement because a member cannot start. Members that join later receive the stored refusal."""
         key, joins = objection.key, self.joins.get(objection.key, {})
         if self.over.hear(key, source) is not None:
             return  # Another member has already objected.
@@ -235,7 +235,7 @@ class LedAgreements:
             self._refuse_if_one_is_gone(key)
 
     def leave(self) -> None:
-        """Send the stored decisions to the members that may still join, because this rank leaves."""
+        """Send the stored decisions to the members that may still join, before this rank leaves."""
         self._has_left = True
         for verdict, absent in self.over.take_all():
             for rank in sorted(absent - {self._rank}):
@@ -274,7 +274,6 @@ class LedAgreements:
             self._send(verdict, rank)
 
     def _keep_for(self, absent: Iterable[int], verdict: Verdict) -> None:
-        """Store a decision for the absent members that may still join."""
         self.over.keep(verdict, self._absences.may_come(verdict.key, absent))
 
     def _refuse_if_one_is_gone(self, key: AgreementKey) -> None:

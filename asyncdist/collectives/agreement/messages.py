@@ -40,7 +40,7 @@ class AgreementKey:
     is_second: bool = False
 
     def __hash__(self) -> int:
-        # Only the first run is hashed, since there may be thousands, and each arriving message is looked up.
+        # Hash only the first run of ranks. There may be thousands of runs, and each arriving message is looked up.
         return hash((self.subject, self.occurrence, self.ranks[:1]))
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class Keyed:
 
 @dataclass(frozen=True, slots=True)
 class Join(Keyed):
-    """Message with which a member joins an agreement, sent to the leader.
+    """Message with which a member tells the leader that it is about to start the operation.
 
     Attributes:
         taken: Resource numbers, such as group tags, in use on the sender.

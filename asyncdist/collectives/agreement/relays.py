@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds, for each level of its subtree, that a rank waits for late ranks before it reports the joined ranks; doubled
-#: each time, up to a limit.
+#: Seconds, per level of its subtree, that a rank waits for late ranks before it reports the joined ranks. The delay
+#: doubles with each report, up to the maximum.
 _LATE_S: Final = 0.05
 _LATE_MAX_S: Final = 30.0
 #: Maximum number of stored decisions, and of agreements for which a rank stores unreported joins.
@@ -85,7 +85,11 @@ class _Coming:
 
 
 class Relays:
-    """Relays joins and decisions of large agreements on one rank; ``heard`` stores the decisions by key and leader."""
+    """Relays the joins and decisions of large agreements on one rank.
+
+    Attributes:
+        heard: Received decisions, by agreement and leader.
+    """
 
     def __init__(self, engine: Engine, rank: int, send: Callable[[Any, int], None], gone: Collection[int]) -> None:
         self._engine = engine
@@ -110,7 +114,7 @@ class Relays:
         self._note(gathered, gathered.leader, self.ranks_of(gathered))
 
     def ranks_of(self, message: Gathered | Spread) -> int:
-        """Return a message's ranks as a bit set. Raise RemoteProtocolError if one is not in this rank's subtree."""
+        """Return a message's ranks as a bit set. Raise RemoteProtocolError if a rank is not in this rank's subtree."""
         place = self._place(message.key, message.leader)
         are_ranks = all(0 <= first <= last < self._engine.transport.size for first, last in message.ranks)
         ranks = _bits_of(message.ranks) if are_ranks else 0
@@ -126,7 +130,7 @@ class Relays:
             del self.heard[next(iter(self.heard))]
         place = self._place(key, leader)
         if leader != self._rank:
-            self._pass_on(key, leader)  # reports later joins, which the leader has not answered
+            self._pass_on(key, leader)  # reports later joins, which the leader has not answered yet
             self._forget(key, leader)
         for child, part in place.parts:
             some = RankSet.of_bits(ranks & part)
@@ -228,7 +232,6 @@ class Relays:
 
 @functools.lru_cache(64)
 def _late(key: AgreementKey) -> WaitId:
-    """Return the identity of the timer that reports the joined members although other members are missing."""
     return WaitId(WaitKind.GATHERED_MEMBERS, name=key.text)
 
 

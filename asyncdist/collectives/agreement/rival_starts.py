@@ -87,7 +87,7 @@ class Rivals:
     """Sends reminders of the starts that this rank leads, and detects deadlocks from other ranks' reminders.
 
     Args:
-        joins: Joins of the agreements that this rank leads; updated by their owner.
+        joins: Joins of the agreements that this rank leads, by agreement and member; updated by :class:`LedAgreements`.
         next_occurrence: Function that counts a start that this rank does not join, and returns its agreement's key.
 
     Attributes:
@@ -239,7 +239,6 @@ def find_rival(reminder: Reminder, leader: int, rank: int, now: float, starts: C
 
 
 def _duty_text(rank: int, duty: str, waiting: Sequence[int], key: AgreementKey) -> str:
-    """Return an error message that says why a rank will not join a start, and how to start without it."""
     others = sorted(key.members() - {rank})
     named = others if len(others) <= _NAMED_COUNT_MAX else "ranks"
     have, they_wait = ("has", "it waits") if len(waiting) == 1 else ("have", "they wait")

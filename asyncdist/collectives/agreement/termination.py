@@ -59,7 +59,7 @@ class Termination:
         self._asking: dict[AgreementKey, _Asking] = {}
 
     def expect(self, key: AgreementKey) -> None:
-        """Store the decision on ``key`` for other members when it arrives, because this rank waits for it."""
+        """Record that this rank waits for the decision on ``key``, which is then also stored for other members."""
         self._open.add(key)
 
     def expect_no_more(self, key: AgreementKey) -> None:
@@ -71,7 +71,7 @@ class Termination:
         return rank in self._excluded.get(key, ())
 
     def takes(self, verdict: Verdict, source: int) -> bool:
-        """Return whether ``verdict`` is the first and no promise excludes ``source``; store it for others if so."""
+        """Return whether ``verdict`` is the first decision, and acceptable from ``source``. Store it if expected."""
         key = verdict.key
         if key in self._heard or self.excludes(key, source):
             return False
@@ -95,7 +95,7 @@ class Termination:
         self._send(Undecided(key.text, runs_of(tuple(sorted(excluded)))), source)
 
     def on_undecided(self, answer: Undecided, source: int) -> None:
-        """Record the promise of ``source``, unless it answers an earlier request and lacks an absent rank."""
+        """Record the promise of ``source``, unless it answers an earlier request that omits a rank now absent."""
         asking = self._asking.get(answer.key)
         if asking is not None and all(is_in(rank, answer.absent) for rank in asking.absent):
             asking.silent.discard(source)

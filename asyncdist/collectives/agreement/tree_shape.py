@@ -14,7 +14,7 @@ DIRECT_COUNT_MAX: Final = 16
 
 
 def halves(rank: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield the children of ``rank``, whose subtree ends with ``last``, each with the end of the child's subtree."""
+    """Yield the children of ``rank``, each with the last rank of its subtree. ``last`` ends the subtree of ``rank``."""
     first = rank + 1
     if first <= last:
         middle = first + (last - first) // 2

@@ -104,7 +104,7 @@ class Caller(Protocol):
 
 
 class Absentees:
-    """Finds the ranks whose absence prevents an agreement from succeeding. The given sets may change later.
+    """Finds the ranks whose absence prevents an agreement from succeeding. The collections are read at each call.
 
     Args:
         bound_to: Ranks that are not members, but whose loss ends the agreement.
@@ -130,7 +130,7 @@ class Absentees:
         self._replaced = replaced
 
     def ranks(self) -> tuple[int, ...]:
-        """Return the members that will not join, in the group's order, and then the lost ranks of ``bound_to``."""
+        """Return the members that will never join the agreement, in order, and then the lost ranks of ``bound_to``."""
         replaced = self._replaced()
         if not self._left and not self._withdrawn and not replaced:
             return ()
@@ -152,7 +152,7 @@ class Absences:
         self.withdrawn: dict[AgreementKey, set[int]] = {}
 
     def of(self, meeting: Meeting) -> Absentees:
-        """Return an object that finds the absent ranks of one agreement, now and after later changes."""
+        """Return an object that finds the absent ranks of ``meeting``, whenever it is asked."""
         withdrawn = self.withdrawn.setdefault(meeting.key.of_all_occurrences, set())
         replaced = functools.partial(self._incarnations.replaced, meeting.key)
         return Absentees(meeting.ranks, meeting.bound_to, self.gone, self.lost, withdrawn, replaced)
@@ -166,7 +166,7 @@ class Absences:
         return tuple(sorted({*filter(key.has_member, self.gone), *self._incarnations.replaced(key)}))
 
     def may_come(self, key: AgreementKey, ranks: Iterable[int]) -> set[int]:
-        """Return the ranks among ``ranks`` that may still join."""
+        """Return those of ``ranks`` that may still join the agreement on ``key``."""
         withdrawn = self.withdrawn.get(key.of_all_occurrences, ())
         return {rank for rank in ranks if rank not in self.gone and rank not in withdrawn}
 
@@ -238,7 +238,7 @@ def is_go(verdict: Verdict) -> bool:
 
 
 def start_timeout_error(verdict: Verdict) -> StartTimeoutError:
-    """Return the error that names the missing ranks; ``difference`` names a value that differs among the others."""
+    """Return the error that names the missing ranks. Its ``difference`` names a value that differs among the others."""
     difference = {"difference": verdict.difference} if verdict.difference else {}
     return StartTimeoutError(
         f"{verdict.key}: {ranks_in_words(verdict.missing)} did not join within {verdict.waited_s:g} s",
@@ -248,7 +248,6 @@ def start_timeout_error(verdict: Verdict) -> StartTimeoutError:
 
 
 def _too_late_error(verdict: Verdict, rank: int) -> StartTimeoutError:
-    """Return the error for a rank that joined after the other ranks had given up."""
     return StartTimeoutError(
         f"{verdict.key}: rank {rank} joined too late, because the other ranks waited only {verdict.waited_s:g} s; "
         "start again on all ranks",

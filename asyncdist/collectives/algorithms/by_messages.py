@@ -25,7 +25,7 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.byte_views import byte_view, empty_stack, flat_bytes
 from asyncdist.waits import WaitId, WaitKind
 
-#: Format of the second message of a notice of a loss, which follows an empty message: the lost rank.
+#: Format of the message that names a lost rank. An empty message precedes it, and marks it as a notice.
 _LOST: Final = struct.Struct("<q")
 
 
@@ -104,7 +104,7 @@ class MessageCollectives:
             raise lost
 
     async def _gather_or_tell(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
-        """Gather on ``root``. After the loss of a rank, ``root`` notifies the members, which await a broadcast."""
+        """Gather on ``root``. If a rank is lost, ``root`` notifies the members, which are waiting for a broadcast."""
         try:
             await self._gather_directly(group, send, receive, root)
         except RankLostError as error:
@@ -125,7 +125,7 @@ class MessageCollectives:
         return receive
 
     async def fold(self, group: Group, work: torch.Tensor, fold: LeftFold) -> torch.Tensor:
-        """Return the reduction of all members' tensors, in rank order, on every member."""
+        """Return the reduction of all members' tensors in rank order; every member gets it."""
         if not _is_large(group):
             return await self._fold_on_first(group, work, fold)
         if work.nbytes <= ROW_NBYTES_MAX:

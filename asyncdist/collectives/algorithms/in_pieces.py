@@ -17,13 +17,13 @@ from asyncdist.waits import WaitId, WaitKind
 
 #: Largest size in bytes of a native reduction in one call. Larger reductions are made in pieces of this size, several
 #: at a time, through buffers that stay in the cache. 64 MiB of float32 took 78 ms in pieces, 150 ms in place, and 90 ms
-#: with a raw Iallreduce into a second tensor (medians; two ranks of Open MPI on two cores under other load).
+#: with a raw Iallreduce into a second tensor (medians, two ranks of Open MPI on two busy cores).
 PIECE_NBYTES: Final = 1 << 20
 _PIECES_AT_ONCE: Final = 4
 #: Largest size in bytes of one ragged exchange, since MPI counts bytes and displacements in 32-bit integers.
 _RAGGED_NBYTES_MAX: Final = 1 << 30
 #: Largest size in bytes of any native call, since Open MPI 5 lacks the larger counts of MPI-4. Larger data is moved in
-#: pieces, with staging memory for the pieces of several members.
+#: pieces, which are staged in a buffer.
 COUNT_NBYTES_MAX: Final = (1 << 31) - 1
 _STAGED_NBYTES: Final = 64 << 20
 
@@ -35,7 +35,7 @@ class PiecewiseCollectives:
         self._engine = engine
 
     async def all_reduce(self, native: GroupHandle, work: torch.Tensor, op: ReduceOp) -> None:
-        """Reduce ``work`` in place, piece by piece, through a few buffers that are reused in turn."""
+        """Reduce ``work`` in place, piece by piece, through a few buffers that are used in turn."""
         ring = torch.empty(_PIECES_AT_ONCE, PIECE_NBYTES // work.itemsize, dtype=work.dtype, device="cpu")
         under_way: deque[tuple[Request, torch.Tensor, torch.Tensor]] = deque()
 
@@ -54,7 +54,7 @@ class PiecewiseCollectives:
             while under_way:
                 await finish_oldest()
         finally:
-            for request, _, _ in under_way:  # These requests may never complete after a failure or a departure.
+            for request, _, _ in under_way:  # A request may never complete after a failure or a departure.
                 self._engine.disown(request)
 
     async def broadcast(self, native: GroupHandle, view: memoryview, position: int) -> None:

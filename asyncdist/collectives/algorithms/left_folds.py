@@ -24,7 +24,7 @@ class LeftFold(Protocol):
         """Combine the total of the preceding ranks with the next rank's values, in place."""
 
     def finish(self, total: Tensor, last: Tensor, count: int) -> bool:
-        """Convert the total to the result in place; return False if this needs all ranks' tensors at once."""
+        """Convert ``total`` to the result in place. Return False if the result needs all ranks' tensors at once."""
 
 
 class OrderedReduction:
@@ -46,7 +46,7 @@ class OrderedReduction:
             self._op(numbers, values.numpy(), out=numbers)
 
     def finish(self, total: Tensor, last: Tensor, count: int) -> bool:
-        """Return True, because the total is the result."""
+        """Return True, because ``total`` is the result."""
         del total, last, count
         return True
 
@@ -65,7 +65,7 @@ class Mean:
         total += values
 
     def finish(self, total: Tensor, last: Tensor, count: int) -> bool:
-        """Divide the sum by the number of ranks; return False if the sum is not finite."""
+        """Divide ``total`` by the number of ranks. Return False if the sum is not finite."""
         return mean_of_sum(total, last, count)
 
 

@@ -1,4 +1,4 @@
-"""Reduces large tensors in rank order: each rank reduces its share of every piece, and sends the result to all.
+"""Reduces large tensors in rank order. Each rank reduces its share of every piece, and sends the result to all.
 
 The algorithm sends as many bytes as a ring reduction. Several pieces are in progress at a time, so that ranks which
 share cores rarely wait for each other.
@@ -42,7 +42,7 @@ _WHAT: Final = WaitId(WaitKind.ORDERED_REDUCTION)
 
 @dataclass(frozen=True, slots=True)
 class ReductionPiece:
-    """Describes a range of elements; each rank reduces ``share_count`` of them, the last ranks possibly fewer."""
+    """A range of elements, of which each rank reduces ``share_count``, or the last ranks fewer."""
 
     start: int
     count: int
@@ -66,7 +66,7 @@ def pieces(count: int, size: int, share_count: int) -> Iterator[ReductionPiece]:
 
 
 class BufferPool:
-    """Reuses memory for pieces between reductions, because page faults of new memory take as long as all copying."""
+    """Reuses buffers between reductions, because the page faults of new memory take as long as all copying."""
 
     def __init__(self) -> None:
         self._kept: Tensor | None = None
@@ -132,7 +132,7 @@ class _Folding:
         self._under_way: deque[list[Request]] = deque()
 
     async def run(self) -> None:
-        """Reduce all pieces. Each turn begins one piece, reduces an earlier one, and finishes an even earlier one."""
+        """Reduce all pieces. Each turn begins one piece, reduces an earlier piece, and finishes a still earlier one."""
         count = len(self._pieces)
         try:
             for turn in range(count + 2 * _AHEAD_COUNT):
@@ -146,7 +146,7 @@ class _Folding:
                     self._finish(turn - 2 * _AHEAD_COUNT)
             self._pool.give_back(self._memory)
         finally:
-            for requests in self._under_way:  # These requests may never complete after a failure or a departure.
+            for requests in self._under_way:  # A request may never complete after a failure or a departure.
                 for request in requests:
                     self._engine.disown(request)
 
@@ -186,7 +186,8 @@ class _Folding:
         """Start both transfers for each (tensor to send, tensor to receive, rank); skip empty tensors."""
         transport, tag = self._engine.transport, self._group.tag
         requests: list[Request] = []
-        self._under_way.append(requests)  # added first, in case a later request cannot be started
+        # Added first, so that a request is disowned if a later request cannot be started.
+        self._under_way.append(requests)
         requests.extend(transport.irecv(byte_view(into), rank, tag) for _, into, rank in sides if len(into))
         requests.extend(transport.isend(byte_view(values), rank, tag) for values, _, rank in sides if len(values))
 

@@ -28,8 +28,8 @@ from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.byte_views import byte_view, empty_stack
 
-#: Largest row, in bytes, that is gathered along the tree. With larger rows, members near the root would have to receive
-#: and store too many bytes.
+#: Largest row, in bytes, that is gathered along the tree. Larger rows would burden members near the root with too many
+#: bytes.
 ROW_NBYTES_MAX: Final = 16 << 10
 #: Size of the prefix of a reduction's result. Its first byte shows whether there is a result; 64 bytes keep it aligned.
 _HEAD_NBYTES: Final = 64
@@ -40,7 +40,7 @@ Stretch: TypeAlias = Callable[[int, int], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A member's child in the tree, whose subtree has the numbers from ``number`` to ``last``."""
+    """A member's child in the tree. Its subtree has the numbers ``number`` to ``last``."""
 
     rank: int
     number: int
@@ -49,7 +49,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Describes a member's position in a collective's tree. Its subtree has the numbers ``number`` to ``last``."""
+    """A member's position in a collective's tree. Its subtree has the numbers ``number`` to ``last``."""
 
     tag: int
     number: int
@@ -131,7 +131,7 @@ class TreeCollectives:
         return receive
 
     async def fold_rows(self, group: Group, work: torch.Tensor, fold: Reduction) -> torch.Tensor:
-        """Reduce all members' small tensors in rank order on the first member; return the result on every member."""
+        """Reduce all members' small tensors in rank order on the first member. Every member gets the result."""
         place, nbytes = Place.of(group, group.ranks[0]), work.nbytes
         rows = empty_stack(work, place.last - place.number + 1)
         view = byte_view(rows)
@@ -165,7 +165,7 @@ class TreeCollectives:
     # -- up and down ------------------------------------------------------------------------------------------------
 
     async def _collect(self, place: Place, view: memoryview, stretch: Stretch) -> AsyncdistError | None:
-        """Receive the bytes of the subtree and send them, with this member's, to the parent; return the first error."""
+        """Receive the subtree's bytes, and send them and this member's to the parent. Return the first error."""
         engine, tag = self._engine, place.tag
         error: AsyncdistError | None = None
         for child in place.children:  # An error does not end the loop, because the next child waits for its send.
@@ -188,7 +188,7 @@ class TreeCollectives:
     async def _spread(
         self, place: Place, view: memoryview, *, has: Stretch | None = None, error: AsyncdistError | None = None
     ) -> AsyncdistError | None:
-        """Relay the root's bytes, or a notice of an error, to all members; return the first error.
+        """Relay the root's bytes, or a notice of an error, to all members. Return the first error.
 
         Args:
             has: Function that returns the byte range that a subtree already has; None if subtrees have no bytes.
@@ -231,7 +231,7 @@ class TreeCollectives:
 
 
 class _Feed:
-    """Relays arriving bytes to one child, except the byte range ``has``, which the child's subtree already has."""
+    """Relays arriving bytes to one child, except the byte range ``has``, which the child's subtree has already."""
 
     def __init__(self, engine: Engine, tag: int, view: memoryview, dest: int, has: tuple[int, int]) -> None:
         self.outlet = Outlet(engine, dest, tag)

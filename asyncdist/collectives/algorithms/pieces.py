@@ -30,7 +30,7 @@ _NOTICE: Final = struct.Struct("<qqq")
 
 
 def pieces(first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the begin and end of each piece of the bytes from ``first`` to ``end``; an empty range is the end mark."""
+    """Yield the bounds of each piece of the bytes from ``first`` to ``end``. An empty range is the end mark."""
     if end - first <= PIECE_NBYTES // 2:
         if first < end:
             yield first, end
@@ -46,7 +46,7 @@ def piece_of(view: memoryview, low: int, high: int) -> memoryview:
 
 
 async def attempt(work: Awaitable[object]) -> AsyncdistError | None:
-    """Await ``work``; return its error instead of raising it, so that the other members can be notified."""
+    """Await ``work`` and return its error instead of raising it, so that the other members can be notified."""
     try:
         await work
     except (RankLostError, LocalProtocolError, TruncationError) as error:
@@ -90,7 +90,7 @@ async def take_all(engine: Engine, view: memoryview, first: int, end: int, sourc
 
 
 class Outlet:
-    """Sends pieces to one member, with a limited number in progress; a context manager that abandons them on exit."""
+    """Sends pieces to one member, with a limited number in progress. A context manager that abandons them on exit."""
 
     def __init__(self, engine: Engine, dest: int, tag: int) -> None:
         self._engine = engine
@@ -108,7 +108,7 @@ class Outlet:
 
     def give_up(self) -> None:
         """Abandon the outstanding sends."""
-        for request in self._under_way:  # These requests may never complete after a loss or a departure.
+        for request in self._under_way:  # A request may never complete after a loss or a departure.
             self._engine.disown(request)
         self._under_way.clear()
 
@@ -142,7 +142,7 @@ class Outlet:
         self._has_told = True
 
     async def flush(self) -> AsyncdistError | None:
-        """Wait until all pieces have been sent; return the error if sending has failed."""
+        """Wait until all pieces have been sent. Return the error if sending has failed."""
         while self._under_way:
             await self._wait_for_oldest()
         return self.error
@@ -160,14 +160,14 @@ class Outlet:
 
 
 async def give(engine: Engine, dest: int, tag: int, send: Callable[[Outlet], Awaitable[None]]) -> AsyncdistError | None:
-    """Call ``send`` with an outlet to ``dest``, and wait until all is sent; return the error if ``dest`` is lost."""
+    """Call ``send`` with an outlet to ``dest``, and wait until all is sent. Return the error if ``dest`` is lost."""
     with Outlet(engine, dest, tag) as outlet:
         await send(outlet)
         return await outlet.flush()
 
 
 def raise_first(*errors: AsyncdistError | None) -> None:
-    """Raise the first of the errors that is not None, if any."""
+    """Raise the first error that is not None."""
     for error in errors:
         if error is not None:
             raise error

@@ -65,7 +65,7 @@ def depends_on_order(numbers: Tensor) -> bool:
 
 
 def store(numbers: Tensor, tensor: Tensor, op: ReduceOp) -> None:
-    """Convert reduced numbers, made by :func:`to_numbers`, to the tensor's dtype, and write them into the tensor."""
+    """Convert reduced numbers from :func:`to_numbers` to the tensor's dtype, and write them into ``tensor``."""
     if tensor.is_floating_point() and op in ("min", "max"):
         numbers = _from_ordered(numbers)
     if numbers.data_ptr() != tensor.data_ptr():
@@ -84,5 +84,5 @@ def _from_ordered(ordered: Tensor) -> Tensor:
 
 
 def _flipped(bits: Tensor) -> Tensor:
-    """Flip all but the sign bit of negative floats, so that the bits sort as integers. Its own inverse."""
+    """Flip all but the sign bit of negative floats, so that the bits sort as integers. Two calls cancel out."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)

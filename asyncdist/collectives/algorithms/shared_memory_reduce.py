@@ -6,9 +6,9 @@ tensors. A barrier follows each of these three phases, and also orders the ranks
 64 MiB are processed in pieces, and one *turn* handles the three phases of three consecutive pieces. The result is
 bit-equal to that of :mod:`asyncdist.collectives.algorithms.ordered_reduce`.
 
-64 MiB between two ranks took 0.55 to 0.6 of the time of MPI's Iallreduce, and 38 ms instead of 60 ms of CPU time.
-Pieces of 2 MiB, which fit into the caches, were slower (0.8 and 51 ms), because a cache line that another core has just
-written takes longer to read than prefetched memory.
+Reducing 64 MiB between two ranks took 0.55 to 0.6 of the time of MPI's Iallreduce, and 38 ms instead of 60 ms of CPU
+time. Pieces of 2 MiB, which fit into the caches, were slower (0.8 and 51 ms), because a cache line that another core
+has just written takes longer to read than prefetched memory.
 
 Invariants: data is read only after the barrier of the turn that wrote it, and overwritten only after the barrier of the
 turn that read it. No rank reads after the end of the call.
@@ -36,8 +36,9 @@ AllGather: TypeAlias = Callable[[Tensor], Awaitable[Sequence[Tensor]]]
 
 #: Largest size in bytes reduced at once; larger tensors are reduced in pieces, to limit the size of result buffers.
 PIECE_NBYTES: Final = 64 << 20
-#: Smallest size in bytes for shared memory. Its four barriers took, on torch, 2.1 to 2.5 times as long as messages of
-#: 0.4 to 16 KiB, 0.8 to 1.1 times as long with 62 KiB, and half as long with 1 MiB; on MPI, as long up to 62 KiB.
+#: Smallest size in bytes for shared memory. Relative to messages, its four barriers took, on torch, 2.1 to 2.5 times as
+#: long for 0.4 to 16 KiB, 0.8 to 1.1 times as long for 62 KiB, and half as long for 1 MiB. On MPI they took as long up
+#: to 62 KiB.
 SHARED_NBYTES_MIN: Final = 64 << 10
 #: Number of result buffers: one that is being written, and one that is being read.
 _RESULT_COUNT: Final = 2
@@ -61,11 +62,11 @@ class SharedFlatBuffers:
         self._is_shared = is_shared
         self._memories: dict[int, SharedMemory] = {}  # by the address of their tensors
 
-    @torch.inference_mode(False)  # because the memory outlives the caller's mode
+    @torch.inference_mode(False)  # the memory outlives the caller's mode
     def new(self, count: int, *, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor of ``count`` elements, in shared memory if this is possible and faster."""
         if self._is_shared and (dtype.is_floating_point or dtype.is_complex) and is_worth_sharing(count, dtype):
-            with contextlib.suppress(OSError):  # raised without shared memory or a free file descriptor
+            with contextlib.suppress(OSError):  # raised if there is no shared memory or no free file descriptor
                 memory = SharedMemory(_memory_nbytes(count, dtype))
                 self._memories[memory.tensor.data_ptr()] = memory
                 return memory.tensor[: count * dtype.itemsize].view(dtype)
@@ -84,7 +85,7 @@ class SharedFlatBuffers:
 async def map_shared_buffers(memory: SharedMemory | None, group: Group, all_gather: AllGather) -> list[Tensor] | None:
     """Map every member's shared memory into this process. All members await this function.
 
-    The call takes a small all-gather, and a second one if the members have not mapped the same memory before.
+    The call makes one small all-gather, or two if the members have not mapped this memory before.
 
     Args:
         all_gather: Coroutine function that gathers 1-D uint8 tensors over the group.
@@ -158,7 +159,6 @@ class _Folding:
         self._block_count = max(1, _BLOCK_NBYTES // dtype.itemsize)
 
     def fold_share(self, number: int) -> None:
-        """Reduce this rank's share of a piece into its result buffer."""
         piece = self.pieces[number]
         own = piece.share(self._group.index)
         result = self._result(self._group.index, number, own)
