@@ -1,1 +1,1 @@
-"""Lets the members of a policy notice losses, elect leaders, and admit restarted ranks; used by several policies."""
+"""Lets the members of a policy detect losses, elect leaders, and admit restarted ranks. Used by several policies."""

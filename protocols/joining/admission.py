@@ -1,9 +1,8 @@
-"""Admits restarted ranks to a running policy that has a leader, with the leader's whole state.
+"""Admits restarted ranks (*newcomers*) to a running policy that has a leader, with the leader's whole state.
 
-A newcomer finds the policy through the board that all policies of a rank share
-(:mod:`protocols.joining.newcomers`). The leader copies its state inside its next ``step``, and admits the
-newcomer at the same moment, so that the newcomer's first round is the one after this state. Newcomers are admitted in
-turn.
+A newcomer finds the policy through the board that all policies of a rank share (:mod:`protocols.joining.newcomers`).
+The leader copies its state inside its next ``step``, and admits the newcomer at the same moment. The newcomer's first
+round is therefore the round after this state. Newcomers are admitted one at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Admission:
 
     Args:
         ranks: All ranks of the policy's group.
-        values: Values that must be equal on all members and on newcomers.
+        values: Values that must be equal on all members and on newcomers, by name.
     """
 
     def __init__(
@@ -47,10 +46,12 @@ class Admission:
         self._scopes = scopes
         self._ranks = tuple(ranks)
         self._values = dict(values)
-        self._requests: dict[int, Request] = {}  # newest request by rank, to answer if this rank becomes the leader
-        self._applicants: dict[int, tuple[int, int]] = {}  # incarnation and attempt by rank
-        self._waiting: dict[int, tuple[int, int]] = {}  # incarnation and attempt of newcomers with open channels
-        self._has_declined = False  # whether the leader that this newcomer asks has left
+        self._requests: dict[int, Request] = {}  # by rank: newest request, answered if this rank becomes the leader
+        self._applicants: dict[int, tuple[int, int]] = {}  # by rank: incarnation and attempt, to be admitted
+        self._waiting: dict[
+            int, tuple[int, int]
+        ] = {}  # by rank: incarnation and attempt of newcomers with open channels
+        self._has_declined = False  # whether the leader that this newcomer has asked has left
         membership.call_when_leading(self._answer_kept)
         self._board = services.shared(Board)
         self._board.open(scopes.policy, self._on_message, key_of(ranks, values), self._on_request)
@@ -63,12 +64,12 @@ class Admission:
         return self._next() is not None and self._membership.can_admit
 
     def _next(self) -> tuple[int, int, int] | None:
-        """Return the rank, incarnation and attempt of the next newcomer; None if none waits."""
+        """Return the rank, incarnation and attempt of the next newcomer, or None if no newcomer waits."""
         waiting = (each for each in sorted(self._applicants.items()) if self._waiting.get(each[0]) == each[1])
         return next(((rank, *identity) for rank, identity in waiting), None) if self._applicants else None
 
     def admit(self, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Admit the first newcomer that is not lost, and offer it this rank's state in the current step."""
+        """Admit the next newcomer that is not lost, and offer it this rank's state in the current step."""
         while (newcomer := self._next()) is not None:
             rank, incarnation, _ = newcomer
             del self._applicants[rank]
@@ -82,8 +83,8 @@ class Admission:
         """Wait for this newcomer's admission, and return the leader's state.
 
         Args:
-            nbytes: Size of the model, which limits the size of the state.
-            timeout_s: Time limit of the start in seconds, for the error message; it ends at ``deadline``.
+            nbytes: Size of the model in bytes, which limits the size of the state.
+            timeout_s: Time limit of the start in seconds, for the error message. The limit ends at ``deadline``.
 
         Raises:
             StartTimeoutError: The leader did not admit this rank before the deadline.
@@ -111,7 +112,7 @@ class Admission:
             number, limit = membership.admission, state_nbytes_max(nbytes)
             data: torch.Tensor = await self._states.take(leader, number, nbytes_max=limit, deadline=deadline)
         except AsyncdistError as error:
-            if isinstance(error, StreamAborted):  # the leader's Left may arrive later, with another tag
+            if isinstance(error, StreamAborted):  # the leader's Left message has another tag and may arrive later
                 await services.engine.until(has_left, wait, deadline=deadline)
             if not has_left():
                 raise
@@ -119,7 +120,7 @@ class Admission:
         return unpacked(data)
 
     def close(self) -> None:
-        """Answer no further requests, and notify the newcomers that wait for admission."""
+        """Stop answering requests, and notify the newcomers that wait for admission."""
         self._board.close(self._scopes.policy)
         for rank in self._applicants.keys() - self._services.gone:
             self._board.send(Declined(self._scopes.policy), rank)
@@ -134,7 +135,7 @@ class Admission:
                 self._services.engine.recheck()
 
     def _on_request(self, request: Request, source: int) -> bool:
-        """Answer a request if this rank leads; return whether the request may still be granted."""
+        """Answer a request if this rank leads. Return whether the request may still be granted."""
         if source not in self._ranks:
             return True
         if not self._membership.leads:
@@ -144,7 +145,10 @@ class Admission:
         return True
 
     def _answer_kept(self) -> None:
-        """Answer newcomers that asked before this rank led, since they repeat their requests only after some time."""
+        """Answer the requests that arrived before this rank led.
+
+        The newcomers would repeat them only after some time.
+        """
         requests, self._requests = self._requests, {}
         for rank, request in requests.items():
             if rank not in self._services.gone:
@@ -163,7 +167,7 @@ class Admission:
 
 
 def newest_left(services: Services, ranks: Sequence[int], values: Mapping[str, str]) -> int:
-    """Return the newest policy with these values that this rank has left and must not rejoin; 0 if there is none."""
+    """Return the newest policy with these values that this rank has left and must not rejoin, or 0 if there is none."""
     return services.shared(Board).newest_left(key_of(ranks, values))
 
 
@@ -176,15 +180,15 @@ async def welcomed(
     left: int,
     attempt: int,
 ) -> tuple[Welcome, int]:
-    """Ask all members for admission, and return the leader's answer and rank.
+    """Ask all members for admission to their policy. Return the leader's answer and the leader's rank.
 
     Args:
-        left: Result of :func:`newest_left`, called before the first attempt to join.
+        left: Result of :func:`newest_left` before the first attempt to join.
         attempt: Number of this attempt to join, from 1.
 
     Raises:
-        ClosedError: All other ranks were restarted as well, so there is no running policy.
-        AsyncdistError: The policy differs, has ended, or did not answer in time.
+        ClosedError: All other ranks were restarted as well, so the policy is not running on any rank.
+        AsyncdistError: The policy has other values, has ended, or did not answer in time.
     """
     board = services.shared(Board)
     application = Application(services, board, ranks, values, timeout_s, left=left, attempt=attempt)

@@ -25,21 +25,21 @@ IslandMessage: TypeAlias = Emigrant | Invitation | Declined
 NewcomerMessage: TypeAlias = Request | Waiting | Welcome | Refusal | Over | Ambiguous
 BoardMessage: TypeAlias = SuccessionMessage | IslandMessage | NewcomerMessage
 
-#: Number of policies that a rank remembers after leaving them. Older policies are assumed to have no members left.
+#: Number of left policies that a rank remembers. Older policies are assumed to have no members.
 LEFT_COUNT_MAX: Final = 1024
 
 
 class Board:
-    """Passes messages about coordinators to this rank's policies, and answers messages about policies that it has left.
+    """Passes messages about coordinators to this rank's policies, and answers messages about policies it has left.
 
     Each rank has one board.
     """
 
     def __init__(self, services: Services) -> None:
         self._policies: dict[int, Callable[[Any, int], None]] = {}
-        self._left: dict[int, int | None] = {}  # request keys of the policies that this rank has left, oldest first
-        self._askable: dict[int, tuple[int, Callable[[Request, int], bool]]] = {}  # request key and handler, by policy
-        self._serving: set[int] = set()  # policies that this rank has left as a member, but may still coordinate
+        self._left: dict[int, int | None] = {}  # request keys of the policies this rank has left, oldest first
+        self._askable: dict[int, tuple[int, Callable[[Request, int], bool]]] = {}  # by policy: request key and handler
+        self._serving: set[int] = set()  # policies that this rank has left but may still coordinate
         self._applications: dict[int, Application] = {}  # by request key
         self._loop = services.engine.loop
         self._channel: Channel[BoardMessage] = services.open_channel(
@@ -57,19 +57,19 @@ class Board:
         key: int | None = None,
         on_request: Callable[[Request, int], bool] = lambda *_: False,
     ) -> None:
-        """Start to call ``handler(message, source)`` for each message about a policy.
+        """Call ``handler(message, source)`` for each later message about a policy.
 
         Args:
             policy: Number of the policy, or the number that the policies of all islands share.
-            key: Key of admission requests to the policy; None if the policy accepts no requests.
-            on_request: Function that handles a request, and returns whether the request may still be granted.
+            key: Key of admission requests to the policy, or None if the policy accepts no requests.
+            on_request: Function that handles a request. Returns whether the request may still be granted.
         """
         self._policies[policy] = handler
         if key is not None:
             self._askable[policy] = key, on_request
 
     def close(self, policy: int) -> None:
-        """Stop passing on messages about a policy, and answer them with ``Declined`` from now on."""
+        """Stop passing on messages about a policy. Answer them with ``Declined`` from now on."""
         del self._policies[policy]
         self._left[policy] = self._askable.pop(policy, (None,))[0]
         self._serving.discard(policy)
@@ -77,15 +77,15 @@ class Board:
             del self._left[next(iter(self._left))]
 
     def newest_left(self, key: int) -> int:
-        """Return the newest policy with this request key that this rank has left; 0 if there is none."""
+        """Return the newest policy with this request key that this rank has left, or 0 if there is none."""
         return next((policy for policy in reversed(self._left) if self._left[policy] == key), 0)
 
     def leave(self, policy: int) -> None:
-        """Record that this rank has left a policy as a member; it may coordinate the policy until :meth:`close`."""
+        """Record that this rank is no longer a member of a policy. It may coordinate the policy until :meth:`close`."""
         self._serving.add(policy)
 
     def apply(self, application: Application) -> None:
-        """Begin to pass the answers to this rank's admission requests to ``application``."""
+        """Pass the answers to this rank's admission requests to ``application``."""
         self._applications[application.key] = application
 
     def end_application(self, application: Application) -> None:
@@ -93,14 +93,17 @@ class Board:
         self._applications.pop(application.key, None)
 
     def send(self, message: BoardMessage, dest: int) -> None:
-        """Send a message, or drop it if ``dest`` cannot be reached; the callers repeat lost messages."""
+        """Send a message, or drop it if ``dest`` cannot be reached. Callers send lost messages again."""
         try:
             self._channel.send_nowait(message, dest)
         except (RankLostError, BusyError) as error:
             logger.debug("%s to rank %d: %s", type(message).__name__, dest, error)
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
-        """Schedule the handling of a message, since a policy may currently be executing instructions."""
+        """Schedule the handling of a message.
+
+        A policy may be executing its coordinator's instructions at this moment.
+        """
         self._loop.call_soon(self._handle, envelope.message, envelope.source)
 
     def _handle(self, message: BoardMessage, source: int) -> None:

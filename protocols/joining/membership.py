@@ -1,17 +1,18 @@
-"""Tracks the members of a policy with a leader: losses, succession, clean leaves and admissions.
+"""Tracks the members of a policy with a leader: losses, succession, departures and admissions.
 
-The leader is the first living member: the first that is not lost and has not left. If the leader is lost, each member
-follows the next. Messages between two ranks arrive in order, so a new leader and its members need not agree on its
+The leader is the first member that is not lost and has not left. If the leader is lost, each member follows the next
+member. Messages between two ranks arrive in order, so a new leader and its members need no agreement about the
 succession. A leader may also *abdicate*: the next member then leads. A member that has abdicated leads again only if
-all members that have abdicated less often cannot lead. This rule does not depend on the order in which messages of
-several abdicating leaders arrive.
+all members that have abdicated less often cannot lead. The resulting leader does not depend on the order in which
+messages of several abdicating leaders arrive.
 
-The leader admits restarted ranks (*newcomers*) one at a time. It copies its whole state, and from then on the newcomer
-is a member. The newcomer gets the state when all other members count it as a member. If the leader is lost, the next
-leader therefore knows every newcomer that has a state; other newcomers ask again (:mod:`protocols.joining.admission`).
+The leader admits restarted ranks (*newcomers*) one at a time. At an admission it copies its whole state, and the
+newcomer becomes a member. The newcomer gets the state when all other members count it as a member. If the leader is
+lost, the next leader therefore knows every newcomer that has a state. Other newcomers ask again
+(:mod:`protocols.joining.admission`).
 
 Before the members save their states, they can wait for each other (:meth:`Membership.settle`). No member makes a step
-meanwhile, so the states are consistent.
+during this wait, so the saved states are consistent.
 """
 
 from __future__ import annotations
@@ -42,46 +43,46 @@ logger = logging.getLogger("protocols.joining.membership")
 
 
 class Concerned(Protocol):
-    """Interface through which a membership notifies the policy's mechanism of changes."""
+    """Interface through which a membership notifies its policy's mechanism (such as an exchange) of changes."""
 
     def may_admit(self) -> bool:
-        """Return whether a newcomer could now continue from this leader's state."""
+        """Return whether a newcomer could continue from this leader's present state."""
 
     def on_lost(self, rank: int) -> None:
-        """Handle the loss or the leaving of a member that is not the leader."""
+        """Handle the loss or the departure of a member that is not the leader."""
 
     def on_new_leader(self) -> None:
-        """Handle the loss of the leader: :attr:`Membership.leader` is the next one, possibly this rank."""
+        """Handle the loss of the leader. :attr:`Membership.leader` is its successor, possibly this rank."""
 
     def on_reachable(self, rank: int) -> None:
-        """Open this rank's channels to a restarted member; this rank is connected to the member's new process."""
+        """Open this rank's channels to a restarted member, to whose new process this rank is connected."""
 
     def on_admitted(self, rank: int) -> None:
-        """As the leader, count a newcomer as a member; the newcomer receives this rank's state."""
+        """As the leader, count a newcomer, which receives this rank's state, as a member."""
 
     def on_settling(self) -> None:
         """As the leader, handle a change of :attr:`Membership.settling`."""
 
 
 class Membership:
-    """Tracks all members of a policy for one member, and admits newcomers if this member leads.
+    """Tracks all members of a policy on one member, and admits newcomers if this member leads.
 
     Args:
-        members: Ranks that take part, in the order in which they may lead, including this rank.
+        members: Members in the order in which they may lead, including this rank.
         known: All ranks that may become members; by default the members.
-        admitted: Number of restarts of each member that was restarted.
-        leader: Rank that has answered this newcomer's request for admission; None for a member from the start.
-        attempt: Number of this newcomer's attempt to join; 0 for a member from the start.
-        replicas: Replicas of the ranks. The members are all ranks, or the first rank of each replica. If a rank is lost
-            or leaves, no rank of its replica remains a member.
+        admitted: Number of restarts of each restarted member.
+        leader: Rank that has answered this newcomer's admission request; None on a member that was never restarted.
+        attempt: Number of this newcomer's attempt to join; 0 on a member that was never restarted.
+        replicas: Replicas of the ranks. Either all ranks are members, or the first rank of each replica. If a rank is
+            lost or leaves, all members of its replica are removed.
 
     Attributes:
         leader: Rank of the current leader.
         living: Members that are not lost and have not left.
         known: All ranks that may become members.
         is_broken: Whether another rank of this rank's replica is lost or has left.
-        is_joining: Whether this newcomer has not loaded a state yet.
-        admission: Number of the state that the leader offers to this newcomer; 0 before it is admitted.
+        is_joining: Whether this rank is a newcomer that has not loaded a state yet.
+        admission: Number of the state that the leader offers to this newcomer; 0 before this rank is admitted.
     """
 
     def __init__(
@@ -100,21 +101,21 @@ class Membership:
         self._scope = wire.scope_of((), f"membership of policy {scopes.policy}", 0)
         self._order = list(members)  # members in the order in which they may lead, newcomers last
         self._abdications: Counter[int] = Counter()  # by rank, since the last admission
-        # By rank: last incarnation and attempt of members that were restarted or have left.
+        # By rank: last incarnation and attempt of members that were restarted, and of members that have left.
         self._admitted = {rank: (incarnation, 0) for rank, incarnation in (admitted or {}).items()}
         self._left: dict[int, tuple[int, int]] = {}
         self._admission_count = 0
-        self._is_welcoming = False  # whether this leader has answered a newcomer that it has not admitted yet
-        self._newcomer: tuple[int, int, int] | None = None  # the newcomer that this leader admits now
-        self._unacquainted: set[int] = set()  # members that do not count the newcomer yet; then the newcomer itself
+        self._is_welcoming = False  # whether a newcomer was answered but is not admitted yet
+        self._newcomer: tuple[int, int, int] | None = None  # the newcomer that this leader is admitting
+        self._unacquainted: set[int] = set()  # members that do not know the newcomer; then the newcomer itself
         self._on_admission_end: Callable[[], None] = lambda: None
         self._on_leading: Callable[[], None] = lambda: None
         self._attempt = attempt
-        self._settling = Settling(0)  # this member's last call of settle
+        self._settling = Settling(0)  # this member's last call of settle()
         self._settled = Settled(0)  # the leader's last answer
-        self._settlings: dict[int, Settling] = {}  # on the leader: last call of settle by rank
+        self._settlings: dict[int, Settling] = {}  # on the leader: last call of settle() by rank
         self._is_closed = False
-        self._early: list[Envelope[MembershipMessage]] | None = []  # messages before open(); None after it
+        self._early: list[Envelope[MembershipMessage]] | None = []  # messages received before open(); None afterwards
         self._channel: Channel[MembershipMessage]
         self._concerned: Concerned
         self.leader = self._order[0] if leader is None else leader
@@ -126,7 +127,7 @@ class Membership:
         self.admission = 0
 
     def open(self, concerned: Concerned) -> None:
-        """Begin to follow the members, and to notify ``concerned`` of changes."""
+        """Start to track the members, and to notify ``concerned`` of changes."""
         services = self._services
         self._concerned = concerned
         self._channel = services.open_channel(
@@ -156,13 +157,13 @@ class Membership:
         return tuple(rank for rank in order if rank in self.living)
 
     def is_reachable(self, rank: int) -> bool:
-        """Return whether this rank is connected to the process of a member that was admitted."""
+        """Return whether this rank is connected to the process with which a member was admitted."""
         services = self._services
         is_present = rank not in services.gone and services.restarted.get(rank, 0) == self._identity_of(rank)[0]
         return rank == services.rank or is_present
 
     def _identity_of(self, rank: int) -> tuple[int, int]:
-        """Return the incarnation and attempt with which a member was admitted; zeros for a member from the start."""
+        """Return the incarnation and attempt with which a member was admitted; zeros if it was never restarted."""
         return self._admitted.get(rank, (0, 0))
 
     def _has_left(self, rank: int) -> bool:
@@ -170,7 +171,7 @@ class Membership:
         return rank in self._left and self._left[rank] >= self._identity_of(rank)
 
     def leave(self) -> None:
-        """Notify the other members that this rank leaves, and stop tracking the members."""
+        """Notify the other members that this rank leaves, and stop tracking them."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -184,14 +185,15 @@ class Membership:
     # -- waiting for each other ---------------------------------------------------------------------------------------
 
     async def settle(self, is_over: Callable[[], bool], progress: Sequence[int] = ()) -> tuple[int, ...]:
-        """Wait, between two steps, until all members have called this method the same number of times.
+        """Wait between two steps until all members have called this method the same number of times.
 
         Args:
-            is_over: Function that returns whether this member need no longer wait.
+            is_over: Function that returns whether this member may stop waiting.
             progress: Counters that grow with this member's steps.
 
         Returns:
-            The smallest value of each counter among the members; ``progress`` if not all members have called.
+            The smallest value of each counter among the members. ``progress`` if not all members have called this
+            method.
         """
         if self._is_closed:
             return tuple(progress)
@@ -205,14 +207,14 @@ class Membership:
 
     @property
     def settling(self) -> set[int]:
-        """On the leader: members that make no step at present, since they wait in :meth:`settle`."""
+        """On the leader: members that wait in :meth:`settle` and therefore make no step."""
         return {rank for rank in self.living if self._settle_count_of(rank) > self._settled.count}
 
     def _settle_count_of(self, rank: int) -> int:
         return self._settlings[rank].count if rank in self._settlings else 0
 
     def _report_settling(self) -> None:
-        """Report this member's last call of :meth:`settle` to the leader, if there is one."""
+        """Report this member's last call of :meth:`settle` to the leader. Do nothing if there was no call."""
         if self._settling.count and self.leads:
             self._note_settling(self._services.rank, self._settling)
         elif self._settling.count:
@@ -223,7 +225,7 @@ class Membership:
         self._look_at_settlings()
 
     def _look_at_settlings(self) -> None:
-        """As the leader, answer the waiting members once all members have called :meth:`settle` again."""
+        """As the leader, answer the waiting members when all members have called :meth:`settle` again."""
         if not self._settlings or not self.leads:
             return
         count = min(map(self._settle_count_of, self.living))
@@ -243,14 +245,14 @@ class Membership:
 
     @property
     def can_admit(self) -> bool:
-        """True if this rank leads, admits no newcomer at present, and a newcomer could continue from its state."""
+        """True if this rank leads, is not admitting another newcomer, and a newcomer could continue from its state."""
         return self.leads and self._newcomer is None and not self._is_closed and self._concerned.may_admit()
 
     def dismiss(self, rank: int, incarnation: int, attempt: int) -> bool:
         """Count a member's earlier process or attempt as lost, because the member has asked for admission again.
 
         Returns:
-            False if this incarnation and attempt, or a later one, has been admitted already: the request is outdated.
+            False if the request is outdated: this incarnation and attempt, or a later one, has already been admitted.
         """
         if (incarnation, attempt) <= self._identity_of(rank):
             return False
@@ -259,10 +261,11 @@ class Membership:
         return True
 
     def admit(self, newcomer: tuple[int, int, int], on_end: Callable[[], None]) -> int:
-        """Admit a restarted rank with its incarnation and attempt; return the number of the state to offer to it.
+        """Admit a restarted rank. Return the number of the state to offer to it.
 
         Args:
-            on_end: Function to call when the newcomer has the state or is lost.
+            newcomer: Rank, incarnation and attempt.
+            on_end: Function that is called when the newcomer has the state or is lost.
         """
         me, rank = self._services.rank, newcomer[0]
         assert self.can_admit, "only a leader that is not busy admits"
@@ -282,7 +285,7 @@ class Membership:
         return self._admission_count
 
     def _note_acquainted(self, member: int) -> None:
-        """As the leader, continue the admission when the last awaited member has answered or left."""
+        """As the leader, continue the admission if the last awaited member has answered or left."""
         if self._newcomer is None:
             return
         rank, is_given = self._newcomer[0], self._newcomer[0] in self._unacquainted
@@ -318,10 +321,10 @@ class Membership:
         self._services.engine.loop.call_soon(self._note_gone, rank)
 
     def _note_gone(self, rank: int) -> None:
-        """Handle the loss of a rank, which counts as the loss of its whole replica, or handle the leaving of a rank.
+        """Handle the departure of a rank, or its loss, which counts as the loss of its whole replica.
 
-        If a rank has left, the other ranks of its replica leave later. Until then they remain members: if one of them
-        leads, its decisions may not have arrived at all members yet.
+        After a departure, the other ranks of the replica remain members until they leave as well. If one of them leads,
+        some members may still wait for its decisions.
         """
         mates = self._replicas.mates(rank)
         gone = self.living.intersection([rank] if self._has_left(rank) else mates)
@@ -339,13 +342,13 @@ class Membership:
                 self._concerned.on_lost(each)
                 self._note_acquainted(each)
             self._look_at_settlings()
-        elif self.is_joining:  # this newcomer repeats its request for admission
+        elif self.is_joining:  # this newcomer will ask again for admission
             self._services.engine.recheck()
         else:
             self._follow_next()
 
     def _follow_next(self) -> None:
-        """Follow the first member in the order, if it is not the leader already."""
+        """Follow the first member in the order, unless it is already the leader."""
         if self._is_closed:
             return
         former, self.leader = self.leader, self.members()[0]
@@ -359,7 +362,7 @@ class Membership:
             self._on_leading()
 
     def abdicate(self) -> None:
-        """Let the next member lead, unless there is no other member or a newcomer waits for this leader."""
+        """Let the next member lead, unless this rank is the only member or a newcomer waits for this leader."""
         me, others = self._services.rank, self.living - {self._services.rank}
         if not self.leads or not others or self._newcomer is not None or self._is_welcoming or self._is_closed:
             return
@@ -397,7 +400,7 @@ class Membership:
                 self._note_settled(message)
 
     def _note_admitted(self, number: int, message: Admitted) -> None:
-        """Record the members after an admission, possibly of this rank."""
+        """Record the members after the leader has admitted a newcomer, possibly this rank."""
         rank, *_ = message.newcomer
         ranks = [each for each, *_ in message.order]
         is_sound = message.newcomer in message.order and len(set(ranks)) == len(ranks) and self.known.issuperset(ranks)
@@ -423,7 +426,7 @@ class Membership:
         self._services.engine.loop.call_soon(self._look_at, rank)
 
     def _look_at(self, rank: int) -> None:
-        """Count a restarted rank as a member if this rank is connected to the process that was admitted."""
+        """Count a restarted rank as a member if this rank is connected to the process that the leader admitted."""
         is_closed = self._is_closed or self._has_left(rank)
         if rank in self._admitted and self.is_reachable(rank) and not is_closed:
             self.living.add(rank)
@@ -438,5 +441,5 @@ class Membership:
     def _post(self, message: MembershipMessage, dest: int, number: int = 0) -> None:
         try:
             self._channel.send_nowait(message, dest, round=number)
-        except RankLostError as error:  # the loss is handled when the world reports it
+        except RankLostError as error:  # _on_gone() handles the loss
             logger.debug("the message %s was not sent: %s", type(message).__name__, error)

@@ -2,7 +2,7 @@
 
 All policies of a rank share one channel for messages about coordinators and emigrants (:mod:`protocols.joining.board`).
 Each policy has its own channel for messages about members (:mod:`protocols.joining.membership`). Annotations are real
-objects, never strings, since `get_type_hints` must return plain types.
+objects instead of strings, since `get_type_hints` must return plain types.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class TakeOver:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """Answers a message about a policy: the sender has left that policy."""
+    """Answers a message about a policy that the sender has left."""
 
     policy: int
 
@@ -43,13 +43,13 @@ class Declined:
 class Emigrant:
     """Announces the best member of an island, which can be a donor in another island.
 
-    The coordinator of the member's island sends this message to a rank of the other island. The receiver forwards it
-    once, to its coordinator.
+    The coordinator of the member's island sends this message to one rank of the other island. That rank forwards the
+    message once, to its own coordinator.
 
     Attributes:
         digest: Digest of the class, name, model and options of the policy.
         is_passed_on: Whether a rank of the other island has forwarded this message.
-        marks: Up to two different checksums of initial weights that the sender's island knows.
+        marks: Up to two different checksums of initial weights in the sender's island.
     """
 
     policy: int
@@ -64,7 +64,7 @@ class Emigrant:
 class Invitation:
     """Invites an announced rank of another island to be a donor in the sender's island.
 
-    The sender is the coordinator of its island. The invited rank answers with `Joined`, and all later messages use the
+    The sender is the coordinator of its island. The invited rank answers with `Joined`. All later messages use the
     channels of the sender's island.
     """
 
@@ -76,11 +76,10 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Member to all members: this rank is no longer a member.
+    """Member to all members: the sender is no longer a member.
 
     Attributes:
-        incarnation, attempt: Number of the sender's restarts, and number of its attempt to join; later attempts may
-            follow.
+        incarnation, attempt: Number of the sender's restarts, and of its attempts to join. A later attempt may follow.
     """
 
     incarnation: int
@@ -89,7 +88,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Abdicated:
-    """Leader to all members: the next member leads, and this rank follows.
+    """Leader to all members: the next member leads, and the sender follows it.
 
     Attributes:
         count: Number of times that the sender has abdicated since the last admission.
@@ -105,10 +104,10 @@ class Abdicated:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Newcomer to leader: this newcomer has opened its channels, and waits for its admission.
+    """Newcomer to leader: the newcomer has opened its channels, and waits for admission.
 
     The leader waits for this message, because messages to closed channels may be lost after a failed attempt. A leader
-    that has left answers `Declined`.
+    that has left answers with `Declined`.
     """
 
     policy: int
@@ -118,14 +117,14 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Leader to all members, and then to the newcomer: the newcomer is a member.
+    """Leader to all members, and then to the newcomer: the newcomer is now a member.
 
     The frame's round is the number of the admission.
 
     Attributes:
         order: Rank, incarnation and attempt of each member, including the sender, in the order in which they may lead.
-        newcomer: Rank, incarnation and attempt of the member that is admitted now.
-        settle_count: Number of the sender's calls of `settle`.
+        newcomer: Rank, incarnation and attempt of the admitted member.
+        settle_count: Number of the sender's `settle` calls.
     """
 
     order: tuple[tuple[int, int, int], ...]
@@ -135,7 +134,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Acquainted:
-    """Member to leader: this member counts the newcomer as a member, or is the newcomer and has loaded the state.
+    """Member to leader: the sender counts the newcomer as a member, or is the newcomer and has loaded the state.
 
     Attributes:
         newcomer: The newcomer's rank, incarnation and attempt.
@@ -146,11 +145,11 @@ class Acquainted:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """Member to leader: this member makes no step until all members have called `settle` the same number of times.
+    """Member to leader: the sender makes no step until all members have called `settle` the same number of times.
 
     Attributes:
-        count: Number of this member's calls of `settle`.
-        progress: Counters that grow with the member's steps; all members have the same number of counters.
+        count: Number of the sender's `settle` calls.
+        progress: Counters that grow with the sender's steps. All members have the same number of counters.
     """
 
     count: int
@@ -162,7 +161,7 @@ class Settled:
     """Leader to members: all members have called `settle` at least ``count`` times.
 
     Attributes:
-        least: The smallest value of each counter among the members.
+        least: Smallest value of each counter among the members.
     """
 
     count: int

@@ -1,7 +1,7 @@
 """Finds the policy that runs on the other ranks, and requests admission for a restarted rank (a *newcomer*).
 
 A newcomer sends its request to all live ranks until it is admitted, since the coordinator may change. The coordinator
-compares class, name, model and options, and answers with the scopes for messages between the newcomer and the members.
+compares class, name, model and options. It answers with the scopes for messages between the newcomer and the members.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
-#: Minimum number of seconds between two requests of a newcomer; slow answers lengthen the interval.
+#: Minimum number of seconds between two requests of a newcomer. Slow answers lengthen this interval.
 ASK_AGAIN_S: Final = 0.5
 
 
@@ -29,7 +29,7 @@ class Request:
     Attributes:
         key: Number that identifies all policies of this class and name on these ranks.
         digest: Digest of the policy's class, name, model and options on the newcomer.
-        left: Number of the policy that the newcomer's process has left and must not rejoin; 0 if there is none.
+        left: Number of the policy that the newcomer's process has left and must not rejoin, or 0 if there is none.
         attempt: Number of the newcomer's attempt to join. A new attempt begins if the leader is lost before admission.
     """
 
@@ -60,7 +60,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Coordinator to newcomer: the running policy has other options or another model; ``values`` lists its own."""
+    """Coordinator to newcomer: the running policy has other options or another model. ``values`` lists its values."""
 
     key: int
     values: tuple[tuple[str, str], ...]
@@ -68,7 +68,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Answers a newcomer's request: the sender itself waits for admission or, if ``has_ended``, has left the policy."""
+    """Answers a newcomer's request: the sender also waits for admission or, if ``has_ended``, has left the policy."""
 
     key: int
     has_ended: bool
@@ -76,7 +76,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """Answers a newcomer's request: the sender is in ``count`` policies with this class and name on the same ranks."""
+    """Answers a newcomer's request: the sender is in ``count`` policies with the same class, name and ranks."""
 
     key: int
     count: int
@@ -86,7 +86,7 @@ AdmissionMessage: TypeAlias = Request | Welcome | Refusal | Over | Ambiguous
 
 
 def key_of(ranks: Sequence[int], values: Mapping[str, str]) -> int:
-    """Return the key of admission requests: one number for all policies with this class and name on these ranks."""
+    """Return the key of admission requests, equal for all policies with this class and name on these ranks."""
     return wire.scope_of(ranks, f"{values.get('class')} {values.get('name')}", 0)
 
 
@@ -99,10 +99,10 @@ class RequestBoard(Protocol):
     """Interface for sending admission requests and receiving the answers."""
 
     def send(self, message: AdmissionMessage, dest: int) -> None:
-        """Send a message, unless ``dest`` cannot be reached."""
+        """Send a message, or drop it if ``dest`` cannot be reached."""
 
     def end_application(self, application: Application) -> None:
-        """Stop passing answers to this application."""
+        """Stop passing answers to ``application``."""
 
 
 class Application:
@@ -110,7 +110,7 @@ class Application:
 
     Args:
         timeout_s: Seconds to wait for each answer of the coordinator.
-        left: Number of the policy with this class and name that this process has left; 0 if there is none.
+        left: Number of the policy with this class and name that this process has left, or 0 if there is none.
         attempt: Number of this attempt to join.
     """
 
@@ -177,7 +177,7 @@ class Application:
         self._services.engine.recheck()
 
     def note_round(self) -> None:
-        """Restart the timeout, because a round has named this rank."""
+        """Restart the timeout, because this rank has completed a round."""
         self._deadline = self._services.time() + self._timeout_s
 
     def close(self) -> None:
@@ -185,21 +185,21 @@ class Application:
         self._board.end_application(self)
 
     async def welcomed(self) -> tuple[Welcome, int]:
-        """Send requests until a coordinator has answered; return the answer and the coordinator's rank."""
+        """Send requests until a coordinator has answered. Return the answer and the coordinator's rank."""
         await self.until(lambda: False)
         welcome = self.take_welcome()
         assert welcome is not None, "there is no answer"
         return welcome
 
     def take_welcome(self) -> tuple[Welcome, int] | None:
-        """Return the newest answer and the coordinator's rank, and remove the answer; None if there is no answer."""
+        """Remove the newest answer and return it with the coordinator's rank, or None if there is no answer."""
         welcome, self._welcome = self._welcome, None
         if welcome is not None:
             self._policy = welcome[0].policy
         return welcome
 
     def _ask(self) -> None:
-        """Send a request to newly connected ranks or, if the next request is due, to all ranks."""
+        """Send a request to newly connected ranks, or to all ranks if the next request is due."""
         now, others = self._services.time(), self._others()
         if now >= self._ask_again_at:
             waited_s = now - self._began_at if self._answer_s is None else 2 * self._answer_s
@@ -243,7 +243,7 @@ class Application:
                 return
             self._met |= {rank for rank in self._ranks if not services.is_unmet(rank)} | services.left_world()
             is_time_up = services.time() >= self._deadline
-            # The policy may run on ranks that have not connected yet, or that have connected since the last request.
+            # The policy may run on ranks that have connected since the last request, or that have not connected yet.
             others = self._others()
             are_over = self._over.issuperset(others)
             is_over_everywhere = are_over and self._met.issuperset(self._ranks)

@@ -25,35 +25,35 @@ logger = logging.getLogger("protocols.joining.policy")
 
 
 class JoinablePolicy(SpawnPolicy):
-    """Base class of policies with a membership."""
+    """Base class of policies that restarted ranks can join."""
 
     takes_metric: ClassVar[bool] = False
     admits_restarted = True
     _replicas: Replicas = SINGLE
-    #: Names of the agreed values that change while the policy runs, and therefore differ on a newcomer.
+    #: Names of the agreed values that change while the policy runs. A newcomer's values for these names may differ.
     progress_names: ClassVar[tuple[str, ...]] = ()
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
-        """Open the mechanism and the admission (:meth:`_new_admission`)."""
+        """Open the mechanism, and create the admission with :meth:`_new_admission`."""
 
     @abc.abstractmethod
     def _opened_admission(self) -> Admission:
         """Return the admission that :meth:`_open` has created."""
 
     def _takers(self) -> tuple[int, ...]:
-        """Return the ranks that are members: by default, all ranks that start the policy."""
+        """Return the ranks that become members: by default, all ranks that start the policy."""
         return self._members
 
     @abc.abstractmethod
     def _begin_joined(self) -> None:
-        """Take part as a member, after this newcomer has loaded the leader's state."""
+        """Start to take part as a member, after this newcomer has loaded the leader's state."""
 
     @abc.abstractmethod
     def _take_whole(self) -> None:
-        """Complete the loading of the leader's state, and drop the parts that belong to the leader alone."""
+        """Complete the loading of the leader's state, and drop the parts that only a leader has."""
 
     # -- starting and joining ---------------------------------------------------------------------------------------
 
@@ -74,11 +74,11 @@ class JoinablePolicy(SpawnPolicy):
         return Admission(self._services, membership, scopes, self._members, self._shared_values())
 
     def _shared_values(self) -> dict[str, str]:
-        """Return the values that must be equal on a restarted rank and on the members, which have trained meanwhile."""
+        """Return the agreed values that training does not change, so that they are equal on members and newcomers."""
         return {name: value for name, value in self._agreed_values().items() if name not in self.progress_names}
 
     async def _join(self) -> None:
-        """Join the policy that runs on the other ranks, with its leader's state."""
+        """Join the policy that runs on the other ranks, and load its leader's state."""
         if not self.admits_restarted:
             size = self._replicas.size
             option, member = ("islands", "rank") if size == 1 else (f"replica_size={size}", "replica")
@@ -87,11 +87,11 @@ class JoinablePolicy(SpawnPolicy):
                 f"other {member}s continue without it. To train with all {member}s again, end the job, and start it "
                 "from its last checkpoint"
             )
-        # Other ranks must not count this rank as a member before it is admitted.
+        # The other ranks must not count this rank as a member before they admit it.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
         deadline = self._world.time() + self._start_timeout_s
         values = self._shared_values()
-        left = newest_left(self._services, self._members, values)  # before an attempt can change it
+        left = newest_left(self._services, self._members, values)  # read before an attempt can change it
         attempt = 1
         try:
             while not await self._has_joined(deadline, values, left, attempt, may_start=was_admitted):
@@ -105,7 +105,7 @@ class JoinablePolicy(SpawnPolicy):
     async def _has_joined(
         self, deadline: float, values: Mapping[str, str], left: int, attempt: int, *, may_start: bool
     ) -> bool:
-        """Try to join once; return False if the leader is lost while it sends its state."""
+        """Try to join once. Return False if the leader is lost while it sends its state."""
         try:
             welcome, leader = await welcomed(
                 self._services, self._members, values, self._start_timeout_s, left=left, attempt=attempt
@@ -131,7 +131,7 @@ class JoinablePolicy(SpawnPolicy):
             admission = self._opened_admission()
             self._restore_whole(await admission.take_state(self._flat.nbytes, self._start_timeout_s, deadline))
         except RankLostError as error:
-            await self._stop(error)  # at once: without a state, this rank owes nothing to the others
+            await self._stop(error)  # at once: no rank depends on a newcomer without a state
             return False
         except BaseException as error:
             await self._stop(error)
@@ -140,14 +140,14 @@ class JoinablePolicy(SpawnPolicy):
         return True
 
     def _whole_state(self) -> dict[str, Any]:
-        """Return this rank's state after the current step, from which a newcomer can continue."""
+        """Return this rank's state after the current step, for a newcomer to continue from."""
         weights = self._flat.new_buffers()
         self._flat.snapshot(weights)
         policy = {**self.state_dict(), "iteration": self.iteration + 1}
         return {"weights": weights.by_name(), "optimizer": named_state(self.model, self.optimizer), "policy": policy}
 
     def _restore_whole(self, state: Mapping[str, Any]) -> None:
-        """Load the leader's whole state, except the parts that belong to the leader alone."""
+        """Load the leader's whole state, except the parts that only a leader has."""
         weights = self._flat.new_buffers()
         for name, tensor in weights.by_name().items():
             tensor.copy_(state["weights"][name])

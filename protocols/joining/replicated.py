@@ -1,4 +1,4 @@
-"""Base class of joinable policies whose replicas of the model may have several ranks, under DDP or `fully_shard`."""
+"""Base class of joinable policies whose model replicas may have several ranks, under DDP or `fully_shard`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncdist.tensors.flat_state import SnapshotPool
 
 
 class ReplicatedPolicy(JoinablePolicy):
-    """Base class of policies that restarted ranks can join, and whose replicas of the model may have several ranks.
+    """Base class of policies that restarted ranks can join, and in which several ranks may share a replica.
 
     Args:
         replica_size: Number of consecutive ranks that train one replica of the model together.
@@ -44,11 +44,11 @@ class ReplicatedPolicy(JoinablePolicy):
             model = model.module
         super().__init__(model, optimizer, average_every=average_every, resets_optimizer=resets_optimizer, **options)
         self._layout_buffers = self._flat.new_buffers(device="meta")
-        self._snapshots = SnapshotPool(self._flat)  # memory for the weights in events
+        self._snapshots = SnapshotPool(self._flat)  # memory for the weights in AverageApplied events
 
     @abc.abstractmethod
     def _first_weights(self) -> dict[str, str]:
-        """Return the checksum of this rank's weights, equal on all ranks with the same part of the model."""
+        """Return the checksum of this rank's initial weights, equal on all ranks with the same part of the model."""
 
     def _choose_members(self) -> tuple[int, ...]:
         ranks, size = self._group.ranks, self._replica_size
@@ -66,7 +66,7 @@ class ReplicatedPolicy(JoinablePolicy):
             reshard(self.model)
 
     def _takes_means(self) -> bool:
-        return not self._holds_shards()  # the initial shards of a replica's ranks differ
+        return not self._holds_shards()  # ranks of one replica start with different shards
 
     def _agreed_values(self) -> dict[str, str]:
         values = super()._agreed_values()
@@ -80,7 +80,7 @@ class ReplicatedPolicy(JoinablePolicy):
     def _announce_average(
         self, on_event: Callable[[PolicyEvent], None] | None, info: StepInfo, weights: Sequence[float]
     ) -> None:
-        """Call the user's function, if there is one, with the event of an average that this step has applied."""
+        """Call the user's function, if there is one, with an event for the average that this step has applied."""
         if on_event is None:
             return
         state = self._snapshots.acquire()

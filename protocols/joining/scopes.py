@@ -1,4 +1,4 @@
-"""Defines the scopes of a policy: numbers that separate its messages from those of all other policies."""
+"""Defines a policy's scopes: numbers that separate its messages from those of all other policies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncdist.protocols.joining.newcomers import Welcome
 
 
 class PolicyScopes:
-    """Contains the numbers that separate a policy's messages from other policies' messages; equal on all of its ranks.
+    """Numbers that separate a policy's messages from those of other policies, equal on all ranks of the policy.
 
     Args:
         population: Name that the policies of all islands share.
@@ -19,8 +19,7 @@ class PolicyScopes:
         to_members, to_coordinator: Scopes of messages to the members and to the coordinator.
         between: Number that the policies of all islands share.
         values: Class, name, model and options of the policy, on which all members agree.
-        marks: Up to two different checksums of the members' initial weights; a single checksum if all weights are
-            equal.
+        marks: Up to two different checksums of the members' initial weights; one checksum if all weights are equal.
     """
 
     def __init__(self, ranks: tuple[int, ...], agreed: Agreed, population: str = "") -> None:
@@ -32,7 +31,7 @@ class PolicyScopes:
         self.marks = agreed.marks
 
     def of_part(self, name: str) -> PolicyScopes:
-        """Return scopes for the messages of a part of the policy's ranks."""
+        """Return scopes for messages among a subset of the policy's ranks."""
         found = PolicyScopes.elsewhere(
             wire.scope_of((), f"members of {name}", self.to_members),
             wire.scope_of((), f"coordinator of {name}", self.to_coordinator),
@@ -51,7 +50,7 @@ class PolicyScopes:
 
     @classmethod
     def elsewhere(cls, to_members: int, to_coordinator: int) -> PolicyScopes:
-        """Return scopes for the messages of another island's policy."""
+        """Return scopes for messages to another island's policy."""
         scopes = cls.__new__(cls)
         scopes.policy = scopes.between = 0
         scopes.values, scopes.marks = {}, ()

@@ -1,7 +1,8 @@
 """Transfers the optimizer's and the policy's state from a donor to a restarted rank, in addition to the weights.
 
-In the step that takes the snapshot, the donor copies the state into one uint8 tensor: a description that contains no
-code, followed by the contents of all tensors. The restarted rank receives two streams: the size, and then the state.
+In the step that takes the snapshot, the donor copies the state into one uint8 tensor. It begins with a description that
+contains no code, followed by the contents of all tensors. The restarted rank receives two streams: the size, and then
+the state.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from asyncdist.tensors.byte_views import byte_view, split
 logger = logging.getLogger("protocols.joining.state_transfer")
 
 _ALIGNMENT_NBYTES: Final = 16
-#: First item of a tuple that describes a tensor; the other items are its dtype, its shape, and its bytes' offset.
+#: First item of a tuple that describes a tensor. The other items are the dtype, the shape, and the offset in bytes.
 _TENSOR: Final = "asyncdist tensor"
 _LENGTH_NBYTES: Final = 8
-#: Largest state that a rank accepts: this number of bytes plus this multiple of its model's size.
+#: Maximum size of a state that a rank accepts: this number of bytes plus this multiple of its model's size.
 _STATE_NBYTES_MAX: Final = 64 << 20
 _STATE_MODEL_COUNT_MAX: Final = 32
 
@@ -71,7 +72,7 @@ def state_nbytes_max(model_nbytes: int) -> int:
 
 
 def unpacked(data: torch.Tensor) -> Any:
-    """Restore the tree that :func:`packed` has packed; its tensors are views of ``data``.
+    """Restore a tree that :func:`packed` has packed. Its tensors are views of ``data``.
 
     Raises:
         RemoteProtocolError: The bytes are not a packed tree.
@@ -111,7 +112,7 @@ def _unpacked(data: torch.Tensor) -> Any:
 
 
 def cloned(node: Any) -> Any:
-    """Return a tree with each tensor copied, so that the copies do not keep the memory of a whole received state."""
+    """Copy each tensor of a tree, so that the tree does not keep the memory of a whole received state."""
     return node.clone() if isinstance(node, torch.Tensor) else _mapped(cloned, node)
 
 
@@ -131,7 +132,7 @@ def _chunks(state: torch.Tensor | None, nbytes: int) -> list[memoryview] | None:
 
 
 class WholeState(Protocol):
-    """Interface to a member's optimizer and policy state."""
+    """Interface to save and restore a member's optimizer and policy state."""
 
     def whole_state(self) -> Mapping[str, Any]:
         """Return the state as a tree of dicts, lists, tuples, numbers, strings and tensors."""
@@ -141,21 +142,21 @@ class WholeState(Protocol):
 
 
 class Heir(Protocol):
-    """Takes over a donor's optimizer and policy state when this rank copies the donor's weights (interface)."""
+    """Interface to adopt a donor's optimizer and policy state when this rank copies the donor's weights."""
 
     def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> Callable[[StepInfo], StepInfo]:
-        """Check a donor's state without changing this rank; an exception leaves the round for the next step.
+        """Check a donor's state without changing this rank. An exception postpones the round to the next step.
 
         Args:
             parts: Result of :meth:`WholeState.whole_state` on the donor.
 
         Returns:
-            Function that takes over the state after the weights are in place, and completes the result of the step.
+            Function that adopts the state after the weights are loaded, and completes the result of the step.
         """
 
 
 def copied(whole: WholeState) -> torch.Tensor | None:
-    """Return a copy of a member's state as bytes; log a warning and return None if the state cannot be copied."""
+    """Copy a member's state to bytes. If it cannot be copied, log a warning and return None."""
     try:
         return packed(whole.whole_state())
     except (TypeError, ValueError) as error:
@@ -164,7 +165,7 @@ def copied(whole: WholeState) -> torch.Tensor | None:
 
 
 class StateTransfer:
-    """Sends this rank's state to restarted ranks or, on a restarted rank, receives a member's state."""
+    """Sends this rank's state to restarted ranks. On a restarted rank, receives a member's state."""
 
     def __init__(self, services: Services, scope: int) -> None:
         self._services = services
@@ -189,12 +190,12 @@ class StateTransfer:
             stream.stop()
 
     def withdraw_up_to(self, round: int) -> None:
-        """Withdraw the offered state if it was offered in ``round`` or an earlier round."""
+        """Withdraw the offered state if it was offered in ``round`` or earlier."""
         if self._offered is not None and self._offered[0] <= round:
             self.withdraw()
 
     def close(self) -> None:
-        """Stop sending and receiving state; later requests are answered with an abort."""
+        """Stop sending and receiving states. Later requests are answered with an abort."""
         self.withdraw()
         self._channel.close(afterwards=self._on_message)
 
@@ -204,7 +205,7 @@ class StateTransfer:
         Raises:
             RankLostError: The donor is lost or has left.
             TimeoutError: The deadline has passed.
-            RemoteProtocolError: The donor offers no state or has aborted, or its state is larger than ``nbytes_max``.
+            RemoteProtocolError: The donor offers no state, has aborted, or has a state larger than ``nbytes_max``.
         """
         size = torch.empty(_LENGTH_NBYTES, dtype=torch.uint8, device="cpu")
         await self._receive(size, donor, round, deadline)
