@@ -1,11 +1,11 @@
-"""Base class of one-sided policies, whose ranks read the snapshots that other ranks publish, and wait for no rank.
+"""Base class of one-sided policies. Their ranks read the snapshots that other ranks publish, and wait for no rank.
 
 Each rank publishes snapshots of its state. When it begins a *replacement*, a background task reads snapshots of other
-ranks, its donors, and averages them in rank order, while the rank trains. The next ``step`` after the last read
-applies the average.
+ranks, its donors, and averages them in rank order, while the rank trains. The next ``step`` after the last read applies
+the average.
 
-Invariants: Weights are changed and copied only inside ``step``. A snapshot is read completely, with its metric, or not
-at all. A replacement that does not complete leaves the weights unchanged and reports the reason.
+Invariants: Weights are changed and copied only inside ``step``. A snapshot is used only if it was read completely, with
+its metric. A replacement that does not complete leaves the weights unchanged, and its reason is reported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.one_sided.policy")
 
-#: Maximum number of attempts per replacement; an attempt fails if a snapshot is overwritten while it is read.
+#: Maximum number of attempts per replacement. An attempt fails if a snapshot is overwritten while it is read.
 _ATTEMPT_COUNT: Final = 3
 
 
@@ -53,8 +53,8 @@ class OneSidedPolicy(JoinablePolicy):
     """Base class of policies whose ranks publish snapshots, and read other ranks' snapshots in the background.
 
     Args:
-        averaging: Options for replacing the weights, and for reporting.
-        read_timeout_s: Seconds for reading all donors of a replacement.
+        averaging: Options for replacing the weights and for reporting.
+        read_timeout_s: Seconds to read all donors of a replacement.
         options: Options of :class:`SpawnPolicy`.
     """
 
@@ -92,7 +92,7 @@ class OneSidedPolicy(JoinablePolicy):
         self._own_metric: float | None = None
         self._replacement: Replacement | None = None
         self._task: asyncio.Task[None] | None = None
-        self._draws: tuple[Any, ...] | None = None  # state of the random generator in a loaded policy
+        self._draws: tuple[Any, ...] | None = None  # loaded state of the random generator
         self._needs_step = False
         self._given_up = NOTHING
         self._counts: Counter[str] = Counter()
@@ -102,7 +102,10 @@ class OneSidedPolicy(JoinablePolicy):
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
     def _is_turn(self) -> bool:
-        """Return whether a snapshot or a replacement may be due in this step; :meth:`_train_on` is called only then."""
+        """Return whether a snapshot or a replacement may be due in this step.
+
+        Otherwise :meth:`_train_on` is not called.
+        """
         return self._is_due()
 
     @abc.abstractmethod
@@ -110,7 +113,7 @@ class OneSidedPolicy(JoinablePolicy):
         """Publish a snapshot and begin a replacement, if they are due in this step.
 
         Args:
-            info: Result of this step so far: of a replacement that it has applied or abandoned.
+            info: The step's result, which reports a replacement that the step has applied or abandoned.
         """
 
     @abc.abstractmethod
@@ -118,14 +121,14 @@ class OneSidedPolicy(JoinablePolicy):
         """Choose donors, and average their snapshots with :meth:`_read`.
 
         Returns:
-            Reason why the replacement is abandoned; "" if the average is complete or this rank is not replaced.
+            Reason why the replacement is abandoned. Empty if the average is complete or this rank is not replaced.
 
         Raises:
-            UnreadableError: The attempt has failed; another attempt may succeed.
+            UnreadableError: The attempt has failed, but another attempt may succeed.
         """
 
     def _momentum(self, replacement: Replacement) -> float | None:
-        """Return the share of the own weights that the application of a replacement keeps; None for the option's."""
+        """Return the fraction of the own weights that a replacement keeps, or None to use the ``momentum`` option."""
         del replacement
         return None
 
@@ -145,14 +148,14 @@ class OneSidedPolicy(JoinablePolicy):
         return wire.scope_of(self._group.ranks, f"{type(self).__name__} {self.name or '(none)'}", agreed.time)
 
     def _draw_for(self, scope: int) -> None:
-        """Make the generator of this rank's random choices, which continues if it was saved."""
+        """Create the generator of this rank's random choices, or restore its saved state."""
         incarnation = self._world.incarnation
         self._random = self._world.generator(f"policy {scope}" + (f" restart {incarnation}" if incarnation else ""))
         if self._draws is not None:
             self._random.setstate(self._draws)
 
     async def _start(self) -> None:
-        """Agree with the other members, and open the window in which they publish their snapshots."""
+        """Agree with the other members, and open the window through which they publish snapshots."""
         if self.admits_restarted:
             await super()._start()
             return
@@ -185,7 +188,7 @@ class OneSidedPolicy(JoinablePolicy):
         self._admission = self._new_admission(membership, scopes)
 
     def _open_window(self, window: VersionedWindow) -> None:
-        """Take a window, and prepare to read from it."""
+        """Store an open window, and prepare to read from it."""
         world = self._world
         self._exposure = window
         self._reader = DonorReader(
@@ -205,7 +208,7 @@ class OneSidedPolicy(JoinablePolicy):
 
     def _whole_state(self) -> dict[str, Any]:
         state = super()._whole_state()
-        return {**state, "policy": {**state["policy"], "draws": None}}  # a newcomer draws its own numbers
+        return {**state, "policy": {**state["policy"], "draws": None}}  # a newcomer uses its own random generator
 
     def _take_whole(self) -> None:
         self._own_metric = None
@@ -233,14 +236,14 @@ class OneSidedPolicy(JoinablePolicy):
                 deadline = self._world.time() + self._averaging.drain_timeout_s
                 await self._services.engine.until(self._is_quiet, WaitId(WaitKind.OWN_READS), deadline=deadline)
         finally:
-            self._task = None  # the task's exception may refer to a donor's memory
+            self._task = None  # its exception may keep a donor's memory alive
             self._states.clear()
             if not self._leftovers():  # the probe would otherwise keep the model and its buffers alive
                 self._services.leftover_probes.remove(self._leftovers)
             if self._membership is not None and self._admission is not None:
                 self._membership.leave()
                 self._admission.close()
-            if not self._is_publishing:  # otherwise _expose closes the window after the copy from the device
+            if not self._is_publishing:  # otherwise _expose closes the window after the pending copy
                 await self._exposure.close(deadline)
 
     def _is_quiet(self) -> bool:
@@ -253,14 +256,14 @@ class OneSidedPolicy(JoinablePolicy):
         return [f"{self._reader.accumulators.in_use} accumulators of policy {self.name or type(self).__name__}"]
 
     def _own_state(self) -> dict[str, Any]:
-        """Return the state of the random generator."""
+        """Return the state of the random generator, to be saved with the policy."""
         is_started = self._stage != "new" and not self.is_alone
         return {"draws": self._random.getstate() if is_started else self._draws}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the random generator; raise an error if it is damaged."""
+        """Load the state of the random generator. Raise an error if it is damaged."""
         draws = state["draws"]
-        # JSON has turned the tuples into lists.
+        # JSON has converted the tuples of the generator's state to lists.
         self._draws = None if draws is None else (draws[0], tuple(draws[1]), draws[2])
         if self._draws is not None:
             random.Random().setstate(self._draws)
@@ -284,23 +287,23 @@ class OneSidedPolicy(JoinablePolicy):
             return NOTHING
         await self._world.progress()
         info = self._act() if self._needs_step else NOTHING
-        if self._is_turn():  # an idle step takes no further coroutine
+        if self._is_turn():  # a step with nothing due is faster without the coroutine
             await self._train_on(local_metric, info)
         if self._admission is not None and self._admission.is_asked:
             self._admission.admit(self._whole_state)
         return info
 
     def _act(self) -> StepInfo:
-        """Apply an average if it is complete. Return the step's result, which may report an abandoned replacement."""
+        """Apply the average if it is complete. Return the step's result, which may report an abandoned replacement."""
         info, self._given_up = self._given_up, NOTHING
         replacement = self._replacement
         if replacement is not None and replacement.complete:
             info = self._apply(replacement)
-        self._needs_step = False  # set last: if `model_builder` raises, the next step tries again
+        self._needs_step = False  # set last, so that the next step tries again if `model_builder` raises
         return info
 
     def _publish(self, metric: float) -> None:
-        """Publish a snapshot of this rank's state with a metric, unless an earlier one still needs the memory."""
+        """Publish a snapshot of this rank's state with a metric, unless an earlier snapshot still uses the memory."""
         assert self._exposure is not None, "a step outside the policy"
         self._own_metric = metric
         if self._is_publishing:
@@ -325,8 +328,8 @@ class OneSidedPolicy(JoinablePolicy):
     def _expose(self, state: FlatBuffers, iteration: int, metric: float, began_at: float) -> None:
         """Publish a complete snapshot.
 
-        If the snapshot contains NaN, its metric is published as NaN, so that no rank uses it as a donor. This rank also
-        uses NaN as its own metric, since a diverged rank should be replaced.
+        If the snapshot contains NaN, its metric is published as NaN, so that no rank chooses it as a donor. This rank
+        also uses NaN as its own metric, since a diverged rank should be replaced.
         """
         assert self._exposure is not None, "a step outside the policy"
         self._is_publishing = False
@@ -342,7 +345,7 @@ class OneSidedPolicy(JoinablePolicy):
             self._events.tell_now(SnapshotTaken(record.version, iteration, state.by_name()))
 
     async def _begin_replacement(self, number: int) -> None:
-        """Start a background task that chooses and reads donors, and let it run until its first wait."""
+        """Start a background task that chooses and reads donors. Return when the task first waits."""
         replacement = self._replacement = Replacement(number, self._world.time())
         self._task = self._services.spawn_service(self._replace(replacement), name=f"replacement {number}")
         await self._services.engine.let_begin()
@@ -371,7 +374,7 @@ class OneSidedPolicy(JoinablePolicy):
         return info
 
     def _note_applied(self) -> None:
-        """Note that a replacement was applied, before it is announced."""
+        """Handle the application of a replacement, before it is announced to the user."""
 
     # -- a replacement, in the background ---------------------------------------------------------------------------
 
@@ -402,7 +405,7 @@ class OneSidedPolicy(JoinablePolicy):
             self._note_time("read", replacement.judged_at)
 
     async def _read(self, replacement: Replacement, choice: Choice, deadline: float) -> str:
-        """Average the snapshots of the chosen donors. Return why the average cannot be used, or ""."""
+        """Average the chosen donors' snapshots. Return the reason why the average cannot be used, or ""."""
         mean = await self._reader.read(replacement, choice, deadline)
         if not mean.is_agreed:
             assert replacement.average is not None, "a mean without an accumulator"
@@ -411,7 +414,7 @@ class OneSidedPolicy(JoinablePolicy):
         return ""
 
     def _give_up(self, replacement: Replacement, reason: str) -> None:
-        """Abandon a replacement; the next step reports the reason to the user."""
+        """Abandon a replacement. The next step reports the reason to the user."""
         if self._replacement is not replacement:
             return
         self._replacement = None

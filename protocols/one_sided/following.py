@@ -1,4 +1,4 @@
-"""Keeps a one-sided policy's window in step with the policy's members, of whom restarted ranks may become one again."""
+"""Notifies a one-sided policy's window of lost, departed and newly admitted members."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from asyncdist.protocols.joining.membership import Membership
 
 
 class WindowFollower:
-    """Notifies a window of members that leave, are lost, or are admitted; no member waits for another."""
+    """Stops reading from members that leave or are lost, and starts reading from admitted members."""
 
     def __init__(self, membership: Membership, window: FollowedWindow) -> None:
         self._membership = membership
         self._window = window
 
     def may_admit(self) -> bool:
-        """Return True: a newcomer can continue from the leader's state after each step."""
+        """Return True, because a newcomer can continue from the leader's state after each step."""
         return True
 
     def on_lost(self, rank: int) -> None:
-        """Read no further version of a rank that is lost or has left."""
+        """Stop reading snapshots of a rank that is lost or has left."""
         self._window.retire(rank)
 
     def on_new_leader(self) -> None:
-        """Read no further version of the ranks that are not members; the former leader is one of them."""
+        """Stop reading snapshots of the former leader, and of all other ranks that are not living members."""
         for rank in self._membership.known - self._membership.living:
             self._window.retire(rank)
 
     def on_reachable(self, rank: int) -> None:
-        """Read the versions of a restarted member, and let it read this rank's."""
+        """Start to read snapshots of a restarted member, and let it read this rank's snapshots."""
         self._window.admit(rank)
 
     def on_admitted(self, rank: int) -> None:
-        """Do nothing: :meth:`on_reachable` was called."""
+        """Do nothing: :meth:`on_reachable` has already handled the newcomer."""
 
     def on_settling(self) -> None:
         """Do nothing: members of a one-sided policy do not wait for each other."""

@@ -1,6 +1,6 @@
-"""One-sided selective averaging: each rank decides for itself, and reads the snapshots that other ranks publish.
+"""One-sided selective averaging: each rank decides when to be replaced, and reads the snapshots of other ranks.
 
-There is no coordinator and there are no common rounds. One replacement on a member:
+There is no coordinator and there are no common rounds. A replacement on a member has four steps:
 
 1. Every ``average_every`` steps, the member publishes its metric and a snapshot of its state, and continues to train.
 2. When its age or its metric meets the criterion (``replacement_mode``), the member decides to be replaced.
@@ -48,9 +48,9 @@ _NEVER: Final = 1 << 62
 class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
     """Selective averaging without a coordinator, after torchgfn's one-sided policies.
 
-    Each rank publishes a snapshot of its weights and its metric every ``average_every`` steps. A rank that decides to
-    be replaced, because of its age or its metric (``replacement_mode``), reads the newest snapshots of donors, and its
-    next ``step`` applies their average.
+    Each rank publishes a snapshot of its weights and its metric every ``average_every`` steps. A rank decides by its
+    age or its metric (``replacement_mode``) to be replaced. It then reads the newest snapshots of donors, and its next
+    ``step`` applies their average.
 
     ::
 
@@ -60,7 +60,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
                 info = await policy.step(loss=loss)
 
     Args:
-        model: Model to train; see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and
+        model: Model to train; see :class:`SpawnPolicy`. Its floating and complex entries are averaged. Its integer and
             bool entries (such as BatchNorm's counter) are copied from the best donor.
         optimizer: Optimizer of the model. It keeps its state when weights are replaced, unless
             ``optimizer_state="reset"``.
@@ -100,7 +100,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
     # -- the user's calls, beyond SpawnPolicy's ---------------------------------------------------------------------
 
     def statistics(self) -> OneSidedStatistics:
-        """Return this member's counts and durations so far."""
+        """Return this member's counts and durations since its start."""
         return OneSidedStatistics(
             total_iterations=self._step_count,
             agents_killed=self._counts["killed"],
@@ -134,7 +134,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
 
     async def _start(self) -> None:
         await super()._start()
-        # A loaded policy keeps its lifetime, unless it was saved with a mode that judges by the metric.
+        # A loaded policy keeps its lifetime, unless it was saved with a `replacement_mode` that does not use the age.
         has_life = self._rules.replacement_mode != "age" or self._dies_at != _NEVER
         if self._draws is None or not has_life:
             self._begin_life()
@@ -172,12 +172,12 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
             if is_due:
                 self._publish(self._read_metric(local_metric))
             if self._replacement is None and self._is_to_be_judged(is_due):
-                # If this attempt fails, a rank judged by its age tries again after `average_every` steps.
+                # If this replacement fails, a rank that is judged by its age tries again after `average_every` steps.
                 self._dies_at = self._step_count + self.average_every if self._dies_at != _NEVER else _NEVER
                 await self._begin_replacement(self._counts["killed"] + 1)
 
     def _watch_metric(self, metric: float) -> None:
-        """Log a warning, once, if the metric is repeatedly not finite or, on the first member, becomes worse."""
+        """Log a warning once if the metric is repeatedly not finite or, on the first member, becomes worse."""
         self._blanks.add((metric,))
         if self._blanks.take_found():
             logger.warning("%s", blank_warning(self._journal.title(), "this rank's metric"))
@@ -195,7 +195,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
         mode = self._rules.replacement_mode
         if mode == "age":
             return self._step_count >= self._dies_at
-        if mode == "threshold":  # this mode needs only the rank's own metric
+        if mode == "threshold":  # "threshold" needs only the rank's own metric
             own = self._own_metric
             return is_due and own is not None and is_dying(self._world.rank, {self._world.rank: own}, self._rules)
         return is_due
@@ -212,17 +212,17 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
         """Read the other ranks' metrics, choose donors, and average the donors' snapshots.
 
         Returns:
-            Reason why the replacement is abandoned; "" if the average is complete or this rank is not replaced.
+            Reason why the replacement is abandoned. Empty if the average is complete or this rank is not replaced.
 
         Raises:
-            UnreadableError: The attempt has failed; another attempt may succeed.
+            UnreadableError: The attempt has failed, but another attempt may succeed.
         """
         rank, count_max = self._world.rank, sample_count(self._group.size, self._rules)
         answered_by = min(deadline, self._world.time() + self._read_timeout_s / 4)
         metrics = await self._reader.metrics(self._own_metric, count_max, self._random.sample, answered_by)
         if self._rules.replacement_mode == "worst_ratio" and not is_dying(rank, metrics, self._rules):
             if self._replacement is replacement:
-                self._replacement = None  # this rank is not among the worst
+                self._replacement = None  # this rank is not among the worst, so it keeps its weights
             return ""
         self._counts["killed"] = replacement.number
         choice = choose(rank, metrics, self._group.size, self._rules, self._random.sample)

@@ -1,15 +1,15 @@
 """Asynchronous PAPA: each rank is pulled to the mean of the snapshots that other ranks publish, and waits for no rank.
 
-Every ``average_every`` steps, rank i publishes a snapshot of its weights, and begins to read the newest snapshots s_j
-of ``donor_count`` other ranks in the background. In the step after the last read, it moves towards the mean of all k
-ranks:
+Every ``average_every`` steps, rank i publishes a snapshot of its weights. It also begins to read, in the background,
+the newest snapshots s_j of ``donor_count`` other ranks. In the step after the last read, it moves towards the mean of
+all k ranks:
 
     theta_i = (1 - pull) theta_i + pull * (theta_i + (k - 1) mean(s_j)) / k
 
-theta_i is the rank's own weights in that step. mean(s_j) is the mean of the donors' snapshots, used as an estimate for
-all k - 1 other ranks that offer a snapshot. If all snapshots were of the same step, and all other ranks were donors,
-this would be PAPA (:mod:`protocols.simple.population_averaging`). Here the snapshots are older, so the mean of all
-ranks changes slightly.
+theta_i is the rank's own weights in that step. mean(s_j) is the mean of the donors' snapshots. It is an estimate for
+all k - 1 other ranks that offer a snapshot. The formula equals PAPA (:mod:`protocols.simple.population_averaging`) if
+all snapshots are from the same step and all other ranks are donors. Here the snapshots are older, so a pull slightly
+changes the mean of all ranks.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
 
     Every ``average_every`` steps, each rank publishes a snapshot, and reads the snapshots of other ranks in the
     background. A later step moves its weights by ``pull`` towards the mean. ``StepInfo.staleness_steps`` is the age of
-    the oldest snapshot. Integer and bool buffers are copied from the first donor. A rank whose weights are not finite
-    is not a donor, and its weights are replaced by the mean of the donors.
+    the oldest snapshot. Integer and bool buffers are copied from the first donor. If a rank's weights are not finite,
+    it is not a donor, and the mean of its donors replaces its weights.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.
@@ -111,15 +111,16 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
             model,
             optimizer,
             average_every=pull.average_every,
-            # Each pull has its own share. With a share above 0, this rank's weights are checked before they are kept.
+            # _momentum() returns each pull's share. A default above 0 makes the policy check this rank's weights before
+            # it keeps them.
             averaging=AveragingOptions.of({**options, "momentum": 0.5}),
             read_timeout_s=ReadOptions.of(options).read_timeout_s,
             **among(options, MemberOptions),
         )
-        self._offered_count = 0  # ranks that offered a snapshot when the last donors were drawn
+        self._offered_count = 0  # number of ranks with a snapshot when donors were last drawn
 
     def statistics(self) -> PullStatistics:
-        """Return this member's counts and durations so far."""
+        """Return this member's counts and durations since its start."""
         return PullStatistics(
             iteration=self.iteration,
             pull_count=self._counts["replacements"],
@@ -157,7 +158,7 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
         offered = sorted(rank for rank, metric in metrics.items() if math.isfinite(metric))
         if not offered:
             if self._replacement is replacement:
-                self._replacement = None  # no other rank has published a snapshot yet
+                self._replacement = None  # no other rank has published a finite snapshot
             return ""
         self._offered_count = len(offered)
         donors = sorted(self._random.sample(offered, min(limit, len(offered))))

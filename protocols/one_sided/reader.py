@@ -1,4 +1,4 @@
-"""Reads the snapshots that donors have published and averages them, in the background during training."""
+"""Reads and averages the snapshots that donors have published, in the background during training."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from asyncdist.tensors.means import WeightedMean
 
 @dataclass(slots=True, eq=False)
 class Replacement:
-    """State of one replacement of this rank's weights, until the average is applied or the replacement abandoned.
+    """State of one replacement of this rank's weights, until its average is applied or it is abandoned.
 
     Attributes:
         number: Number of the replacement among this rank's replacements, from 1.
         judged_at: Time on the world's clock at which this rank decided to be replaced.
-        donors: Donors whose snapshots were added, ascending.
-        weights, versions, iterations: Weight, version and iteration of each donor's snapshot, in the same order.
-        best: Donor whose integer and bool entries are copied; -1 without donors.
-        average: Accumulator of the average; None before the first donor, and for fresh weights.
+        donors: Donors whose snapshots were added, in ascending order.
+        weights, versions, iterations: Weight, version and iteration of each donor's snapshot, in the order of
+        ``donors``.
+        best: Donor whose integer and bool entries are copied, or -1 without donors.
+        average: Accumulator of the average. None before the first donor, and if weights are reset without donors.
         complete: Whether the next step may apply the average.
     """
 
@@ -77,7 +78,7 @@ class DonorReader:
 
         Args:
             count_max: Maximum number of other members to ask. If there are more, a random sample of them is asked.
-            deadline: Time on the loop's clock. Members that have not answered by this time are omitted.
+            deadline: Time on the loop's clock. Members that have not answered by then are omitted.
         """
         asked = self._others if len(self._others) <= count_max else sorted(sample(self._others, count_max))
         records = await self._window.published_by_each(asked, deadline=deadline)
@@ -85,10 +86,11 @@ class DonorReader:
         return metrics if own_metric is None else {**metrics, self._rank: own_metric}
 
     async def read(self, replacement: Replacement, choice: Choice, deadline: float) -> WeightedMean:
-        """Average the newest snapshots of the chosen donors in rank order into ``replacement``.
+        """Average the newest snapshots of the chosen donors into ``replacement``, in rank order.
 
         Raises:
-            UnreadableError: A snapshot was overwritten while it was read, or a chosen rank can no longer be a donor.
+            UnreadableError: A snapshot was overwritten while it was read, or a chosen rank cannot be a donor any
+                longer.
         """
         replacement.best = choice.best
         for values in (replacement.donors, replacement.weights, replacement.versions, replacement.iterations):
@@ -107,7 +109,7 @@ class DonorReader:
     async def _read_donor(
         self, replacement: Replacement, choice: Choice, donor: int, mean: WeightedMean, deadline: float
     ) -> None:
-        """Add the newest snapshot of ``donor`` to the mean, even if it was published after the choice of the donor."""
+        """Add the newest snapshot of ``donor`` to the mean, even if it was published after ``donor`` was chosen."""
         record = await self._window.published_by(donor, deadline=deadline)
         if record is None:
             raise UnreadableError(f"rank {donor} has left the policy")
@@ -137,7 +139,7 @@ class DonorReader:
         *,
         exact: bool,
     ) -> None:
-        """Add one snapshot to the mean, chunk by chunk. With ``exact``, also copy its integer and bool entries."""
+        """Add one snapshot to the mean in chunks. If ``exact``, also copy its integer and bool entries."""
         average = replacement.average
         assert average is not None, "no accumulator was acquired"
         end = self._packing.nbytes if exact else self._packing.averaged_nbytes

@@ -1,7 +1,7 @@
-"""Rules of one-sided selective averaging: whether a rank is replaced, and which ranks are its donors.
+"""Decides in one-sided selective averaging whether a rank is replaced, and which ranks are its donors.
 
-Each rank applies these rules on its own, to its metric and the newest published metrics of other ranks. In a large
-group, it compares itself with a random sample of `SAMPLE_COUNT` ranks.
+Each rank decides on its own, based on its metric and the newest published metrics of other ranks. In a large group, it
+compares itself with a random sample of `SAMPLE_COUNT` ranks.
 """
 
 import math
@@ -27,7 +27,7 @@ REPLACEMENT_MODES: Final[tuple[ReplacementMode, ...]] = get_args(ReplacementMode
 
 #: Maximum number of other ranks whose metrics a rank reads, unless it needs more donors.
 SAMPLE_COUNT: Final = 32
-#: Minimum number of ranks whose metrics a rank reads to choose donors in a large group with the mode `"age"`.
+#: Minimum number of ranks whose metrics a rank reads to choose donors in a large group, with the mode `"age"`.
 AGE_SAMPLE_COUNT: Final = 8
 #: Maximum number of donors if neither `donor_count` nor `donor_ratio` is given.
 DEFAULT_DONOR_COUNT_MAX: Final = 8
@@ -104,14 +104,14 @@ class ReadOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Donors chosen for a replaced rank, and the rule for their weights.
+    """Donors chosen for a replaced rank, and the parameters that determine their weights.
 
     Attributes:
-        donors: Ranks of the donors, ascending; empty for `reset_weights`.
-        best: Donor whose integer and bool entries are copied; -1 without donors.
-        floor: Metric at which a donor's weight is 0; None if all weights are 1.
+        donors: Ranks of the donors, in ascending order. Empty for `reset_weights`.
+        best: Donor whose integer and bool entries are copied, or -1 without donors.
+        floor: Metric at which a donor's weight is 0, or None if all weights are 1.
         sign: 1.0 if larger metrics are better, -1.0 if smaller metrics are better.
-        exponent: Exponent of the power of two by which weights are divided, so that they fit into float32.
+        exponent: Weights are divided by two to this power, so that they fit into float32.
     """
 
     donors: tuple[int, ...]
@@ -123,8 +123,8 @@ class Choice:
     def weight(self, metric: float) -> float:
         """Return the weight of a donor's snapshot that was published with ``metric``.
 
-        The snapshot may be newer than the choice of the donor. The weight is 0 if ``metric`` is not finite or not
-        better than `floor`.
+        The snapshot may be newer than the decision to use this donor. The weight is 0 if ``metric`` is not finite or
+        not better than `floor`.
         """
         if not math.isfinite(metric):
             return 0.0
@@ -137,7 +137,7 @@ class Choice:
 
 
 def _gain(metric: float, floor: float, sign: float) -> tuple[float, int]:
-    """Return mantissa and exponent of the gain of `metric` over `floor`, positive if `metric` is better."""
+    """Return the mantissa and exponent of the gain of `metric` over `floor`, positive if `metric` is better."""
     gain = sign * (metric - floor)
     if math.isfinite(gain):
         return math.frexp(gain)
@@ -146,19 +146,19 @@ def _gain(metric: float, floor: float, sign: float) -> tuple[float, int]:
 
 
 def is_among_worst(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> bool:
-    """Return whether the mode `worst_ratio` replaces `rank`, given all known metrics by rank."""
+    """Return whether the mode `worst_ratio` replaces `rank`, given the known metrics by rank."""
     return rank in _worst(metrics, rules)
 
 
 def is_dying(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> bool:
-    """Return whether `rank` is replaced because of its metric; always False with the mode `age`."""
+    """Return whether `rank` is replaced because of its metric. Always False with the mode `age`."""
     if rules.replacement_mode == "threshold":
         return is_worse(metrics[rank], rules.threshold_metric, rules.metric_mode)
     return rules.replacement_mode == "worst_ratio" and is_among_worst(rank, metrics, rules)
 
 
 def donor_limit(member_count: int, rules: OneSidedRules) -> int:
-    """Return the largest number of donors; `donor_ratio` is used as the decimal number that the user wrote."""
+    """Return the maximum number of donors. `donor_ratio` is used as the decimal number that the user wrote."""
     if rules.donor_count is not None:
         return int(rules.donor_count)
     ratio = DEFAULT_DONOR_RATIO if rules.donor_ratio is None else rules.donor_ratio
@@ -168,7 +168,7 @@ def donor_limit(member_count: int, rules: OneSidedRules) -> int:
 
 
 def sample_count(member_count: int, rules: OneSidedRules) -> int:
-    """Return the largest number of other ranks whose metrics a rank reads to judge itself and to choose donors."""
+    """Return the maximum number of other ranks whose metrics a rank reads to judge itself and to choose donors."""
     limit = donor_limit(member_count, rules)
     if rules.replacement_mode == "age" and member_count - 1 > SAMPLE_COUNT:
         return max(AGE_SAMPLE_COUNT, 2 * limit)
@@ -180,13 +180,13 @@ def choose(
 ) -> Choice | None:
     """Choose the donors for the replaced `rank`, and their weights.
 
-    Donors are sampled from the ranks with a finite metric that the same rules would not replace. With `best_only`, the
-    best of the sampled ranks is the only donor. With `weighted_mean`, a donor's weight is the difference between its
-    metric and the worst metric among the sampled ranks and `rank`. Donors with weight 0 are left out. If all weights
+    Donors are sampled from the ranks that have a finite metric and would not themselves be replaced. With `best_only`,
+    the best of the sampled ranks is the only donor. With `weighted_mean`, a donor's weight is the difference between
+    its metric and the worst metric among the sampled ranks and `rank`. Donors with weight 0 are omitted. If all weights
     are 0, all donors get weight 1 instead.
 
     Returns:
-        The choice; None if no other rank can be a donor.
+        The choice, or None if no other rank can be a donor.
     """
     if rules.averaging_strategy == "reset_weights":
         return Choice((), -1)

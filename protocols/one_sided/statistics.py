@@ -12,26 +12,20 @@ from asyncdist.wording import plural, size_in_words
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Number, sum and maximum of the durations of one operation, such as publishing.
-
-    Attributes:
-        count: Number of durations.
-        total_s: Sum of the durations in seconds.
-        largest_s: Longest duration in seconds.
-    """
+    """Number, sum and maximum of the durations of one operation, such as publishing."""
 
     count: int = 0
     total_s: float = 0.0
     largest_s: float = 0.0
 
     def plus(self, duration_s: float) -> Durations:
-        """Return a copy with one more duration."""
+        """Return a copy to which one duration was added."""
         return Durations(self.count + 1, self.total_s + duration_s, max(self.largest_s, duration_s))
 
 
 @dataclass(frozen=True, slots=True)
 class OneSidedStatistics:
-    """Counts and durations of one member so far. The first four counts have the same names as in torchgfn's policies.
+    """Counts and durations of one member. The first four counts have the same names as in torchgfn's policies.
 
     Attributes:
         total_iterations: Number of steps.
@@ -40,7 +34,7 @@ class OneSidedStatistics:
         averaging_ranks: Total number of donors over all replacements.
         age: Number of steps since the weights were last replaced, or since the start.
         version: Number of snapshots published.
-        unpublished: Number of due steps without a snapshot, by reason.
+        unpublished: Number of steps in which a snapshot was due but not published, by reason.
         nonfinite_metric_count: Number of metrics that were NaN or infinite.
         torn_read_count: Number of reads discarded because the donor had begun to overwrite the snapshot.
         lost_read_count: Number of reads that ended because the donor was lost.
@@ -92,14 +86,14 @@ class OneSidedStatistics:
 
 @dataclass(frozen=True, slots=True)
 class PullStatistics:
-    """Counts and durations of one member of asynchronous PAPA so far.
+    """Counts and durations of one member in asynchronous PAPA.
 
     Attributes:
         iteration: Number of steps.
         pull_count: Number of times that this rank's weights were pulled to a mean.
         donor_count: Total number of donors over all pulls.
         snapshot_count: Number of snapshots published.
-        unpublished: Number of due steps without a usable snapshot, by reason.
+        unpublished: Number of steps in which a snapshot was due but no usable one was published, by reason.
         abandoned: Number of abandoned reads, by reason.
         torn_read_count: Number of reads discarded because the donor had begun to overwrite the snapshot.
         lost_read_count: Number of reads that ended because the donor was lost.
