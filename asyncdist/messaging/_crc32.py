@@ -1,5 +1,5 @@
 # cython: boundscheck=False, wraparound=False
-"""Computes the CRC32 of frames: with lookup tables for small frames if this module is compiled, otherwise with zlib."""
+"""Computes the CRC32 of frames, with lookup tables for small frames if this module is compiled, otherwise with zlib."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from array import array
 from typing import Any, Final
 
 _ONES: Final = 0xFFFFFFFF
-#: Largest size, in bytes, for which the compiled loop is faster than zlib; 0 if the module is not compiled.
+#: Largest size, in bytes, for which the compiled loop is faster than zlib; 0 if this module is not compiled.
 _LOOP_NBYTES_MAX: Final = 0 if __file__.endswith(".py") or sys.byteorder != "little" else 256
 LOOP_NBYTES_MAX: Final = _LOOP_NBYTES_MAX
 

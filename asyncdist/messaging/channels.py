@@ -85,7 +85,7 @@ class Channel(Generic[MessageT]):
         self._engine = demultiplexer.engine
         self._capacity = capacity
         self._sending_count = 0
-        self.dropped_count = 0  # messages that arrived after main had returned
+        self.dropped_count = 0  # user messages that arrived after main had returned
         self.inbox = self._new_inbox(capacity, handler=handler, overflow=overflow)
         self._earlier_inbox = (
             None if earlier_handler is None else self._new_inbox(capacity, handler=earlier_handler, overflow="error")
@@ -98,14 +98,14 @@ class Channel(Generic[MessageT]):
             tag=demultiplexer.tag,
             size=demultiplexer.engine.transport.size,
             name=name,
-            # Peers expect the sequence numbers of an earlier channel with this scope to continue.
+            # Continue the sequence numbers of an earlier channel with this scope, as peers expect.
             sequence=demultiplexer.sent_count,
             contacts=demultiplexer.sent_to if counts_contacts else set(),
             held={} if demultiplexer.flow is None else demultiplexer.flow.held,
             left=left,
         )
         self._post = self._outbox.post
-        # If the transport rings, no message arrives until this rank yields, so more tests would be useless.
+        # If the transport rings, no message arrives until this rank yields, so one test is enough.
         self._hot_test_count = 1 if demultiplexer.engine.transport.capabilities.wakes else HOT_TEST_COUNT
         self._tells_sends = demultiplexer.engine.tells_sends
         self._since_yield = 0
@@ -168,7 +168,8 @@ class Channel(Generic[MessageT]):
         if (request is not None or self._tells_sends) and await self._has_waited_for(request, dest):
             return
         self._since_yield += 1
-        if self._since_yield >= FAIRNESS_PERIOD:  # Yielding before the post would let another task's send overtake.
+        # Yield only now, because a yield before the post would let another task's send overtake this one.
+        if self._since_yield >= FAIRNESS_PERIOD:
             self._since_yield = 0
             await yield_to_loop()
 
@@ -196,7 +197,7 @@ class Channel(Generic[MessageT]):
         return True
 
     def _watch(self, request: Request | HeldSend, dest: int, on_done: Callable[[AsyncdistError | None], None]) -> None:
-        """Track a message that has not left yet. Call ``on_done`` with None when it leaves, or with its error."""
+        """Track a message that has not left yet. When it leaves or fails, call ``on_done`` with None or the error."""
         demultiplexer = self.demultiplexer
 
         def on_left(error: AsyncdistError | None) -> None:
@@ -212,7 +213,6 @@ class Channel(Generic[MessageT]):
             self._engine.watch(request, self._sending(dest), on_left)
 
     def _sending(self, dest: int) -> WaitId:
-        """Return the identity of a wait for a message to ``dest`` to leave this rank."""
         return WaitId(WaitKind.MESSAGE_SEND, self.demultiplexer.tag, dest, name=self.name)
 
     def _on_sent(self, error: AsyncdistError | None) -> None:
@@ -268,7 +268,7 @@ class Channel(Generic[MessageT]):
             raise StopAsyncIteration from None
 
     async def wait_mail(self, timeout_s: float | None = None) -> None:
-        """Wait until ``receive_nowait`` would return a message or raise; raise TimeoutError after ``timeout_s``."""
+        """Wait until ``receive_nowait`` would return a message or raise. Raise TimeoutError after ``timeout_s``."""
         deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
         inbox = self.inbox
         while not inbox.is_ready:
@@ -310,7 +310,7 @@ class Channel(Generic[MessageT]):
         return len(self._codec.decoders)
 
     def enter_epoch(self, epoch: int) -> None:
-        """Enter ``epoch``, which must be later than the current epoch: send and receive only its messages from now on.
+        """Enter ``epoch``, a later epoch than the current one, and then send and receive only its messages.
 
         Messages of earlier epochs, including those in the mailbox, are dropped and counted. Messages of later epochs
         are kept until this rank enters their epoch.
@@ -323,22 +323,22 @@ class Channel(Generic[MessageT]):
         self.demultiplexer.route_to(self)
 
     def deliver_earlier(self, kind: int, frame: wire.FrameReader, source: int) -> None:
-        """Decode a message of an earlier epoch, and call the channel's ``earlier_handler``, if set, with it."""
+        """Decode a message of an earlier epoch, and pass it to the channel's ``earlier_handler``, if there is one."""
         if self._earlier_inbox is not None:
             self._earlier_inbox.deliver(self._codec.decoders[kind], frame, source)
 
     def name_senders(self, senders: Callable[[], Iterable[int]]) -> None:
-        """Set the function that returns the ranks that may send on this channel, for reports of waiting tasks."""
+        """Set the function that returns the ranks that may send on this channel. Reports of waiting tasks call it."""
         self._senders = senders
 
     def on_gone(self) -> None:
-        """Make waiting tasks check whether any rank can still send, because a rank has left or is lost."""
+        """Make waiting tasks check whether any rank can still send. Called when a rank has left or is lost."""
         self._has_gone_senders = True
         if self.inbox.waiters and self.lost_senders() is not None:
             self._wake_all()
 
     def _check_senders(self) -> None:
-        """Raise RankLostError if no sender is left, and the last messages of the senders have had time to arrive."""
+        """Raise RankLostError if no sender is left and the senders' last messages have had time to arrive."""
         error = self.lost_senders()
         if error is None:
             self._is_forsaken = None
@@ -373,7 +373,7 @@ class Channel(Generic[MessageT]):
             self._outbox.strangers = {other for other in self._outbox.strangers if other != rank}
 
     def on_left(self) -> None:
-        """Make the next send check its destination again, because a rank has left."""
+        """Make the next send check its destination again. Called when a rank has left."""
         self._outbox.look_again()
 
     def fail(self, error: AsyncdistError) -> None:
@@ -425,7 +425,7 @@ class Channel(Generic[MessageT]):
 
     @property
     def unread_count(self) -> int:
-        """Number of messages that no task has received, including messages dropped after main had returned."""
+        """Number of messages that no task has received, including those dropped after main had returned."""
         return len(self.inbox.mailbox) + self.dropped_count
 
     def statistics(self) -> ChannelStatistics:

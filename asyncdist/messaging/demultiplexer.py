@@ -3,7 +3,7 @@
 A :class:`TagDemultiplexer` has one persistent wildcard receive for its tag. The route in a frame's header selects the
 channel. Frames for channels or epochs that are not open yet are kept, up to a maximum number
 (:mod:`asyncdist.messaging.early_frames`). Frames for closed channels, and invalid frames, are dropped, counted by
-reason, and logged once per peer. They never raise an exception on this rank.
+reason, and logged once per peer. Neither raises an exception on this rank.
 
 After main has returned, a rank drops and counts messages on the user's channels, so that no sender waits for this rank.
 """
@@ -30,8 +30,8 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.demultiplexer")
 
-#: Maximum number of closed channels per tag that still answer their peers. Beyond this number the oldest channel is
-#: removed, so that a long job's memory does not grow.
+#: Maximum number of closed channels per tag that still answer their peers. The oldest channel is then removed, so that
+#: a long job's memory does not grow.
 ANSWERING_COUNT_MAX: Final = 64
 #: Maximum number of scopes per tag that are remembered as closed.
 CLOSED_SCOPE_COUNT_MAX: Final = 4096
@@ -76,10 +76,10 @@ class ReceivingChannel(Protocol):
         """Handle a message of an earlier epoch."""
 
     def on_left(self) -> None:
-        """Make the next send check its destination again, because a rank has left."""
+        """Make the next send check its destination again. Called when a rank has left."""
 
     def on_gone(self) -> None:
-        """Make waiting tasks check whether any rank can still send, because a rank has left or is lost."""
+        """Make waiting tasks check whether any rank can still send. Called when a rank has left or is lost."""
 
     def on_restarted(self, rank: int) -> None:
         """Expect new sequence numbers from the new process of ``rank``."""
@@ -92,9 +92,9 @@ class TagDemultiplexer:
     """Receives the frames of one tag on this rank, and passes each frame to its channel.
 
     Args:
-        nonce: Number that identifies the job; frames of other jobs are dropped.
-        tell: Function that sends a message of the flow control to a rank; None if the channels belong to protocols. If
-            they belong to the user's program, the tag stalls instead of losing messages.
+        nonce: Number that identifies the job. Frames of other jobs are dropped.
+        tell: Function that sends a flow-control message to a rank, or None if the channels belong to protocols. A tag
+            of the user's program stalls instead of losing messages.
         sent_to: Set to which the receivers of messages are added.
         heard_from: Set to which the senders of received messages are added.
 
@@ -128,15 +128,17 @@ class TagDemultiplexer:
         self.under_way_count = 0
         self.slow_dests: set[int] = set()
         self._has_left = False
-        self._never_opened_count = 0  # frames for unopened scopes that arrived after main had returned
+        self._never_opened_count = 0  # frames for unopened channels that arrived after main had returned
         self._channels: dict[int, ReceivingChannel] = {}
-        # Closed channels that still answer, by scope and epoch. This dict and the next one have the oldest entry first.
+        # Closed channels that still answer, by scope and epoch. This dict and the next are ordered from the oldest
+        # entry.
         self._answering: dict[tuple[int, int], ReceivingChannel] = {}
         self._closed_scopes: dict[int, None] = {}
         self.early = EarlyFrames(tag, engine.loop, self._awaited_names)
         self._complained_about: set[int] = set()
         self._closed_sent_count = self._closed_received_count = 0
-        # numpy.empty does not touch the buffer's pages. Most frames are small, and a simulation has thousands of ranks.
+        # Use numpy.empty, which does not touch the buffer's pages. Most frames are small, and a simulation has
+        # thousands of ranks.
         buffer = numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data
         request = engine.transport.persistent_receive(buffer, tag)
         self.receiver = FrameReceiver(
@@ -153,7 +155,7 @@ class TagDemultiplexer:
         engine.add_pollable(self.receiver)
 
     def _explain(self, frame: wire.FrameReader, source: int) -> bool:
-        """Drop or store a frame of no open channel; return whether the tag must stop receiving."""
+        """Drop or store a frame that no open channel takes. Return whether the tag must stop receiving."""
         route = frame.route()
         channel = self._channels.get(route.scope)
         if route.version != wire.VERSION:
@@ -193,7 +195,6 @@ class TagDemultiplexer:
         self.flow.pause(full, arrived)
 
     def _on_room(self, full: Inbox | FrameReceiver) -> None:
-        """Resume the senders that were paused because ``full`` was full."""
         if self.flow is not None:
             self.flow.on_room(full)
 
@@ -224,7 +225,7 @@ class TagDemultiplexer:
             self.flow.resume_all()
 
     def on_left(self, ranks: RankSet) -> list[int]:
-        """Record that main has returned on ``ranks``; return the ranks to which messages may still be in transit."""
+        """Record that main has returned on ``ranks``. Return those to which messages may still be in transit."""
         for channel in self._channels.values():
             channel.on_left()
         return sorted(rank for rank in self.slow_dests if rank in ranks) if self.is_users else []
@@ -255,7 +256,7 @@ class TagDemultiplexer:
         return [channel.name for channel in self._channels.values() if channel.is_awaited]
 
     def drop(self, source: int, reason: str, particulars: str = "") -> None:
-        """Count a dropped frame by reason, and log the first dropped frame of each peer with its particulars."""
+        """Count a dropped frame by its reason. Log the first dropped frame of each peer, with the particulars."""
         what = particulars or reason
         self.dropped[reason] += 1
         self.drop_examples[reason] = f"tag {self.tag}, rank {source}: {what}"
@@ -277,7 +278,7 @@ class TagDemultiplexer:
     def route_to(self, channel: ReceivingChannel) -> None:
         """Deliver frames of the channel's scope and epoch to the channel, including those that have already arrived."""
         for (key, stamp), decode in channel.known_by():
-            self.receiver.close(key)  # closes the route that detach left open for late messages
+            self.receiver.close(key)  # close the route that detach left open for late messages
             self.receiver.routes[key] = stamp, channel.inbox, decode
         early = self.early.take_all()
         self.receiver.resume(self.receiver)
@@ -301,7 +302,7 @@ class TagDemultiplexer:
             del self._closed_scopes[next(iter(self._closed_scopes))]
         self.receiver.resume(channel.inbox)
         self._on_room(channel.inbox)
-        for source, frame in self.early.take_all() if self.early else ():  # may hold frames of a later epoch
+        for source, frame in self.early.take_all() if self.early else ():  # some may be for a later epoch
             self.receiver.deliver(frame, frame.nbytes, source)
 
     def _forget_answering(self, key: tuple[int, int]) -> None:
@@ -347,7 +348,6 @@ class TagDemultiplexer:
         return of_closed + sum(channel.statistics().received_count for channel in self._all())
 
     def _all(self) -> Iterator[ReceivingChannel]:
-        """Return an iterator over the open channels and the closed channels that still answer messages."""
         return itertools.chain(self._channels.values(), self._answering.values())
 
     @property

@@ -33,7 +33,7 @@ CHUNK_NBYTES: Final = 2 << 20
 CHUNK_WINDOW_COUNT: Final = 16
 #: Maximum number of bytes to write in one pass, which blocks the writer for a third to half of a millisecond.
 PIECE_NBYTES: Final = 4 << 20
-#: The same if another task of the sender waits.
+#: The same maximum while another task of the sender waits.
 SHARED_PIECE_NBYTES: Final = 1 << 20
 _COUNT_NBYTES: Final = 8
 
@@ -50,9 +50,9 @@ class DirectWriteSender:
         self._written_at = time.perf_counter()
 
     def write_piece(self) -> bool:
-        """Write the next piece of the tail, or send the rest if too much time has passed since the last piece.
+        """Write the next piece of the tail, or send the rest if the last piece was written too long ago.
 
-        Return whether to call this method again.
+        Return True if the tail has more to write.
         """
         if self.stream.is_stopping:
             return False
@@ -60,7 +60,7 @@ class DirectWriteSender:
         if not is_over:
             try:
                 self.stream.count_sent(self.tail.write_piece(self._piece_nbytes()))
-            except OSError as error:  # device memory, or the receiver's process has ended
+            except OSError as error:  # the memory is on a device, or the receiver's process has ended
                 logger.debug("stream to rank %d: %s; sending instead", self.stream.dest, error)
                 is_over = True
             self._written_at = time.perf_counter()
@@ -78,7 +78,7 @@ class DirectWriteSender:
         nbytes = self._engine.measured(what, self.tail.written_nbytes)
         while self.tail.written_nbytes < nbytes and self.tail.write_piece(
             PIECE_NBYTES
-        ):  # in a replay, write as much as in the recording
+        ):  # a replay writes as much as the recording
             pass
         self.tail.written_nbytes = min(self.tail.written_nbytes, nbytes)
         count = memoryview(self.tail.written_nbytes.to_bytes(_COUNT_NBYTES, "little"))
@@ -104,13 +104,13 @@ class Writer(Pollable):
         self._engine.ring()
 
     def poll(self) -> int:
-        """Write one piece; return 0, since no message was delivered."""
+        """Write one piece. Return 0, because no message was delivered."""
         if self._senders:
             sender = self._senders.popleft()
             if sender.write_piece():
                 self._senders.append(sender)
             if self._senders:
-                self._engine.ring()  # requests a pass for the next piece, since no arriving message will
+                self._engine.ring()  # requests a pass for the next piece, because no message will
         return 0
 
 
@@ -120,7 +120,8 @@ class DirectWriteReceiver:
     Args:
         targets: Buffers for the chunks before the tail.
         tail: Memory that the sender writes into. It stays referenced until the sender has sent everything or aborted.
-        cancel: Function that sends the cancel for a slot; called on exit if the sender has not finished or aborted yet.
+        cancel: Function that sends the cancel for a slot; called on exit if the sender has neither finished nor
+            aborted.
         pacer: Posts the receives of the chunks.
     """
 
@@ -135,7 +136,8 @@ class DirectWriteReceiver:
     ) -> None:
         self._tail = tail
         self._count = memoryview(bytearray(_COUNT_NBYTES))
-        # Written bytes, which the stream does not count, minus the count message's eight bytes, which it does count.
+        # Number of written bytes, which the stream does not count, minus the eight bytes of the count message, which it
+        # does count.
         self._uncounted_nbytes = 0
         self._cancel = cancel
         self._stream = streams.InboundStream(

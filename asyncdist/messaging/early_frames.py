@@ -56,7 +56,7 @@ class EarlyFrames:
         return frames
 
     def forget(self, source: int) -> int:
-        """Drop the frames from rank ``source``; return their number."""
+        """Drop the frames from rank ``source``, and return their number."""
         kept = deque((rank, frame) for rank, frame in self._frames if rank != source)
         count = len(self._frames) - len(kept)
         self._frames = kept
@@ -78,7 +78,7 @@ class EarlyFrames:
             logger.warning("awaiting %s for %g s: %s", " and ".join(awaited), EARLY_PATIENCE_S, self.describe())
 
     def describe(self) -> str:
-        """Describe the frames that wait for unopened channels; return an empty string if no frame waits."""
+        """Describe the frames that wait for unopened channels. Return an empty string if there are none."""
         count, ranks = len(self._frames), sorted(self.counts)
         if not count:
             return ""

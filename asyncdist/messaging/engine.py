@@ -36,11 +36,11 @@ from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId, WaitKind
 T = TypeVar("T")
 
 DRAIN_PASS_COUNT_MAX: Final = 1000
-#: After this number of sends, receives or waits that did not wait, the next one yields to the loop.
+#: Number of sends, receives or waits that end without waiting, after which the next one yields to the loop.
 FAIRNESS_PERIOD: Final = 64
 #: Maximum number of passes in one safe point that deliver only messages.
 TALK_PASS_COUNT_MAX: Final = 16
-#: Seconds after which a safe point makes no further passes.
+#: Seconds after which a safe point begins no further pass.
 PROGRESS_BUDGET_S: Final = 0.01
 _NO_WAIT: Final = WaitId(""), 0.0, None
 
@@ -60,7 +60,7 @@ def yield_to_loop() -> Generator[None, None, None]:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Numbers of passes and completions since the engine was created, and of outstanding requests."""
+    """Numbers of an engine's passes and completions so far, and of its outstanding requests."""
 
     pass_count: int
     completion_count: int
@@ -150,7 +150,7 @@ class Engine(Poller):
         await yield_to_loop()
 
     async def drain(self) -> None:
-        """Deliver everything that has arrived, before the caller decides that a deadline has passed.
+        """Deliver everything that has arrived. Called before a deadline is declared passed.
 
         The number of passes is bounded, so a peer that never stops sending cannot postpone the deadline forever.
         """
@@ -173,7 +173,7 @@ class Engine(Poller):
         await self._wait(PendingRequest(request, what, None))
 
     async def wait_or_disown(self, request: Request, what: WaitId) -> None:
-        """Wait for a request; if the caller is cancelled because the request can never complete, disown the request."""
+        """Wait for a request. If the caller is cancelled, disown the request, which can then never complete."""
         try:
             await self.wait(request, what)
         except asyncio.CancelledError:
@@ -198,7 +198,7 @@ class Engine(Poller):
         await self.wait(self.transport.isend(buffer, dest, tag), WaitId(WaitKind.SEND, tag, dest))
 
     async def receive(self, buffer: Buffer, source: int, tag: int) -> tuple[int, int]:
-        """Receive one message into ``buffer``; return the message's source and its size in bytes.
+        """Receive one message into ``buffer``. Return its source and its size in bytes.
 
         **Cancellation**: no message is lost. The next ``receive`` from this source on this tag returns the message.
         """
@@ -232,7 +232,7 @@ class Engine(Poller):
         await self.park(waiter, operation.what, is_of_request=True)
 
     def _abandon(self, operation: PendingRequest, buffer: Buffer, stash: deque[AbandonedReceive]) -> None:
-        """Store the request of a cancelled receiver, and the message it receives, for the next ``receive``."""
+        """Store the request of a cancelled receiver, and later its message, for the next ``receive``."""
         entry = AbandonedReceive(operation.request, buffer)
 
         def resolve(error: AsyncdistError | None) -> None:
@@ -264,7 +264,7 @@ class Engine(Poller):
         return asyncio.Future(loop=self.loop)  # loop.create_future may return a more expensive class
 
     def awaited(self, waiter: Any) -> WaitId | None:
-        """Return what the future ``waiter`` waits for; None if it does not wait for this engine."""
+        """Return the identity of the wait for the future ``waiter``, or None if it is not a wait on this engine."""
         found = self._waiters.get(waiter)
         return None if found is None else found[0]
 
@@ -276,7 +276,7 @@ class Engine(Poller):
         return () if what.peer is None else (what.peer,)
 
     def awaited_s(self, waiter: Any) -> float | None:
-        """Return how long the future ``waiter`` has been waited for, in seconds; None if it is not this engine's."""
+        """Return how many seconds the future ``waiter`` has been awaited, or None if not on this engine."""
         found = self._waiters.get(waiter)
         return None if found is None else self.loop.time() - found[1]
 
@@ -323,7 +323,8 @@ class Engine(Poller):
                         alarm.cancel()
             return True
         finally:
-            # A wait with a deadline ends only here, because the last delivered messages decide its result.
+            # The end of a wait with a deadline is recorded only here, because the last delivered messages decide its
+            # result.
             if has_waited and deadline is not None:
                 self._note_wait_ended(not is_of_request)
 
@@ -367,7 +368,7 @@ class Engine(Poller):
         is_of_request: bool = False,
         peers: Peers | None = None,
     ) -> None:
-        """Wait until a pass settles ``waiter``, with the driver polling at its highest rate.
+        """Wait until a pass settles ``waiter``. Until then, the engine polls at its highest rate.
 
         Args:
             is_of_request: Whether the wait is for the end of a request, for example a send.
@@ -403,26 +404,26 @@ class Engine(Poller):
         call(*args)
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
-        """Call ``wake()``, which resumes a task after an event outside the engine, such as an asyncio timer.
+        """Call ``wake()`` to resume a task after an event outside the engine, such as an asyncio timer.
 
         A recording stores the time of the call, and a replay repeats the call at that time.
         """
         wake()
 
     async def let_begin(self) -> None:
-        """Let a new task take its first step; a replay first repeats the events recorded before that step."""
+        """Let a new task take its first step. A replay first repeats the events recorded before that step."""
         await yield_to_loop()
 
     # -- tasks that others count on ---------------------------------------------------------------------------------
 
     async def shielded(self, task: asyncio.Task[T], tag: int) -> T:
-        """Return the result of a task that runs a collective; cancelling the caller does not cancel the task."""
+        """Return the result of a task that runs a collective. Cancelling the caller does not cancel the task."""
         waiter = asyncio.shield(task)
         self.collective_waits.add(waiter)
         try:
             result = await self.settled_by(
                 task, waiter, WaitId(WaitKind.COLLECTIVE), counts=False
-            )  # a recording counts the collective's end instead
+            )  # the end of the collective is recorded instead
         except AsyncdistError:
             await self.note_failed()
             raise
@@ -432,7 +433,7 @@ class Engine(Poller):
         return result
 
     async def ended(self, task: asyncio.Task[Any]) -> None:
-        """Wait until a task has returned, failed or been cancelled; cancelling the caller does not cancel the task."""
+        """Wait until a task has returned, failed or been cancelled. Cancelling the caller does not cancel the task."""
         if task.done():
             return
         waiter = self._new_waiter()
@@ -468,54 +469,49 @@ class Engine(Poller):
     # The engines of recorded and replayed ranks override these methods.
 
     def measured(self, what: WaitId, value: int) -> int:
-        """Return ``value``, a number that depends on timing; in a replay, return the number recorded for ``what``."""
+        """Return ``value``, a number that depends on timing. In a replay, return the number recorded for ``what``."""
         del what
         return value
 
     def note_reduced(self, tag: int, result: memoryview) -> None:
-        """Record the result of a reduction whose order MPI chose; in a replay, replace it with the recorded bytes."""
+        """Record the result of a reduction whose order MPI chose. In a replay, replace it with the recorded bytes."""
 
     def name_send(self, kind: WaitKind, dest: int, tag: int) -> WaitId | None:
-        """Return an identity for a task's wait for a send; None if the rank is neither recorded nor replayed."""
+        """Return an identity for a task's wait for a send, or None if the rank is neither recorded nor replayed."""
         del kind, dest, tag
         return None
 
     async def repeat_sent(self, what: WaitId, dest: int) -> bool:
-        """In a replay, wait as long as the recorded send, and fail if it failed; return whether the send waited."""
+        """Return whether the recorded send waited. A replay waits as long, and fails if the recorded send failed."""
         del what, dest
         return False
 
     def note_collective_begun(self) -> None:
-        """Count the beginning of a collective."""
+        """Record that a collective begins."""
 
     async def note_collective(self, tag: int) -> None:
-        """Record the end of a collective; in a replay, wait until the collective's recorded end."""
+        """Record the end of a collective. In a replay, wait until the collective's recorded end."""
 
     async def note_failed(self) -> None:
-        """Record that a collective, but not the job, has failed; in a replay, wait until the recorded failure."""
+        """Record that a collective has failed, but not the job. In a replay, wait until the recorded failure."""
 
     def _settled(self, future: asyncio.Future[T], counts: bool) -> Awaitable[T]:
         """Return an awaitable for the result of ``future``. In a replay, it completes at the recorded time."""
         del counts
         return future
 
-    def _note_safe_point_begun(self) -> None:
-        """Record that a safe point begins."""
+    def _note_safe_point_begun(self) -> None: ...
 
     def _note_safe_point_ended(self) -> None:
         """Record that a safe point has ended, after :attr:`turn` passes and yields."""
 
-    def _note_wait_begun(self, counts: bool) -> None:
-        """Record that a wait begins, if ``counts`` is true."""
+    def _note_wait_begun(self, counts: bool) -> None: ...
 
-    def _note_wait_ended(self, counts: bool) -> None:
-        """Record that a wait has ended, if ``counts`` is true."""
+    def _note_wait_ended(self, counts: bool) -> None: ...
 
-    def _note_deadline(self, what: WaitId) -> None:
-        """Record that the deadline of the wait ``what`` has passed."""
+    def _note_deadline(self, what: WaitId) -> None: ...
 
-    def _note_timer(self, what: WaitId) -> None:
-        """Record that the timer ``what`` fires."""
+    def _note_timer(self, what: WaitId) -> None: ...
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
@@ -525,7 +521,7 @@ class Engine(Poller):
         return len(self._waiters)
 
     def outstanding(self, spoiled_tags: Collection[int] = ()) -> tuple[str, ...]:
-        """Describe the outstanding requests, and the unreceived messages of cancelled receives."""
+        """Describe the outstanding requests, and the messages that cancelled receives have left unreceived."""
         has_losses = bool(self.transport.lost_ranks())
         stashed = (
             f"unreceived message from {source}, tag {tag}"

@@ -9,7 +9,7 @@ A rank never pauses itself, because the task that fills its own mailbox may be t
 not sent on the tag before is paused when the tag receives its first message. A rank is paused again only after another
 message from it has arrived, because a rank that computes receives no pauses, and they would accumulate.
 
-A pause may be left out, because the transport then keeps the messages. A resumption is never left out: each paused rank
+A pause may be omitted, because the transport then keeps the messages. A resumption is never omitted. Each paused rank
 that is not lost gets one when the mailbox has room, when its channel is closed, or when main returns on the receiver,
 even if main has already returned on the paused rank.
 """
@@ -28,7 +28,7 @@ from asyncdist.errors import AsyncdistError, ClosedError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.mailboxes import Envelope, FrameReceiver, HeldSend, Inbox
 
-#: Number of pauses and resumptions in progress on a rank from which the rank sends no further pause.
+#: Number of pauses and resumptions in progress above which a rank sends no further pause.
 SENDING_COUNT_MAX: Final = 4096
 
 
@@ -91,7 +91,7 @@ class FlowControl:
         )
 
     def tell(self, message: Pause | Resume, rank: int) -> bool:
-        """Send a message to ``rank``; return whether it was sent.
+        """Send a message to ``rank``, and return whether it was sent.
 
         Nothing is sent to a lost rank. A pause is not sent while too many messages are in progress.
         """
@@ -120,7 +120,7 @@ class TagFlow:
         tell: Function that sends a message to a rank, and returns whether it was sent.
 
     Attributes:
-        held: For each rank that has paused this rank: the messages to it, in order.
+        held: Messages to each rank that has paused this rank, by rank, in order.
         paused: Ranks that this rank has paused.
     """
 
@@ -130,7 +130,7 @@ class TagFlow:
         self._tell = tell
         self.held: dict[int, deque[HeldSend]] = {}
         self.paused: set[int] = set()
-        self._arrived: dict[int, int] = {}  # for each rank that was paused: the number of its messages at that time
+        self._arrived: dict[int, int] = {}  # number of each sender's messages at the time of its last pause
         self._full: set[Inbox | FrameReceiver] = set()
 
     # -- the receiving rank -----------------------------------------------------------------------------------------

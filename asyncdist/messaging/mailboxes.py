@@ -45,7 +45,7 @@ class Envelope(NamedTuple, Generic[MessageT]):
     round: int
 
 
-#: Makes an envelope in half the time of ``Envelope(...)``; called once per message.
+#: Function that makes an envelope in half the time of ``Envelope(...)``. It is called once per message.
 _as_envelope: Final[Callable[[Any], Envelope[Any]]] = functools.partial(tuple.__new__, Envelope)
 
 
@@ -129,9 +129,9 @@ class Outbox:
         self._left = left
         self._held = held
         self.strangers: Collection[int] = ()
-        self._dest: int | None = None  # receiver of the last message; needs no further check
+        self._dest: int | None = None  # receiver of the last message, which was already checked
         self.routes = routes
-        # Writers are created on first use, since each takes a KiB and most channels send few message types.
+        # Each writer takes a KiB, so it is created when its message type is first sent.
         self._writers: list[FrameWriter | None] = [None] * len(routes)
         self._prepared: dict[tuple[int, int, int], _Prepared] = {}
         self._last: _Prepared | None = None
@@ -140,9 +140,9 @@ class Outbox:
         self.is_closed = False
 
     def post(self, message: Any, dest: int, round: int) -> Request | HeldSend | None:
-        """Check the message and start its send; return the request, or None if the message has already left.
+        """Check a message and start its send. Return the request, or None if the message has already left.
 
-        A message to a rank whose mailbox is full is not started; the method returns its :class:`HeldSend`.
+        A message to a rank whose mailbox is full is not sent yet. Its :class:`HeldSend` is returned.
         """
         if self.is_closed or dest is not self._dest or round:
             self._check(dest, round)
@@ -174,7 +174,7 @@ class Outbox:
         return held
 
     def _prepare(self, kind: int, dest: int, payload_nbytes: int) -> _Prepared | None:
-        """Return the prepared send for messages of this type, receiver and size; None if sends cannot be prepared."""
+        """Return the prepared send for messages of this type, receiver and size, or None if there is none."""
         if self._prepare_send is None and not self._prepared:
             return None
         key = kind, dest, payload_nbytes
@@ -216,12 +216,12 @@ class Outbox:
         self._last = None
 
     def look_again(self) -> None:
-        """Check the receiver of the next message even if it is unchanged, because a rank has left."""
+        """Check the receiver of the next message even if it is unchanged. Called when a rank has left."""
         self._dest = None
 
 
 class _LatestMailbox(OrderedDict[int, "Envelope[Any]"]):
-    """Mailbox that keeps only the newest envelope of each source, in order of each source's first unread message."""
+    """Mailbox that keeps only the newest envelope of each source. Sources are ordered by their first unread message."""
 
     def append(self, envelope: Envelope[Any]) -> None:
         self[envelope.source] = envelope
@@ -276,12 +276,12 @@ class Inbox:
         self.is_closed = False
         self.tells_room = False
         self._last_sequence: dict[int, int] = {}
-        # Sender and number of the last frame, stored in _last_sequence when a frame from a different rank arrives.
+        # Sender and sequence number of the last frame, stored in _last_sequence when a different rank's frame arrives.
         self._source = -1
         self._sequence = 0
 
     def deliver(self, decode: wire.Decode, frame: FrameReader, source: int) -> bool:
-        """Decode a frame and queue its message, or drop the frame; return whether the tag must stop receiving."""
+        """Decode a frame and queue its message, or drop the frame. Return whether the tag must stop receiving."""
         rank = source
         if rank != self._source:
             self._last_sequence[self._source] = self._sequence
@@ -315,7 +315,7 @@ class Inbox:
         return self._fill(envelope)
 
     def _fill(self, envelope: Envelope[Any]) -> bool:
-        """Queue a message that fills the mailbox, or handle an overflow; return whether the tag must stop receiving."""
+        """Queue a message that fills the mailbox, or handle an overflow. Return whether the tag must stop receiving."""
         if self._overflow == "error" and self.is_full:
             self._fail(
                 RemoteProtocolError(
@@ -330,7 +330,7 @@ class Inbox:
         return self._overflow == "stall" and self.is_full
 
     def take(self, test_count: int) -> Envelope[Any] | None:
-        """Return the next message; None if no message has arrived after ``test_count`` tests of the tag's receive.
+        """Return the next message, or None if ``test_count`` tests of the tag's receive have found none.
 
         Raises:
             AsyncdistError: The channel has failed.
@@ -423,7 +423,7 @@ class FrameReceiver(Pollable):
     """Receives the frames of one tag, checks them, and passes each frame to the inbox of its route.
 
     Args:
-        request: Receive into ``buffer`` that has not been posted.
+        request: Receive into ``buffer``, not posted yet.
         drop: Function that is called with the source, the reason and the details when a frame is dropped.
         explain: Function that handles a frame whose route has no inbox, given the frame's reader and source, and
             returns whether the tag must stop receiving.
@@ -466,7 +466,7 @@ class FrameReceiver(Pollable):
         self._explain = explain
         self._ring = ring
         self.routes: dict[int, tuple[int, Inbox, wire.Decode]] = {}
-        # The route of the last delivered frame, since the next frame often has the same route.
+        # Route of the last delivered frame, because the next frame often has the same route.
         self._key = self._stamp = 0
         self._inbox: Inbox | None = None
         self._decode: wire.Decode
@@ -476,7 +476,7 @@ class FrameReceiver(Pollable):
         self.is_posted = True
 
     def poll(self) -> int:
-        """Deliver arrived frames, up to a maximum; return their number."""
+        """Deliver arrived frames, up to ``DELIVERY_COUNT_MAX``, and return their number."""
         if self._is_newly_stalled:
             self._is_newly_stalled = False
             if self.stalled_on is not None:
@@ -484,7 +484,7 @@ class FrameReceiver(Pollable):
         return self.deliver_up_to(DELIVERY_COUNT_MAX)
 
     def deliver_up_to(self, count_max: int) -> int:
-        """Deliver up to ``count_max`` arrived frames, and return their number. A bad frame is dropped, never raised.
+        """Deliver up to ``count_max`` arrived frames, and return their number. Invalid frames are dropped.
 
         The next poll posts the receive after the last frame, so that the task that waits for the message runs earlier.
         """
@@ -513,7 +513,7 @@ class FrameReceiver(Pollable):
         return delivered
 
     def deliver(self, frame: FrameReader, nbytes: int, source: int) -> bool:
-        """Pass a frame to the inbox of its route. Return whether the inbox is full; the tag then stops receiving."""
+        """Pass a frame to the inbox of its route. Return whether the tag must stop receiving."""
         try:
             frame.open(nbytes)
         except wire.FrameError as error:
@@ -535,7 +535,7 @@ class FrameReceiver(Pollable):
         return False
 
     def _stall(self, full: Inbox | FrameReceiver) -> None:
-        """Stop receiving. If no task takes a message before the next pass, ``on_full`` is called in it."""
+        """Stop receiving. ``on_full`` is called in the next pass if no task has taken a message by then."""
         self.stalled_on = full
         self._is_newly_stalled = True
         self._ring()
@@ -546,7 +546,7 @@ class FrameReceiver(Pollable):
         self._inbox = None
 
     def resume(self, full: Inbox | FrameReceiver | None) -> None:
-        """Resume receiving if ``full``, which has space again or was closed, has stopped the tag's receives."""
+        """Resume receiving if ``full``, which has room again or was closed, had stopped it."""
         if self.stalled_on is full and full is not None:
             self.stalled_on = None
             self._ring()

@@ -1,4 +1,4 @@
-"""Sends the chunks of a bulk stream; the receiving end is in :mod:`asyncdist.messaging.streams`."""
+"""Sends the chunks of a bulk stream. The receiving end is in :mod:`asyncdist.messaging.streams`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OutboundStream(StreamEnd):
         self.is_stopping = self._aborted = False
         self.under_way_count = 0
         self.sent_nbytes = 0
-        self._told: WaitId | None = None  # identity of the wait for the stream's end, if the rank is recorded
+        self._told: WaitId | None = None  # identity of the wait for the stream's end if the rank is recorded, else None
 
     @property
     def has_left(self) -> bool:
@@ -53,14 +53,14 @@ class OutboundStream(StreamEnd):
         self._engine.recheck()
 
     def start(self) -> bool:
-        """Send the first window of chunks; return whether all chunks of the stream have already left this rank."""
+        """Send the first window of chunks. Return whether all chunks of the stream have already left this rank."""
         self._post_more()
         return self.has_left and self._error is None
 
     async def run(self) -> bool:
-        """Send all chunks, and wait until they have left; return False if the stream was aborted.
+        """Send all chunks, and wait until they have left this rank. Return False if the stream was aborted.
 
-        **Cancellation**: the abort is sent; the engine completes the sends in progress.
+        **Cancellation**: the abort is sent, and the engine completes the sends in progress.
 
         Raises:
             RankLostError: The receiver is lost.
@@ -74,7 +74,7 @@ class OutboundStream(StreamEnd):
         return complete
 
     async def run_told(self, tag: int, *, aborts: bool = False) -> bool:
-        """Send all chunks, or only the abort, and record the end; return whether all chunks were sent."""
+        """Send all chunks, or only the abort, and record the end. Return whether all chunks were sent."""
         name = self._told = self._engine.name_send(WaitKind.STREAM_LEFT, self.dest, tag)
         try:
             complete = False
@@ -98,13 +98,13 @@ class OutboundStream(StreamEnd):
         return complete
 
     async def abort(self) -> None:
-        """Answer the grant with an abort only. Called instead of :meth:`run`."""
+        """Answer the grant with an abort, without calling :meth:`run`."""
         self.is_stopping = True
         self._post(memoryview(b""))
         await self._until(lambda: self.under_way_count == 0, is_of_request=True)
 
     def _post_more(self) -> None:
-        if self._posting:  # called from the loop below, because a chunk left at once
+        if self._posting:  # called from the loop below, because a chunk left immediately
             return
         self._posting = True
         try:
@@ -123,7 +123,7 @@ class OutboundStream(StreamEnd):
         self.send_more([count, *chunks], is_last=True)
 
     def send_more(self, chunks: Sequence[memoryview], *, is_last: bool) -> None:
-        """Send further chunks of an open stream; ``is_last`` says whether these are the last chunks."""
+        """Send further chunks of an open stream, which are its last if ``is_last`` is true."""
         self._chunks = [*self._chunks, *chunks]
         self._is_open = not is_last
         self._post_more()
@@ -135,7 +135,7 @@ class OutboundStream(StreamEnd):
         self._slots.sent_nbytes += nbytes
 
     def _post(self, chunk: memoryview) -> None:
-        """Start sending one chunk; the engine stores the request until it has completed."""
+        """Start sending a chunk. The engine stores the request until it has completed."""
         if self._is_over():
             return
         try:

@@ -47,22 +47,23 @@ from asyncdist.transports.loop_work import LoopWork, find_work
 from asyncdist.waits import WaitId
 
 HOT_PASS_COUNT: Final = 100
-#: During a transfer, seconds without a completion before the driver begins to sleep between passes: about the time to
-#: send 16 MiB. A 20 us sleep takes 50 to 100 us on common kernels, and the caches take as long again to become warm.
+#: Seconds without a completion before the driver begins to sleep between passes of a transfer, about the time to send
+#: 16 MiB. A 20 us sleep takes 50 to 100 us on common kernels, and the caches take as long again to become warm.
 TRANSFER_HOT_S: Final = 0.004
 WARM_SLEEP_S: Final = 20e-6
 WARM_PASS_COUNT: Final = 20
-#: Seconds after the last step of a transfer during which safe points sleep briefly to let the transport's threads run:
+#: Seconds after the last step of a transfer during which safe points sleep briefly to let the transport's threads run,
 #: about the time to send two chunks. The limit keeps a receive that never completes from slowing training.
 TRANSFER_GIVES_S: Final = 0.01
 IDLE_PERIOD_S: Final = 0.001
 #: Seconds between passes if the transport may fail to ring for a message (ucxx#30).
 SAFETY_PERIOD_S: Final = 0.05
-#: Number of passes after ``SAFETY_PERIOD_S``, since Open MPI looks for the deaths of other ranks in few of its calls.
+#: Number of passes after each ``SAFETY_PERIOD_S``. Open MPI looks for the deaths of other ranks in few of its calls.
 SAFETY_PASS_COUNT: Final = 8
-#: If a rank spins in vain and is rung within this number of seconds, it probably kept the sender from running.
+#: Maximum seconds between going to sleep after a vain spin and a ring that show that the spin kept the sender from
+#: running.
 SOON_S: Final = 0.0005
-#: Minimum and maximum number of waits in which such a rank sleeps without spinning. The number doubles each time.
+#: Minimum and maximum number of waits in which the rank then sleeps without spinning. The number doubles each time.
 UNSPUN_COUNT_MIN: Final = 8
 UNSPUN_COUNT_MAX: Final = 512
 #: Resolution of uvloop's clock and timers, in seconds.
@@ -86,7 +87,7 @@ class DriverState(enum.Enum):
     ASLEEP = enum.auto()
 
 
-# Copies of the states that become C variables in the compiled module.
+# The compiled module keeps these copies of the states as C variables.
 _STOPPED: Final = DriverState.STOPPED
 _PASSING: Final = DriverState.PASSING
 _HOT: Final = DriverState.HOT
@@ -96,7 +97,7 @@ _ASLEEP: Final = DriverState.ASLEEP
 
 
 class Pollable:
-    """Base class of objects that each pass polls because they manage their own receives, such as a tag's receiver."""
+    """Base class of objects that each pass polls, such as a tag's receiver. They manage their own receives."""
 
     def poll(self) -> int:
         """Deliver the messages that have arrived, and return their number."""
@@ -104,7 +105,7 @@ class Pollable:
 
 
 class PendingRequest:
-    """A request that has not completed, and its callback. If ``disowned``, it can never complete, and is not tested."""
+    """A request that has not completed, and its callback. A ``disowned`` request cannot complete and is not tested."""
 
     __slots__ = ("disowned", "error", "on_done", "request", "what")
 
@@ -135,7 +136,7 @@ class AbandonedReceive:
         self.waiters: list[asyncio.Future[None]] = []
 
     def hand_over(self, buffer: Buffer) -> tuple[int, int]:
-        """Copy the message into ``buffer``; return the message's source and its size in bytes."""
+        """Copy the message into ``buffer``. Return the message's source and its size in bytes."""
         if self.error is not None:
             raise self.error
         nbytes = self._request.nbytes
@@ -151,8 +152,8 @@ class Poller:
     """Tests the outstanding requests of one rank, and wakes the tasks that wait for them.
 
     Attributes:
-        loop_work: Reports whether the loop has anything to run; None before the start, and if the loop is of an unknown
-            kind, such as a simulated rank's.
+        loop_work: Detector of work on the loop, or None before the start and for loops of unknown kinds, such as a
+            simulated rank's.
     """
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -164,19 +165,19 @@ class Poller:
         self._operations: list[PendingRequest] = []
         self._in_test: list[PendingRequest] = []  # requests of the current pass
         self._has_disowned = False  # whether the current pass has disowned any request
-        # For each waiting task's future: the wait's identity, its begin time, and the ranks that may end it.
+        # Each waiting task's future, with the wait's identity, its begin time, and the ranks that may end it.
         self._waiters: dict[asyncio.Future[None], tuple[WaitId, float, Peers | None]] = {}
         self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._in_pass = False
-        self._unused_result = -1  # result of a pass that the next safe point need not make again; -1 if there is none
-        self._must_yield = False  # whether pass_quietly has found that the loop has something to run
+        self._unused_result = -1  # result of a pass that the next safe point need not repeat, or -1
+        self._must_yield = False  # whether pass_quietly has found work on the loop
         self._pass_count = 0
         self._completion_count = 0
         self._request_count = 0  # number of completions other than messages delivered to channels
         self._transferred_at = 0.0
         # State of the driver.
         self._handle: asyncio.Handle | None = None
-        self._take_tick = self._tick  # stored, so that no bound method is created for each tick
+        self._take_tick = self._tick  # stored, because self._tick would create a bound method for each tick
         self._quiet_tick_count = 0
         self._quiet_since = 0.0
         self._tick_ended_at = 0.0
@@ -188,7 +189,7 @@ class Poller:
         self._has_threads = transport.capabilities.rings_from_threads
         transport.set_doorbell(self._ring_from_a_thread if self._has_threads else self.ring)
         self._bell: Doorbell | None = None if self._wakes else transport.doorbell
-        self._has_spun = False  # whether the driver had spun in vain before it went to sleep
+        self._has_spun = False  # whether the driver had spun in vain before it last went to sleep
         self._slept_at = 0.0
         self._unspun_count = 0  # number of the next waits without spinning
         self._unspun_count_max = UNSPUN_COUNT_MIN
@@ -200,7 +201,7 @@ class Poller:
         if self._in_pass:  # called from a completion callback of this pass
             return 0
         self._in_pass = True
-        self._passed_since_tick = True  # A doorbell during this pass requests another pass.
+        self._passed_since_tick = True  # A ring during this pass requests another pass.
         try:
             completed = 0
             for pollable in self._pollables:
@@ -216,9 +217,9 @@ class Poller:
         return completed
 
     def pass_quietly(self) -> bool:
-        """Make the pass of a safe point. Return whether the safe point is over, so that no coroutine is needed.
+        """Make the first pass of a safe point. Return True if the safe point is over and needs no coroutine.
 
-        If it is not over, the caller must continue with ``safe_point``, which uses the result of this pass.
+        If False, the caller must await ``safe_point``, which uses the result of this pass.
         """
         if self.loop_work is None or self.failure is not None or (self._has_threads and self._operations):
             return False
@@ -226,12 +227,12 @@ class Poller:
         if not completed and self.failure is None:
             if self.is_loop_idle():
                 return True
-            self._must_yield = True  # the loop's work is due only once
+            self._must_yield = True  # The loop reports its work only once.
         self._unused_result = completed
         return False
 
     def first_pass(self) -> int:
-        """Make the first pass of a safe point, unless :meth:`pass_quietly` has made it. Return its completions."""
+        """Return the completions of a safe point's first pass. Make it unless :meth:`pass_quietly` has made it."""
         completed, self._unused_result = self._unused_result, -1
         return self.poll() if completed < 0 else completed
 
@@ -277,7 +278,7 @@ class Poller:
     def watch(
         self, request: Request, what: WaitId, on_done: Callable[[AsyncdistError | None], None] | None = None
     ) -> None:
-        """Store ``request`` until it has completed, then call ``on_done`` with the error or None.
+        """Store ``request`` until it has completed, and then call ``on_done`` with its error or None.
 
         The request is tested immediately, so ``on_done`` may be called before this method returns.
         """
@@ -302,7 +303,7 @@ class Poller:
     def is_loop_idle(self) -> bool:
         """Return whether the loop has nothing to run, so that the calling task need not yield.
 
-        The driver's callback does not count if a safe point has made a pass since the driver last ran.
+        The driver's callback is not counted if a safe point has made a pass since the driver last ran.
         """
         if self._must_yield:
             self._must_yield = False
@@ -339,7 +340,7 @@ class Poller:
             resolve_waiter(waiter, error)
 
     def abandon(self, error: BaseException) -> None:
-        """Stop all passes and make every wait raise ``error``, because this process is a fork of the rank's process."""
+        """Stop all passes and make every wait raise ``error``. Called in a fork of the rank's process."""
         self._bell = None  # the parent's event loop still watches the descriptor
         self.stop()
         self.failure = error
@@ -348,7 +349,7 @@ class Poller:
     # -- the driver -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the driver. Message callbacks will run in a copy of the caller's context, which identifies the rank."""
+        """Start the driver. Message callbacks run in a copy of the caller's context, which identifies the rank."""
         self._context = contextvars.copy_context()
         if self.loop_work is None:
             self.loop_work = find_work(self.loop)
@@ -371,11 +372,11 @@ class Poller:
             self._bell = None
 
     def _watch_bell(self, bell: Doorbell) -> None:
-        """Make a pass, in the context of the caller of this method, when another rank rings."""
+        """Make a pass when another rank rings, in the context of this method's caller."""
         try:
             self.loop.add_reader(bell.fileno(), self._on_bell)
             if self.loop_work is not None:
-                self.loop_work.spare(bell.fileno())  # a ring needs no iteration, since a safe point makes a pass
+                self.loop_work.spare(bell.fileno())  # a ring needs no loop iteration, because a safe point makes a pass
         except NotImplementedError:  # not a loop of asyncio or uvloop
             bell.withdraw()
             self._bell = None
@@ -392,18 +393,18 @@ class Poller:
 
     def ring(self) -> None:
         """Request a pass, because a message has arrived or may have arrived."""
-        if not self._misses_wakes:  # A transport that may miss rings gets one more pass anyway.
+        if not self._misses_wakes:  # A transport that may miss rings makes one more pass anyway.
             self._passed_since_tick = False
             if self._state is _PASSING:
                 self._state = _HOT
         self.wake()
 
     def _ring_from_a_thread(self) -> None:
-        with contextlib.suppress(RuntimeError):  # raised if the loop is closed, when no task waits
+        with contextlib.suppress(RuntimeError):  # raised if the loop is closed, when no task waits any longer
             self.loop.call_soon_threadsafe(self._pass_on_ring, context=self._context)
 
     def _pass_on_ring(self) -> None:
-        """Make a pass immediately, which saves the loop iteration (a system call) that :meth:`ring` would take."""
+        """Make a pass immediately. :meth:`ring` would first take a loop iteration, which is a system call."""
         if self._state is not _ASLEEP and self._state is not _IDLE:
             self.ring()
             return
@@ -425,7 +426,7 @@ class Poller:
             self._handle = self.loop.call_soon(self._take_tick, context=self._context)
 
     def _tick(self) -> None:
-        """Run the driver once: make a pass, unless a safe point has just made one, and set the next state."""
+        """Run the driver once. Make a pass, unless a safe point has just made one, and set the next state."""
         pass_count = SAFETY_PASS_COUNT if self._state is _ASLEEP and self._bell is not None else 1
         self._state = _PASSING
         began_at = 0.0 if self._wakes else time.perf_counter()
@@ -447,7 +448,7 @@ class Poller:
             self._tick_ended_at = time.perf_counter()
 
     def _poll_for_waiters(self, pass_count: int = 1) -> int:
-        """Make passes until one completes something. If it raises, raise its error in every wait.
+        """Make up to ``pass_count`` passes, until one completes something. Raise a pass's error in every wait.
 
         No task awaits the driver, which would raise the error otherwise.
         """
@@ -480,7 +481,7 @@ class Poller:
         if quiet <= HOT_PASS_COUNT:
             return self.loop.call_soon(self._take_tick)
         if self._operations and time.perf_counter() - self._quiet_since < TRANSFER_HOT_S:
-            self._quiet_tick_count = HOT_PASS_COUNT  # so that counting warm passes starts after the transfer
+            self._quiet_tick_count = HOT_PASS_COUNT  # start to count warm passes when the transfer is over
             if alone:
                 os.sched_yield()
             return self.loop.call_soon(self._take_tick)
@@ -502,7 +503,7 @@ class Poller:
                 return self.loop.call_soon(self._take_tick)
         if self._state is _STOPPED:
             return None
-        self._passed_since_tick = False  # the next tick makes a pass, although arming has made one
+        self._passed_since_tick = False  # let the next tick make a pass, although arming has made one
         if not self._operations and self._is_rung_by_all() and not self.transport.is_sending():
             self._state = _ASLEEP
             return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick)
@@ -510,12 +511,12 @@ class Poller:
         return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
 
     def _is_rung_by_all(self) -> bool:
-        """Return whether every other rank rings this rank, so that no message arrives without a ring."""
+        """Return whether every other rank rings this rank when it sends a message."""
         return self._bell is not None and self._bell.is_rung_by_all()
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
-    """Return the loop's clock; for uvloop, whose clock has millisecond steps, return ``time.monotonic``."""
+    """Return the loop's clock, or ``time.monotonic`` for uvloop, whose clock has millisecond steps."""
     return time.monotonic if type(loop).__module__ == "uvloop" else loop.time
 
 
@@ -530,10 +531,10 @@ def resolve_waiter(waiter: asyncio.Future[None], error: BaseException | None) ->
 
 
 class Alarm:
-    """Timer that settles a future after a deadline, in seconds on the loop's clock, and never before it.
+    """Timer that settles a future at a deadline on the loop's clock, in seconds, and never earlier.
 
-    uvloop's timers may fire half a millisecond early, because its clock has millisecond steps. A task woken early would
-    wait and wake again some hundred times until the clock advances.
+    uvloop's timers may fire half a millisecond early, because its clock has millisecond steps. A task that wakes early
+    would wait again, some hundred times until the clock advances.
     """
 
     __slots__ = ("_deadline", "_loop", "_timer", "_waiter")

@@ -1,4 +1,4 @@
-"""Services that a rank offers to protocols: engine, channels, stream slots, background tasks, peer notifications.
+"""Services of a rank for protocols: engine, channels, stream slots, background tasks, peer notifications.
 
 Protocols use :class:`Services`, which every world has as ``world.services``, instead of :class:`asyncdist.World`. They
 therefore depend only on messaging, not on the code that starts and ends a rank.
@@ -65,8 +65,8 @@ class Services:
         incarnation: Number of restarts of this rank.
         may_return: Whether lost ranks are restarted.
         survives_loss: Whether the other ranks continue when a rank is lost.
-        is_admitted: Whether the failure of this rank ends the job. False on a restarted rank until a policy or a group
-            admits it.
+        is_admitted: Whether the failure of this rank ends the job. False after a restart until a policy or a group
+            admits the rank.
         nonce: Number that identifies the job; frames of other jobs are dropped.
         hosts: Lowest rank on the host of each rank, indexed by rank. None if the hosts are unknown, or all ranks share
             one host. Equal on all ranks, unless a rank was lost while the ranks connected.
@@ -84,7 +84,7 @@ class Services:
         read_nbytes: Number of bytes read from the memory of other ranks.
         waited_s: Total seconds that the user's tasks have waited since :meth:`count_waits` was called.
         end_recording: Function that ends this rank's recording as if its process had died. Its arguments are main's
-            wait and the wait's duration in seconds; the wait is None if the rank need not report it.
+            wait, or None if the rank need not report it, and the wait's duration in seconds.
         reports_in_turn: Whether this rank replays a rank that had its own process. Such a rank delays its failure
             report, because a lower rank may report the same failure.
         leftover_probes: Functions that describe a protocol's unreleased resources; called at the end of the rank.
@@ -209,7 +209,7 @@ class Services:
         return channel
 
     def _lost_senders(self, name: str, ranks: Sequence[int]) -> RankLostError | None:
-        """Return the error to raise if all other ranks have gone and at least one was lost; otherwise None."""
+        """Return the error of a channel whose other ranks have all gone, at least one of them lost; otherwise None."""
         if len(self.gone) < len(ranks) - 1 or self.may_return:
             return None
         lost = self.lost_ranks().intersection(ranks)
@@ -218,7 +218,7 @@ class Services:
         return RankLostError(f"{name}: no rank is left that can send, because rank {min(lost)} is lost", rank=min(lost))
 
     def next_scope(self, ranks: Sequence[int], name: str) -> int:
-        """Return a new scope for ``name`` and the group ``ranks``. The nth call returns the same scope on all ranks."""
+        """Return a new scope for ``name`` and the ranks ``ranks``. The nth call returns the same scope on all ranks."""
         key = (tuple(ranks), name)
         self._scope_counts[key] += 1
         return wire.scope_of(key[0], name, self._scope_counts[key])
@@ -239,12 +239,12 @@ class Services:
         return found
 
     def _flow_of(self, tag: int) -> TagFlow | None:
-        """Return the flow control of ``tag``; None if no user channel has used the tag, or this rank is replayed."""
+        """Return the flow control of ``tag``. None if no user channel has used the tag, or this rank is replayed."""
         demultiplexer = self._demultiplexers.get(tag)
         return demultiplexer.flow if demultiplexer is not None and self.engine.holds_sends else None
 
     def shared(self, make: Callable[[Services], T]) -> T:
-        """Return the result of ``make(self)``, which is called once per rank and cached."""
+        """Return the result of ``make(self)``, which is called only once per rank."""
         if make not in self._shared:
             self._shared[make] = make(self)
         found: T = self._shared[make]
@@ -270,7 +270,7 @@ class Services:
         self.engine.recheck()
 
     def on_defect(self, listener: Callable[[BaseException], None]) -> None:
-        """Call ``listener(error)`` if a service task fails, since no other task would see the error."""
+        """Call ``listener(error)`` if a service task fails, because no task awaits it."""
         self._defect_listeners.append(listener)
 
     def count_waits(self, on_waited: Callable[[WaitId, float], None] | None = None) -> None:
@@ -316,7 +316,7 @@ class Services:
         return self.engine.transport.missed_ranks().union(self.left)
 
     def is_unmet(self, rank: int) -> bool:
-        """Return whether ``rank`` counts as lost only because this restarted rank has not yet connected to it."""
+        """Return whether ``rank`` counts as lost only because this restarted process has not connected to it yet."""
         if not self.incarnation or rank == self.rank or rank in self._met:
             return False
         return rank not in self.engine.transport.vacant_ranks()
@@ -348,7 +348,7 @@ class Services:
         for demultiplexer in self._demultiplexers.values():
             if demultiplexer.is_users:
                 demultiplexer.on_gone(ranks)
-        self.engine.recheck()  # because tasks may wait for changes that the listeners have made
+        self.engine.recheck()  # Tasks may wait for changes that the listeners have made.
 
     def note_restarted(self, rank: int, incarnation: int) -> None:
         """Record a restart of ``rank``, and drop the undelivered frames of its previous process.
@@ -364,14 +364,14 @@ class Services:
                 demultiplexer.on_restarted(rank)
 
     def tell_returned(self, rank: int) -> None:
-        """Notify the listeners of :meth:`on_returned` that ``rank`` was restarted."""
+        """Notify the listeners of :meth:`on_returned` of the restart of ``rank``."""
         self.events.add("returned", rank, self.restarted.get(rank, 0))
         for listener in list(self._returned_listeners):
             listener(rank)
         self.engine.recheck()
 
     def note_returned(self, ranks: RankSet) -> list[tuple[int, int]]:
-        """Record that main has returned on ``ranks``; return (tag, rank) pairs for which messages may be in transit."""
+        """Record that main has returned on ``ranks``. Return the (tag, rank) pairs whose messages may be in transit."""
         new = ranks - self._returned
         self._returned |= new
         return [(each.tag, rank) for each in self._demultiplexers.values() for rank in each.on_left(new)] if new else []
@@ -382,7 +382,7 @@ class Services:
         return self.sent_to | self.heard_from
 
     def forget_returned(self, rank: int) -> None:
-        """Remove ``rank`` from the ranks on which main has returned, because the rank is lost."""
+        """Remove a lost ``rank`` from the ranks on which main has returned."""
         self._returned.discard(rank)
 
     def watch_contacts(self, listener: Callable[[int], None]) -> None:
@@ -392,12 +392,12 @@ class Services:
             demultiplexer.receiver.contacts = self.heard_from
 
     def stop_reading(self) -> None:
-        """Drop the user's messages from now on, because main has returned on this rank."""
+        """Drop the user's messages from now on. Called when main has returned on this rank."""
         for demultiplexer in self._demultiplexers.values():
             demultiplexer.leave()
 
     def drop_messages(self, tag: int) -> None:
-        """Drop the user's messages on ``tag``, even if no channel is open, because main has returned on this rank."""
+        """Drop the user's messages on ``tag``, even without an open channel. Called when main has returned."""
         if tags.is_for_users(tag):
             self._demultiplexer(tag, is_users=True).leave()
 
@@ -440,7 +440,7 @@ class Services:
         return found
 
     def early_frames(self) -> list[str]:
-        """Describe the frames that wait for unopened channels: one string for each tag with such frames."""
+        """Describe the frames that wait for unopened channels, with one string for each tag."""
         return [each.early.describe() for each in self._demultiplexers.values() if each.early_count]
 
     def close(self) -> None:

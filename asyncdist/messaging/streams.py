@@ -77,11 +77,11 @@ def _check_slot(slot: int) -> None:
 
 
 class StreamAborted(RemoteProtocolError):
-    """Raised by the receiver of a stream that its sender aborted. Has ``rank`` and ``received_nbytes``."""
+    """Raised if the sender of a stream has aborted it. Has ``rank`` and ``received_nbytes``."""
 
 
 class StreamEnd:
-    """Base class of the two ends of a stream: identifies the peer, and detects its restart."""
+    """Base class of the two ends of a stream, which detects a restart of the peer."""
 
     _kind: ClassVar[WaitKind]
 
@@ -95,7 +95,7 @@ class StreamEnd:
         self._error: AsyncdistError | None = None
 
     def _is_over(self) -> bool:
-        """Return whether the stream has failed. If the peer has restarted, fail the stream with RankLostError."""
+        """Return whether the stream has failed. It fails with RankLostError if the peer was restarted."""
         if self._slots.incarnation_of(self._peer) != self._incarnation:
             self._error = self._error or RankLostError(f"rank {self._peer} is gone", rank=self._peer)
         return self._error is not None
@@ -115,7 +115,7 @@ class StreamEnd:
 class _State(enum.Enum):
     """State of an inbound stream, which determines how its receives are posted."""
 
-    STEPPED = enum.auto()  #: the caller posts receives, with ``chunks``, or with ``arrival`` and ``post_up_to``
+    STEPPED = enum.auto()  #: the caller posts receives with ``chunks``, or with ``arrival`` and ``post_up_to``
     CONTINUOUS = enum.auto()  #: each arriving chunk posts the next receive
     DISCARDING = enum.auto()  #: the receiver has given up, and discards chunks until the sender has answered
     ENDED = enum.auto()  #: the slot has been freed or retired
@@ -129,9 +129,10 @@ class InboundStream(StreamEnd):
             caller iterates over :meth:`chunks`.
         window: Number of posted receives; 0 if the caller posts them with :meth:`post_up_to`, which allows several
             streams to share the targets in turn.
-        more: Function that returns targets for further chunks; called once, when the last target's chunk has arrived.
+        more: Function that returns targets for further chunks, called once when the last target is filled.
         kept: Memory that the sender may write to. It stays referenced forever if the slot is retired.
-        pacer: Posts the receives one at a time after :meth:`flow`; None to keep ``window`` receives posted.
+        pacer: Object that posts the receives one at a time after :meth:`flow`, or None to keep ``window`` receives
+            posted.
 
     Attributes:
         received_nbytes: Number of bytes that the caller has received.
@@ -173,7 +174,7 @@ class InboundStream(StreamEnd):
 
     @property
     def _answered(self) -> bool:
-        """Whether all messages of the stream have arrived. An aborted stream ends with the abort."""
+        """Whether all messages of the stream have arrived. An abort is the last message of its stream."""
         return self._arrived_count == self._message_count
 
     async def chunks(self, *, deadline: float | None = None) -> AsyncIterator[int]:
@@ -203,7 +204,7 @@ class InboundStream(StreamEnd):
         self._take(index)
 
     def flow(self) -> None:
-        """Make each arriving chunk post the next receive from now on. All targets must be different buffers."""
+        """Make each arriving chunk post the next receive. All targets must be different buffers."""
         self._state = _State.CONTINUOUS
         self._post_next()  # for the chunks that have already arrived
 
@@ -214,7 +215,7 @@ class InboundStream(StreamEnd):
             self._pacer.add(self)
 
     def post_one(self) -> int:
-        """Post the receive of the next chunk; return the number of chunks that have arrived at once."""
+        """Post the receive of the next chunk. Return the number of chunks that have arrived immediately."""
         arrived_count = self._arrived_count
         self.post_up_to(arrived_count + 1)
         return self._arrived_count - arrived_count
@@ -252,7 +253,8 @@ class InboundStream(StreamEnd):
         """Post the receives of the first ``count`` chunks, except those that are already posted."""
         if count > self._post_limit:
             self._post_limit = count
-        if self._posting or self._is_over():  # posting: called from the loop below when a chunk completes immediately
+        # Already posting: called from the loop below because a chunk arrived immediately
+        if self._posting or self._is_over():
             return
         self._posting = True
         try:
@@ -287,7 +289,7 @@ class InboundStream(StreamEnd):
             self._post_next()
 
     def finish(self, cancel: Callable[[InboundStream], None]) -> None:
-        """End the stream. If the sender has not finished or aborted, send a cancel and discard the remaining chunks."""
+        """End the stream. Unless the sender has finished or aborted, cancel it and discard the remaining chunks."""
         if self._is_over() or (not self._answered and self._peer in self._engine.transport.lost_ranks()):
             self._retire()
         elif self._answered:
@@ -321,13 +323,13 @@ class InboundStream(StreamEnd):
             self.post_up_to(self._arrived_count + max(1, self._window))
 
     def _give_back(self) -> None:
-        """Free the slot after the sender's complete answer has arrived."""
+        """Free the slot, after all messages of the sender's answer have arrived."""
         self._state = _State.ENDED
         self._withdraw()
         self._slots.give_back(self._peer, self.slot)
 
     def _retire(self) -> None:
-        """Retire the slot: leave it taken forever, because the lost sender may still write to the stream's memory."""
+        """Leave the slot taken forever, because the lost sender may still write to the stream's memory."""
         self._slots.retired_counts[self._peer] += 1
         self._state = _State.ENDED
         self._withdraw()
@@ -335,7 +337,7 @@ class InboundStream(StreamEnd):
             self._slots.kept.append(self._kept)
 
     def _withdraw(self) -> None:
-        """Cancel the posted receives, because no further messages will arrive on this slot."""
+        """Cancel the posted receives, because no further message will arrive on this slot."""
         if self._posted:
             for request in list(self._posted.values()):
                 request.cancel()
@@ -360,7 +362,7 @@ class Pacer(Pollable):
         self._engine.ring()
 
     def poll(self) -> int:
-        """Receive one chunk, or several if no task waits for anything else; return their number."""
+        """Receive one chunk, or several if no task waits for anything else. Return their number."""
         arrived_count = 0
         for _ in range(1 if self._engine.waiter_count > 1 else BURST_COUNT):
             if not self._streams:
@@ -388,7 +390,7 @@ class Slots:
         self.kept: list[memoryview] = []
         self.discarding_count = 0
         self.sent_nbytes = self.received_nbytes = 0
-        # For each sender: the number of different slots taken so far, and a heap of the slots that are free again.
+        # Number of different slots taken so far, and a heap of the slots that are free again, for each sender.
         self._used_counts: Counter[int] = Counter()
         self.retired_counts: Counter[int] = Counter()
         self._given_back: defaultdict[int, list[int]] = defaultdict(list)
@@ -398,7 +400,7 @@ class Slots:
         return self._incarnations.get(rank, 0) if self._incarnations else 0
 
     def take(self, source: int) -> int:
-        """Allocate and return the lowest free slot for streams from ``source``; raise BusyError if there is none."""
+        """Allocate and return the lowest free slot for streams from ``source``. Raise BusyError if there is none."""
         if self._given_back[source]:
             return heapq.heappop(self._given_back[source])
         slot = self._used_counts[source]
@@ -412,7 +414,7 @@ class Slots:
         return slot
 
     def give_back(self, source: int, slot: int) -> None:
-        """Free a slot after the sender's complete answer."""
+        """Free a slot after all messages of the sender's answer have arrived."""
         heapq.heappush(self._given_back[source], slot)
 
     @property
@@ -441,12 +443,12 @@ class Slots:
         *,
         window: int = WINDOW_COUNT,
     ) -> _Inbound:
-        """Return a context manager that receives a stream; on exit, an unfinished stream is cancelled by ``cancel``."""
+        """Return a context manager that receives a stream. On exit, it calls ``cancel`` for an unfinished stream."""
         return _Inbound(InboundStream(self, source, targets, window), cancel)
 
 
 class _Inbound:
-    """Context manager returned by :meth:`Slots.inbound`; a contextlib generator would take 10 us longer."""
+    """Context manager of :meth:`Slots.inbound`. One from contextlib would take 10 us longer."""
 
     __slots__ = ("_cancel", "_stream")
 

@@ -37,7 +37,7 @@ _PAGE_NBYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class AttachOffer:
-    """Message with which a receiver offers a sender access to its memory, with its pid and the address of a token."""
+    """Message with which a receiver offers a sender access to its memory: its pid, a token, and the token's address."""
 
     pid: int
     address: int
@@ -50,7 +50,7 @@ class AttachAccept:
 
 
 class _Outgoing:
-    """A tensor being sent: its bytes, its stream, and the receiver's grant if the grant has the wrong size."""
+    """A tensor being sent, its stream, and the receiver's grant if that has the wrong size."""
 
     __slots__ = ("address", "refused", "stream", "view")
 
@@ -63,11 +63,10 @@ class _Outgoing:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the receiver's grant has arrived."""
         return self.stream is not None or self.refused is not None
 
     async def run(self, dest: int) -> bool:
-        """Send the rest of the tensor; return whether ``dest`` received the whole tensor."""
+        """Send the rest of the tensor. Return whether ``dest`` received the whole tensor."""
         if self.stream is not None:
             return await self.stream.run_told(tags.PARAM)
         assert self.refused is not None, f"rank {dest} has not answered"
@@ -86,7 +85,7 @@ class UserStreams:
         self._services = services
         self._engine = services.slots.engine
         self._refusing = False
-        # For each peer, either grants that wait for a tensor, or tensors that wait for a grant.
+        # For each peer, grants that wait for tensors, or tensors that wait for grants.
         self._grants: dict[int, deque[streams.Grant]] = {}
         self._waiting: dict[int, deque[_Outgoing]] = {}
         self._under_way: dict[tuple[int, int], OutboundStream] = {}
@@ -96,7 +95,7 @@ class UserStreams:
         self._processes: dict[int, PeerProcess] = {}  # ranks to whose memory this rank can write
         self._writer: Writer | None = None
         self._pacer: streams.Pacer | None = None
-        # Offers that arrive while open_channel runs are stored, because the replies need the channel.
+        # Store offers that arrive while open_channel runs, because the replies need the channel.
         early_offers: dict[int, AttachOffer] = {}
         self._early_offers: dict[int, AttachOffer] | None = early_offers
         self._channel: Channel[Any] = services.open_channel(
@@ -131,14 +130,15 @@ class UserStreams:
         elif isinstance(message, AttachAccept):
             self._finders |= self._tokens.keys() & {source}
         elif pending := [grant for grant in grants if grant.slot == message.slot]:
-            # The receive was cancelled before this rank sent. Any older stream on this slot has arrived completely.
+            # The receive was cancelled before this rank sent anything. Older streams on this slot have arrived
+            # completely.
             grants.remove(pending[0])
             self._abort(source, message.slot)
         elif (source, message.slot) in self._under_way:
             self._under_way[source, message.slot].stop()
 
     def refuse_all(self) -> None:
-        """Abort all streams that peers have granted or will grant, because this rank no longer sends."""
+        """Abort all streams that peers have granted or will grant. Called when this rank no longer sends."""
         self._refusing = True
         for source in self._grants:
             self._refuse(source)
@@ -155,14 +155,14 @@ class UserStreams:
         self._services.spawn_service(stream.abort(), name=f"abort to rank {source}")
 
     def _start_next(self, dest: int) -> None:
-        """Start sending the next tensor to ``dest``, if both a tensor and a grant are waiting."""
+        """Start sending the next tensor to ``dest`` if both a tensor and a grant are waiting."""
         grants, waiting = self._grants.get(dest), self._waiting.get(dest)
         if not grants or not waiting:
             return
         grant, outgoing = grants.popleft(), waiting.popleft()
         if grant.nbytes != len(outgoing.view):
             outgoing.refused = grant
-            if grant.nbytes:  # The next stream on the slot would receive an abort of an empty stream.
+            if grant.nbytes:  # An empty stream gets no abort, which the next stream on the slot would receive.
                 self._abort(dest, grant.slot)
             return
         sent_nbytes = grant.nbytes - grant.written_nbytes
@@ -205,7 +205,7 @@ class UserStreams:
 
     def _end(self, stream: OutboundStream) -> None:
         stream.cut()
-        # The receiver may already have granted the slot again, so the entry may belong to a newer stream.
+        # The receiver may have granted the slot again, so the entry may belong to a newer stream.
         if self._under_way.get((stream.dest, stream.slot)) is stream:
             del self._under_way[stream.dest, stream.slot]
 
@@ -259,14 +259,14 @@ class UserStreams:
         self._finders.discard(rank)
 
     def _write(self, sender: DirectWriteSender) -> None:
-        """Start writing a stream's tail directly; if direct writes are unavailable or busy, send it as messages."""
+        """Write a stream's tail directly, or send it as messages if direct writes are unavailable or busy."""
         if self._writer is None or (self._writer.is_busy and self._written_share < 1.0):
             sender.send_rest()
         else:
             self._writer.add(sender)
 
     def _written_nbytes(self, nbytes: int, source: int) -> int:
-        """Return the number of bytes that ``source`` may write directly; 0, after an offer, until it has access."""
+        """Return the number of bytes that ``source`` may write directly. If 0 for lack of access, offer it access."""
         if nbytes < WRITTEN_NBYTES_MIN or not self._written_share:
             return 0
         if source in self._finders:

@@ -1,9 +1,9 @@
 """Frame format of messages: a header of fixed size, then one msgpack map with the fields of a frozen dataclass.
 
 A receiver checks the CRC32 of a frame, then the *route*, which identifies the job, the format version, the channel and
-the message type, and then the type of every field. msgspec checks the types in a fifth of the time of Python code. A
-failed check raises :class:`FrameError`. Nothing is pickled, and no frame can make this rank allocate more memory than
-the frame's length.
+the message type, and then the type of every field. msgspec checks the types in a fifth of the time that Python code
+would take. A failed check raises :class:`FrameError`. Nothing is pickled, and no frame can make this rank allocate more
+memory than the frame's length.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADER_NBYTES: Final = 32
 _ROUTE: Final = struct.Struct("=BBHIII")
 PAYLOAD_NBYTES_MAX: Final = FRAME_NBYTES_MAX - HEADER_NBYTES
 
-# Copies of the constants that become C integers in the compiled module.
+# The compiled module keeps these copies of the constants as C integers.
 _HEADER_NBYTES: Final = HEADER_NBYTES
 _PAYLOAD_NBYTES_MAX: Final = PAYLOAD_NBYTES_MAX
 #: Largest payload, in bytes, for which a compiled loop is faster than a slice assignment.
@@ -45,12 +45,11 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 def _rounded_up(nbytes: int) -> int:
-    """Round a size up to a multiple of eight bytes."""
     return -(-nbytes // 8) * 8
 
 
 class FrameError(ValueError):
-    """Raised if a received frame fails a check. ``reason`` names the check, without values from the frame."""
+    """Raised if a received frame fails a check. ``reason`` names the check without values from the frame."""
 
     def __init__(self, reason: str, particulars: str = "") -> None:
         super().__init__(particulars or reason)
@@ -110,7 +109,7 @@ class FrameWriter:
 
 
 class FrameBuffer:
-    """Writes frames that have the same route and size into one buffer; each frame overwrites the previous one."""
+    """Writes frames of the same route and size into one buffer. Each frame overwrites the previous one."""
 
     def __init__(self, route: bytes, buffer: bytearray, payload_nbytes: int) -> None:
         view = memoryview(buffer)
@@ -136,7 +135,7 @@ class FrameBuffer:
 
 
 class FrameReader:
-    """Checks the frames that are received into one buffer, and provides the last opened frame's fields as attributes.
+    """Checks the frames received into one buffer, and provides the fields of the last opened frame as attributes.
 
     Attributes:
         nbytes: Size of the last opened frame in bytes.
@@ -182,7 +181,7 @@ class FrameReader:
 
 
 _SCALARS: Final = frozenset((bool, int, float, str, bytes))
-#: Sentinel for "no last message". None would not do, because a caller may pass None, which must be rejected.
+#: Sentinel for "no last message". A caller may pass None, which must be rejected.
 _NOTHING: Final = object()
 
 
@@ -209,7 +208,7 @@ class Codec:
         self._kind = -1
         self._plain_fields: tuple[tuple[str, type[Any]], ...] | None = None
         self._checked: Any = None
-        # The last message is cached, since a broadcast sends the same message to many ranks in turn.
+        # The last message is cached, because a broadcast sends the same message to many ranks in turn.
         self._last: Any = _NOTHING
         self._last_encoded = (-1, b"")
         self._last_is_fixed = False
@@ -236,7 +235,7 @@ class Codec:
         try:
             payload = _encode(message)
             if not self._is_plain(message) and not self._is_like_checked(message):
-                decoded = self.decoders[self._kind](payload)  # a complete check, since the receiver does the same
+                decoded = self.decoders[self._kind](payload)  # a complete check, as the receiver makes it
                 self._checked = (
                     message if decoded == message else None
                 )  # unequal if a tuple field holds a list, which may change later
@@ -302,14 +301,14 @@ def _decoder(cls: Any) -> Decode:
 
 @functools.cache
 def _checked_decoder(cls: type[Any]) -> Decode:
-    """Return the decoder of a class, cached because channels share classes and creating a decoder takes 100 us."""
+    """Return the decoder of a class. It is cached, because creating one takes 100 us and channels share classes."""
     _check_fields(cls)
     return msgspec.msgpack.Decoder(cls).decode
 
 
 @functools.cache
 def _plain_fields(cls: type[Any]) -> tuple[tuple[str, type[Any]], ...] | None:
-    """Return the name and type of each field; None if a receiver checks more than these types."""
+    """Return the name and type of each field, or None if a receiver checks more than these types."""
     hints = typing.get_type_hints(cls)
     fields = tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))
     is_plain = all(kind in (bool, int, float, str, bytes) for _, kind in fields) and not hasattr(cls, "__post_init__")
@@ -345,7 +344,7 @@ def _check_type(annotation: Any, where: str, holders: tuple[type[Any], ...]) -> 
 
 
 def scope_of(group: Sequence[int], name: str, index: int) -> int:
-    """Return the 32-bit scope for use number ``index`` of ``name`` by the ranks ``group``; it is equal on all ranks."""
+    """Return the 32-bit scope for use number ``index`` of ``name`` by the ranks ``group``, equal on all ranks."""
     return _scope_of(tuple(group), name, index)
 
 

@@ -7,7 +7,7 @@
   inside ``wait`` (pytorch#30723), which a thread calls.
 - :class:`EventOperation` calls ``query`` of a device event.
 
-The modules mpi4py and torch are not imported here: without them, the user's program has none of their requests.
+This module does not import mpi4py or torch. A program that has their requests has imported them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from asyncdist.waits import WaitId, WaitKind
 
 _AN_MPI_REQUEST: Final = WaitId(WaitKind.USER_REQUEST, name="an MPI request")
 _A_WORK: Final = WaitId(WaitKind.USER_REQUEST, name="a work of torch.distributed")
-#: Number of tests of an MPI request before its task yields to the event loop, which take about 10 us. Most of a message
-#: exchange with a rank that waits takes less, and an iteration of the loop takes 1 to 2 us.
+#: Number of tests of an MPI request before its task yields to the event loop. They take about 10 us, longer than most
+#: message exchanges with a waiting rank. An iteration of the loop takes 1 to 2 us.
 HOT_TEST_COUNT: Final = 40
-#: Source and tag in a status that MPI has not filled in.
+#: Source and tag of a status that MPI has not filled in.
 _UNSET: Final = -77
 _ALLOWED: Final = (
     "an mpi4py.MPI.Request, a torch.distributed.Work, an event with the method query(), or a list of these"
@@ -39,11 +39,11 @@ def operation_of(request: object, status: object, ring: Callable[[], None]) -> O
 
     Args:
         request: Request, work or event.
-        status: Object that the request shall fill, or None.
+        status: Status object to fill, or None.
         ring: Function that a thread calls when the request has completed.
 
     Raises:
-        TypeError: ``request`` is none of these, or it cannot fill ``status``.
+        TypeError: ``request`` is of another type, or cannot fill ``status``.
         LocalProtocolError: ``request`` belongs to asyncdist, or can never complete.
     """
     operation = _adapt(request, ring)
@@ -82,7 +82,7 @@ class Operation:
         what: Description of the request for reports.
         rings: Whether a thread wakes the loop when the request completes.
         value: Result of the completed request.
-        error: Exception with which the request has failed; None if it has not.
+        error: Exception with which the request has failed, or None.
     """
 
     cancelled: Final = False
@@ -107,10 +107,10 @@ class Operation:
         """Keep the status of the request, because a later wait may ask for it."""
 
     def cancel(self) -> None:
-        """Do nothing, since only the program cancels its requests."""
+        """Do nothing, because only the program cancels its requests."""
 
     def is_outdated(self) -> bool:
-        """Return whether the program has started the request again, or recorded the event again, since it completed."""
+        """Return whether the program has started the request, or recorded the event, again since it completed."""
         return False
 
     def check_status(self, status: Any) -> None:
@@ -119,15 +119,14 @@ class Operation:
             raise TypeError(f"status must be None for {self.what}, which has no status, got {status!r}")
 
     def result(self, status: Any) -> Any:
-        """Return the result of the completed request, and fill ``status``; or raise the request's error."""
+        """Return the result of the completed request and fill ``status``, or raise the request's error."""
         if self.error is not None:
             raise self.error
         if status is not None:
             self._fill(status)
         return self.value
 
-    def _fill(self, status: Any) -> None:
-        """Copy the status of the completed request into ``status``."""
+    def _fill(self, status: Any) -> None: ...
 
 
 class MpiOperation(Operation):
@@ -196,7 +195,7 @@ class MpiOperation(Operation):
         return bool(is_complete)
 
     def _is_inactive(self, status: Any) -> bool:
-        """Return whether ``status`` is empty, as after a test of an inactive request (MPI-4.1 section 3.7.3)."""
+        """Return whether ``status`` is empty, as MPI leaves it for an inactive request (MPI-4.1 section 3.7.3)."""
         return bool(status.source == self._mpi.ANY_SOURCE and status.tag == self._mpi.ANY_TAG)
 
     def is_outdated(self) -> bool:
@@ -205,7 +204,7 @@ class MpiOperation(Operation):
         status = self._new_status()
         is_complete, _ = self._request.test(status)
         if is_complete and not self._is_inactive(status):
-            self._status = status  # the request was started again, and has completed again
+            self._status = status  # the request was started again, and has completed
             return False
         return not is_complete
 
@@ -224,7 +223,7 @@ class WorkOperation(Operation):
 
     def __init__(self, work: Any, ring: Callable[[], None]) -> None:
         is_polled = not _completes_in_wait(work)
-        # A second wait for a gloo send or receive would never return; the first one has raised its error.
+        # A second wait for a gloo send or receive would never return. The first one has raised its error.
         has_ended = not is_polled and work.is_completed()
         super().__init__(_A_WORK, rings=not is_polled and not has_ended)
         self._work = work
@@ -252,7 +251,7 @@ class WorkOperation(Operation):
 
 
 def _completes_in_wait(work: Any) -> bool:
-    """Return whether ``work`` completes only inside ``wait``: it then has no future."""
+    """Return whether ``work`` completes only inside ``wait``, which is the case if it has no future."""
     try:
         work.get_future()
     except RuntimeError:

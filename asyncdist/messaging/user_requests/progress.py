@@ -21,8 +21,8 @@ class Progress:
     """Waits for requests that the program has started with mpi4py or torch; made by :func:`asyncdist.progress`.
 
     A new MPI request is tested for some 10 µs before its task yields to the event loop. Then a callback of the loop
-    tests all outstanding requests: in each iteration of the loop for some 100 iterations, then, if the loop has nothing
-    else to do, every 20 µs or so for 20 iterations, then every millisecond.
+    tests all outstanding requests, in each iteration of the loop for some 100 iterations. If the loop has nothing else
+    to do, it then tests them every 20 µs or so for 20 iterations, and then every millisecond.
 
     **Ownership**: from the first wait for a request until a wait has returned its result, the request belongs to this
     object. It stores the request with its buffer, and tests it even if no task waits for it. Meanwhile do not call
@@ -34,7 +34,7 @@ class Progress:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         transport = LocalHub(1).transport(0)  # a transport without peers
-        # The engine relies on rings of a transport that wakes; nothing rings for the program's requests.
+        # The engine would wait for a ring from a transport that wakes, but nothing rings for the program's requests.
         transport.capabilities = dataclasses.replace(transport.capabilities, wakes=False)
         self._engine = Engine(transport, loop)
         self._requests = RequestWaiter(self._engine, "asyncdist.progress()", drives=True)
@@ -43,7 +43,7 @@ class Progress:
         return f"<Progress, {'closed' if self._engine.failure else 'open'}>"
 
     def wait(self, request: Any, status: Any = None) -> Coroutine[Any, Any, Any]:
-        """Wait until a request has completed, and return its result; or wait for each request of a list.
+        """Wait until a request, or each request of a list, has completed. Return its result, or the list of results.
 
         Args:
             request: One of these objects, or a list of them:
@@ -72,7 +72,7 @@ class Progress:
         return self._requests.wait(request, status)
 
     def waitany(self, requests: Sequence[Any], status: Any = None) -> Coroutine[Any, Any, tuple[int, Any]]:
-        """Wait until one request of a list has completed; return its index and the value that :meth:`wait` returns.
+        """Wait until one request of a list has completed. Return its index and the value that :meth:`wait` returns.
 
         MPI requests whose results were returned are skipped, as in MPI, so a loop may pass the same list repeatedly.
         Count the results to end the loop: ``bool(request)`` may be False before the result was returned. Remove

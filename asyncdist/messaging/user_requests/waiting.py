@@ -14,13 +14,13 @@ from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.messaging.engine import FAIRNESS_PERIOD, Engine
 from asyncdist.messaging.user_requests.operations import Operation, is_mpi_request, operation_of
 
-#: Requests that had not completed when their waits were given up. MPI or a thread may still use their buffers, which
-#: must therefore stay in memory until the process ends.
+#: Requests that had not completed when their waits were given up. Their buffers must stay in memory until the process
+#: ends, because MPI or a thread may still use them.
 _NEVER_COMPLETED: Final[list[object]] = []
 
 
 class _Awaited:
-    """A request, from the first wait for it until a wait has returned its result."""
+    """A request, from the first wait for it until a wait returns its result."""
 
     __slots__ = ("is_complete", "operation", "request", "waiters")
 
@@ -53,11 +53,11 @@ class RequestWaiter:
         self._is_closed = False
 
     def wait(self, request: Any, status: Any = None) -> Coroutine[Any, Any, Any]:
-        """Wait until a request, or each request of a list, has completed; return the results.
+        """Wait until a request, or each request of a list, has completed, and return the results.
 
         **Cancellation**: the requests stay stored. The next wait for one of them returns its result.
         """
-        # The coroutine is returned, not awaited, because each coroutine around it would cost 0.1 us.
+        # Return the coroutine instead of awaiting it, because each coroutine around it would cost 0.1 us.
         return (self._wait_for_all if isinstance(request, (list, tuple)) else self._wait_for)(request, status)
 
     async def _wait_for_all(self, request: Sequence[Any], status: Any) -> list[Any]:
@@ -75,18 +75,19 @@ class RequestWaiter:
         return [self._take(each, to_fill) for each, to_fill in zip(all_awaited, statuses, strict=True)]
 
     async def waitany(self, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
-        """Wait until a request of the list has completed; return its index and its result.
+        """Wait until a request of the list has completed, and return its index and its result.
 
         **Cancellation**: as for :meth:`wait`.
         """
         await self._begin()
         if not isinstance(requests, (list, tuple)) or not requests:
             validation.refuse("requests", requests, "a list of one or more requests", TypeError)
-        for i, request in enumerate(requests):  # first, since an inactive persistent request raises an error below
+        # Look for results first, because an inactive persistent request raises an error below.
+        for i, request in enumerate(requests):
             found = self._find(request, status)
             if found is not None and found.is_complete:
                 return i, self._take(found, status)
-        # The handle of a stored MPI request is null if MPI has completed it since.
+        # MPI may have completed a stored request since, which leaves its handle null.
         usable = [i for i, each in enumerate(requests) if id(each) in self._awaited or not _is_null(each)] or [0]
         awaited = {i: self._await(requests[i], status) for i in usable}
         while True:
@@ -96,7 +97,7 @@ class RequestWaiter:
             await self._park(tuple(awaited.values()))
 
     def close(self) -> str | None:
-        """Stop testing all requests; describe those that have not completed, or whose result no wait has returned.
+        """Stop testing requests. Describe those that have not completed, or whose results no wait has returned.
 
         The requests that have not completed stay in memory until the process ends.
         """
@@ -113,7 +114,6 @@ class RequestWaiter:
         return ", ".join(f"{count} x {name}" for name, count in names.items()) or None
 
     async def _wait_for(self, request: object, status: Any) -> Any:
-        """Wait for one request. A new request is tested several times before its task yields to the loop."""
         await self._begin()
         awaited = self._find(request, status)
         if awaited is None:
@@ -127,7 +127,7 @@ class RequestWaiter:
 
     @types.coroutine
     def _begin(self) -> Generator[None, None, None]:
-        """Begin a call: let other tasks run after many waits for completed requests, and check that it is allowed."""
+        """Let other tasks run after many waits that did not wait, and raise an error if this call is not allowed."""
         self._since_yield_count += 1
         if self._since_yield_count >= FAIRNESS_PERIOD:
             self._since_yield_count = 0
@@ -138,11 +138,11 @@ class RequestWaiter:
             raise LocalProtocolError(f"{self._owner} belongs to another event loop: wait on the loop that opened it")
 
     def _await(self, request: object, status: Any) -> _Awaited:
-        """Return the entry of ``request``; the engine tests a new request until it has completed."""
+        """Return the entry of ``request``, and make the engine test a new request."""
         return self._find(request, status) or self._watch(request, operation_of(request, status, self._ring))
 
     def _find(self, request: object, status: Any) -> _Awaited | None:
-        """Return the entry of a request whose result no wait has returned; None for a new request."""
+        """Return the entry of a request whose result no wait has returned, or None for a new request."""
         found = self._awaited.get(id(request))
         if found is None or (found.is_complete and found.operation.is_outdated()):
             return None
@@ -150,7 +150,6 @@ class RequestWaiter:
         return found
 
     def _watch(self, request: object, operation: Operation) -> _Awaited:
-        """Make the engine test a new request until it has completed."""
         awaited = self._awaited[id(request)] = _Awaited(request, operation)
         operation.keep_status()
         self._polled_count += not operation.rings
@@ -169,12 +168,11 @@ class RequestWaiter:
                 waiter.set_result(None)
 
     def _ring(self) -> None:
-        """Make the loop test the requests; called by threads."""
+        """Make the loop test the requests. Called by threads."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._engine.loop.call_soon_threadsafe(self._engine.poll if self._drives else self._engine.ring)
 
     async def _park(self, awaited: Sequence[_Awaited]) -> None:
-        """Wait until one of the requests completes."""
         self._since_yield_count = 0
         waiter: asyncio.Future[None] = asyncio.Future(loop=self._engine.loop)
         for each in awaited:
@@ -186,9 +184,9 @@ class RequestWaiter:
                 each.waiters.remove(waiter)
 
     def _take(self, awaited: _Awaited, status: Any) -> Any:
-        """Return the result of a completed request, or raise its error. Then its entry is no longer stored."""
+        """Remove the entry of a completed request, and return the request's result or raise its error."""
         key = id(awaited.request)
-        if self._awaited.get(key) is awaited:  # it is not if the program has started the request again
+        if self._awaited.get(key) is awaited:  # false if the program has started the request again
             del self._awaited[key]
         return awaited.operation.result(status)
 
