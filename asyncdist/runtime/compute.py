@@ -1,4 +1,4 @@
-"""Runs a user's function in a worker thread, or at a random virtual time in a simulation, while the loop runs."""
+"""Runs a user's function in a worker thread while the loop runs, or at a random virtual time in a simulation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TorchModes(NamedTuple):
 
     Attributes:
         autocast: Name, autocast switch and autocast dtype of each device type.
-        cuda_device: Index of the current GPU; None if this process uses no GPU.
+        cuda_device: Index of the current GPU, or None if this process uses no GPU.
     """
 
     grad: bool
@@ -46,11 +46,11 @@ class VirtualClock(Protocol):
         """Charge a simulated rank for the time since its last safe point. The result must be awaited immediately."""
 
     def run_beside(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Run ``call`` for ``World.compute``; return a future that receives the result after the virtual time."""
+        """Run ``call`` for ``World.compute``. Return a future that receives its result after the virtual time."""
 
 
 class Computing:
-    """Runs one function at a time in a worker thread, and calls ``wake`` to resume the waiting task."""
+    """Runs one function at a time in a worker thread, and resumes the waiting task through ``wake``."""
 
     def __init__(self, rank: int, loop: asyncio.AbstractEventLoop, wake: Callable[[Callable[[], None]], None]) -> None:
         self.is_under_way = False
@@ -64,15 +64,15 @@ class Computing:
         self._thread: int | None = None
 
     def settles(self, future: object) -> bool:
-        """Return whether the current :meth:`run` waits for ``future``."""
+        """Return whether the function that :meth:`run` is executing settles ``future``."""
         return any(future is each for each in self._awaited)
 
     def frame(self) -> types.FrameType | None:
-        """Return the current frame of the function that runs in the worker thread; None if no function runs."""
+        """Return the current frame of the function in the worker thread, or None if no function runs."""
         return sys._current_frames().get(self._thread) if self.is_under_way and self._thread is not None else None
 
     async def run(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
-        """Run ``fn`` in a thread or, if the rank is simulated, at a virtual time of ``clock``; return its result."""
+        """Run ``fn`` in a thread, or at a virtual time of ``clock`` in a simulation, and return its result."""
         if self.is_under_way:
             raise BusyError(
                 "world.compute() can run one function at a time, but another one is running; await it first",
@@ -90,12 +90,12 @@ class Computing:
             self._awaited = ()
 
     async def run_in_turn(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
-        """Run ``fn`` after all functions that were passed to this method earlier have finished."""
+        """Run ``fn`` after all functions that were passed to this method earlier."""
         async with self._turn:
             return await self.run(clock, fn)
 
     async def _call(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
-        # The exception of fn is returned as a value. A future cannot store StopIteration, and asyncio would treat
+        # Return the exception of fn as a value. A future cannot store StopIteration, and asyncio would treat
         # concurrent.futures.CancelledError, an ordinary error here, as a cancellation of this task.
         call = functools.partial(caught, functools.partial(call_in_modes, torch_modes(), fn))
         future = self._in_thread(call) if clock is None else clock.run_beside(call)
@@ -114,7 +114,7 @@ class Computing:
         except asyncio.CancelledError:
             while not has_ended:
                 self._wait_anew(future)
-                # The task was cancelled again; the first cancellation is raised below.
+                # The task was cancelled again. The first cancellation is raised below.
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._waiter
             raise
@@ -123,7 +123,7 @@ class Computing:
             try:
                 raise error
             finally:
-                del error  # without this, the error's traceback and this frame would refer to each other
+                del error  # otherwise the error's traceback and this frame would refer to each other
         return cast(T, returned)
 
     def _wait_anew(self, future: object) -> None:
@@ -141,13 +141,13 @@ class Computing:
         return self._loop.run_in_executor(self._executor, call_here)
 
     def close(self) -> None:
-        """Prevent further threads, and abandon a function that is still running."""
+        """Start no further thread, and abandon a function that is still running."""
         if self._executor is not None:
             self._executor.shutdown(wait=False)
 
 
 def caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """Call ``fn`` and return a pair of its result and its exception; one of the two is None."""
+    """Call ``fn`` and return a pair of its result and its exception, one of which is None."""
     try:
         return fn(), None
     except BaseException as error:
@@ -155,7 +155,7 @@ def caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def default_device() -> torch.device:
-    """Return torch's default device. torch 2.8's own getter fails after ``torch.set_default_device(None)``."""
+    """Return torch's default device. In torch 2.8, its getter fails after ``torch.set_default_device(None)``."""
     try:
         return torch.get_default_device()
     except AttributeError:
@@ -176,12 +176,12 @@ def torch_modes() -> TorchModes:
 
 
 def call_in_modes(modes: TorchModes, fn: Callable[[], T]) -> T:
-    """Call ``fn`` with the given torch modes, which :func:`torch_modes` returned in another thread."""
+    """Call ``fn`` with torch modes that :func:`torch_modes` returned in another thread."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(modes.inference))
         stack.enter_context(torch.set_grad_enabled(modes.grad and not modes.inference))
         for kind, is_enabled, dtype in modes.autocast:
-            # Enabling autocast for a GPU makes torch warn if there is no GPU.
+            # torch would warn about autocast for a GPU if there is no GPU.
             if kind == "cpu" or is_enabled or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
         if modes.default_device != default_device():  # an active device context slows every operator down

@@ -1,7 +1,7 @@
 """Makes and frees groups of ranks, for ``World.new_group`` and ``Group.free``.
 
 All members agree first, so that either all or none of them make the group. A rank makes one group at a time
-(:mod:`asyncdist.collectives.start_turns`), since two concurrent groups would get the same tag.
+(:mod:`asyncdist.collectives.start_turns`), because two concurrent groups would get the same tag.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds to wait for this rank to detect a loss that ended a request, before it requests the group again.
+#: Seconds that this rank waits to detect a loss that has ended its request for a group, before it repeats the request.
 _HEARD_AFTER_S: Final = 0.05
 _SUBJECT: Final = "new group"
 _OF_SURVIVORS: Final = "group of the survivors"
@@ -35,7 +35,7 @@ logger = logging.getLogger("asyncdist.runtime.group_creation")
 
 
 class GroupCreation:
-    """Makes and frees the groups of one rank; ``ledger`` lists the existing groups."""
+    """Makes and frees the groups of one rank, which ``ledger`` records."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class GroupCreation:
         """Notify the other members that this rank will not join their groups, so that they need not time out."""
         subject = _SUBJECT if part_of is None else _subject_for(part_of)
         for ranks in lists:
-            # The list is not a valid group, so no member waits.
+            # If the list is not a valid group, no member waits.
             with contextlib.suppress(LocalProtocolError, TypeError):
                 members = check_ranks(ranks, rank=self._services.rank, size=self._services.size)
                 meeting = self._agreements.next_meeting(members, subject)
@@ -87,10 +87,10 @@ class GroupCreation:
 
         Members detect a loss at different times. A member whose request includes a lost rank gets an error and requests
         a smaller group, so all survivors request the final list equally often. The agreement is named after the
-        original group, since tasks that lost a rank in different groups may request equal lists concurrently.
+        original group, because tasks that lost a rank in different groups may request equal lists concurrently.
 
-        Members that were restarted since the group was made are left out. A restarted rank may never reach the call,
-        and ranks connect to it at different times, so that they would request different lists.
+        Members that were restarted since the group was made are omitted. A restarted rank may never call this method,
+        and the others connect to it at different times, so that they would request different lists.
         """
         services, has_lost = self._services, self._attendance.has_lost
         origin = group.lease.origin or group.key
@@ -114,8 +114,8 @@ class GroupCreation:
             except (RankLostError, ClosedError, DisagreementError):
                 if services.engine.failure is not None or services.time() >= give_up_at:
                     raise
-                # Another rank, which detected the loss earlier, may have ended the request: wait until this rank
-                # detects it, too.
+                # A rank that detected the loss earlier may have ended the request. Wait until this rank detects the
+                # loss, too.
                 hears = functools.partial(services.gone.__ne__, gone)
                 until = min(give_up_at, services.time() + _HEARD_AFTER_S)
                 await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until)
@@ -153,7 +153,7 @@ class GroupCreation:
                 if transport.capabilities.native_collectives:
                     await assemble(self._agreements, members, "new communicator")
                     native = transport.new_group(members, tag)
-                # The serial number is unique among all groups of these ranks, whatever each group is used for.
+                # The serial number is unique among the groups of these ranks for all operations.
                 qualified = start.meeting.key.subject
                 serial = agreed.time if qualified == _SUBJECT else wire.scope_of(members, qualified, agreed.time)
                 group = self.ledger.open(members, services.rank, tag, serial, native, made_after=loss_count)
@@ -168,7 +168,7 @@ class GroupCreation:
         )
 
     async def _free(self, group: Group) -> None:
-        """Free a group; if the caller is cancelled, continue in the background."""
+        """Free a group. If the caller is cancelled, continue in the background."""
         if group.lease.is_freed or self._services.engine.failure is not None:
             return
         group.lease.is_freed = True
@@ -185,7 +185,7 @@ class GroupCreation:
                     self._system.send_nowait(freed, rank)
 
     def _forget(self, group: Group) -> None:
-        """Remove the state that the agreements and the checker keep of a group that all members have freed."""
+        """Remove the state of a group that all members have freed from the agreements and the checker."""
         for subject in group.lease.subjects:
             self._agreements.forget(group.ranks, subject)
         checker = self._services.engine.transport.collective_checker
@@ -194,5 +194,4 @@ class GroupCreation:
 
 
 def _subject_for(part_of: Start[Any]) -> str:
-    """Return the agreement's subject for groups that a collective start creates."""
     return f"{_SUBJECT} for {part_of.name}"

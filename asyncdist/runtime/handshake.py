@@ -27,7 +27,7 @@ from asyncdist.transports.base import Transport
 
 logger = logging.getLogger("asyncdist.runtime.handshake")
 
-#: Handshake message: the nonce that the sender proposes for the job, the digest of its host name, and its version.
+#: Handshake message with the job's nonce that the sender proposes, the digest of its host name, and its version.
 _HELLO: Final = struct.Struct("<I8s52s")
 _HOST_NBYTES: Final = 8
 _VERSION_NBYTES: Final = 52
@@ -61,7 +61,7 @@ async def meet_all(transport: Transport, engine: Engine, loop: asyncio.AbstractE
 
 
 def first_ranks(hosts: Sequence[Hashable]) -> tuple[int, ...] | None:
-    """Return, for each rank, the lowest rank on the same host; None if all ranks share one host."""
+    """Return, for each rank, the lowest rank on the same host, or None if all ranks share one host."""
     firsts: dict[Hashable, int] = {}
     found = tuple(firsts.setdefault(host, rank) for rank, host in enumerate(hosts))
     return found if len(firsts) > 1 else None
@@ -69,14 +69,14 @@ def first_ranks(hosts: Sequence[Hashable]) -> tuple[int, ...] | None:
 
 @functools.lru_cache(8)
 def _everybody(size: int) -> tuple[int, ...]:
-    """Return a tuple of all ranks, cached because a simulation may have thousands of ranks in one process."""
+    """Return all ranks. Cached, because a simulation may have thousands of ranks in one process."""
     return tuple(range(size))
 
 
 async def _exchange_hellos(
     transport: Transport, group: Group, collectives: Collectives
 ) -> tuple[int, tuple[int, ...] | None]:
-    """Check that all versions are equal; return the job's nonce, and the lowest rank on the host of each rank."""
+    """Check that all versions are equal. Return the job's nonce, and the lowest rank on the host of each rank."""
     version = f"asyncdist {__version__}, frames {wire.VERSION}"
     own = secrets.randbits(32) if transport.launch_nonce is None else transport.launch_nonce
     host = hashlib.sha256(transport.hostname.encode(errors="surrogateescape")).digest()[:_HOST_NBYTES]

@@ -35,7 +35,7 @@ from asyncdist.runtime.story.requests import tell_no_more, tell_on_request
 from asyncdist.runtime.world import World, _current_world
 from asyncdist.transports.base import Transport
 
-#: Default time that a failed rank waits for its peers to stop on their own, in seconds.
+#: Default of ``grace_s``: seconds that a failed rank waits for its peers to stop on their own.
 GRACE_S: Final = 3.0
 
 
@@ -45,7 +45,7 @@ class RankOptions:
 
     Attributes:
         tells: Whether the rank reports its waits on SIGUSR1 and on a socket.
-        last_counters: Folder in which the rank stores its counters after main has ended; None to store nothing.
+        last_counters: Folder in which the rank stores its counters after main has ended, or None.
         instrument: Factory of the object that replaces :class:`~asyncdist.runtime.recording.Recording` in replays.
     """
 
@@ -81,8 +81,8 @@ async def host_rank(
 ) -> RankResult:
     """Host one rank from the handshake to its end, and return its result or error.
 
-    This function never raises, since SystemExit or KeyboardInterrupt leaving a task would stop the loop that ranks
-    share. ``interrupts`` cancels main after a signal, and ``on_open`` is called with the world before main.
+    This function never raises, because a SystemExit or KeyboardInterrupt that leaves a task would stop the loop that
+    ranks share. ``interrupts`` cancels main after a signal, and ``on_open`` is called with the world before main.
     """
     interrupts = interrupts or Interrupts()
     try:
@@ -96,7 +96,8 @@ async def host_rank(
                 )  # an error that all ranks raise is reported once if it is raised here
             with _loop_named():
                 value = await main(world, *args)
-            interrupts.check_pending()  # a signal while main blocked the loop raises now, as in asyncio.run
+            # A signal that arrived while main blocked the loop raises now, as in asyncio.run
+            interrupts.check_pending()
             return RankResult(value=value)
     except BaseException as error:
         return RankResult(error=error)
@@ -104,7 +105,7 @@ async def host_rank(
 
 @contextlib.contextmanager
 def _loop_named() -> Iterator[None]:
-    """Add a note to an error that nest_asyncio raises because it cannot patch uvloop's loops."""
+    """Add a note to the error that nest_asyncio raises because it cannot patch uvloop's loops."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -147,7 +148,7 @@ async def hosted(
         recording.begin(world)
         exporter = _exporter(world, transport, options)
         token = _current_world.set(world)
-        engine.start()  # called again, so that messages are handled in the context of this rank
+        engine.start()  # again, so that messages are handled in the context of this rank
         monitor = FailureMonitor(world)
         world.agreements.is_interrupted = lambda: interrupts.received is not None
         interrupts.ask_before(world.rank, functools.partial(_note_interrupt, asyncio.current_task(), world))
@@ -174,7 +175,7 @@ async def hosted(
                 raise
             _raise_as_it_is(error)
         transport.close()
-        # The error is raised last, so that leftovers on this rank do not end the other ranks.
+        # Raise this error last, so that leftovers on this rank do not end the other ranks.
         report_leftovers(world, leftovers, strict=options.strict and success is None)
         if success is not None:
             raise success
@@ -190,7 +191,7 @@ async def hosted(
 
 
 def _abandon(engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
-    """Detach a forked child process from the messages and the loop of its parent's rank."""
+    """Detach a forked child from the messages and the loop of its parent's rank."""
     rank = engine.transport.rank
     engine.abandon(
         ForkedChildError(f"this process is a forked child of rank {rank} and cannot use its world", rank=rank)
@@ -199,14 +200,14 @@ def _abandon(engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _note_interrupt(task: asyncio.Task[Any] | None, world: World) -> str | None:
-    """Record that a signal cancels main, and return a description of main's current wait."""
+    """Record that a signal cancels main, and describe main's current wait."""
     waited = describe_wait(task, world)
     world.services.events.add("interrupted", waited or "")
     return waited
 
 
 def _exporter(world: World, transport: Transport, options: RankOptions) -> Exporter | None:
-    """Start exporting the rank's counters, and return the exporter; None if no export is requested."""
+    """Start exporting the rank's counters. Return the exporter, or None if no export is requested."""
     if not options.metrics:
         return None
     world.services.count_waits()
@@ -216,7 +217,7 @@ def _exporter(world: World, transport: Transport, options: RankOptions) -> Expor
 
 
 def _leave_counters(world: World, options: RankOptions) -> None:
-    """Store the rank's last counters, if requested, so that a table can show them after the rank has ended."""
+    """Store the rank's last counters, if requested, for tables that are shown after the rank has ended."""
     if options.last_counters is not None:
         last_counters.leave(options.last_counters, counters_of(world.services))
 
@@ -239,7 +240,7 @@ def _teller(world: World, transport: Transport, options: RankOptions, stack: con
 async def _task_group(
     world: World, monitor: FailureMonitor, watchdogs: WatchdogOptions, teller: Teller | None
 ) -> AsyncIterator[None]:
-    """Run main, the body of ``async with``, in one task group with the tasks that main spawns."""
+    """Run main, which is the body of ``async with``, in one task group with the tasks that it spawns."""
     error_of_main: BaseException | None = None
     watch = EndWatch(world, watchdogs.watchdog_s)
     stop = monitor.stop if watchdogs.stall_aborts else None
@@ -270,7 +271,7 @@ async def _task_group(
 
 
 def _raise_as_it_is(error: BaseException) -> NoReturn:
-    """Raise ``error`` with its original context, since IPython may fail to display the exception group."""
+    """Raise ``error`` with its original context, because IPython may fail to display the exception group."""
     context = error.__context__
     try:
         raise error

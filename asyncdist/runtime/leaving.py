@@ -1,6 +1,6 @@
-"""Ends a rank cleanly: notifies its peers that main has returned, and waits until all ranks have ended.
+"""Ends a rank cleanly. Notifies its peers that main has returned, and waits until all ranks have ended.
 
-Background services keep running until then, since a coordinator is needed until its last member has left.
+Background services run until then, because a coordinator is needed until its last member has left.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.runtime.leaving")
 
-#: Maximum time to wait for this rank's outstanding requests, in seconds.
+#: Maximum seconds to wait for this rank's outstanding requests.
 _FLUSH_S: Final = 5.0
 #: Seconds to wait for the peers' last messages after main has returned on all of them.
 _FINALIZE_S: Final = 60.0
 
 
 async def leave(world: World, transport: Transport) -> list[str]:
-    """End this rank together with the others; describe the leftovers, such as unread messages and unfinished tasks."""
+    """End this rank together with the others. Describe leftovers such as unread messages and unfinished tasks."""
     world.peers.leave()
     world.refuse_streams()
     given_up = world.give_up_requests()
     await world.services.engine.until(lambda: world.services.task_count == 0, WaitId(WaitKind.OWN_SERVICES))
-    # Wait before the barrier, while the peers still receive. A peer receives user messages while its main runs, and
-    # drops the remaining messages when it leaves.
+    # Wait before the barrier, because a peer drops user messages that arrive after its main has returned.
     is_nobody_in_main = _have_all_left(world, transport)
     await world.services.engine.until(
         lambda: not world.services.is_sending or is_nobody_in_main(),
@@ -69,7 +68,7 @@ async def _last_barrier(world: World, transport: Transport) -> None:
         Everybody(world, transport, world.peers.answered, world.services.left),
         WaitId(WaitKind.OTHERS_ENDED),
     )
-    # The other ranks are about to end. The wait is bounded, since a corrupted finalize message may have been dropped.
+    # The other ranks are about to end. The wait is bounded, because a corrupted finalize message may have been dropped.
     await world.services.engine.until(
         Everybody(world, transport, world.peers.answered),
         WaitId(WaitKind.FINALIZE_MESSAGES),

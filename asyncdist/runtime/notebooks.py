@@ -27,11 +27,11 @@ def is_loop_running() -> bool:
 
 
 def call_beside_loop(fn: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T:
-    """Call ``fn`` and return its result; if a loop is running in this thread, call ``fn`` in a new thread.
+    """Call ``fn`` and return its result. If a loop is running in this thread, a new thread calls ``fn``.
 
-    The new thread has the caller's context variables and torch modes. If a signal handler raises an exception in the
-    waiting caller, usually KeyboardInterrupt, the exception is raised in the thread, and the caller still waits for the
-    thread. ``meanwhile`` is called repeatedly while the caller waits.
+    The new thread has the caller's context variables and torch modes. An exception that a signal handler raises in the
+    waiting caller, usually KeyboardInterrupt, is raised in the thread, and the caller continues to wait for the thread.
+    ``meanwhile`` is called repeatedly while the caller waits.
     """
     if not is_loop_running():
         return fn()
@@ -50,20 +50,20 @@ def call_beside_loop(fn: Callable[[], T], meanwhile: Callable[[], None] | None =
     interrupt: BaseException | None = None
     while not ended.is_set():
         try:
-            # Not join(), which considers the thread ended if a signal handler raises an exception.
+            # join() would consider the thread ended after an exception of a signal handler.
             while not ended.wait(None if meanwhile is None else _MEANWHILE_S) and meanwhile is not None:
                 meanwhile()
         except BaseException as error:
             interrupt = error
             _raise_in(thread, type(error))
     returned, failure = outcomes[0] if outcomes else (None, interrupt)
-    failure = failure or interrupt  # an interrupt that arrived too late for the thread is raised here
+    failure = failure or interrupt  # an interrupt that came too late for the thread is raised here
     if failure is not None:
         raise failure
     return cast(T, returned)
 
 
 def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
-    """Raise an exception in a thread at its next Python instruction; calls into C are not interrupted."""
+    """Raise an exception in a thread at its next Python instruction, which a call into C may delay."""
     assert thread.ident is not None, "the thread has been started"
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(kind))

@@ -2,7 +2,7 @@
 
 The runtimes of all ranks communicate on one channel, the system channel. It also carries the messages of agreements and
 of freed groups. In a small world each rank notifies all others when it leaves, ends or fails. In a larger world it
-notifies the ranks with which it has exchanged messages, and these pass the notice on along a tree
+notifies the ranks with which it has exchanged messages. The others are notified along a tree
 (:mod:`asyncdist.runtime.departing.announcements`).
 """
 
@@ -52,13 +52,14 @@ from asyncdist.transports.rank_sets import RankSet
 
 logger = logging.getLogger("asyncdist.runtime.peers")
 
-#: Largest world in which each rank notifies all others directly. If ranks can be restarted, the size is not limited.
+#: Size of the largest world in which each rank notifies all others directly. Worlds whose ranks can be restarted have
+#: no limit.
 FLAT_SIZE_MAX: Final = DIRECT_COUNT_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Message to every peer: the sender's main has returned, so it starts no further collectives.
+    """Message to every peer that the sender's main has returned, so the sender starts no further collectives.
 
     Attributes:
         started: Pairs of a group's tag and the number of collectives that the sender has started in the group.
@@ -71,14 +72,14 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Message to every peer: the sender has failed, so the job must stop."""
+    """Message to every peer that the sender has failed, so the job must stop."""
 
     summary: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finalize:
-    """Message to every peer: the sender has ended. Repeats the content of :class:`Leave`, which may have been lost."""
+    """Message to every peer that the sender has ended. Repeats a :class:`Leave` that may have been lost."""
 
     started: tuple[tuple[int, int], ...] = ()
     lost: Losses = ()
@@ -86,7 +87,7 @@ class Finalize:
 
 @dataclass(frozen=True, slots=True)
 class Unheard:
-    """Answer to :class:`Leave`: the receiver never opened ``tag``, and must now open it and drop its messages."""
+    """Answer to :class:`Leave`: messages on ``tag`` may be in transit to the receiver, which must drop them."""
 
     tag: int
 
@@ -104,8 +105,8 @@ class Peers:
 
     Attributes:
         answered: Ranks that have acknowledged a failure, have failed, or have ended.
-        turns: Queue that lets one collective start of this rank run at a time.
-        announcements: Exchange of end notices along the tree; None if this rank notifies all others directly.
+        turns: Queue in which the collective starts of this rank take turns.
+        announcements: Exchange of end notices along the tree, or None if this rank notifies all others directly.
         warns_of_losses: Whether the lowest present rank logs a warning for each lost rank. False if the launcher or the
             transport logs the losses.
     """
@@ -117,7 +118,7 @@ class Peers:
         self._services = services
         self._lost: set[int] = set()
         self._has_returned = False
-        self._last_words: list[LastWords] = []  # repeated to ranks that are restarted later
+        self._last_words: list[LastWords] = []  # messages to repeat to ranks that are restarted later
         self._failure_listeners: list[Callable[[int, str], None]] = []
         self._system: Channel[Any] = services.open_channel(
             Join
@@ -153,7 +154,7 @@ class Peers:
         self.announcements: Announcements | None = None
         if services.size > FLAT_SIZE_MAX and not services.may_return:
             self.announcements = Announcements(services, group.ranks, self._on_departure, self._on_failure)
-        # The previous process of this rank belonged to the group of all ranks; this process does not.
+        # The group of all ranks contains the previous process of a restarted rank, but not this process.
         if services.engine.transport.incarnation:
             self.attendance.on_lost(services.rank)
         for rank in sorted(services.lost_ranks()):  # main sees these losses from its start
@@ -166,7 +167,7 @@ class Peers:
         self._failure_listeners.append(listener)
 
     def mark_gone(self, ranks: RankSet, *, of_a_failure: bool = False, is_lost: bool = False) -> None:
-        """Record that ranks no longer take part: they have left, are lost, or stopped because of another failure."""
+        """Record that ranks no longer take part because they have left, are lost, or stopped after another failure."""
         services = self._services
         new = ranks - services.gone
         if new:
@@ -179,9 +180,9 @@ class Peers:
             services.tell_gone(new)
 
     def mark_lost(self, rank: int) -> None:
-        """Record that ``rank`` is lost, possibly after its main returned, and stop everything that waits for it."""
+        """Record that ``rank`` is lost, possibly after its main has returned, and stop everything that waits for it."""
         if rank in self._lost:
-            return  # already known
+            return
         self._lost.add(rank)
         if self.warns_of_losses and rank not in self._services.gone:
             self._warn_of_loss(rank)
@@ -200,7 +201,7 @@ class Peers:
             logger.warning("rank %d is lost: its process or its host has ended; the others continue without it", rank)
 
     def mark_returned(self, rank: int, incarnation: int) -> None:
-        """Connect to the new process of the restarted ``rank``, and repeat this rank's last announcements to it."""
+        """Connect to the new process of a restarted ``rank``, and repeat this rank's last announcements to it."""
         services = self._services
         services.engine.poll()  # deliver the messages of the previous process first
         if not services.engine.transport.accept(rank, incarnation):
@@ -280,15 +281,15 @@ class Peers:
                     self._send(message, rank)
 
     def _on_departure(self, departure: Departure) -> None:
-        """Handle a departure that arrived along the tree, except for ranks that notify this rank directly.
+        """Handle a departure that has arrived along the tree, except for ranks that notify this rank directly.
 
-        A notice that a rank has ended is never ignored, since all messages of that rank have arrived before.
+        The end of a rank is always recorded, because all its messages have arrived by then.
         """
         services = self._services
         if self._has_returned and not services.task_count and not services.is_sending:
             return
         if is_in(services.rank, departure.told):
-            return  # its earlier messages may still be on their way, and must be delivered first
+            return  # its earlier messages may still be in transit, and must be delivered first
         ranks = departure.ranks - services.left - services.lost_ranks()
         ranks.discard(services.rank)
         if departure.stage == Stage.LEFT:
@@ -297,7 +298,6 @@ class Peers:
             self._note_left(ranks, departure.started, departure.lost)
 
     def _note_left(self, ranks: RankSet, started: tuple[tuple[int, int], ...], lost: Losses) -> None:
-        """Record that main has returned on ``ranks``."""
         self._services.left |= ranks
         self._note_losses(lost)
         self.attendance.on_left(ranks, started)
@@ -306,7 +306,7 @@ class Peers:
         self.mark_gone(ranks)
 
     def _note_losses(self, losses: Losses) -> None:
-        """Record the losses that a leaving peer reported, since they may be the reason why it left."""
+        """Record the losses that a leaving peer reported, which may be the reason why it left."""
         for rank, incarnation in losses:
             is_peer = 0 <= rank < self._services.size and rank != self._services.rank
             if is_peer and not self.attendance.has_heard_of(rank, incarnation):
@@ -346,7 +346,7 @@ class Peers:
                 self._send(message, rank)
 
     def tell_silent(self, message: Failed) -> None:
-        """Send ``message`` directly to all ranks that have not answered, since the ranks that relay it may be busy."""
+        """Send ``message`` directly to the ranks that have not answered, because ranks that relay it may be busy."""
         for rank in set(range(self._services.size)) - self.answered - {self._services.rank}:
             self._send(message, rank)
 
@@ -364,7 +364,7 @@ class Peers:
             self.announcements.close()
 
     def _losses(self) -> Losses:
-        """Return the lost ranks, without those to which this restarted rank has not connected: they may be alive."""
+        """Return the lost ranks, except ranks that this restarted rank has not connected to, which may be alive."""
         return tuple(each for each in self.attendance.lost if not self._services.is_unmet(each[0]))
 
     def _departure(self, stage: Stage) -> Departure:

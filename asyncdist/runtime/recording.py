@@ -26,10 +26,10 @@ from asyncdist.transports.base import Transport
 from asyncdist.transports.recorded_transport import RecordedTransport
 from asyncdist.waits import WaitId, WaitKind
 
-#: Maximum time between two writes of the recording to the file, in seconds.
+#: Seconds between two writes of the recording to its file.
 _FLUSH_PERIOD_S: Final = 1.0
 
-#: Maximum size of a recorded MPI reduction result, in bytes; it keeps recordings small.
+#: Maximum size in bytes of a recorded result of an MPI reduction, to keep recordings small.
 _RESULT_NBYTES_MAX: Final = 1024
 
 #: torch's seed at the time asyncdist is imported.
@@ -45,7 +45,7 @@ class Recording:
         self._timer: asyncio.TimerHandle | None = None
         self._writer: RecordWriter | None = None
         self._recorded: RecordedEngine | None = None
-        self._sent_before_count = 0  # messages sent before the world was open
+        self._sent_before_count = 0  # number of messages sent before the world was open
         self._leave_loop: Callable[[], None] = lambda: None
         if options is not None:
             self._writer = RecordWriter(options, clock_of(loop), transport.rank)
@@ -78,7 +78,7 @@ class Recording:
         services.end_recording = functools.partial(self._end, writer)
         if tells_sleeps:
             self._tell_sleeps(engine)
-        # A rank with its own process can be killed, so the file is written regularly.
+        # A rank with its own process can be killed, so its file is written regularly.
         if not transport.capabilities.shares_process:
             self._tick(writer)
 
@@ -122,7 +122,7 @@ class Recording:
         writer.close()
 
     def note_end(self, error: BaseException | None) -> None:
-        """Record that main has ended, and flush the file, since shutting down may end the process."""
+        """Record that main has ended, and flush the file, because the process may end during the shutdown."""
         self._leave_loop()
         if self._writer is not None:
             self._writer.note("over", "" if error is None else f"{type(error).__name__}: {error}"[:1000])
@@ -138,10 +138,10 @@ class Recording:
 
 
 class ObservedEngine(Engine):
-    """Engine that counts a rank's waits, so that a replay can deliver each message at the recorded position.
+    """Engine that counts a rank's waits. A replay uses the counts to deliver each message at the recorded position.
 
     Attributes:
-        has_begun: Whether the world is open; earlier events are not counted.
+        has_begun: Whether the world is open. Earlier events are not counted.
         woken_count: Number of wake-ups since the last safe point began: ends of waits for messages and conditions,
             collectives that began, failed or ended without a message, and calls of :meth:`wake_by`.
         begun_count: Number of waits for messages and conditions that have begun since the last safe point began.
@@ -158,7 +158,7 @@ class ObservedEngine(Engine):
         )
 
     def begin(self) -> None:
-        """Start counting. A replay opens the world differently, so earlier events are not counted."""
+        """Start counting. Earlier events are not counted, because a replay opens the world differently."""
         self.has_begun = True
         self.woken_count = self.begun_count = 0
 
@@ -182,12 +182,12 @@ class ObservedEngine(Engine):
 
 
 class RecordedEngine(ObservedEngine):
-    """An engine that records everything that a replay must repeat."""
+    """Engine that records everything that a replay must repeat."""
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop, writer: RecordWriter) -> None:
         super().__init__(transport, loop)
         self._writer = writer
-        self._is_native = transport.capabilities.native_collectives  # MPI chooses the order in which it reduces
+        self._is_native = transport.capabilities.native_collectives  # MPI chooses the order of reductions
         self._unrecorded_clock, self.clock = self.clock, self._read_clock
 
     def _read_clock(self) -> float:
@@ -199,7 +199,7 @@ class RecordedEngine(ObservedEngine):
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
         if self.has_begun:
             self._note_timer(what)
-            self.loop.call_soon(self._note_wait_ended, True)  # the wait is counted just before the task's next step
+            self.loop.call_soon(self._note_wait_ended, True)  # count the wait just before the task's next step
         wake()
 
     def measured(self, what: WaitId, value: int) -> int:

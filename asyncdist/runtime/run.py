@@ -44,7 +44,7 @@ T = TypeVar("T")
 #: ``"auto"``, ``"local"``, ``"mpi"`` or ``"torch"``.
 TransportName: TypeAlias = str
 LoopName: TypeAlias = Literal["uvloop", "asyncio"]
-#: Destination of counters; see ``metrics`` of :func:`run`.
+#: Destinations of counters, as in the argument ``metrics`` of :func:`run`.
 MetricsName: TypeAlias = int | str | Sequence[int | str] | None
 
 
@@ -63,13 +63,13 @@ class WorldOptions(TypedDict, total=False):
 
 #: Default of ``watchdog_s``, in seconds.
 WATCHDOG_S: Final = 10.0
-#: Seconds without progress after which the waits of a job's ranks are printed, if ``stall_s`` is not set.
+#: Default of ``stall_s``: seconds without progress after which the waits of a job's ranks are printed.
 STALL_S: Final = 60.0
-#: Seconds that main may wait in one collective before a warning is logged, if ``stall_s`` is not set.
+#: Seconds that main may wait in one collective before a warning is logged, unless ``stall_s`` is set.
 COLLECTIVE_STALL_S: Final = 300.0
-#: Matches options of launchers that set the number of ranks.
+#: Pattern of launcher options that set the number of ranks.
 _RANKS_ASKED_FOR: Final = re.compile(r"(?<!\S)((?:-n|-np|--ranks|--nproc[-_]per[-_]node)[ =]?(\d+))(?!\S)")
-#: Function that :func:`run` calls with main, its arguments and ``strict`` instead of hosting the ranks itself, or None.
+#: Function that :func:`run` calls with main, its arguments and ``strict`` instead of hosting the ranks, or None.
 run_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
     "run_elsewhere", default=None
 )
@@ -166,7 +166,7 @@ def run(
         end_late(late)
     except (ValueError, AsyncdistError) as refusal:
         refuse(refusal, sys._getframe(1))
-        refusal.__traceback__ = None  # the message alone is printed
+        refusal.__traceback__ = None  # only the message is printed
         raise
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
@@ -180,7 +180,7 @@ def run(
         outcome = _complete(event_loop, [task])[0]
         if isinstance(outcome.error, LateError):
             end_late(outcome.error)
-        if outcome.error is not None:  # raised inside the block, so that this error is the context of a later Ctrl-C
+        if outcome.error is not None:  # inside the block, so that a later Ctrl-C has this error as its context
             raise outcome.error
     return cast(T, outcome.value)
 
@@ -200,7 +200,7 @@ def _warn_if_alone(words: Sequence[str]) -> None:
 
 
 def _open_here(transport: TransportName, ranks: int | None) -> Transport | None:
-    """Open the transport of this process; return None if this process must host all ranks itself."""
+    """Open the transport of this process, or return None if this process must host all ranks itself."""
     with environment.ranks_shown():
         return _open_launched(transport, ranks)
 
@@ -281,7 +281,7 @@ def _run_local(
     meanwhile: Callable[[], None] | None = None,
 ) -> list[T]:
     validation.main_function(main, args)
-    # The signal handlers are set here, since only the main thread may set them.
+    # Set the signal handlers here, because only the main thread may set them.
     with Interrupts(spares_process=is_loop_running()) as interrupts:
         outcomes = call_beside_loop(
             functools.partial(_host_locally, main, args, ranks, loop, interrupts, options), meanwhile
@@ -389,7 +389,7 @@ def prepare_rank(
         end_late(late)
     except (ValueError, AsyncdistError) as refusal:
         refuse(refusal, caller)
-        refusal.__traceback__ = None  # the message alone is printed
+        refusal.__traceback__ = None  # only the message is printed
         raise
     return functools.partial(hosted, opened, options=options)
 
@@ -407,7 +407,7 @@ def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Rank
 
 @contextmanager
 def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
-    """Yield a new loop of the given kind; after the body of ``with``, cancel the remaining tasks and close the loop."""
+    """Yield a new loop of the given kind. After the body, cancel the remaining tasks and close the loop."""
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     if name == "uvloop" or (name is None and importlib.util.find_spec("uvloop") is not None):
         import uvloop

@@ -1,7 +1,7 @@
 """Ends a rank after Ctrl-C (SIGINT) or SIGTERM.
 
-The first signal asks the rank to stop at its next await, and the second ends the process. Plain signal handlers are
-used, since those of an event loop do not run while torch blocks the loop.
+The first signal asks the rank to stop at its next await, and the second ends the process. The handlers are plain signal
+handlers, because those of an event loop do not run while torch blocks the loop.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """Context manager that cancels tasks at the first SIGINT or SIGTERM, and ends the process at the second.
 
-    This context manager does nothing outside the main thread. In a forked process the previous handlers are restored.
+    Outside the main thread, it does nothing. In a forked process, the previous handlers are restored.
 
     Args:
         spares_process: Whether the second signal raises KeyboardInterrupt or SystemExit instead of ending the process,
             as required in a notebook.
 
     Attributes:
-        received: Number of the received signal; None if there was none.
+        received: Number of the first received signal, or None.
         raises_at_once: Whether the first signal raises immediately, because there is no task to cancel.
     """
 
@@ -39,8 +39,8 @@ class Interrupts:
         self._spares_process = spares_process
         self.received: int | None = None
         self.raises_at_once = False
-        self._is_pending = False  # a signal was received, and no task has been cancelled for it yet
-        self._stopping: asyncio.Handle | None = None  # the scheduled cancellation of the tasks
+        self._is_pending = False  # a signal was received and has not cancelled the tasks yet
+        self._stopping: asyncio.Handle | None = None  # scheduled cancellation of the tasks
         self._previous: dict[int, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: Sequence[asyncio.Task[Any]] = ()
@@ -49,7 +49,7 @@ class Interrupts:
         self._waited: dict[int, str | None] = {}
 
     def ask_before(self, rank: int, wait: Callable[[], str | None]) -> None:
-        """Register ``wait``, which is called before the tasks are cancelled and describes the wait of ``rank``."""
+        """Register ``wait``, which describes the wait of ``rank`` and is called before the tasks are cancelled."""
         self._waits[rank] = wait
 
     def error(self, rank: int) -> BaseException | None:
@@ -62,7 +62,7 @@ class Interrupts:
         return error
 
     def cancel_on_first(self, loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """Cancel these tasks at the first signal, or immediately if it was already received."""
+        """Cancel ``tasks`` at the first signal, or immediately if it has already arrived."""
         self._loop, self._tasks = loop, tasks
         if self.received is not None:
             self._cancel(loop)
@@ -78,7 +78,7 @@ class Interrupts:
             self.check()
 
     def withdraw(self) -> bool:
-        """Do not cancel tasks for the received signal; return whether the caller must raise its exception instead."""
+        """Do not cancel tasks for the received signal. Return whether the caller must raise its exception instead."""
         is_pending, self._is_pending = self._is_pending, False
         if is_pending and self._stopping is not None:
             self._stopping.cancel()
@@ -130,7 +130,7 @@ class Interrupts:
 def _restore_signals_in_child() -> None:
     """Restore, in a forked child, the signal handlers that the parent had before it hosted a rank.
 
-    With the rank's handlers, ``Process.terminate()`` would have no effect, since the child has no tasks to cancel.
+    With the rank's handlers, ``Process.terminate()`` would have no effect, because the child has no tasks to cancel.
     """
     forget_in_child()
     for number in SIGNALS:

@@ -14,13 +14,13 @@ from typing import Any
 
 from asyncdist.waits import WaitId, WaitKind
 
-#: Function that sets a timer. Arguments: the timer's identity, its deadline on the loop's clock in seconds, a callback,
-#: the callback's arguments, and the callback's context.
+#: Function that sets a timer. Its arguments are the timer's identity, its deadline in seconds on the loop's clock, a
+#: callback, the callback's arguments, and the callback's context.
 SetTimer = Callable[[WaitId, float, Callable[..., object], tuple[Any, ...], contextvars.Context | None], Any]
 
 
 def set_sleeps_by(loop: asyncio.AbstractEventLoop, set_timer: SetTimer) -> Callable[[], None]:
-    """Set the timers of asyncio's own functions through ``set_timer``, and return a function that restores the loop."""
+    """Make ``set_timer`` set the timers of asyncio's own functions. Return a function that restores the loop."""
     replaced: Any = loop
     call_at, call_later, numbers = loop.call_at, loop.call_later, itertools.count()
 

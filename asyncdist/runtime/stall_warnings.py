@@ -17,26 +17,25 @@ from asyncdist.runtime.world import World
 
 logger = logging.getLogger("asyncdist.runtime.stall_warnings")
 
-#: Coroutines of asyncio that end automatically: after a time, or when a thread ends. Their futures cannot be
-#: distinguished from futures that a peer or the user settles.
+#: Coroutines of asyncio that end automatically, after a time or when a thread ends. Their futures look like futures
+#: that a peer or the user settles.
 _TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__})
 _LIBRARIES: Final = frozenset({"asyncdist", "asyncio", "contextlib"})
 #: Coroutines of asyncio that wait for several tasks, with the name of the call in the user's code.
 _JOINS: Final = {asyncio.TaskGroup.__aexit__.__code__: "asyncio.TaskGroup", asyncio.wait.__code__: "asyncio.wait"}
-#: Limits of the description of a wait for several tasks: number of described tasks, and depth of nested waits.
+#: Maximum number of tasks, and maximum depth of nested waits, in the description of a wait for several tasks.
 _PART_COUNT_MAX: Final = 4
 _PART_DEPTH_MAX: Final = 3
-#: For a main driven by blocking code: maps its task to a function that returns the innermost frame of that code.
+#: Maps the task of a main driven by blocking code to a function that returns the innermost frame of that code.
 frame_of_caller: Final[WeakKeyDictionary[asyncio.Task[Any], Callable[[], types.FrameType | None]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class WatchdogOptions:
-    """Times after which long waits are reported, mostly options of :func:`asyncdist.run`; infinity for never.
+    """Seconds after which long waits are reported, or infinity for never. Most are options of :func:`asyncdist.run`.
 
     Attributes:
-        collectives_alone: Whether ``stall_s`` applies only to collectives, and not to a wait for messages, which may be
-            a server's.
+        collectives_alone: Whether ``stall_s`` applies only to collectives. A wait for messages may be that of a server.
         job_stall_s: Seconds without a step or message on any rank after which the waits of all ranks are printed.
     """
 
@@ -58,7 +57,7 @@ ENDLESS: Final = WatchdogOptions()
 class EndWatch:
     """Warns once if main has returned, but spawned tasks that only wait keep the rank from ending.
 
-    The warning is logged if every task has been in the same wait for ``period_s`` seconds.
+    It does so when every task has been in the same wait for ``period_s`` seconds.
     """
 
     def __init__(self, world: World, period_s: float) -> None:
@@ -139,7 +138,7 @@ class StallWatch:
             self._timer.cancel()
 
     def _awaited(self, main: asyncio.Task[Any]) -> list[Any]:
-        """Return the futures that main waits for; an empty list if main's wait must not be reported."""
+        """Return the futures that main waits for, or an empty list if main's wait must not be reported."""
         if self._options.collectives_alone and waiter_of(main) not in self._world.services.engine.collective_waits:
             return []
         return futures_awaited(main, self._world, set()) or []
@@ -166,7 +165,7 @@ class StallWatch:
 
 
 def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
-    """Describe the wait of main or, after main has returned, of its spawned tasks; None if main is ready to run."""
+    """Describe the wait of main, or of its spawned tasks after it has returned. None if main is ready to run."""
     if main is None or main is asyncio.current_task():
         return None
     if any(not is_library(frame) for frame in frames_of(main)):
@@ -178,7 +177,7 @@ def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
 
 
 def futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | None:
-    """Return the futures on which ``waiter`` depends, except those in ``seen``; None if it may end automatically."""
+    """Return the futures on which ``waiter`` depends, except those in ``seen``, or None if it may end automatically."""
     if id(waiter) in seen:
         return []
     seen.add(id(waiter))
@@ -209,7 +208,7 @@ def futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | No
 
 
 def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
-    """Return the futures and tasks that a task waits for; None if the wait ends on its own, like a sleep."""
+    """Return the futures and tasks that a task waits for, or None if the wait ends on its own, like a sleep."""
     frames = {frame.f_code: frame.f_locals for frame in frames_of(task)}
     if not _TIMED.isdisjoint(frames):
         return None
@@ -225,7 +224,7 @@ def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
 
 
 def waiter_of(task: asyncio.Task[Any]) -> Any:
-    """Return the future that ``task`` waits for; None if the task is ready to run."""
+    """Return the future that ``task`` waits for, or None if the task is ready to run."""
     return getattr(task, "_fut_waiter", None)
 
 
@@ -245,7 +244,7 @@ def wait_of(task: asyncio.Task[Any], world: World | None) -> tuple[str, types.Fr
     if world is not None:
         engine = world.services.engine
         settler = engine.settler(awaited)
-        # For a collective, the name of the user's call is more helpful than the awaited message.
+        # For a collective, the name of the user's call says more than the awaited message.
         if settler is not None and (position is None or awaited not in engine.collective_waits):
             awaited = waiter_of(settler)
         known = engine.awaited(awaited)
@@ -270,7 +269,7 @@ def wait_with_parts(
 
 
 def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] | None:
-    """Return the name of a wait for other tasks, and these tasks; None if ``task`` waits for something else."""
+    """Return the name of a wait for other tasks and these tasks, or None if ``task`` waits for something else."""
     frames, waiter = frames_of(task), waiter_of(task)
     position = next(i for i in reversed(range(len(frames))) if not is_library(frames[i]))
     called = frames[position + 1 :]
@@ -286,7 +285,7 @@ def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] 
 
 
 def _join_in_words(join: str, parts: Iterable[Any], world: World, depth: int) -> str:
-    """Return a description of the awaited tasks' waits: waits for peers first, equal waits only once."""
+    """Describe the waits of the awaited tasks. Waits for peers are first, and equal waits are combined."""
     engine = world.services.engine
     counts: dict[tuple[bool, str], int] = {}
     for part in parts:
@@ -319,7 +318,7 @@ def _name(awaited: Any) -> str:
 
 
 def frames_of(task: asyncio.Task[Any]) -> list[types.FrameType]:
-    """Return a task's frames, outermost first; if blocking code drives the task, its frame is the first."""
+    """Return a task's frames, outermost first. If blocking code drives the task, that code's frame is the first."""
     of_caller = frame_of_caller.get(task)
     frame = None if of_caller is None else of_caller()
     while frame is not None and is_library(frame):

@@ -127,7 +127,7 @@ class World:
         agreements: Agreements of this rank, which precede every collective operation.
         scratch: Scratch memory that successive collectives on one model reuse.
         peers: State of the other ranks; used by the runtime.
-        virtual_clock: Clock that charges computing time in a simulation; None outside a simulation.
+        virtual_clock: Clock that charges computing time in a simulation, or None outside a simulation.
     """
 
     def __init__(self, services: Services, loop: asyncio.AbstractEventLoop, *, nonce: int, group: Group) -> None:
@@ -239,10 +239,10 @@ class World:
         """Run ``fn`` in a worker thread while the loop keeps running; torch releases the GIL inside its operators.
 
         The thread has the caller's grad, inference and autocast modes, torch's default device and the current GPU.
-        While ``fn`` runs, ``policy.step`` raises BusyError, since ``fn`` may be changing weights. A simulation starts
-        no thread: it calls ``fn`` at a random moment of the simulated computing time.
+        While ``fn`` runs, ``policy.step`` raises BusyError, because ``fn`` may be changing weights. A simulation starts
+        no thread. It calls ``fn`` at a random moment of the simulated computing time.
 
-        **Cancellation**: the call still waits until ``fn`` has finished, since a thread cannot be stopped and may be
+        **Cancellation**: the call still waits until ``fn`` has finished, because a thread cannot be stopped and may be
         writing weights.
 
         Raises:
@@ -267,22 +267,22 @@ class World:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a ``compute`` call or file work is running."""
+        """Whether ``world.compute`` or a file operation is running in a worker thread."""
         return self._computing.is_under_way or self._file_work.is_under_way
 
     def is_in_use(self, model: object) -> bool:
-        """Return whether a thread may be writing or reading the weights of ``model``."""
+        """Return whether a worker thread may be using the weights of ``model``."""
         return self._computing.is_under_way or (bool(self._models_in_use) and self._is_in_file_work(model))
 
     def _is_in_file_work(self, model: object) -> bool:
         return any(each is model for each in self._models_in_use)
 
     def is_computed(self, future: object) -> bool:
-        """Return whether the current ``compute`` call or file work waits for ``future``."""
+        """Return whether ``future`` is settled by a function that is running in a worker thread."""
         return self._computing.settles(future) or self._file_work.settles(future)
 
     def frame_of(self, future: object) -> types.FrameType | None:
-        """Return the current frame of the worker thread's function that settles ``future``; None if it is unknown."""
+        """Return the current frame of the worker thread whose function settles ``future``, or None if it is unknown."""
         each = self._computing if self._computing.settles(future) else self._file_work
         return each.frame() if each.settles(future) else None
 
@@ -352,15 +352,15 @@ class World:
         return self.services.open_user_channel(message_type, tag=tag, name=name, ranks=ranks, capacity=capacity)
 
     async def send_stream(self, tensor: torch.Tensor, dest: int) -> None:
-        """Send a tensor of any size directly into the receiver's buffer; the receiver calls ``receive_stream``.
+        """Send a tensor of any size directly into the receiver's buffer. The receiver calls ``receive_stream``.
 
         Args:
             tensor: Contiguous CPU tensor that must not change until the call returns.
             dest: Rank of the receiver.
 
-        **Ordering**: the n-th stream from one rank to another is received by the n-th receive.
-        **Cancellation**: if ``dest`` has not called ``receive_stream`` yet, nothing is sent, and its call receives the
-        next stream. Otherwise ``dest`` is notified, and the tensor is in use until outstanding chunks have been sent.
+        **Ordering**: the n-th stream from one rank to another is received by the n-th receive. **Cancellation**: if
+        ``dest`` has not called ``receive_stream`` yet, nothing is sent, and its call receives the next stream.
+        Otherwise ``dest`` is notified, and the tensor is in use until outstanding chunks have been sent.
 
         Raises:
             LocalProtocolError: The receiver expects a different size.
@@ -392,10 +392,10 @@ class World:
     # -- requests of mpi4py and torch --------------------------------------------------------------------------------
 
     def wait(self, request: Any, status: Any = None) -> Coroutine[Any, Any, Any]:
-        """Wait until a request that the program has started with mpi4py or torch has completed; return its result.
+        """Wait until a request that the program has started with mpi4py or torch has completed. Return its result.
 
-        Arguments, results, ownership and cancellation are those of :meth:`asyncdist.Progress.wait`. In worlds on torch
-        and in local worlds, requests are tested every millisecond.
+        Arguments, results, ownership and cancellation are the same as for :meth:`asyncdist.Progress.wait`. In worlds on
+        torch and in local worlds, requests are tested every millisecond.
 
         Raises:
             LocalProtocolError: This rank is simulated or replayed, or the request cannot be awaited.
@@ -405,7 +405,7 @@ class World:
         return self._requests.wait(request, status)
 
     def waitany(self, requests: Sequence[Any], status: Any = None) -> Coroutine[Any, Any, tuple[int, Any]]:
-        """Wait until one request of a list has completed; return its index and its result.
+        """Wait until one request of a list has completed. Return its index and its result.
 
         See :meth:`asyncdist.Progress.waitany` and :meth:`wait`.
         """
@@ -447,7 +447,7 @@ class World:
         return await self.peers.groups.new_group(ranks, timeout_s)
 
     async def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
-        """Make several groups in turn. If one cannot be made, the earlier ones are freed.
+        """Make several groups in turn. If one of them cannot be made, free the earlier groups.
 
         The members of the later groups get RemoteError.
 
@@ -492,7 +492,7 @@ class World:
         return self._task_group is not None
 
     def attach_tasks(self, task_group: asyncio.TaskGroup | None) -> None:
-        """Set the task group in which ``spawn`` starts tasks; if it is None, ``spawn`` raises ClosedError."""
+        """Set the task group in which ``spawn`` starts tasks, or None to make ``spawn`` raise ClosedError."""
         self._task_group = task_group
         self._main = asyncio.current_task()
 
@@ -512,7 +512,7 @@ class World:
         self._streams.refuse_all()
 
     def give_up_requests(self) -> list[str]:
-        """Stop testing the program's requests of mpi4py and torch; describe the unfinished ones."""
+        """Stop testing the program's requests of mpi4py and torch. Describe the unfinished requests."""
         left = self._requests.close() if "_requests" in self.__dict__ else None
         return [] if left is None else [f"requests of this program: {left}"]
 

@@ -22,19 +22,19 @@ from asyncdist.messaging.services import Services
 from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndHeard, Stage
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds by which announcements are delayed, so that several can share a message. At the root, the delay is a
-#: fraction of the time since the first announcement, up to a maximum. Each level below halves it, down to a minimum.
+#: Seconds by which announcements are delayed, so that several can share a message. The root's delay is a fraction of
+#: the time since the first announcement, up to a maximum. Each tree level below halves the delay, down to a minimum.
 _DELAY_PART: Final = 0.5
 _DELAY_MAX_S: Final = 1.0
 _DELAY_MIN_S: Final = 0.05
-#: Seconds before an unanswered message is repeated. The interval doubles after each repetition.
+#: Seconds before an unanswered message is repeated. They double with each repetition.
 _REPEAT_S: Final = 2.0
 _REPEAT_COUNT: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Message to a neighbour in the tree: ``rank`` has failed, so the job must stop."""
+    """Message to a neighbour in the tree that ``rank`` has failed, so the job must stop."""
 
     rank: int
     summary: str
@@ -78,7 +78,7 @@ class Announcements:
 
     @property
     def stage(self) -> Stage:
-        """Stage that all ranks have reached, as far as this rank knows."""
+        """Stage that all ranks are known to have reached."""
         return self._departures.stage
 
     @property
@@ -94,7 +94,7 @@ class Announcements:
     def fail(self, rank: int, summary: str, source: int) -> None:
         """Notify this rank's neighbours in the tree, except ``source``, that ``rank`` has failed.
 
-        Nothing is sent if this failure, or the failure of a lower rank, is already known.
+        Nothing is sent if this failure or the failure of a lower rank is already known.
         """
         if rank in self.failed:
             return
@@ -145,12 +145,12 @@ class Announcements:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def _answer(self) -> None:
-        """If this rank's whole subtree knows that all ranks have ended, acknowledge this to the neighbours."""
+        """Tell the neighbours that this rank's whole subtree knows that all ranks have ended, if it does."""
         for rank in self._departures.take_answers():
             self._send(EndHeard(), rank)
 
     def _send_soon(self) -> None:
-        """Send urgent messages in the loop's next iteration, after all messages that have arrived are handled."""
+        """Send urgent messages in the loop's next iteration, after all arrived messages have been handled."""
         if self._soon is None and not self._is_closed:
             self._soon = self._loop.call_soon(self._send_urgent)
 
@@ -164,10 +164,10 @@ class Announcements:
             self._repeat = engine.call_later(
                 _REPEAT_S * 2**self._repeat_count, WaitId(WaitKind.DEPARTURES_AGAIN), self._send_again
             )
-        engine.recheck()  # waiting tasks check again, since all ranks may have reached the next stage
+        engine.recheck()  # waiting tasks check again, because all ranks may have reached the next stage
 
     def _delay_s(self) -> float:
-        """Return the delay of this rank's announcements in seconds. Each level below the root halves the delay."""
+        """Return the delay of this rank's announcements in seconds, which halves with each level below the root."""
         now = self._loop.time()
         if self._heard_at is None:
             self._heard_at = now
@@ -191,6 +191,6 @@ class Announcements:
             self._send(message, rank)
 
     def _send(self, message: Departed | EndHeard | Failure, rank: int) -> None:
-        # Losses are handled elsewhere, and the message to a busy rank is repeated later.
+        # Losses are handled elsewhere, and a message to a busy rank is repeated later.
         with contextlib.suppress(RankLostError, BusyError):
             self._channel.send_nowait(message, rank)

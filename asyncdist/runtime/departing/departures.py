@@ -8,11 +8,11 @@ only the ranks with which it has exchanged messages. This module informs the rem
   the root announces this down the tree.
 - If some ranks continue, the departures of the others are combined into bitmaps, and sent with a delay up to the root
   and down to all ranks.
-- After all ranks have ended, each rank acknowledges this to its parent when its whole subtree knows it. Then the root
-  announces the stage ``HEARD``, and only then may ranks exit. A rank whose ancestors are lost can thus still be
+- After all ranks have ended, each rank acknowledges this to its parent as soon as its whole subtree knows it. Then the
+  root announces the stage ``HEARD``, and only then may ranks exit. A rank whose ancestors are lost can thus still be
   notified by any living rank.
-- A rank that becomes a neighbour after a loss is sent all announcements. They are also repeated to a parent that has
-  not answered for a long time, since a message may have been corrupted. Repeated announcements have no effect.
+- A rank that becomes a neighbour after a loss is sent all announcements. They are repeated to a parent that has not
+  answered for a long time, because a message may have been corrupted. Repeated announcements have no effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncdist.transports.rank_sets import RankSet
 
 
 class Stage(enum.IntEnum):
-    """Stages of a rank's end: in main, main has returned, the rank has ended, all are known to have ended."""
+    """Stages of a rank's end: in main, main has returned, the rank has ended, every rank is known to have ended."""
 
     IN_MAIN = 0
     LEFT = 1
@@ -37,24 +37,24 @@ class Stage(enum.IntEnum):
     HEARD = 3
 
 
-#: Limits of one message, so that it fits into a frame: number of departures, and bytes of a bitmap.
+#: Maximum number of departures and maximum size of a bitmap in a message, so that the message fits into a frame.
 _COUNT_MAX: Final = 64
 _BITMAP_NBYTES_MAX: Final = 8192
 
-#: Details of a leaving rank: the number of collectives started in each group, the ranks known to be lost, and the ranks
-#: that it notifies directly.
+#: Details of a leaving rank: its number of started collectives by group, the ranks known to be lost, and the ranks that
+#: it notifies directly.
 _Account: TypeAlias = tuple[tuple[tuple[int, int], ...], Losses, Runs]
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Announces that some ranks have reached a stage.
+    """Announces that some ranks have reached a stage of their end.
 
     Attributes:
         first: Rank of the lowest bit in the first byte of ``bitmap``.
         bitmap: Bit set of the ranks that have reached the stage.
         started: Pairs of a group's tag and the number of collectives that each announced rank has started in the group.
-        lost: Ranks known to the announced ranks as lost.
+        lost: Ranks that the announced ranks know to be lost.
         told: Ranks that each announced rank notifies directly, although it has received no message from them.
     """
 
@@ -86,19 +86,19 @@ class Departed:
 
 @dataclass(frozen=True, slots=True)
 class EndHeard:
-    """Message to a neighbour: all ranks have ended, and the sender's whole subtree knows it."""
+    """Message to a neighbour in the tree: all ranks have ended, and the sender's whole subtree knows it."""
 
 
 class Departures:
-    """Records which ranks have left or ended, and which of these departures each neighbour in the tree knows."""
+    """Records which ranks have left or ended, and which of these departures each neighbour in the tree knows of."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size = size
         self._rank = rank
         self._tree = SpanningTree(size, rank)
         self._known = _Reached()
-        self._announced = _Reached()  # departures that the root has announced, to be sent to the children
-        self._accounts: dict[_Account, int] = {}  # bit sets of ranks, by the details of these ranks
+        self._announced = _Reached()  # departures from the root, to be sent to the children
+        self._accounts: dict[_Account, int] = {}  # bit sets of ranks, by their details
         self._lost = 0
         self._told: dict[int, _Reached] = {neighbour: _Reached() for neighbour in self._tree.neighbours}
         self._told_stage: dict[int, int] = dict.fromkeys(self._tree.neighbours, 0)
@@ -112,7 +112,7 @@ class Departures:
         return self._tree.neighbours
 
     def add(self, departure: Departure, source: int) -> list[Departure]:
-        """Add a departure from ``source``; return the part that is new. Raise RemoteProtocolError if it is invalid."""
+        """Add a departure from ``source``, and return its new part. Raise RemoteProtocolError if it is invalid."""
         is_known_stage = departure.stage in (Stage.LEFT, Stage.ENDED)
         if not is_known_stage or not 0 <= departure.first < self._size or not 0 < self._extent(departure) <= self._size:
             raise RemoteProtocolError(f"the departure {departure!r:.200} is not valid in a world of {self._size} ranks")
@@ -130,7 +130,7 @@ class Departures:
 
     @staticmethod
     def _extent(departure: Departure) -> int:
-        """Return one more than the highest rank in the departure; 0 if the departure contains no rank."""
+        """Return one more than the highest rank in the departure, or 0 if it contains no rank."""
         length = int.from_bytes(departure.bitmap, "little").bit_length()
         return length and departure.first + length
 
@@ -155,21 +155,21 @@ class Departures:
             self._told_stage[source] = Stage.ENDED
 
     def take_answers(self) -> set[int]:
-        """Return the neighbours to which :class:`EndHeard` must be sent now, and clear the set."""
+        """Remove and return the neighbours to which :class:`EndHeard` must be sent now."""
         ranks: set[int] = set()
         if self._have_all_below_heard:
             ranks, self._unanswered = self._unanswered, ranks
         return ranks
 
     def on_lost(self, rank: int) -> None:
-        """Record that a rank is lost: no rank waits for it, and the tree connects its neighbours to other ranks."""
+        """Record that a rank is lost and no longer awaited, and connect its neighbours in the tree to other ranks."""
         self._lost |= 1 << rank
         self._tree.on_lost(rank)
         self._told = {neighbour: self._told.get(neighbour, _Reached()) for neighbour in self.neighbours}
         self._told_stage = {neighbour: self._told_stage.get(neighbour, 0) for neighbour in self.neighbours}
 
     def tell_again(self) -> None:
-        """Make :meth:`urgent` return the unanswered messages again."""
+        """Make :meth:`urgent` return the messages again that have not been answered."""
         parent = self._tree.parent
         if parent is not None and self._told_stage[parent] > self.stage:
             self._told[parent], self._told_stage[parent] = _Reached(), 0
@@ -182,12 +182,12 @@ class Departures:
 
     @property
     def is_answered(self) -> bool:
-        """Whether no answer is outstanding: some ranks still run, or every rank knows that all ranks have ended."""
+        """Whether this rank awaits no answer, because some ranks still run or every rank knows that all have ended."""
         parent = self._tree.parent
         return self.is_over if self.stage >= Stage.ENDED else parent is None or self._told_stage[parent] <= self.stage
 
     def urgent(self) -> list[tuple[int, Departed]]:
-        """Return pairs of a receiver and a message that must be sent immediately."""
+        """Return the messages that must be sent immediately, each with its receiver."""
         parent = self._tree.parent
         reached = self._reached()
         if parent is None and reached > self.stage:
@@ -204,7 +204,7 @@ class Departures:
         return messages
 
     def others(self) -> list[tuple[int, Departed]]:
-        """Return pairs of a receiver and a message that may be delayed, to be combined with later messages."""
+        """Return the messages that may be delayed and combined with later messages, each with its receiver."""
         parent = self._tree.parent
         if parent is not None:
             return [(parent, message) for message in self._tell(parent)]
@@ -230,11 +230,9 @@ class Departures:
 
     @property
     def _have_all_below_heard(self) -> bool:
-        """Whether this rank's whole subtree knows that all ranks have ended."""
         return self.stage >= Stage.ENDED and self._have_heard.issuperset(self._tree.children)
 
     def _reached(self) -> Stage:
-        """Return the stage that this rank's whole subtree has reached."""
         if self._have_all_below_heard:
             return Stage.HEARD
         everybody = _ranks(self._tree.first, self._tree.last)
@@ -244,7 +242,7 @@ class Departures:
         return Stage.IN_MAIN
 
     def _tell(self, neighbour: int) -> list[Departed]:
-        """Return messages with the departures that ``neighbour`` does not know; empty if all ranks have ended."""
+        """Return messages with the departures that ``neighbour`` does not know of; none after all ranks have ended."""
         known, told = self._known if neighbour == self._tree.parent else self._announced, self._told[neighbour]
         ended = known.ended & ~told.ended
         left = known.left & ~told.left & ~ended
@@ -264,7 +262,7 @@ class Departures:
         ]
 
     def _forget_whom_they_tell(self) -> None:
-        """Forget which ranks an ended rank notifies directly, once all neighbours have been notified of its end."""
+        """Stop recording which ranks an ended rank notifies directly, when all neighbours know of its end."""
         settled = self._known.ended
         for told in self._told.values():
             settled &= told.ended
@@ -283,27 +281,24 @@ class _Reached:
     ended: int = 0
 
     def at(self, stage: Stage) -> int:
-        """Return the bit set of the ranks that have reached a stage."""
         return self.ended if stage == Stage.ENDED else self.left
 
     def add(self, ranks: int, stage: Stage) -> None:
-        """Record that ranks have reached a stage."""
         self.left |= ranks
         if stage == Stage.ENDED:
             self.ended |= ranks
 
     def add_all(self, other: _Reached) -> None:
-        """Add the ranks recorded in ``other``."""
         self.left |= other.left
         self.ended |= other.ended
 
     def has_more_than(self, other: _Reached) -> bool:
-        """Return whether these sets record that a rank has reached a stage, but ``other`` does not."""
+        """Return whether these sets record a rank for a stage and ``other`` does not."""
         return bool(self.left & ~other.left | self.ended & ~other.ended)
 
 
 def _departures(ranks: int, stage: Stage, account: _Account) -> Iterator[Departure]:
-    """Yield departures that together contain ``ranks``; one, unless its bitmap would be too large."""
+    """Yield departures that together contain ``ranks``: one, unless its bitmap would be too large."""
     while ranks:
         first = (ranks & -ranks).bit_length() - 1
         piece = ranks >> first & (1 << 8 * _BITMAP_NBYTES_MAX) - 1
@@ -312,5 +307,4 @@ def _departures(ranks: int, stage: Stage, account: _Account) -> Iterator[Departu
 
 
 def _ranks(first: int, last: int) -> int:
-    """Return the bit set of the ranks from ``first`` to ``last``."""
     return (1 << last + 1) - (1 << first)

@@ -1,6 +1,6 @@
 """Arranges the ranks of a world in a binary tree, along which messages reach all ranks in few hops.
 
-The root is rank 0, and every subtree is a range of consecutive ranks. Lost ranks are left out: their children belong to
+The root is rank 0, and every subtree is a range of consecutive ranks. Lost ranks are omitted. Their children belong to
 the closest living ancestor, or to the lowest living rank. Ranks detect a loss at different times, and temporarily see
 different trees. Messages along the tree must therefore tolerate duplicates, and must be sent again to new neighbours.
 """
@@ -29,7 +29,7 @@ class SpanningTree:
         self._arrange()
 
     def on_lost(self, rank: int) -> bool:
-        """Remove a lost rank from the tree; return whether this rank's neighbours have changed."""
+        """Remove a lost rank from the tree. Return whether this rank's neighbours have changed."""
         before = self.neighbours
         self._lost.add(rank)
         if rank in before:
@@ -38,7 +38,7 @@ class SpanningTree:
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """Parent, if there is one, and children of this rank."""
+        """Parent, if any, and children of this rank."""
         return self.children if self.parent is None else (self.parent, *self.children)
 
     def _arrange(self) -> None:

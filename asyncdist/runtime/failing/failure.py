@@ -24,21 +24,21 @@ from asyncdist.transports.base import Transport
 from asyncdist.waits import WaitId, WaitKind
 from asyncdist.wording import ranks_in_words
 
-#: Seconds that a failed rank waits, before it prints its error, for another rank's report that may explain the error.
+#: Seconds that a failed rank waits before it prints its error, because another rank's report may explain the error.
 _HEAR_WHY_S: Final = 0.25
 #: Seconds that main may continue after another rank's failure before it is cancelled.
 _CANCEL_AFTER_S: Final = 1.0
 #: Seconds after which a failed rank notifies silent peers again.
 _TELL_SILENT_S: Final = 1.0
 
-#: Failure summaries of peers that were ended by a signal.
+#: Summaries of the failures of peers that a signal has ended.
 _INTERRUPTS: Final = frozenset(summarise(interrupt_error(number)) for number in SIGNALS)
 
 _report = FailureReport()
 
 
 class FailureMonitor:
-    """Stops main after a failure of a peer, a background service or the watchdog: at a safe point, or by cancelling."""
+    """Stops main after a peer, a background service or the watchdog has failed: at a safe point, or by cancelling."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -64,7 +64,7 @@ class FailureMonitor:
         self.stop(error)
 
     def stop(self, error: BaseException) -> None:
-        """Make main end with ``error``, unless it already ends with an earlier error."""
+        """Make main end with ``error``, unless an earlier error already ends it."""
         if self.error is not None or self._world.services.engine.failure is not None:
             return
         self.error = error
@@ -86,9 +86,9 @@ async def fail(
     grace_s: float,
     tell_story: Callable[[], str] | None = None,
 ) -> None:
-    """End this rank after a failure: notify the peers, wait until they stop, and abort the job if some do not.
+    """End this rank after a failure. Notify the peers, wait until they stop, and abort the job if some do not.
 
-    Before an abort, the result of ``tell_story()``, a report of all ranks' waits, is printed.
+    Before an abort, the report of all ranks' waits that ``tell_story()`` returns is printed.
     """
     loop = asyncio.get_running_loop()
     await _end_beside_lost_mates(world, transport, error)
@@ -105,7 +105,7 @@ async def fail(
     if world.services.engine.failure is None:
         world.services.engine.fail(peer_failed(world.rank, summarise(error)))
     world.services.cancel_tasks()
-    if is_newcomer:  # a restarted rank that no group has admitted ends like a lost rank, and the others continue
+    if is_newcomer:  # A restarted rank that no group has admitted ends like a lost rank, and the others continue.
         world.close()
         transport.close_failed()
         return
@@ -129,7 +129,7 @@ async def fail(
         try:
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.05)
-        except asyncio.CancelledError:  # a signal requests the end that is already in progress
+        except asyncio.CancelledError:  # a signal requests the end, which is already in progress
             _uncancel()
     if not settled() and not in_process:
         silent = sorted(set(range(world.size)) - world.peers.answered - {world.rank})
@@ -146,7 +146,7 @@ async def fail(
 
 
 async def _end_beside_lost_mates(world: World, transport: Transport, error: BaseException) -> None:
-    """End this process as if it was lost, if a rank of its replica is lost, so that the other replicas continue."""
+    """End this process as if lost if a rank of its replica is lost, so that the other replicas continue."""
     lost = await world.services.shared(ReplicaMates).lost_soon() if isinstance(error, Exception) else ()
     if not lost:
         return
@@ -160,7 +160,7 @@ async def _end_beside_lost_mates(world: World, transport: Transport, error: Base
 
 
 async def _rank_that_tells(world: World, error: BaseException) -> int | None:
-    """Return a lower rank that prints the same traceback, for example after a script error; None if no rank does."""
+    """Return the lower rank that prints the same traceback, for example of a script error, or None if there is none."""
     if not isinstance(error, Exception) or is_consequence(error):
         return None
     await _hear_why(world, _HEAR_WHY_S * world.rank / world.size)
@@ -175,7 +175,7 @@ def _print_alike(rank: int, teller: int | None, error: BaseException) -> None:
 
 
 async def _hear_why(world: World, seconds: float) -> None:
-    """Wait for a failure report of a peer, which may still be in transit and may explain this rank's error."""
+    """Wait for a peer's failure report, which may be in transit and may explain this rank's error."""
     engine = world.services.engine
     deadline = engine.loop.time() + seconds
     while engine.failure is None:
@@ -184,7 +184,7 @@ async def _hear_why(world: World, seconds: float) -> None:
                 lambda: engine.failure is not None, WaitId(WaitKind.PEER_FAILURE), deadline=deadline
             ):
                 return
-        except asyncio.CancelledError:  # a signal requests the end that is already in progress
+        except asyncio.CancelledError:  # a signal requests the end, which is already in progress
             _uncancel()
         except Exception:
             if engine.failure is None:
@@ -192,10 +192,10 @@ async def _hear_why(world: World, seconds: float) -> None:
 
 
 def refuse(error: BaseException, caller: FrameType) -> None:
-    """Shorten the report of an error that prevents a world from opening.
+    """Shorten the report of an error that keeps a world from opening.
 
-    All ranks detect such an error, for example an invalid option. The first rank on a host prints a traceback, and the
-    others one line.
+    All ranks detect such an error, for example an invalid option. Only the first rank of a host prints a traceback. The
+    others print one line.
     """
     local_rank = environment.local_rank()
     is_child = multiprocessing.parent_process() is not None or environment.rank_above() is not None
@@ -206,7 +206,7 @@ def refuse(error: BaseException, caller: FrameType) -> None:
 
 
 def fail_alone(transport: Transport, error: BaseException) -> None:
-    """End a rank that has failed in the handshake: abort the job, unless all ranks have detected the failure."""
+    """End a rank that has failed in the handshake. Abort the job, unless all ranks have detected the failure."""
     if transport.size == 1 or transport.capabilities.shares_process:
         return
     if isinstance(error, DisagreementError):
@@ -219,7 +219,7 @@ def fail_alone(transport: Transport, error: BaseException) -> None:
 
 
 def _print_failure(rank: int, error: BaseException, heard: BaseException | None) -> None:
-    """Print the error that ends this rank, or a single line if a peer's failure is the cause."""
+    """Print the error that ends this rank, or one line if a peer's failure has caused it."""
     if heard is not None:
         _report.print_line(_with_notes(f"rank {rank} stopped: {heard.args[0]}", heard), error)
     elif isinstance(error, RemoteError):
@@ -245,7 +245,7 @@ def _with_notes(line: str, error: BaseException) -> str:
 def own_error(
     caught: BaseException, monitor: FailureMonitor | None, interrupts: Interrupts, rank: int
 ) -> BaseException:
-    """Return the error to raise to the caller: this rank's own error, or the peer's failure that caused it."""
+    """Return the error to raise to the caller: this rank's own error, or the peer's failure that has caused it."""
     cause = monitor.error if monitor is not None and not has_cause_here(caught) else None
     cause = interrupts.error(rank) or cause
     if cause is not None:
@@ -262,9 +262,9 @@ def _uncancel() -> None:
 
 
 class Everybody:
-    """Callable that returns whether every other rank is lost or contained in one of several growing sets.
+    """Callable that returns whether every other rank is lost or in one of several growing sets.
 
-    In jobs of thousands of ranks the check runs for each message, so it compares the sizes of the sets first.
+    The check runs for each message, even with thousands of ranks, so it first compares the sizes of the sets.
     """
 
     def __init__(self, world: World, transport: Transport, *groups: Collection[int]) -> None:
@@ -272,7 +272,7 @@ class Everybody:
         self._own_rank = world.rank
         self._size = world.size
         self._transport = transport
-        self._found_count = 0  # number of ranks, counted from rank 0, that have all been found
+        self._found_count = 0  # number of ranks, from rank 0, that have all been found
 
     def __call__(self) -> bool:
         """Return whether every other rank is lost or in one of the sets."""

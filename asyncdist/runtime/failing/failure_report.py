@@ -21,13 +21,13 @@ from asyncdist.tensors.serialization import cut_text, words_of
 #: Maximum size of a rank's failure summary, in bytes.
 _SUMMARY_NBYTES_MAX: Final = 1200
 
-#: Function that receives the exception that ends this rank, if the program that started the rank reports failures
+#: Function that receives the exception that ends this rank, for a program that starts ranks and reports their failures
 #: itself.
 told_elsewhere: ContextVar[Callable[[BaseException], None] | None] = ContextVar("told_elsewhere", default=None)
 
 
 class FailureReport:
-    """Prints exceptions early, and prevents the interpreter from printing the same exception objects again.
+    """Prints exceptions early, and keeps the interpreter from printing the same exceptions again.
 
     ``run`` must print the traceback before the peers or the launcher end this process, and also raise the exception.
     """
@@ -70,11 +70,11 @@ class FailureReport:
     def _hook(
         self, previous: Any, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        if not (sys.flags.interactive or hasattr(sys, "ps1")):  # in an interactive session the program continues
+        if not (sys.flags.interactive or hasattr(sys, "ps1")):  # in an interactive session, the program continues
             _let_interrupts_kill()
         told = {id(error): None for error in self._printed} | {id(error): line for error, line in self._lines}
         error: BaseException | None = value
-        if isinstance(value, KeyboardInterrupt):  # Ctrl-C while another error was being raised
+        if isinstance(value, KeyboardInterrupt):  # Ctrl-C was pressed while another error was being raised
             while error is not None and id(error) not in told:
                 error = error.__context__
         if id(error) not in told:
@@ -90,7 +90,7 @@ def _let_interrupts_kill() -> None:
 
 
 def summarise(error: BaseException) -> str:
-    """Return a one-line summary of an error, which always fits into a message to the peers. Never raises."""
+    """Return a one-line summary of an error, short enough for a message to the peers. Never raises."""
     return cut_text(_summary(error), _SUMMARY_NBYTES_MAX)
 
 

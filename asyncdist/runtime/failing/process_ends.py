@@ -1,9 +1,9 @@
 """Ends this process immediately, and ends forked children of a rank without affecting the rank.
 
-A forked child has a copy of the rank's memory and file descriptors, but is not a rank. If it left the world, ran the
-rank's loop, called MPI_Finalize or closed gloo's connections, it would disturb the rank, hang or crash. A child
-therefore ends as soon as it leaves a policy or the rank's world. When it exits, only the :mod:`atexit` functions run
-that the child itself has registered.
+A forked child has a copy of the rank's memory and file descriptors, but is not a rank. It would disturb the rank, hang
+or crash if it left the world, ran the rank's loop, called MPI_Finalize or closed gloo's connections. A child therefore
+ends as soon as it leaves a policy or the rank's world. At its exit, only the :mod:`atexit` functions run that the child
+itself has registered.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Forks:
 
     def __init__(self) -> None:
         self.abandon: dict[object, Callable[[], None]] = {}
-        self.has_hosted = False  # remains True, since MPI stays open after the world is closed
+        self.has_hosted = False  # stays True, because MPI stays open after the world is closed
         self._code = 0
         self._error_before: BaseException | None = None
 
@@ -55,7 +55,7 @@ class _Forks:
             abandon()
         self.abandon.clear()
         self._error_before = _last_error()
-        # Records the exit code, which atexit functions cannot read.
+        # Record the exit code, which atexit functions cannot read.
         sys.exit = functools.partial(self._note_exit, sys.exit)
         atexit.register(self._end_child)
 
@@ -69,7 +69,7 @@ class _Forks:
 
 
 def _last_error() -> BaseException | None:
-    """Return the exception that ends the program and has been printed; None if there is none."""
+    """Return the exception that ends the program and has been printed, or None."""
     return getattr(sys, "last_value", None)
 
 
@@ -91,7 +91,7 @@ def abandoned_in_children(abandon: Callable[[], None]) -> Iterator[None]:
 
 
 def end_at_next_turn(loop: asyncio.AbstractEventLoop, rank: int) -> None:
-    """End this forked child of ``rank`` as soon as it awaits in the rank's loop."""
+    """End this forked child of ``rank`` as soon as it awaits anything in the rank's loop."""
     with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon(_end_in_loop, rank)
 
@@ -109,7 +109,7 @@ def end_forked_child(process_id: int, error: BaseException | None) -> None:
     if os.getpid() == process_id:
         return
     while isinstance(error, ForkedChildError) and error.__context__ is not None:
-        error = error.__context__  # the exception that made the child leave an inner context
+        error = error.__context__  # the exception with which the child left an inner context
     if error is not None and not isinstance(error, SystemExit):
         traceback.print_exception(error)
         exit_immediately(1)

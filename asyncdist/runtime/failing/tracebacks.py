@@ -49,7 +49,7 @@ def format_from(error: BaseException, trace: TracebackType | None) -> str:
 
 
 if sys.version_info < (3, 12):
-    #: In Python 3.11 the module traceback makes no suggestions, but the interpreter's own report does.
+    #: In Python 3.11, the interpreter's own report has suggestions, but the module traceback makes none.
     _SUGGESTION: Final = "Did you mean"
 
     def _as_the_interpreter_shows(error: BaseException, trace: TracebackType | None) -> str:
@@ -63,7 +63,7 @@ if sys.version_info < (3, 12):
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """Return the part of the traceback in the user's code; None for the exception group of spawned tasks."""
+    """Return the part of the traceback in the user's code, or None for the exception group of spawned tasks."""
     trace = error.__traceback__
     found = raised = None
     is_in_user_code = not isinstance(error, BaseExceptionGroup)

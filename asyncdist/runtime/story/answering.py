@@ -30,27 +30,27 @@ from asyncdist.wording import seconds_in_words
 
 logger = logging.getLogger("asyncdist.runtime.story.answering")
 
-#: Bytes that wake the thread, either to end it or to make it print the reports of all ranks.
+#: Bytes that wake the thread to end it, or to make it print the reports of all ranks.
 _END: Final = b"!"
 _ASKED: Final = b"?"
 
 #: Seconds that the loop has to answer before it counts as blocked.
 _LOOP_S: Final = 0.3
-#: Number of checks for progress within ``stall_s`` seconds, and the maximum time between two checks in seconds.
+#: Number of checks for progress within ``stall_s`` seconds, and maximum seconds between two checks.
 _LOOKS_IN_STALL: Final = 4
 _PERIOD_S_MAX: Final = 1.0
-#: Number of other ranks that record a printed report, since the printing rank's loop may be blocked.
+#: Number of other ranks that record a printed report, because the printing rank's loop may be blocked.
 _KEEPER_COUNT: Final = 4
-#: Seconds that a rank waits before it prints after a signal, so that the signal reaches all ranks and only one prints.
+#: Seconds between a signal and the report. Meanwhile the signal reaches all ranks, and only one of them prints.
 _ASKED_TOGETHER_S: Final = 0.3
-#: Seconds during which a rank reports to other ranks that it has received the signal.
+#: Seconds during which a rank answers other ranks that it has received the signal.
 _ASKED_S: Final = 1.0
 
 
 class Teller:
     """Reports one rank's waits on request over a socket, and the waits of all ranks if no rank makes progress.
 
-    The waits of all ranks are printed after ``stall_s`` seconds without progress; infinity for never.
+    All ranks' waits are printed after ``stall_s`` seconds without progress, or never if it is infinity.
     """
 
     def __init__(self, world: World, main: asyncio.Task[object], stall_s: float) -> None:
@@ -61,10 +61,10 @@ class Teller:
         self._thread_of_rank = threading.get_ident()
         self._signs = Signs(world)
         self._stall_s = stall_s
-        self._told_of: float | None = None  # time of the rank's last progress when the reports were printed
+        self._told_of: float | None = None  # time of the rank's last progress before the reports were last printed
         self._look_again_at = 0.0
         self._asking: threading.Thread | None = None
-        self._asked: RankStory | None = None  # report on this rank when the signal arrived
+        self._asked: RankStory | None = None  # this rank's report from the moment of the signal
         self._asked_at = -math.inf
         self._telling: threading.Thread | None = None
         self._period_s = min(_PERIOD_S_MAX, stall_s / _LOOKS_IN_STALL)
@@ -74,7 +74,7 @@ class Teller:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Listen on a socket, if this host has a folder for sockets, and start the thread."""
+        """Open a socket, if this host has a folder for sockets, and start the thread that answers on it."""
         opened = sockets.listen(job_name(self._world), self._world.rank)
         if opened is None:
             return
@@ -97,7 +97,7 @@ class Teller:
         self._thread = None
 
     def forget_in_child(self) -> None:
-        """Close this rank's socket in a forked child, which would otherwise answer requests after the rank's death."""
+        """Close this rank's socket in a forked child, which would otherwise keep it open after the rank's death."""
         if self._listener is not None:
             self._listener.close()
             self._thread = None
@@ -112,7 +112,7 @@ class Teller:
         """Make the thread print the reports of this host's ranks, unless a lower rank has received the signal, too.
 
         Returns:
-            The report of this rank if no other rank can be asked; otherwise an empty string.
+            The report of this rank if no other rank can be asked, otherwise an empty string.
         """
         self._signs.sample()
         runs = asyncio.current_task(self._loop) is not None or not self._loop.is_running()
@@ -206,7 +206,7 @@ class Teller:
             return answer[0]
         while True:
             frame = sys._current_frames().get(self._thread_of_rank)
-            with contextlib.suppress(RuntimeError):  # a dictionary has changed during the iteration, so collect again
+            with contextlib.suppress(RuntimeError):  # A dictionary has changed while it was read, so collect again.
                 return collect(self._world, self._main, self._signs, frame)
 
     # -- after a signal -----------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class Teller:
         is_news = still_s >= self._stall_s and self._signs.moved_at != self._told_of
         is_asking = self._asking is not None and self._asking.is_alive()
         if is_news and now >= self._look_again_at and not is_asking:
-            # A separate thread asks the other ranks, since this thread must answer their requests.
+            # Ask the other ranks in a separate thread, because this thread must answer their requests.
             self._asking = threading.Thread(target=self._ask_who_moves, name="asyncdist story, asking", daemon=True)
             self._asking.start()
 
@@ -262,13 +262,13 @@ class Teller:
         _write(text)
 
     def _note_told(self, text: str) -> None:
-        """Record that the reports were printed; if ``text`` is not empty, make the loop add it to the rank's events."""
+        """Record that the reports were printed. If ``text`` is not empty, make the loop add it to the rank's events."""
         if text:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._world.services.events.record, "told", text)
         self._told_of = self._signs.moved_at
         self.told_at = time.monotonic()
-        self._stall_s *= 2  # repeat the report only after twice as long
+        self._stall_s *= 2  # print the next report only after twice as long
 
     def _places(self) -> list[sockets.Place]:
         assert self._path is not None, "it has begun"

@@ -17,7 +17,7 @@ from asyncdist.runtime.world import World
 from asyncdist.story.facts import ChannelState, Collective, MainState, PolicyState, RankStory, Wait
 from asyncdist.story.happenings import events_in_words
 
-#: Maximum number of event kinds in a report. Steps and roles are reported in the policy's line instead.
+#: Maximum number of event kinds in a report, apart from steps and roles, which are in the policy's line.
 EVENT_COUNT_MAX: Final = 3
 #: Maximum number of tasks in a report, and of ranks listed for one wait.
 TASK_COUNT_MAX: Final = 20
@@ -36,7 +36,7 @@ def job_name(world: World) -> str:
 def collect(world: World, main: asyncio.Task[Any], signs: Signs, frame: types.FrameType | None = None) -> RankStory:
     """Return a report of a rank's waits, policies, channels and events.
 
-    ``frame`` is the current frame of the rank's thread if its loop is blocked, and None otherwise.
+    ``frame`` is the current frame of the rank's thread if its loop is blocked, otherwise None.
     """
     services = world.services
     state, line, inner_line = _state(main, signs, frame)
@@ -64,7 +64,7 @@ def collect(world: World, main: asyncio.Task[Any], signs: Signs, frame: types.Fr
 
 
 def _state(main: asyncio.Task[Any], signs: Signs, frame: types.FrameType | None) -> tuple[MainState, str, str]:
-    """Return the state of main, its current line of user code, and its innermost current line if that differs."""
+    """Return the state of main, its current line of user code, and its innermost current line if different."""
     if frame is None:
         has_returned = all(is_library(each) for each in frames_of(main))
         return "returned" if has_returned else "awaits", "", ""
@@ -126,7 +126,7 @@ def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
 
 
 def _line_beside(task: asyncio.Task[Any], world: World) -> str | None:
-    """Return the current line of user code in the worker thread that a task waits for; None without such a thread."""
+    """Return the current line of user code in the worker thread that a task waits for, or None."""
     frame = world.frame_of(waiter_of(task))
     users = next((each for each in _outwards(frame) if _is_users(each)), None)
     return None if users is None else line_of(users)
@@ -137,7 +137,7 @@ def _first(ranks: Iterable[int]) -> list[int]:
 
 
 def _collective(task: asyncio.Task[Any], world: World) -> Collective | None:
-    """Return the oldest collective in progress if the task waits in a collective; otherwise None."""
+    """Return the oldest collective in progress if the task waits in a collective, or None."""
     engine = world.services.engine
     if not any(future in engine.collective_waits for future in _waiters(task, engine)):
         return None
@@ -147,7 +147,7 @@ def _collective(task: asyncio.Task[Any], world: World) -> Collective | None:
 
 
 def _waiters(task: asyncio.Task[Any], engine: Any) -> Iterator[Any]:
-    """Yield the future that a task waits for, then the future that this one depends on, and so on."""
+    """Yield the future that a task waits for, then the future on which that one depends, and so on."""
     seen: set[int] = set()
     waiter = waiter_of(task)
     while waiter is not None and id(waiter) not in seen:

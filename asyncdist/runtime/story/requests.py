@@ -13,15 +13,14 @@ from typing import Any, Final, Self
 from asyncdist import environment, rank_program
 from asyncdist.runtime.stall_warnings import is_library
 
-#: Number of the signal; None if the operating system has no SIGUSR1.
+#: Number of the signal, or None if the operating system has no SIGUSR1.
 SIGNAL: Final = getattr(signal, "SIGUSR1", None)
-#: For each open world of this process: the function that returns its report, and the function to call in forked
-#: children.
+#: Functions of each open world of this process: one returns its report, and the other is called in forked children.
 _tellers: dict[object, tuple[Callable[[], str], Callable[[], None]]] = {}
 
 
 def tell_on_request(owner: object, tell: Callable[[], str], forget_in_child: Callable[[], None]) -> None:
-    """Print the result of ``tell()``, unless it is empty, at each SIGUSR1, until :func:`tell_no_more` is called."""
+    """Print the string that ``tell()`` returns, unless it is empty, at each SIGUSR1 until :func:`tell_no_more`."""
     _tellers[owner] = tell, forget_in_child
 
 
@@ -51,7 +50,7 @@ class StoryRequests:
 
 
 def forget_in_child() -> None:
-    """Restore Python's default handler and close the rank's socket in a forked process, which is not a rank."""
+    """Restore Python's default handler, and close the sockets of this process's ranks. Called in a forked child."""
     for _, forget in _tellers.values():
         forget()
     _tellers.clear()
@@ -63,7 +62,7 @@ def forget_in_child() -> None:
 
 
 def _is_of_rank_program(handler: Any) -> bool:
-    """Return whether a signal handler is the one that :mod:`asyncdist.rank_program` sets at the start."""
+    """Return whether a signal handler is the initial one of :mod:`asyncdist.rank_program`."""
     name: str = getattr(handler, "__qualname__", "")
     return name == rank_program.tell_no_world.__qualname__
 

@@ -11,7 +11,7 @@ from asyncdist.runtime.world import World
 
 #: CPU usage, as a fraction of a core, above which a rank's thread counts as computing.
 _BUSY_SHARE: Final = 0.1
-#: Minimum time over which the CPU usage is measured, in seconds.
+#: Minimum seconds over which the CPU usage is measured.
 _SHARE_PERIOD_S: Final = 0.2
 #: Maximum number of reminders with outstanding sends; a rank rarely has more than a few open collective starts.
 _REMINDERS_UNDER_WAY_MAX: Final = 32
@@ -20,8 +20,8 @@ _REMINDERS_UNDER_WAY_MAX: Final = 32
 class Signs:
     """Records when a rank last made progress (a step, a message, a piece of a stream), and when each peer last sent.
 
-    The reminders that a waiting collective start sends every second do not count as progress, since the start may be
-    hanging. The object must be created in the rank's own thread.
+    The reminders that a waiting collective start sends every second are not progress, because the start may hang. The
+    object must be created in the rank's own thread.
 
     Attributes:
         moved_at: Time of the rank's last observed progress, in seconds on :func:`time.monotonic`'s clock.
@@ -45,12 +45,12 @@ class Signs:
         self._share = 0.0
 
     def sample(self) -> None:
-        """Take a sample: record whether anything has changed since the last one."""
+        """Take a sample, and record whether anything has changed since the last sample."""
         if not self._lock.acquire(blocking=False):  # a signal handler was called during a sample
             return
         try:
             self._sample(time.monotonic())
-        except RuntimeError:  # a dictionary changed while this thread read it, so the rank makes progress
+        except RuntimeError:  # a dictionary changed while it was read, so the rank makes progress
             self.moved_at = time.monotonic()
         finally:
             self._lock.release()
@@ -79,7 +79,7 @@ class Signs:
             self._sampled_cpu_s, self._sampled_at = cpu_s, now
 
     def _has_requested(self, request_count: int) -> bool:
-        """Return whether more requests have ended since the last sample than reminders can account for."""
+        """Return whether more requests have ended since the last sample than the sent reminders can explain."""
         sent = self._world.agreements.rivals.sent_count
         new, self._request_count = request_count - self._request_count, request_count
         possible = self._reminders_under_way + sent - self._reminded_count
@@ -91,14 +91,14 @@ class Signs:
         return 0.0 if self._clock is None else time.clock_gettime(self._clock)
 
     def computes(self) -> bool:
-        """Return whether the rank's thread has recently been computing."""
+        """Return whether the rank's thread has recently used the CPU."""
         return self._share >= _BUSY_SHARE
 
     def still_s(self) -> float:
-        """Return the number of seconds without progress, as of the last sample."""
+        """Return the seconds without progress, as of the last sample."""
         return time.monotonic() - self.moved_at
 
     def heard_s(self) -> dict[int, float]:
-        """Return the seconds since the last message from each rank, as far as the samples show."""
+        """Return the seconds since the last known message from each rank."""
         now = time.monotonic()
         return {rank: round(now - at, 1) for rank, at in sorted(self._heard_at.items())}
