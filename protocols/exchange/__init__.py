@@ -1,1 +1,1 @@
-"""Averages contributions of members in numbered rounds, in the background, for policies without metrics."""
+"""Averages members' contributions in numbered rounds, in the background, for policies without metrics."""

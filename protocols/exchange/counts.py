@@ -1,7 +1,7 @@
-"""Counts one rank's contributions to averages and the averages that it has applied, for all policies that average.
+"""Counts one rank's contributions to averages, and the averages that it has applied.
 
-A policy passes each contribution and each average to its journal, which updates the counts, records the events, and
-shows the counts in the live table. The counts are the same for policies with and without rounds.
+A policy passes each contribution and each average to its journal, which updates these counts, records events, and shows
+the counts in the live table. Policies with rounds and without rounds use the same counts.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from asyncdist.protocols.step_info import NOTHING, Contributed, StepInfo
 
 @dataclass(slots=True)
 class AverageCounts:
-    """Counts of one rank.
+    """Counts of one rank's contributions and applied averages.
 
     Attributes:
         contribution_count: Number of captured contributions.
         wire_nbytes: Total encoded size of the contributions in bytes.
         unencoded_nbytes: Total size of the contributions in bytes with ``wire="float32"``.
-        applied_count: Number of applied averages; each fragment counts.
-        waited_s: Seconds for which steps have waited for averages.
-        waited_max_s: The longest wait of a step in seconds.
+        applied_count: Number of applied averages. Each fragment's average is counted separately.
+        waited_s: Total seconds for which steps have waited for averages.
+        waited_max_s: Longest wait of a step in seconds.
         donated: Number of applied averages that contain a rank's contribution, by rank.
-        left_out: Number of applied averages that do not contain a member's contribution, by rank.
-        versions: Number of averages of each fragment so far, by fragment.
-        latest: Result of the step for the last applied average.
+        left_out: Number of applied averages without a member's contribution, by rank.
+        versions: Number of averages of each fragment, by fragment.
+        latest: Step result that reports the last applied average.
     """
 
     contribution_count: int = 0
@@ -42,13 +42,13 @@ class AverageCounts:
     latest: StepInfo = NOTHING
 
     def note_contributed(self, event: Contributed) -> None:
-        """Count a contribution."""
+        """Count one captured contribution."""
         self.contribution_count += 1
         self.wire_nbytes += event.wire_nbytes
         self.unencoded_nbytes += event.unencoded_nbytes
 
     def note_applied(self, info: StepInfo) -> None:
-        """Count an applied average."""
+        """Count one applied average."""
         self.applied_count += 1
         self.waited_s += info.waited_s
         self.waited_max_s = max(self.waited_max_s, info.waited_s)

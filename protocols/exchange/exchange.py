@@ -1,17 +1,16 @@
 """Averages contributions of all members in numbered rounds, in the background, even if members are lost.
 
 Each member contributes a fragment of its model, and continues to train. When all members have contributed to a round,
-its leader decides which contributions are averaged (:mod:`protocols.exchange.ledger`), and the members exchange the
+its leader decides which contributions are averaged (:mod:`protocols.exchange.ledger`). The members then exchange the
 data at safe points (:mod:`protocols.exchange.rounds`), or read each other's memory if the kernel allows it.
 
-The members, their leader, and the admission of restarted ranks are those of a
-:class:`~protocols.joining.membership.Membership`. If the leader is lost, each member sends its standing to the next
-leader. Messages between two ranks arrive in order, so the new leader needs no other information. A newcomer receives
-the means of all rounds that are in progress.
+A :class:`~protocols.joining.membership.Membership` tracks the members and their leader, and admits restarted ranks. If
+the leader is lost, each member reports its standing to the next leader. Messages between two ranks arrive in order, so
+the new leader needs no other information. A newcomer receives the means of all rounds in progress.
 
-With a quorum, a round does not wait for late members. The contribution of a late member moves to the next round of its
-fragment when the member learns that it was late. A member is *behind* if the next mean that it needs is no longer
-offered by any rank. After its next contribution, it catches up (:mod:`protocols.exchange.catching_up.catch_up`).
+With a quorum, a round does not wait for late members. When a member is notified that its contribution was late, it
+moves the contribution to the fragment's next round. A member is *behind* if no rank offers the next mean that it needs.
+After its next contribution, it catches up (:mod:`protocols.exchange.catching_up.catch_up`).
 """
 
 from __future__ import annotations
@@ -65,13 +64,14 @@ class Exchange:
     Args:
         membership: Membership of the policy, which the exchange opens.
         fragments: Fragments of the policy's model, which receive the means.
-        is_overlapped: Whether the ranks train while data moves; equal on all members.
-        weigh: Pure function by which a leader chooses the donors and their weights from the members' reports; equal on
-            all members. By default all finite contributions count, with their reported weights.
-        partners: Pure function by which a leader chooses whose contributions each member averages; equal on all
+        is_overlapped: Whether the ranks train during transfers. Equal on all members.
+        weigh: Pure function with which a leader chooses the donors and their weights from the members' reports. Equal
+            on all members. By default all finite contributions count, with their reported weights.
+        partners: Pure function with which a leader chooses whose contributions each member averages. Equal on all
             members. By default all members share one mean.
         replicas: Replicas of the ranks. Only counterparts exchange data, and a replica is a donor as a whole.
-        quorum: When a round is decided without all members; None to wait for all members. Equal on all members.
+        quorum: Condition under which a round is decided without all members, or None to wait for all members. Equal on
+            all members.
     """
 
     def __init__(
@@ -93,15 +93,15 @@ class Exchange:
         self._fragments = fragments
         self._is_overlapped = is_overlapped
         self._rounds: dict[int, MemberRound] = {}
-        self._retired = [0] * len(fragments)  # by fragment: the last round that is retired
+        self._retired = [0] * len(fragments)  # by fragment: the last retired round
         self._holders = [-1] * len(fragments)  # by fragment: a member that has the state after the last retired round
-        self._is_paused = False  # whether rounds do not wait for this member until it contributes again
+        self._is_paused = False  # whether rounds do not wait for this member's contribution
         self._is_ending = False  # whether this member contributes to no further round
         self._is_released = True  # whether this member may leave
         self._are_leaving = False  # whether another member was lost, has left, or is ending
         self._contributed: dict[int, int] = {}  # by fragment: the round in which the last contribution counts
-        self._orders: list[tuple[int, ExchangeMessage]] = []  # messages that arrived before this newcomer has a state
-        self._unread: list[Envelope[ExchangeMessage]] | None = []  # messages before the opening; None afterwards
+        self._orders: list[tuple[int, ExchangeMessage]] = []  # messages that arrived before this newcomer had a state
+        self._unread: list[Envelope[ExchangeMessage]] | None = []  # messages before the membership is opened; then None
         self._is_closed = False
         self._leading = Leading(self, services, membership, weighing_of(replicas, weigh), partners, quorum)
         self._replicas = replicas
@@ -113,7 +113,7 @@ class Exchange:
             fragments,
             is_overlapped=is_overlapped,
             merges_at_once=replicas.size == 1,
-            keeps_means=quorum is None,  # otherwise rounds are retired although a member is behind
+            keeps_means=quorum is None,  # with a quorum, rounds are retired even if a member is behind
         )
         self._channel: Channel[ExchangeMessage] = services.open_channel(
             ExchangeMessage, tag=tags.CONTROL, scope=scopes.to_members, name="exchange", handler=self._on_message
@@ -137,13 +137,13 @@ class Exchange:
         return self._transfers.new_encoded(fragment)
 
     def note_applied(self, fragment: int) -> None:
-        """Allow the memory of a fragment's last mean to be reused, after the mean was applied."""
+        """Allow the memory of a fragment's last mean to be reused, because the mean was applied."""
         self._transfers.note_applied(fragment)
 
     def contribute(
         self, number: int, encoded: Sequence[Tensor], weight: float, norm: float, scores: tuple[float, ...] = ()
     ) -> None:
-        """Offer this member's contribution to a round; its memory must not be changed afterwards."""
+        """Offer this member's contribution to a round. Its memory must not be changed afterwards."""
         own = self._round(number)
         own.contribution, own.weight, own.norm, own.scores = encoded, weight, norm, scores
         self._transfers.offer_contribution(own)
@@ -153,27 +153,30 @@ class Exchange:
         self._look_behind(own.fragment)
 
     def next_open(self, fragment: int) -> int:
-        """Return a fragment's first round that is not decided yet, as far as this member knows."""
+        """Return a fragment's first round that, to this member's knowledge, is not decided."""
         count = len(self._fragments)
         decided = [each.number for each in self._rounds.values() if each.fragment == fragment and each.attempt]
         last = max(self._newest(fragment), self._retired[fragment], *decided, 0)
         return last + count if last else fragment + 1
 
     def last_contribution(self, fragment: int) -> int:
-        """Return the round in which this member's last contribution to a fragment counts; 0 before the first."""
+        """Return the round in which this member's last contribution to a fragment counts, or 0 before the first."""
         return self._contributed.get(fragment, 0)
 
     def _newest(self, fragment: int) -> int:
-        """Return a fragment's last round whose state this member has; 0 before the first."""
+        """Return a fragment's last round whose state this member has, or 0 before the first."""
         version, count = self._fragments[fragment].version, len(self._fragments)
         return (version - 1) * count + fragment + 1 if version else 0
 
     def latest(self, number: int) -> int:
-        """Return the round in which this member's contribution to a round counts: a later one if it was late."""
+        """Return the round in which this member's contribution to a round counts.
+
+        If it was late, this is a later round.
+        """
         return max(number, self._contributed.get((number - 1) % len(self._fragments), number))
 
     def has_merged(self, number: int) -> bool:
-        """Return whether this member has the mean of a round, and knows that its contribution counts in it."""
+        """Return whether this member has the mean of a round, and knows that its contribution counts in this round."""
         own = self._rounds.get(number)
         return has_merged(self._fragments, number) and (self._quorum is None or own is None or own.is_known)
 
@@ -183,7 +186,7 @@ class Exchange:
         Also return if another rank of its replica is lost.
 
         If all members wait in the same step, also wait until the others have received this member's slices. Otherwise
-        this member would train for a step while the others wait for the rest of a slice.
+        this member would train for a step while the others wait for the remaining chunks of a slice.
         """
         engine, members, wait = self._services.engine, self._membership, WaitId(WaitKind.ROUND_MEAN, number=number)
         if not self.has_merged(self.latest(number)):
@@ -193,22 +196,23 @@ class Exchange:
             await engine.until(lambda: own.has_sent or members.is_broken, wait)
 
     def pause(self) -> None:
-        """Let no round wait for this member until it contributes again; without a quorum, change nothing."""
+        """Let no round wait for this member until it contributes again. Without a quorum, do nothing."""
         if self._quorum is not None:
             self._is_paused = True
             self._tell_leader(Paused(), 0)
 
     def is_behind(self, fragment: int) -> bool:
-        """Return whether this member lacks the mean of a fragment's retired round."""
+        """Return whether this member lacks the mean of a fragment's last retired round."""
         return self._newest(fragment) < self._retired[fragment]
 
     async def settled(self, deadline: float | None = None) -> bool:
         """Wait until every member has the means of all rounds to which this member has contributed.
 
-        With a quorum, members that are behind lack these means. If only such members continue, wait until one of them
-        has caught up.
+        With a quorum, members that are behind lack these means. If only such members would remain, wait until one of
+        them has caught up.
 
-        Also return if another rank of this rank's replica is lost: the other members then no longer count this member.
+        Also return if another rank of this rank's replica is lost, because the other members then no longer count this
+        member.
 
         Returns:
             False if the deadline passed first.
@@ -228,7 +232,7 @@ class Exchange:
         return is_settled
 
     def leave(self) -> None:
-        """Leave the exchange. Contributions to rounds in progress are withdrawn."""
+        """Leave the exchange, and withdraw contributions to rounds in progress."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -249,8 +253,8 @@ class Exchange:
     def holds_means(self) -> bool:
         """True if this member has the mean of a round that another member may lack.
 
-        As long as this is True, no newcomer may get this member's state: if this member were lost, the others could not
-        get the mean.
+        While this is True, no newcomer may get this member's state: if this member were then lost, the other members
+        could not get the mean that the newcomer's state contains.
         """
         return any(own.has_merged for own in self._rounds.values())
 
@@ -261,7 +265,7 @@ class Exchange:
     async def settle(self, numbers: Sequence[int], progress: Sequence[int]) -> tuple[int, ...]:
         """Wait until this member has the means of these rounds, or until all members wait in this method.
 
-        See :meth:`Membership.settle`.
+        Returns the result of :meth:`Membership.settle`.
         """
         return await self._membership.settle(lambda: all(map(self.has_merged, numbers)), progress)
 
@@ -272,17 +276,17 @@ class Exchange:
         return {"encoded": encoded, "weight": own.weight, "norm": own.norm, "scores": own.scores}
 
     def members(self) -> tuple[int, ...]:
-        """Return the living members, in the order in which they may lead."""
+        """Return the living members in the order in which they may lead."""
         return self._membership.members()
 
     def begin_joined(self, in_flight: Sequence[int]) -> None:
-        """Take part as a member, after the leader's state was loaded.
+        """Start to take part as a member, after the leader's state was loaded.
 
         Args:
-            in_flight: Rounds whose means this member receives, although it has not contributed to them.
+            in_flight: Rounds whose means this member receives without having contributed to them.
         """
         for number in in_flight:
-            own = self._round(number)  # this member then reports the round in a census
+            own = self._round(number)  # so that this member reports the round in a census
             self._contributed[own.fragment] = number
         self._membership.complete_joining()
         orders, self._orders = self._orders, []
@@ -292,22 +296,22 @@ class Exchange:
     # -- changes of the members -------------------------------------------------------------------------------------
 
     def may_admit(self) -> bool:
-        """Return whether no census is in progress."""
+        """Return whether a newcomer may be admitted, which is not possible during a census."""
         return self._leading.can_admit
 
     def on_lost(self, rank: int) -> None:
-        """As the leader, decide again the rounds that need the lost member."""
+        """As the leader, decide rounds again that need the lost member."""
         self._forget_lost()
         self._leading.on_lost(rank)
 
     def on_new_leader(self) -> None:
-        """Report this member's standing to the new leader, which takes a census: it collects all members' standings."""
+        """Report this member's standing to the new leader, which collects all members' standings in a census."""
         self._forget_lost()
         self._leading.follow(self._retired)
         self._begin_leading()
 
     def _begin_leading(self) -> None:
-        """Begin a census, if this member leads, and report this member's standing to the leader."""
+        """As the leader, begin a census. On every member, report the member's standing to the leader."""
         self._leading.take_over()
         self._hold(0)
         if self._is_paused:
@@ -326,11 +330,11 @@ class Exchange:
             self._begin(own)
 
     def on_admitted(self, rank: int) -> None:
-        """Send the verdicts of all rounds in progress to a newcomer, as the leader."""
+        """As the leader, send the verdicts of all rounds in progress to a newcomer."""
         self._leading.on_admitted(rank)
 
     def on_settling(self) -> None:
-        """Do nothing: after its contribution, a member need not make a step for the round to end."""
+        """Do nothing: a round ends without further steps of a member that has contributed to it."""
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -358,7 +362,7 @@ class Exchange:
         """Handle the leader's message as a member."""
         match message:
             case Decided(verdict) if number > self._retired[(number - 1) % len(self._fragments)]:
-                if number not in self._rounds and self.has_merged(number):  # this member's state includes the mean
+                if number not in self._rounds and self.has_merged(number):  # its loaded state includes the mean
                     self._tell_leader(Merged(), number)
                 else:
                     self._take_verdict(self._round(number), verdict)
@@ -403,8 +407,8 @@ class Exchange:
     def _begin(self, own: MemberRound) -> None:
         """Start to receive a round's mean.
 
-        The start is delayed until this member has the fragment's earlier means, and until it is connected to all
-        sources that were restarted.
+        If this member lacks the fragment's earlier means, or is not connected to a restarted source, the start is
+        delayed.
         """
         verdict, index = own.verdict, (own.number - 1) // len(self._fragments)
         is_early = self._quorum is not None and index > self._fragments[own.fragment].version
@@ -421,13 +425,13 @@ class Exchange:
                 self._begin_next(own.fragment)
 
     def _begin_next(self, fragment: int) -> None:
-        """Start to receive a fragment's next mean, if it was decided already."""
+        """Start to receive a fragment's next mean if the leader has already decided its round."""
         later = self._rounds.get(self._fragments[fragment].version * len(self._fragments) + fragment + 1)
         if later is not None:
             self._begin(later)
 
     def _move_contribution(self, own: MemberRound) -> None:
-        """Let a contribution that was late count in the fragment's next round."""
+        """Move a late contribution to the fragment's next round."""
         if own.contribution:
             later = self._round(self.next_open(own.fragment))
             self._transfers.move_contribution(own, later)
@@ -435,7 +439,7 @@ class Exchange:
             self._tell_leader(Captured(later.weight, later.norm, later.scores), later.number)
 
     def _hold(self, census: int) -> None:
-        """Stop receiving means, and report this member's standing in each round."""
+        """Stop receiving means, and report this member's standing in each round to the leader."""
         for own in self._rounds.values():
             if not own.has_received:
                 self._transfers.stop(own)
@@ -444,7 +448,7 @@ class Exchange:
         self._tell_leader(Census(census, standings, tuple(self._retired), newest), 0)
 
     def _retire(self, last: int, holder: int) -> None:
-        """Free a fragment's rounds up to ``last``; a member without their means catches up when it contributes."""
+        """Free a fragment's rounds up to ``last``. A member without their means will catch up."""
         count, fragment = len(self._fragments), (last - 1) % len(self._fragments)
         if self._quorum is None:
             self._retired = [last] * count
@@ -458,11 +462,11 @@ class Exchange:
             del self._rounds[number]
             if own.has_received and not own.has_merged:
                 self._transfers.merge(own)
-            elif not own.has_received:  # the leader must retire only rounds whose means all members have
+            elif not own.has_received:  # only with a quorum: this member is behind
                 self._transfers.stop(own)
             self._transfers.retire(own)
         self._server.end_rounds(min(self._retired))
-        # If this member holds a state that it has not merged, all members with newer states are lost.
+        # If this member was named as holder without having merged the state, all members with newer states are lost.
         if holder == self._services.rank and not has_merged(self._fragments, last):
             self._fragments[fragment].count_lost((last - 1) // count + 1)
             self._tell_leader(Merged(), last)
@@ -470,10 +474,10 @@ class Exchange:
         self._services.engine.recheck()
 
     def _look_behind(self, fragment: int) -> None:
-        """Ask for a fragment's newest state, if this member has contributed to it and is behind.
+        """Ask for a fragment's newest state if this member has contributed to it and is behind.
 
-        A member that has not contributed would be behind again when it contributes, so it asks only if other members
-        leave.
+        Before its next contribution, a member would soon be behind again. It therefore asks earlier only if other
+        members leave.
         """
         if self._catch_up is None or self._is_closed:
             return
@@ -482,11 +486,11 @@ class Exchange:
         if not number or has_merged(self._fragments, number) or not is_waiting:
             return
         holder = self._holders[fragment]
-        if holder in self._membership.living:  # otherwise the leader will name another holder
+        if holder in self._membership.living:  # if it is lost, the leader will name another holder
             self._catch_up.ask(number, holder)
 
     def note_caught_up(self, fragment: int) -> None:
-        """Resume a fragment's rounds after the received state; do nothing if no state has arrived."""
+        """Resume a fragment's rounds after the received state. Do nothing if no state has arrived."""
         newest = self._newest(fragment)
         if self._is_closed or not newest:
             return
@@ -509,7 +513,7 @@ class Exchange:
             self._look_behind_after_all()
 
     def _look_behind_after_all(self) -> None:
-        """Catch up even if this member has not contributed, because the newest state may leave with other members."""
+        """Catch up even without a contribution, because the newest state may be lost when other members leave."""
         self._are_leaving = True
         for fragment in range(len(self._fragments)):
             self._look_behind(fragment)
@@ -524,7 +528,7 @@ class Exchange:
             self.post(message, leader, number)
 
     def send(self, message: ExchangeMessage, dests: Sequence[int], number: int) -> None:
-        """Send a message with a round number to some members, which may include this one."""
+        """Send a message with a round number to some members, possibly including this one."""
         me = self._services.rank
         for dest in dests:
             if dest != me:
@@ -536,5 +540,5 @@ class Exchange:
         """Send a message with a round number to another rank."""
         try:
             self._channel.send_nowait(message, dest, round=number)
-        except RankLostError as error:  # the loss is handled when the world reports it
+        except RankLostError as error:  # on_lost() handles the loss
             logger.debug("the message %s was not sent: %s", type(message).__name__, error)

@@ -1,4 +1,4 @@
-"""Requests bytes that another rank offers, such as a slice of a contribution, of a mean, or a whole anchor."""
+"""Requests bytes that another rank offers, such as a slice of a contribution or of a mean, or a whole anchor."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from asyncdist.protocols.parameter_stream.receiver import ask_for_part, cancel_s
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.tensors.flat_state import FlatBuffers
 
-#: Largest number of requests to a living rank; the error of the last request is raised to the caller.
+#: Maximum number of requests to a living rank. The caller gets the error of the last request.
 REQUEST_COUNT_MAX: Final = 8
 
 
 class Fetch:
-    """One request for a tensor of bytes that another rank offers, repeated if the source's memory could not be read.
+    """One request for bytes that another rank offers. It is repeated if the source's memory could not be read.
 
     Args:
-        server: This rank's server on the channel on which the source offers.
+        server: This rank's server on the channel through which the source offers the bytes.
         number: Number under which the source offers the bytes.
         source: Rank that offers the bytes.
-        into: Tensor of uint8 that receives the bytes.
+        into: uint8 tensor that receives the bytes.
         label: Label of the offer.
         chunk_count: Number of chunks in which the source usually sends the bytes.
 
     Attributes:
-        is_whole: Whether all bytes have arrived, or were read.
+        is_whole: Whether all bytes have been received or read.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Fetch:
         """Wait until the bytes have arrived, and return them.
 
         Args:
-            in_place: Whether the bytes may stay in the source's memory if this rank has mapped it. They may then be
-                used only if :meth:`check` succeeds afterwards.
+            in_place: Whether the result may be the source's memory, if this rank has mapped it. The caller may then use
+                the bytes only if :meth:`check` succeeds afterwards.
 
         Raises:
             RankLostError: The source is lost.
@@ -109,16 +109,16 @@ class Fetch:
         return self._into
 
     async def ready(self) -> None:
-        """Wait until :meth:`piece` can return all pieces, or raise the errors of :meth:`whole`."""
+        """Wait until :meth:`piece` can return all pieces. Raises the errors of :meth:`whole`."""
         if isinstance(self._stream, PartReading):
             await self._stream.located()
         elif not self.is_whole:
             await self.whole()
 
     def piece(self, first: int, end: int, scratch: Tensor) -> Tensor:
-        """Return the bytes from ``first`` to ``end``, if necessary by reading them into ``scratch``.
+        """Return the bytes from ``first`` to ``end``. If necessary, read them into ``scratch``.
 
-        The bytes may be used only if :meth:`check` succeeds afterwards.
+        The caller may use the bytes only if :meth:`check` succeeds afterwards.
         """
         if not isinstance(self._stream, PartReading):
             return self._into[first:end]
@@ -129,7 +129,7 @@ class Fetch:
         return found
 
     def check(self) -> None:
-        """Check that the source had not withdrawn the bytes before this call.
+        """Check that the source has not withdrawn the bytes until now.
 
         Raises:
             StreamAborted: The source has withdrawn the bytes.
@@ -138,7 +138,7 @@ class Fetch:
             self._stream.check()
 
     def complete(self) -> None:
-        """Record that all bytes have arrived or were read."""
+        """Record that all bytes have been received or read."""
         if self._stream is not None:
             if isinstance(self._stream, PartReading):
                 self._stream.complete()
@@ -146,7 +146,7 @@ class Fetch:
             self.close()
 
     def close(self) -> None:
-        """Ask the source to stop, unless the bytes have arrived."""
+        """Ask the source to stop, unless all bytes have arrived."""
         stream, self._stream = self._stream, None
         if stream is not None:
             channel, number = self._server.channel, self._number
@@ -154,7 +154,7 @@ class Fetch:
 
 
 def as_buffers(part: Tensor) -> FlatBuffers:
-    """Return a tensor of uint8 as buffers that a :class:`SnapshotServer` can offer."""
+    """Return a uint8 tensor as buffers that a :class:`SnapshotServer` can offer."""
     return FlatBuffers((), {torch.uint8: part}, ())
 
 

@@ -1,8 +1,8 @@
-"""Tracks one member's fragments: which fragments are due, which are in flight, and when their means are applied.
+"""Tracks on one member which fragments are due, which are in flight, and when their means are applied.
 
-A fragment is *owed* from the step in which it is due until its contribution is captured, and then *in flight* until its
-mean is applied. The state is equal on all members that have made the same number of steps, except with ``skips_late``.
-Nothing here waits, sends or reads a clock.
+A fragment is *owed* from the step in which it is due until its contribution is captured. It is then *in flight* until
+its mean is applied. Except with ``skips_late``, the state is equal on all members that have made the same number of
+steps. This module does not wait, send messages or read a clock.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from asyncdist.protocols.exchange.schedule import Schedule
 
 
 class Flight(NamedTuple):
-    """A round for which this member has captured its contribution, and whose mean is not applied yet.
+    """A round whose contribution this member has captured, and whose mean it has not applied.
 
     Attributes:
-        base_version: Number of means of the fragment that this member had applied before the capture.
-        waits: Whether the member waits for the mean in the step of the capture, because it was behind. Its contribution
-            is sent while it waits; during training, sending would take several of its slow steps.
+        base_version: Number of the fragment's means that this member had applied before the capture.
+        waits: Whether the member waits for the mean in the step of the capture, because it was behind. While it waits,
+            it sends its contribution, which would take several of its slow training steps.
     """
 
     number: int
@@ -30,17 +30,17 @@ class Flight(NamedTuple):
 
 
 class Flights:
-    """Tracks all fragments of one member.
+    """Tracks the due and in-flight fragments of one member.
 
     Args:
         schedule: Steps in which the fragments are due.
-        skips_late: Whether a step skips a mean that has not arrived when it is due. A fragment is then captured again
-            only after its mean was applied.
+        skips_late: Whether a step skips a mean that is due but has not arrived. A fragment is then captured again only
+            after its mean was applied.
 
     Attributes:
         in_any_order: Whether a fragment's rounds may be captured before earlier rounds of other fragments.
-        skips_late: Whether a step skips a mean that has not arrived when it is due.
-        in_flight: Rounds in flight by fragment.
+        skips_late: Whether a step skips a mean that is due but has not arrived.
+        in_flight: Rounds in flight, by fragment.
     """
 
     def __init__(self, schedule: Schedule, *, skips_late: bool = False) -> None:
@@ -48,11 +48,11 @@ class Flights:
         self.in_any_order = False
         self.skips_late = skips_late
         self.in_flight: dict[int, Flight] = {}
-        self._captured = [0] * schedule.fragment_count  # number of contributions by fragment
+        self._captured = [0] * schedule.fragment_count  # by fragment: number of contributions
         self._owed: list[int] = []  # in the order in which they will be captured
 
     def note_step(self, step: int) -> None:
-        """Record that the fragments of a step are due."""
+        """Record that the fragments scheduled for a step are due."""
         for fragment in self._schedule.due(step):  # in most steps no fragment is due
             if self._is_in_turn(fragment) and not (self.skips_late and fragment in self._owed):
                 self._owed.append(fragment)
@@ -62,22 +62,22 @@ class Flights:
         self._owed.clear()
 
     def can_begin(self) -> bool:
-        """Return whether a fragment is owed, and can be captured now."""
+        """Return whether a fragment is owed and can be captured now."""
         return bool(self._owed) and self._owed[0] not in self.in_flight
 
     def next(self) -> tuple[int, int]:
-        """Return the next owed fragment, which can be captured, and the number of its round."""
+        """Return the next owed fragment and the number of its round. The fragment must be ready to be captured."""
         assert self.can_begin(), "no fragment can be captured"
         fragment = self._owed[0]
         return fragment, self._captured[fragment] * len(self._captured) + fragment + 1
 
     def last_number(self) -> int:
-        """Return the number of the last round for which a contribution was captured; 0 before the first."""
+        """Return the number of the last round whose contribution was captured, or 0 before the first."""
         count = len(self._captured)
         return max((each - 1) * count + place + 1 if each else 0 for place, each in enumerate(self._captured))
 
     def begin(self, step: int, base_version: int = 0, *, waits: bool = False) -> tuple[int, int]:
-        """Put the next owed fragment in flight, and return it with the number of its round."""
+        """Put the next owed fragment in flight. Return the fragment and the number of its round."""
         fragment, number = self.next()
         del self._owed[0]
         self._captured[fragment] += 1
@@ -86,18 +86,18 @@ class Flights:
         return fragment, number
 
     def skip_to(self, number: int) -> None:
-        """Make ``number`` the round of its fragment's next capture, because earlier rounds were decided already."""
+        """Make ``number`` the round of its fragment's next capture, because earlier rounds are already decided."""
         count = len(self._captured)
         self._captured[(number - 1) % count] = (number - 1) // count
 
     def move(self, fragment: int, number: int) -> Flight:
-        """Record that the contribution in flight counts in a later round, and return the flight."""
+        """Record that a fragment's contribution in flight counts in a later round. Return the flight."""
         self.in_flight[fragment] = flight = self.in_flight[fragment]._replace(number=number)
         self._captured[fragment] = (number - 1) // len(self._captured) + 1
         return flight
 
     def due(self, step: int) -> list[tuple[int, Flight]]:
-        """Return the fragments in flight whose means should be applied by a step."""
+        """Return the fragments in flight whose means ``step`` should apply."""
         return sorted(each for each in self.in_flight.items() if each[1].applied_at <= step)
 
     def end(self, fragment: int) -> None:
@@ -105,10 +105,10 @@ class Flights:
         del self.in_flight[fragment]
 
     def _is_in_turn(self, fragment: int) -> bool:
-        """Return whether a fragment's next round is the first round that is not captured and not owed.
+        """Return whether a fragment's next round is the first round that is neither captured nor owed.
 
-        Rounds are retired in the order of their numbers, so they must be captured in this order. The fragments are
-        due in another order if their means are late, or if the training was resumed with another schedule.
+        Rounds are retired in the order of their numbers, so they must be captured in this order. Fragments can be due
+        in another order if their means are late, or if training was resumed with another schedule.
         """
         if self.in_any_order:
             return fragment not in self._owed

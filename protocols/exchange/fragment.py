@@ -1,8 +1,7 @@
 """Keeps the state of one fragment on one member: the number of merged rounds, and the last mean until it is applied.
 
-A :class:`Fragment` averages the weights themselves. Subclasses send other values, or apply the mean
-in another way. All changes of the model's weights are made by :meth:`Fragment.apply`, which the policy calls inside
-``step``.
+A :class:`Fragment` averages the weights themselves. Subclasses send other values or apply the mean differently. Only
+:meth:`Fragment.apply` changes the model's weights. The policy calls it inside ``step``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, gather, norm_of, scatter
 from asyncdist.tensors.byte_views import byte_view
 
-#: Entries of a policy's state that belong to the exchange.
+#: Names of the entries of a policy's saved state that belong to the exchange.
 ENTRIES: Final = ("fragments", "captured", "owed", "in_flight", "replica_size", "replica_index", "contributions")
 
 
@@ -30,8 +29,8 @@ class Mean:
     """A mean that this member has received.
 
     Attributes:
-        norm: L2 norm of the mean difference; None if states are averaged.
-        cosine: Mean cosine between two donors' differences; None if unknown, for example with top-k.
+        norm: L2 norm of the mean difference from the anchor, or None if states are averaged.
+        cosine: Mean cosine between two donors' differences, or None if unknown, for example with top-k.
     """
 
     verdict: Verdict
@@ -40,12 +39,12 @@ class Mean:
 
 
 class Fragment:
-    """Keeps the state of one fragment whose weights are averaged.
+    """Keeps the state of one fragment, and averages the fragment's weights.
 
     Attributes:
         version: Number of merged rounds.
-        applied_version: Version of the last mean that was applied.
-        mean: The last merged mean; None before the first.
+        applied_version: Version of the last applied mean.
+        mean: The last merged mean, or None before the first.
         is_frequent: Whether the memory of a round is kept for further rounds.
     """
 
@@ -55,36 +54,36 @@ class Fragment:
         self.layout = layout
         self.version = self.applied_version = 0
         self.mean: Mean | None = None
-        self._values: dict[int, Tensor] = {}  # by vector: values of the last mean that will be applied
+        self._values: dict[int, Tensor] = {}  # by vector: merged values to apply
 
     @property
     def holds_mean(self) -> bool:
-        """True if the memory of the last mean is needed until :meth:`apply`."""
+        """True if :meth:`apply` still needs the memory of the last mean."""
         return bool(self._values)
 
     @property
     def measured_entries(self) -> frozenset[int]:
-        """Indices of the model's entries that the norm of a contribution contains as a whole."""
+        """Indices of the model's entries whose elements are all included in the norm of a contribution."""
         return self.layout.stepped_entries
 
     @property
     def uses_up(self) -> bool:
-        """True if :meth:`merge` needs the mean of stepped vectors only during the call, in slices."""
+        """True if :meth:`merge` can use the mean of stepped vectors in slices, and needs it only during the call."""
         return False
 
     @property
     def anchors(self) -> tuple[Tensor, ...]:
-        """Flat tensors that must be equal on all members when they start; empty if the fragment has no anchor."""
+        """Flat tensors that must be equal on all members at the start. Empty if the fragment has no anchor."""
         return ()
 
     @property
     def bases(self) -> tuple[Tensor, ...]:
-        """Flat tensors from which the next contribution is measured; empty if the fragment has no anchor."""
+        """Flat tensors from which the next contribution is measured. Empty if the fragment has no anchor."""
         return self.anchors
 
     @torch.no_grad()
     def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
-        """Write this member's contribution into ``encoded``, one tensor for each vector, and return its L2 norm.
+        """Write this member's contribution into ``encoded``, one tensor per vector, and return its L2 norm.
 
         If the norm is not finite, the contribution is not used.
         """
@@ -99,30 +98,33 @@ class Fragment:
         return norm
 
     def takes(self, number: int) -> bool:
-        """Return whether this member uses the mean of round ``number`` of the exchange."""
+        """Return whether this member uses the mean of exchange round ``number``."""
         del number
         return True
 
     def advance(self, donor_count: int) -> None:
-        """Move the anchor before the mean is known. Called after each capture; by default the anchor stays unchanged.
+        """Move the anchor after a capture, before the mean is known. By default, the anchor stays unchanged.
 
         Args:
-            donor_count: Number of ranks that contribute to the round; 0 if this rank's contribution is not used.
+            donor_count: Number of ranks that contribute to the round, or 0 if this rank's contribution is not used.
         """
 
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
     ) -> None:
-        """Write the combination of all donors' encoded slices: their weighted mean; see :meth:`WireLayout.average`."""
+        """Write the weighted mean of all donors' encoded slices into ``into``.
+
+        Subclasses may combine them differently.
+        """
         self.layout.average(each, number, parts, weights, into)
 
     @torch.no_grad()
     def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
-        """Decode the mean of all donors, and keep it until it is applied.
+        """Decode the mean of all donors' contributions, and keep it until it is applied.
 
         Args:
-            encoded: For each vector, the consecutive parts of its mean: the whole vector or, with :attr:`uses_up`, the
-                slices of a stepped vector.
+            encoded: Consecutive parts of each vector's mean: the whole vector or, if :attr:`uses_up`, the slices of a
+                stepped vector.
         """
         self._values = {
             place: self.layout.vectors[place].decoded(each, of_mean=True) for place, (each,) in enumerate(encoded)
@@ -145,17 +147,17 @@ class Fragment:
         self.applied_version = self.version
 
     def restore(self, tensors: Sequence[Tensor]) -> None:
-        """Write the anchor into the model's parameters; change nothing if the fragment has no anchor."""
+        """Write the anchor into the model's parameters. Do nothing if the fragment has no anchor."""
 
     def begin_again(self, tensors: Sequence[Tensor]) -> None:
-        """Let the training continue from the anchor, which is written into the model; see :meth:`restore`."""
+        """Write the anchor into the model with :meth:`restore`, so that training continues from it."""
         self.restore(tensors)
 
     def forget_own(self) -> None:
         """Drop the state that belongs to the donor alone, after this rank has loaded the donor's whole state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state without the mean that is not applied yet; tensors are cloned."""
+        """Return the state with cloned tensors, but without a mean that is not applied."""
         return {"version": self.version, "applied_version": self.applied_version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -168,7 +170,7 @@ class Fragment:
         self.applied_version = state["applied_version"]
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the state that is equal on all members with equal versions, for a member that is behind."""
+        """Return the state that is equal on all members with equal versions. It is sent to members that are behind."""
         mean = None if self.mean is None else {**self.pending(), "values": {}}
         return {"version": self.version, "mean": mean}
 
@@ -185,7 +187,7 @@ class Fragment:
         self.mean = Mean(Verdict(1, (), (), ()))
 
     def pending(self) -> dict[str, Any]:
-        """Return a copy of the merged mean that is not applied yet."""
+        """Return a copy of the mean that was merged but not applied."""
         assert self.mean is not None, "there is no mean"
         verdict = self.mean.verdict
         return {
@@ -215,7 +217,7 @@ def state_of(
 
     Args:
         in_flight: Rounds in flight, by fragment.
-        arrived: Fragments whose means have arrived and are not applied.
+        arrived: Fragments whose means were merged but not applied.
     """
     return {
         "fragments": [fragment.state_dict() for fragment in fragments],
@@ -229,7 +231,7 @@ def state_of(
 
 def restore(state: Mapping[str, Any], fragments: Sequence[Fragment], flights: Flights) -> None:
     """Load the fragments and the rounds in flight from a result of :func:`state_of`."""
-    flights.in_flight.clear()  # a newcomer may have loaded its own checkpoint before
+    flights.in_flight.clear()  # a newcomer may have loaded its own checkpoint first
     for fragment, saved in zip(fragments, state["fragments"], strict=False):
         fragment.load_state_dict(saved)
     for place, *flight, pending in state["in_flight"]:
@@ -247,7 +249,7 @@ def checksum_of_anchors(fragments: Iterable[Fragment]) -> int:
 
 
 def mean_cosine(verdict: Verdict, norm: float) -> float | None:
-    """Return the mean cosine between two donors' contributions, from their norms and the norm of their mean.
+    """Return the mean cosine between two donors' contributions, given their norms and the norm of their mean.
 
     None if there are fewer than two donors, if all contributions are zero, or if a norm is too large.
 

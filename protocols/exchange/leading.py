@@ -1,7 +1,7 @@
-"""The leader's side of an exchange: reports of the members in, verdicts and retirements out.
+"""Handles the members' reports on the leader of an exchange, and sends out its decisions.
 
-Only the leader has a :class:`~protocols.exchange.ledger.Ledger`. A member that becomes the leader keeps messages
-that arrive before it knows this.
+Only the leader has a :class:`~protocols.exchange.ledger.Ledger`. Reports can arrive at a member before it is notified
+that it leads. The member keeps them until then.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.exchange")
 
-#: Messages of the members to their leader.
+#: Messages from a member to its leader.
 MemberMessage: TypeAlias = Captured | Merged | Paused | Ending | Census
 
 
@@ -48,14 +48,14 @@ class Owner(Protocol):
     """Interface to the member's exchange."""
 
     def send(self, message: ExchangeMessage, dests: Sequence[int], number: int) -> None:
-        """Send a message with a round number to some members, which may include this one."""
+        """Send a message with a round number to some members, possibly including this one."""
 
     def last_contribution(self, fragment: int) -> int:
-        """Return the round in which this member's last contribution to a fragment counts; 0 before the first."""
+        """Return the round in which this member's last contribution to a fragment counts, or 0 before the first."""
 
 
 class Leading:
-    """What a member does if it leads.
+    """Acts for a member while it leads: handles reports, decides rounds, and abdicates if it is slow.
 
     Args:
         owner: The member's exchange.
@@ -76,16 +76,16 @@ class Leading:
         self._membership = membership
         self._weigh, self._partners, self._quorum = weigh, partners, quorum
         self._ledger: Ledger | None = None  # None if this member does not lead
-        self._early: list[tuple[int, int, MemberMessage]] = []  # messages that arrived before this rank leads
-        self._unreleased: set[int] = set()  # members that are ending and wait for this leader's permission
-        self._is_slow = False  # whether this leader delays the rounds, and abdicates after the present message
+        self._early: list[tuple[int, int, MemberMessage]] = []  # messages that arrived before this rank led
+        self._unreleased: set[int] = set()  # ending members that wait for permission to leave
+        self._is_slow = False  # whether to abdicate after this message, because this leader delays rounds
         self._is_closed = False
 
     def follow(self, retired: Sequence[int]) -> None:
-        """Begin or cease to lead, as the membership says.
+        """Start or stop leading, depending on the membership's present leader.
 
         Args:
-            retired: Last round of each fragment that this member knows to be retired.
+            retired: Last retired round of each fragment, as known to this member.
         """
         leads, self._ledger = self._membership.leads, None
         if leads:
@@ -99,21 +99,21 @@ class Leading:
             self._ledger.take_over()
 
     def hear_early(self) -> None:
-        """Handle the messages that have arrived before, if this member leads."""
-        if self._ledger is not None:  # otherwise this member keeps them until it leads
+        """Handle the messages that arrived before this member led. Do nothing if it does not lead."""
+        if self._ledger is not None:  # otherwise keep the messages until this member leads
             early, self._early = self._early, []
             for each in early:
                 self.hear(*each)
 
     def close(self) -> None:
-        """Decide no further round."""
+        """Stop deciding rounds."""
         self._is_closed = True
 
     # -- events -----------------------------------------------------------------------------------------------------
 
     @property
     def can_admit(self) -> bool:
-        """True if this member leads, and no census is in progress."""
+        """True if this member leads and no census is in progress."""
         return self._ledger is not None and self._ledger.can_admit
 
     def on_admitted(self, rank: int) -> None:
@@ -122,16 +122,16 @@ class Leading:
         self._carry_out(self._ledger.on_admitted(rank, self._services.rank))
 
     def on_lost(self, rank: int) -> None:
-        """Decide again the rounds that need a lost member, if this member leads."""
+        """If this member leads, decide rounds again that need the lost member."""
         if self._ledger is not None:
             self._carry_out(self._ledger.on_gone(rank))
             self._release(self._ledger)
 
     def hear(self, source: int, number: int, message: MemberMessage) -> None:
-        """Handle a member's message, or keep it until this rank notices that it leads."""
+        """Handle a member's message, or keep it until this rank is notified that it leads."""
         ledger = self._ledger
         if ledger is None:
-            if isinstance(message, Census):  # earlier messages were for a leader that has abdicated
+            if isinstance(message, Census):  # earlier messages were for a former leader
                 self._early = [each for each in self._early if each[0] != source]
             self._early.append((source, number, message))
             return
@@ -152,7 +152,7 @@ class Leading:
         self._release(ledger)
 
     def abdicate_if_slow(self) -> None:
-        """Let the next member lead, if this leader has contributed to too few of the last rounds."""
+        """Let the next member lead if this leader has contributed to too few of the last rounds."""
         if self._is_slow:
             self._is_slow = False
             self._membership.abdicate()
@@ -160,7 +160,7 @@ class Leading:
     # -- decisions --------------------------------------------------------------------------------------------------
 
     def _release(self, ledger: Ledger) -> None:
-        """Allow members that are ending to leave."""
+        """Allow ending members to leave if no other member needs them."""
         if self._unreleased:
             released = self._unreleased & ledger.released()
             self._unreleased -= released
@@ -188,12 +188,12 @@ class Leading:
         return self._quorum.is_missed_by_slow((number - last) // count, len(self._membership.living))
 
     async def _await_grace(self, number: int, grace: int) -> None:
-        """Decide a round when its grace period is over."""
+        """Decide a round when its grace period has ended."""
         assert self._quorum is not None, "only a quorum has a grace period"
         ledger, deadline = self._ledger, self._services.time() + self._quorum.grace_s
 
         def is_over() -> bool:
-            is_former = ledger is not self._ledger  # this rank has abdicated
+            is_former = ledger is not self._ledger  # this rank has abdicated meanwhile
             return self._is_closed or ledger is None or is_former or not ledger.is_in_grace(number, grace)
 
         await self._services.engine.until(is_over, WaitId(WaitKind.CONTRIBUTIONS), deadline=deadline)

@@ -1,24 +1,23 @@
-"""Decides, on the leader of an exchange, which contributions each round averages, even after the loss of a rank.
+"""Decides on the leader of an exchange which contributions each round averages, even after the loss of a rank.
 
 A round passes through these states on the leader:
 
 1. Members report their captured contributions, in the order of the rounds. When all members have contributed to this
-   round or to a later one, the leader decides the round: its verdict names the donors, their weights, and thereby the
-   owners of the slices. The donors and weights are the result of a function of the reports alone, which the policy
-   chooses. With a *quorum*, the leader waits for the quorum and a grace period only. The contribution of a member that
-   is late counts in a later round.
+round or to a later one, the leader decides the round. Its verdict names the donors and their weights, which determine
+the owners of the slices. The policy's function chooses donors and weights from the reports alone. With a *quorum*, the
+leader waits only for the quorum and a grace period. The contribution of a late member counts in a later round.
 2. Members report that they have the mean. When all have it, the round is retired. With a quorum, it is also retired
-   when a later round of the same fragment was decided. A member without the mean is then *behind*: it receives the
-   state of a member that has the mean (:mod:`protocols.exchange.catching_up.catch_up`).
+when a later round of the same fragment was decided. A member without the mean is then *behind*: it receives the state
+of a member that has the mean (:mod:`protocols.exchange.catching_up.catch_up`).
 
 If a rank is lost that a decided round needs, or if this rank becomes the leader, the leader takes a *census*: all
 members stop receiving means, and report their standing in each round. No mean is received during a census, so its
-result is a consistent state: if a member has a round's mean, the others receive it from that member; if no member has
-it, no model has changed, and the leader decides the round again from the remaining reports. If all members that were
-not behind are lost, the newest remaining state counts as the state after the last retired round. (This is the recovery
-of a two-phase commit with a known set of participants: Bernstein, Hadzilacos and Goodman, 1987.)
+result is a consistent state. If a member has a round's mean, the others receive it from that member. If no member has
+the mean, no model has changed, and the leader decides the round again from the remaining reports. If all members that
+were not behind are lost, the newest remaining state counts as the state after the last retired round. (This is the
+recovery of a two-phase commit with a known set of participants: Bernstein, Hadzilacos and Goodman, 1987.)
 
-All functions are pure: messages and losses in, decisions out.
+All functions are pure: they map messages and losses to decisions.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,8 +33,8 @@ class Report(NamedTuple):
 
     Attributes:
         weight: Weight of the contribution, such as its number of tokens.
-        norm: L2 norm of the contribution; NaN or infinite if it must be left out.
-        scores: Values that the policy's function of the reports needs in addition; () for most policies.
+        norm: L2 norm of the contribution. NaN or infinite if the contribution must be left out.
+        scores: Further values for the policy's function that chooses the donors; () for most policies.
     """
 
     weight: float
@@ -43,20 +42,20 @@ class Report(NamedTuple):
     scores: tuple[float, ...] = ()
 
 
-#: Function of the reports on a round, by rank, that returns the weight of each donor by rank; all others are left out.
-#: A donor's norm must be finite.
+# : Function of the reports on a round, by rank, that returns the weight of each donor, by rank. Ranks that are missing
+# in the result are left out. A donor's norm must be finite.
 Weighing: TypeAlias = Callable[[Mapping[int, Report]], Mapping[int, float]]
 
 
-#: The members whose contributions a rank averages, or a mapping with the factor of each contribution's weight for this
-#: rank; None if all members share one mean.
+# : The members whose contributions a rank averages, or a mapping from these members to a factor of their weights. None
+# if all members share one mean.
 Chosen: TypeAlias = Sequence[int] | Mapping[int, float] | None
-#: Function of a round's number, a rank and all members that returns the rank's partners.
+#: Function of a round's number, a rank and all members. Returns the members whose contributions the rank averages.
 Partners: TypeAlias = Callable[[int, int, Sequence[int]], Chosen]
 
 
 def all_members(number: int, rank: int, members: Sequence[int]) -> None:
-    """Let all members share one mean in each round."""
+    """Return None, so that all members share one mean in each round."""
     del number, rank, members
 
 
@@ -74,7 +73,7 @@ class Decide(NamedTuple):
 
 
 class TakeCensus(NamedTuple):
-    """Instruction: let all members hold, and report their standings."""
+    """Instruction: make all members stop receiving means and report their standings."""
 
     number: int
 
@@ -82,10 +81,10 @@ class TakeCensus(NamedTuple):
 class Retire(NamedTuple):
     """Instruction: notify all members that the rounds up to ``round`` are retired.
 
-    With a quorum, this includes only rounds of the same fragment.
+    With a quorum, only the same fragment's rounds are retired.
 
     Attributes:
-        holder: Member that has the state after the round, or whose state counts as such; -1 without a quorum.
+        holder: Member with the state after the round, or with the state that counts as such. -1 without a quorum.
     """
 
     round: int
@@ -93,7 +92,7 @@ class Retire(NamedTuple):
 
 
 class AwaitGrace(NamedTuple):
-    """Instruction: call :meth:`Ledger.on_grace_over` when the grace period, which begins now, is over."""
+    """Instruction: call :meth:`Ledger.on_grace_over` after a grace period, which starts now."""
 
     round: int
     number: int
@@ -107,10 +106,11 @@ class Quorum:
     """Defines when a round is decided without waiting for all members.
 
     Attributes:
-        count: Number of contributions that suffice, less than the number of members; if fewer members are left, all.
-        grace_s: Seconds to wait for further contributions once there is a quorum.
-        members_wait: Whether a member waits for the mean with its contribution before it contributes to other
-            fragments. Members may then wait for different fragments, so that no round gets a quorum; the first of these
+        count: Number of contributions that suffice, less than the number of members. If fewer members are left, all
+            must contribute.
+        grace_s: Seconds to wait for further contributions when the quorum is reached.
+        members_wait: Whether a member that has contributed waits for the mean before it contributes to other fragments.
+            Members may then wait for different fragments, so that no round reaches the quorum. The first of these
             rounds is then decided without a quorum.
     """
 
@@ -119,10 +119,10 @@ class Quorum:
     members_wait: bool
 
     def is_missed_by_slow(self, missed: int, members: int) -> bool:
-        """Return whether a member that has missed the last rounds makes longer steps than the others.
+        """Return whether a member that has missed the last rounds makes longer steps than the other members.
 
-        If the leader is so slow, all members wait for its steps. Among equally fast members, each member contributes to
-        one of ``members / count`` rounds; by chance, it may miss one more.
+        All members wait for the steps of such a leader. Among equally fast members, each member contributes to one of
+        ``members / count`` rounds. By chance, it may miss one more.
 
         Args:
             missed: Number of a fragment's rounds since the member's last contribution.
@@ -136,16 +136,16 @@ class _Round:
     """State of one round that is not retired."""
 
     captured: dict[int, Report] = field(default_factory=dict)  # by rank
-    excused: set[int] = field(default_factory=set)  # members that were admitted after the round had begun
+    excused: set[int] = field(default_factory=set)  # members admitted after the round had begun
     merged: set[int] = field(default_factory=set)
     attempt: int = 0
     verdict: Verdict | None = None
-    taken: dict[int, Verdict] = field(default_factory=dict)  # by taker, if the members do not share one mean
-    grace: int = 0  # number of the grace period; 0 before it begins
+    taken: dict[int, Verdict] = field(default_factory=dict)  # by rank that receives the mean, if means differ
+    grace: int = 0  # number of the grace period; 0 before its start
     is_grace_over: bool = False
 
     def needs(self, rank: int) -> bool:
-        """Return whether a member may still request data from a rank."""
+        """Return whether a member may still request data from ``rank`` for this round."""
         missing = [verdict for taker, verdict in self.taken.items() if taker not in self.merged]
         found = missing if self.verdict is None else [self.verdict, *missing]
         return any(rank in verdict.sources for verdict in found)
@@ -156,14 +156,14 @@ class Ledger:
 
     Args:
         members: Ranks that take part.
-        retired: Last round of each fragment that is known to be retired; 0 if no round is.
-        weigh: Pure function that chooses the donors and their weights, equal on all members.
-        partners: Pure function that chooses whose contributions a member averages, equal on all members. A member's
-            verdict follows when these contributions and its own are reported, so only partners wait for each other.
-        quorum: When a round is decided without all members; None to wait for all members.
+        retired: Last retired round of each fragment, or 0 if no round is retired.
+        weigh: Pure function that chooses the donors and their weights. Equal on all members.
+        partners: Pure function that chooses whose contributions a member averages. Equal on all members. A member's
+            round is decided when these contributions and its own are reported, so only partners wait for each other.
+        quorum: Condition under which a round is decided without all members, or None to wait for all members.
 
     Attributes:
-        census: Number of the latest census; 0 before the first.
+        census: Number of the latest census, or 0 before the first.
     """
 
     def __init__(
@@ -182,18 +182,21 @@ class Ledger:
         self._quorum = quorum
         self._grace_count = 0
         self.census = 0
-        self._awaited: set[int] | None = None  # members whose answer to the census is awaited; None without a census
+        self._awaited: set[int] | None = None  # members with an open answer to the census; None without one
         self._standings: dict[int, tuple[Standing, ...]] = {}
         self._rounds: dict[int, _Round] = {}
         self._newest: dict[int, list[int]] = {}  # by rank: the last round of each fragment whose state the rank has
         self._ending: set[int] = set()  # members that contribute to no further round
-        self._paused: set[int] = set()  # members for which rounds do not wait until they contribute again
+        self._paused: set[int] = set()  # members for which rounds do not wait
         self._holders = [-1] * len(self.retired)  # by fragment: rank that has the state after the last retired round
 
     # -- events -----------------------------------------------------------------------------------------------------
 
     def take_over(self) -> None:
-        """Begin as the successor of a lost leader: all members hold and report when they notice the loss."""
+        """Begin a census as the successor of a lost leader.
+
+        Members report when they detect the loss, without being asked.
+        """
         self._begin_census(0)
 
     def on_captured(
@@ -204,7 +207,7 @@ class Ledger:
             return []
         self._paused.discard(rank)
         found = self._round(round)
-        if self._quorum is None or found.verdict is None:  # otherwise it is late, and counts in a later round
+        if self._quorum is None or found.verdict is None:  # otherwise it is late and will count in a later round
             found.captured[rank] = Report(weight, norm, scores)
         return self._decisions()
 
@@ -216,7 +219,7 @@ class Ledger:
         return self._decisions()
 
     def is_in_grace(self, round: int, number: int) -> bool:
-        """Return whether a round still waits for the end of a grace period."""
+        """Return whether a round still waits for the end of grace period ``number``."""
         found = self._rounds.get(round)
         return found is not None and found.grace == number and found.verdict is None
 
@@ -245,29 +248,28 @@ class Ledger:
         """Record a member's answer to a census.
 
         Args:
-            retired: Last retired round of each fragment, as known to the member; () if it knows no such round.
+            retired: Last retired round of each fragment, as known to the member; () if it knows none.
             newest: Last round of each fragment whose state the member has; () if it has no state.
         """
         if self._awaited is None or rank not in self._awaited or number < self.census:
             return []
         self._awaited.discard(rank)
         self._standings[rank] = tuple(standings)
-        self.retired = list(map(max, self.retired, retired or self.retired))  # equal without a quorum
+        self.retired = list(map(max, self.retired, retired or self.retired))  # without a quorum, the two are equal
         self._newest[rank] = list(newest or [0] * len(self.retired))
         return self._end_census()
 
     def on_admitted(self, rank: int, by: int) -> list[Instruction]:
-        """Record a new member, which has the state of member ``by``.
+        """Record a new member, which has loaded the state of member ``by``.
 
-        The newcomer receives the means of all rounds, but does not contribute to rounds to which ``by`` has contributed
-        already.
+        The newcomer receives the means of all rounds. It does not contribute to rounds to which ``by`` had contributed.
         """
         assert self._awaited is None, "no member is admitted during a census"
         self.members.add(rank)
         self._ending.discard(rank)
         self._paused.discard(rank)
         self._newest[rank] = list(self._newest_of(by))
-        # With a quorum, the newcomer's state may be behind.
+        # With a quorum, the newcomer's state may be behind, so it needs the last retirements.
         made = [] if self._quorum is None else self._all_retired()
         for number, each in sorted(self._rounds.items()):
             if by in each.captured:
@@ -278,7 +280,7 @@ class Ledger:
 
     @property
     def can_admit(self) -> bool:
-        """True if a member may be admitted now, since no census is in progress."""
+        """True if a member may be admitted, because no census is in progress."""
         return self._awaited is None
 
     def on_paused(self, rank: int) -> list[Instruction]:
@@ -301,7 +303,7 @@ class Ledger:
         return self._ending & self.members - {rank for each in self._rounds.values() for rank in each.captured}
 
     def on_gone(self, rank: int) -> list[Instruction]:
-        """Record that a member is lost or has left. A round that needs its data is decided again."""
+        """Record that a member is lost or has left. Rounds that need its data are decided again."""
         if rank not in self.members:
             return []
         self.members.discard(rank)
@@ -332,16 +334,16 @@ class Ledger:
         return self._newest.setdefault(rank, [0] * len(self.retired))
 
     def _behind(self, fragment: int) -> set[int]:
-        """Return the members that do not have the state after a fragment's last retired round."""
+        """Return the members without the state after a fragment's last retired round."""
         if self._quorum is None:
             return set()
         return {rank for rank in self.members if self._newest_of(rank)[fragment] < self.retired[fragment]}
 
     def _decisions(self) -> list[Instruction]:
-        """Decide each round with enough contributions: of all members, of a member's partners, or of a quorum.
+        """Decide each round to which all members, a member's partners, or a quorum have contributed.
 
-        If all ranks that have contributed to a round are lost, and no member will contribute, the round is decided
-        without donors.
+        If all ranks that have contributed to a round are lost, and no other member will contribute, the round is
+        decided without donors.
         """
         if self._awaited is not None or not self.members:
             return []
@@ -364,7 +366,7 @@ class Ledger:
         return Decide(number, each.verdict, tuple(sorted(self.members - each.merged)))
 
     def _first_of_all_waits(self) -> list[Instruction]:
-        """Decide the first round if all members wait for rounds, and none of these rounds will get a quorum."""
+        """Decide the first round if all members wait for rounds of which none will reach the quorum."""
         if self._quorum is None or not self._quorum.members_wait:
             return []
         waits = {number: each for number, each in self._rounds.items() if each.verdict is None and each.captured}
@@ -375,12 +377,12 @@ class Ledger:
         return [self._decide(first, waits[first])]
 
     def _is_ready(self, number: int, each: _Round) -> bool:
-        """Return whether all expected contributions are there, or a quorum is there and its grace period is over."""
+        """Return whether all expected members have contributed, or a quorum has and its grace period is over."""
         if self._quorum is None:
             return self._awaited_in(number, each) <= each.captured.keys()
         later = self._later(number)
         missing = self.members - each.excused - later - self._ending - self._paused - each.captured.keys()
-        if not missing and (each.captured or later or each.attempt):  # after an attempt, all donors may be lost
+        if not missing and (each.captured or later or each.attempt):  # after an attempt, all its donors may be lost
             return True
         is_grace_over = (
             each.is_grace_over or not self._quorum.grace_s or missing <= self._behind(self._fragment(number))
@@ -391,7 +393,7 @@ class Ledger:
         return self._quorum is not None and len(each.captured) >= min(self._quorum.count, len(self.members))
 
     def _later(self, number: int) -> set[int]:
-        """Return the members whose contributions count in a later round, and no longer in this one.
+        """Return the members whose contributions count in a later round instead of this one.
 
         If all other members are lost, these members need an empty verdict on the round.
         """
@@ -404,7 +406,7 @@ class Ledger:
 
         Members contribute in the order of the rounds. A member has passed a round if it has contributed to a later
         round. It has also passed the round if it is excused from a later round, because the leader had contributed to
-        that round before it admitted the member.
+        that later round before it admitted the member.
         """
         passed: set[int] = set()
         for later, other in self._rounds.items():
@@ -417,7 +419,7 @@ class Ledger:
         return not self.members or self._partners(number, min(self.members), tuple(sorted(self.members))) is None
 
     def _taken(self, number: int, each: _Round) -> list[Instruction]:
-        """Decide a round for each member to which its partners and the member itself have contributed."""
+        """Decide a round separately for each member if the member and its partners have contributed."""
         made: list[Instruction] = []
         members = tuple(sorted(self.members))
         for rank in members:
@@ -433,7 +435,7 @@ class Ledger:
         return made
 
     def _verdict(self, each: _Round, partners: Mapping[int, float] | None = None, taker: int = -1) -> Verdict:
-        """Return the next verdict on a round, from the reports of all members or of a taker's partners."""
+        """Return the next verdict on a round, based on the reports of all members or of one receiver's partners."""
         each.attempt += 1
         ranks = each.captured.keys() if partners is None else each.captured.keys() & partners.keys()
         chosen = self._weigh({rank: each.captured[rank] for rank in sorted(ranks)}) if ranks else {}
@@ -446,11 +448,11 @@ class Ledger:
         return Verdict(each.attempt, donors, weights, norms, taker=taker, scores=given, late=late)
 
     def _retirements(self) -> list[Instruction]:
-        """Retire, in order, the rounds whose mean every member has, or that leave the other members behind."""
+        """Retire, in order, the rounds that every member has merged or that need not wait for the other members."""
         made: list[Instruction] = []
         if self._awaited is not None or not self.members:
             return made
-        waiting: set[int] = set()  # fragments with an earlier round that is not retired
+        waiting: set[int] = set()  # fragments with an earlier unretired round
         for number, each in sorted(self._rounds.items()):
             fragment = self._fragment(number)
             if fragment in waiting or not (self.members <= each.merged or self._leaves_behind(number, each)):
@@ -468,13 +470,13 @@ class Ledger:
         return made
 
     def _holder(self, number: int, each: _Round) -> int:
-        """Return a member that has a round's mean, preferably a member that has contributed to the newest round."""
+        """Return a member that has a round's mean, preferably one that has contributed to the newest round."""
         holders = self.members & each.merged
         newest = self._rounds.get(number + len(self.retired), each).verdict or each.verdict
         return min(holders.intersection(() if newest is None else newest.donors) or holders)
 
     def _leaves_behind(self, number: int, each: _Round) -> bool:
-        """Return whether a round need not wait for the members that do not have its mean."""
+        """Return whether a round can be retired although some members do not have its mean."""
         fragment, later = self._fragment(number), self._rounds.get(number + len(self.retired))
         if self._quorum is None or not self.members & each.merged:
             return False
@@ -494,7 +496,7 @@ class Ledger:
         return [TakeCensus(number)]
 
     def _end_census(self) -> list[Instruction]:
-        """Once every member has answered the census, decide all rounds again."""
+        """Decide all rounds again when every member has answered the census."""
         if self._awaited is None or self._awaited:
             return []
         self._awaited = None
@@ -514,9 +516,9 @@ class Ledger:
                     each.excused.add(rank)
                 if own.has_merged:
                     each.merged.add(rank)
-                    if self._is_shared(own.round):  # otherwise each member's mean is different
+                    if self._is_shared(own.round):  # otherwise each member has a different mean
                         holders.setdefault(own.round, (rank, own))
-        for number, known in self._rounds.items():  # contributions that were reported after the member's answer
+        for number, known in self._rounds.items():  # includes contributions reported after the member's answer
             if number <= self.retired[self._fragment(number)]:
                 continue
             each = rounds.setdefault(number, _Round())
@@ -532,15 +534,15 @@ class Ledger:
             each.attempt += 1
             given = own.donors, own.weights, own.norms
             each.verdict = Verdict(each.attempt, *given, holder=rank, scores=own.donor_scores, late=own.late)
-            # The holder needs the verdict as well, to offer the mean under the new attempt.
+            # The holder also needs the verdict, so that it offers the mean under the new attempt.
             made.append(Decide(number, each.verdict, tuple(sorted({rank, *self.members} - (each.merged - {rank})))))
         return [*self._all_retired(), *made, *self._retirements(), *self._decisions()]
 
     def _count_as_retired(self) -> None:
         """Count a round as retired if a member has the state after it, but no member can offer its mean.
 
-        The member with the newest state is the holder. Its state may be older than the last retired round if all
-        members with newer states are lost.
+        The member with the newest state becomes the holder. If all members with newer states are lost, its state may be
+        older than the last retired round.
         """
         offered = {own.round for each in self._standings.values() for own in each if own.has_merged}
         for fragment, last in enumerate(self.retired):
@@ -550,7 +552,10 @@ class Ledger:
             self.retired[fragment] = next((number for number in candidates if number not in offered), last)
 
     def _fill_gaps(self) -> None:
-        """Add the missing rounds before known rounds. They are decided without donors, because all donors are lost."""
+        """Add missing rounds before known rounds.
+
+        They are decided without donors, because all their donors are lost.
+        """
         if self._quorum is None:
             return
         count = len(self.retired)
@@ -562,5 +567,5 @@ class Ledger:
 
 
 def _factor(chosen: Chosen, partner: int) -> float:
-    """Return the factor of a partner's weight."""
+    """Return the factor by which a partner's weight is multiplied."""
     return chosen[partner] if isinstance(chosen, Mapping) else 1.0

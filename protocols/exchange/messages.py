@@ -1,14 +1,14 @@
 """Defines the messages between the members of an exchange and their leader.
 
-The round number is in the frame's header. Annotations are real objects, never strings, since `get_type_hints` must
-return plain types.
+The frame's header contains the round number. Annotations are real objects instead of strings, since `get_type_hints`
+must return plain types.
 """
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Final
 
-#: Largest attempt that a message may contain. A round is decided again only after a loss.
+#: Maximum attempt in a message. A round is decided again only after a loss.
 ATTEMPT_MAX: Final = 1 << 12
 
 
@@ -17,15 +17,15 @@ class Verdict:
     """The leader's decision on a round.
 
     Attributes:
-        attempt: Number of the decision on this round, from 1; a later decision replaces earlier ones.
-        donors: Ranks whose contributions are averaged, ascending; empty if no contribution was finite.
+        attempt: Number of the decision on this round, from 1. A later decision replaces earlier ones.
+        donors: Ranks whose contributions are averaged, in ascending order. Empty if no contribution was finite.
         weights: Weights of the donors, in the same order.
         norms: L2 norms of the donors' contributions, in the same order.
-        holder: Rank that has the mean already, from which all slices are requested; -1 if the donors own the slices.
-        taker: The only rank that receives this verdict's mean; it averages all slices itself. -1 if all members share
+        holder: Rank that already has the mean and provides all its slices, or -1 if the donors provide them.
+        taker: The only rank that receives this verdict's mean. It averages all slices itself. -1 if all members share
             the mean.
-        scores: Further values of the donors' reports, in the same order; empty if the reports have none.
-        late: Members that had not contributed when the leader decided, ascending.
+        scores: Further values of the donors' reports, in the same order. Empty if the reports have none.
+        late: Members that had not contributed when the leader decided, in ascending order.
     """
 
     attempt: int
@@ -50,11 +50,11 @@ class Verdict:
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """Ranks whose data the members need: the holder, or all donors. A holder's donors may be lost."""
+        """Ranks whose data the members need: the holder if there is one (its donors may be lost), or all donors."""
         return (self.holder,) if self.holder >= 0 else self.donors
 
     def among(self, ranks: Container[int]) -> "Verdict":
-        """Return the verdict with only those donors that are among ``ranks``."""
+        """Return the verdict with only the donors that are in ``ranks``."""
         kept = [place for place, donor in enumerate(self.donors) if donor in ranks]
         return replace(
             self,
@@ -65,7 +65,7 @@ class Verdict:
         )
 
     def source_of(self, number: int) -> int:
-        """Return the rank that provides the mean of slice ``number``: for a taker, the taker itself."""
+        """Return the rank that provides the mean of slice ``number``. A taker provides it to itself."""
         if self.taker >= 0:
             return self.taker
         return self.holder if self.holder >= 0 else self.donors[number % len(self.donors)]
@@ -76,14 +76,14 @@ class Standing:
     """One member's standing in one round.
 
     Attributes:
-        attempt: Attempt of the last verdict that this member knows; 0 if it knows no verdict.
+        attempt: Attempt of the last verdict that the member has received, or 0 without a verdict.
         has_merged: Whether the member has the mean.
-        weight, norm: Weight and L2 norm of the member's contribution; 0 if the member was admitted after the round had
-            begun, and only receives the mean.
-        donors, weights, norms: The verdict's donors if the member has the mean; otherwise empty.
+        weight, norm: Weight and L2 norm of the member's contribution. 0 if the member was admitted after the round had
+        begun, so that it only receives the mean.
+        donors, weights, norms: Donors of the verdict if the member has the mean; otherwise empty.
         scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
-        donor_scores: The verdict's scores if the member has the mean; otherwise empty.
-        late: The verdict's late members if the member has the mean; otherwise empty.
+        donor_scores: Scores in the verdict if the member has the mean; otherwise empty.
+        late: Late members in the verdict if the member has the mean; otherwise empty.
     """
 
     round: int
@@ -111,11 +111,11 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Member to leader: this member has captured its contribution to the round, and offers it to the owners.
+    """Member to leader: the sender has captured its contribution to the round, and offers it to the slices' owners.
 
     Attributes:
         weight: Weight of the contribution, such as its number of tokens.
-        norm: L2 norm of the contribution; NaN or infinite if it must be left out.
+        norm: L2 norm of the contribution. NaN or infinite if the contribution must be left out.
         scores: Further values of the report; see :class:`protocols.exchange.ledger.Report`.
     """
 
@@ -131,30 +131,30 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Member to leader: this member has the round's mean, or the state after the round."""
+    """Member to leader: the sender has the round's mean, or the state after the round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """Member to leader: no round needs to wait for this member until it contributes again."""
+    """Member to leader: rounds need not wait for the sender until it contributes again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Member to all: this member will contribute to no further round, and leaves after its last rounds.
+    """Member to all members: the sender will contribute to no further round, and leaves after its last rounds.
 
-    Members that are behind catch up, because the newest state may leave with this member.
+    Members that are behind then catch up, because the newest state may be lost when this member leaves.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Leader to a member that is ending: this member may leave, since no continuing member needs its state."""
+    """Leader to an ending member: the receiver may leave, since no continuing member needs its state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Leader to members: the round's verdict."""
+    """Leader to members: the verdict on the round."""
 
     verdict: Verdict
 
@@ -172,13 +172,13 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """Member to leader: this member's standing in each round that is not retired. It receives no mean until a verdict.
+    """Member to leader: the sender's standing in each round that is not retired. It receives no mean until a verdict.
 
     Attributes:
-        number: Number of the census that is answered; 0 if this member reports to a new leader without being asked.
+        number: Number of the census, or 0 if the sender reports to a new leader without being asked.
         standings: Standing in each round.
-        retired: Last retired round of each fragment; 0 if no round is retired.
-        newest: Last round of each fragment whose state the member has; 0 if it has no state.
+        retired: Last retired round of each fragment, or 0 if no round is retired.
+        newest: Last round of each fragment whose state the member has, or 0 without a state.
     """
 
     number: int
@@ -187,7 +187,7 @@ class Census:
     newest: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a number is negative, or the fragments of the fields differ."""
+        """Raise ValueError if a number is negative, or if the numbers of fragments differ."""
         if min((self.number, *self.retired, *self.newest)) < 0 or len(self.retired) != len(self.newest):
             raise ValueError(
                 f"number, retired and newest must be >= 0, and retired and newest of equal length, got {self!r:.300}"
@@ -196,10 +196,10 @@ class Census:
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Leader to members: the fragment's means up to this round are no longer needed, so their memory is freed.
+    """Leader to members: the fragment's means up to this round are no longer needed, so their memory can be freed.
 
     Attributes:
-        holder: Member from which a member without the mean receives the fragment's state; -1 without a quorum.
+        holder: Member that provides the fragment's state to members without the mean, or -1 without a quorum.
     """
 
     holder: int = -1
@@ -207,12 +207,12 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """From a member that is behind, to a holder: the member needs the state after this round or a later one."""
+    """Member to holder: the sender is behind, and needs the state after this round or a later one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """From a holder, to a member that is behind: the holder offers the fragment's state after this round.
+    """Holder to a member that is behind: the sender offers the fragment's state after this round.
 
     Attributes:
         nbytes: Size of the state in bytes.
@@ -228,7 +228,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """From a member to a holder: the state after this round has arrived, or the member no longer needs it."""
+    """Member to holder: the state after this round has arrived, or the sender no longer needs it."""
 
 
 ExchangeMessage = (

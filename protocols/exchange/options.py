@@ -1,4 +1,4 @@
-"""Declares the options that all policies on the exchange share."""
+"""Declares the options that all exchange-based policies share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncdist.protocols.step_info import PolicyEvent
 
 
 class ExchangeOptionNames(MemberOptions, total=False):
-    """Options of all policies on the exchange, except ``average_every``."""
+    """Options of all exchange-based policies, except ``average_every``."""
 
     optimizer_state: OptimizerState
     on_event: Callable[[PolicyEvent], None] | None
@@ -21,7 +21,7 @@ class ExchangeOptionNames(MemberOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeOptions(Options):
-    """Options of all policies on the exchange."""
+    """Options of all exchange-based policies."""
 
     optimizer_state: OptimizerState = like(AveragingOptions, "optimizer_state")
     on_event: Callable[[PolicyEvent], None] | None = option(

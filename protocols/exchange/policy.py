@@ -1,11 +1,11 @@
-"""Base class of the policies whose ranks exchange contributions in rounds, without metrics and without a coordinator.
+"""Base class of policies that average in rounds through an exchange, without metrics and without a coordinator.
 
 In each step, :class:`ExchangePolicy` captures this rank's contributions to the fragments that are due
-(:mod:`protocols.exchange.flights`), and applies the means that have arrived and are due. The exchange moves the data
-and handles lost ranks (:mod:`protocols.exchange.exchange`). A :class:`~protocols.exchange.fragment.Fragment` contains
-the state of a fragment, and defines what is sent and how a mean is applied.
+(:mod:`protocols.exchange.flights`), and applies the means that have arrived and are due. The exchange transfers the
+data and handles lost ranks (:mod:`protocols.exchange.exchange`). A :class:`~protocols.exchange.fragment.Fragment`
+contains the state of a fragment, and defines what is sent and how a mean is applied.
 
-Restarted ranks join with the leader's whole state. Checkpoints contain the means that are not applied yet.
+Restarted ranks join with the leader's whole state. Checkpoints contain means that are not applied yet.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ _ROUNDS: Final = "rounds completed"
 
 
 class ExchangePolicy(ReplicatedPolicy):
-    """Base class of policies on the exchange. A subclass makes the fragments, and chooses the schedule and the weights.
+    """Base class of exchange-based policies. A subclass creates the fragments and chooses schedule and weights.
 
-    A rank whose weights are not finite does not contribute. It takes the other ranks' mean without mixing in its
-    own weights, and its optimizer's state is cleared (``StepInfo.recovered``). If ranks end their training after
-    different numbers of steps, the others continue without them.
+    A rank whose weights are not finite does not contribute. It takes the other ranks' mean without mixing in its own
+    weights, and its optimizer's state is cleared (``StepInfo.recovered``). If ranks end their training after different
+    numbers of steps, the others continue without them.
 
-    With ``replica_size`` the ranks of a replica apply the same means in the same steps. Under DDP each rank exchanges a
-    part of the model, and sends the result to the other ranks of its replica. Under `fully_shard` each rank exchanges
-    its shards.
+    With ``replica_size``, all ranks of a replica apply the same means in the same steps. Under DDP, each rank exchanges
+    one part of the model, and sends the result to the other ranks of its replica. Under `fully_shard`, each rank
+    exchanges its shards.
 
     Args:
         schedule: Steps in which the fragments are due.
-        shared: Values of the options that all policies on the exchange have.
-        skips_late: Whether a step skips a mean that has not arrived when it is due.
+        shared: Values of the options that all exchange-based policies have.
+        skips_late: Whether a step skips a mean that is due but has not arrived.
         replica_size: Number of consecutive ranks that train one replica of the model together.
-        quorum: Number of contributions for which a round waits; None to wait for all members. The fragments need
+        quorum: Number of contributions for which a round waits, or None to wait for all members. The fragments need
             anchors.
-        grace_s: Seconds to wait for further contributions once there is a quorum.
+        grace_s: Seconds to wait for further contributions when the quorum is reached.
         options: Options of :class:`SpawnPolicy`.
     """
 
@@ -97,56 +97,56 @@ class ExchangePolicy(ReplicatedPolicy):
             model, optimizer, replica_size=replica_size, average_every=every, resets_optimizer=resets, **options
         )
         self._shared = shared
-        schedule = replace(schedule, every=self.average_every)  # as an int
+        schedule = replace(schedule, every=self.average_every)  # average_every was converted to int
         self._flights = Flights(schedule, skips_late=skips_late)
         self._fragment_count = schedule.fragment_count
         self._is_overlapped = schedule.overlap_steps > 0
-        self._numbers_per_round = 1  # round numbers of the exchange per round of a fragment; see :meth:`_exchanged`
+        self._numbers_per_round = 1  # exchange rounds per fragment round; see _exchanged()
         self._fragments: list[Fragment] = []
         self._given_quorum, self._grace_s = quorum, grace_s
         self._quorum: Quorum | None = None  # None if a round waits for all members
-        self._was_loaded = False  # whether a saved state was loaded; the ranks' versions in it may differ
-        self._replica: ReplicaGroup | None = None  # None if each rank is a replica, and if this rank is alone
-        self._is_compared = False  # whether the ranks of the replica were found to train equal weights
+        self._was_loaded = False  # whether a saved state was loaded; its versions may differ by rank
+        self._replica: ReplicaGroup | None = None  # None if each rank is a replica or this rank is alone
+        self._is_compared = False  # whether the replica's ranks were found to have equal weights
         self._parts: ReplicaParts | None = None  # parts of the replica's ranks, under DDP
         self._known_infinities: KnownInfinities
         self._saved: Mapping[str, Any] | None = None
-        self._exchange: Exchange | None = None  # None before the start, and if this rank is alone
+        self._exchange: Exchange | None = None  # None before the start or if this rank is alone
         self._admission: Admission | None = None
         self._is_admitting = False
         self._unsound_captures: set[int] = set()  # fragments whose last contribution was not finite
-        self._found_finite_at = -1  # step that found the whole model finite, which has not changed since
-        self._unfinished: set[int] = set()  # rounds in flight that could not end in the last call of settle
+        self._found_finite_at = -1  # step in which the present weights were found finite
+        self._unfinished: set[int] = set()  # rounds in flight that the last settle() could not end
         self._given: Mapping[int, Mapping[str, Any]] = {}  # loaded contributions to unfinished rounds, by round
 
     def statistics(self) -> ExchangeStatistics:
-        """Return this member's counts so far."""
+        """Return this member's counts since its start."""
         return statistics_of(self._journal.averages, self.iteration, self._journal.title())
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _make_fragments(self) -> Sequence[Fragment]:
-        """Return new fragments, which contain each entry of the model at most once; called by :meth:`_prepare`."""
+        """Return new fragments. Each entry of the model is in at most one fragment. Called by :meth:`_prepare`."""
 
     def _exchanged(self) -> Sequence[Exchanged]:
         """Return the objects that the exchange averages, in the order of their rounds: by default the fragments.
 
-        A subclass may add ``self._numbers_per_round - 1`` further objects after each fragment. The rounds of these
-        objects may be left out.
+        A subclass may add ``self._numbers_per_round - 1`` further objects after each fragment. Their rounds may be
+        omitted.
         """
         return self._fragments
 
     async def _conclude(self) -> None:
-        """Finish the policy together with the other members; called when it closes without an error."""
+        """Finish the policy together with the other members. Called when it closes without an error."""
 
     def _layout(self, chosen: Sequence[int], codec: Codec, divisible: Set[str] | None = None) -> WireLayout:
-        """Return the layout of the part of the next fragment that this rank exchanges; called once for each fragment.
+        """Return the layout of this rank's part of the next fragment. Called once for each fragment.
 
         Args:
             chosen: Indices of the fragment's entries.
             codec: Codec of the parameters.
-            divisible: Names of the parameters that may be cut into pieces; None if all may be.
+            divisible: Names of the parameters that may be cut into pieces, or None if all may be.
         """
         entries, size, rank = self._flat.entries, self._replicas.size, self._world.rank
         parameters = self._known_infinities.without(dict(self.model.named_parameters(remove_duplicate=False)))
@@ -157,14 +157,14 @@ class ExchangePolicy(ReplicatedPolicy):
         return self._parts.divide(entries, chosen, parameters, donor_count, codec, divisible)
 
     def _take_weight(self, fragment: int) -> float:
-        """Return the weight (> 0) of the contribution that this rank captures now."""
+        """Return the weight (> 0) of the contribution that this rank is capturing."""
         del fragment
         return 1.0
 
     async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
         """Return the values, besides weight and norm, that :meth:`weigh` needs for the next contribution.
 
-        If this method raises, the contribution is captured in a later step. All ranks of a replica call it together.
+        All ranks of a replica call this method together. If it raises, the contribution is captured in a later step.
 
         Args:
             tensors: The model's tensors.
@@ -173,28 +173,29 @@ class ExchangePolicy(ReplicatedPolicy):
         return ()
 
     def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
-        """Return the weight of each donor by rank; a pure function of the reports by rank, equal on all members.
+        """Return the weight of each donor, by rank.
 
-        Ranks that are missing in the result are left out. A donor's norm must be finite.
+        Must be a pure function of the reports by rank, equal on all members. Ranks that are missing in the result are
+        left out of the mean. A donor's norm must be finite.
         """
         return reported_weights(reports)
 
     def _takes_whole(self, verdict: Verdict) -> bool:
-        """Return whether a mean replaces all of this rank's weights, even if these are finite."""
+        """Return whether a mean replaces all of this rank's weights, even if they are finite."""
         del verdict
         return False
 
     def partners(self, number: int, rank: int, members: Sequence[int]) -> Chosen:
-        """Return the members whose contributions to a round a rank averages, or None if all share one mean.
+        """Return the members whose contributions to a round ``rank`` averages, or None if all members share one mean.
 
-        A mapping also has the factor of each contribution's weight. A pure function, equal on all members. A rank waits
-        for its partners only.
+        The result may map these members to factors of their weights. Must be a pure function, equal on all members. A
+        rank waits only for its partners.
         """
         del number, rank, members
         return None
 
     def _acts_alone(self) -> bool:
-        """Return whether rounds are also made if this rank is the only member; an outer optimizer needs them."""
+        """Return whether a rank that is the only member also makes rounds, which an outer optimizer needs."""
         return False
 
     def _forget_own(self) -> None:
@@ -205,7 +206,7 @@ class ExchangePolicy(ReplicatedPolicy):
     # -- starting and leaving ---------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Make the fragments from the model, and load a saved state."""
+        """Create the fragments from the model, and load a saved state."""
         self._known_infinities = KnownInfinities(self._flat)
         self._replicas = Replicas(self._members, 1 if self.is_alone else self._replica_size)
         self._parts = None
@@ -221,12 +222,12 @@ class ExchangePolicy(ReplicatedPolicy):
             self._contribute_again()
 
     def _agreed_values(self) -> dict[str, str]:
-        # With a quorum, saved versions may differ between ranks; ranks that were late receive the newest state.
+        # With a quorum, saved versions may differ between ranks. Ranks that were late receive the newest state.
         rounds = "saved" if self._may_be_late() else str([fragment.version for fragment in self._fragments])
         return {**super()._agreed_values(), _ROUNDS: rounds}
 
     def _may_be_late(self) -> bool:
-        """Return whether this rank's anchors may differ from the others', because they were saved with a quorum."""
+        """Return whether this rank's anchors may differ from other ranks', because they were saved with a quorum."""
         return self._quorum is not None and self._was_loaded
 
     def _first_weights(self) -> dict[str, str]:
@@ -244,7 +245,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return agreed
 
     async def _start_replica(self) -> None:
-        """Create the group of this rank's replica, and check that its model fits the models of the other replicas."""
+        """Create the group of this rank's replica, and compare its model with the other replicas' models."""
         start = self._joint_start
         left_s, weights = start.left_s(self._start_timeout_s), self._first_weights()
         facts = self._world, start, self._replicas, self._flat, self._group.ranks, weights
@@ -264,7 +265,7 @@ class ExchangePolicy(ReplicatedPolicy):
             quorum=self._quorum,
         )
         self._admission = self._new_admission(membership, scopes)
-        if not membership.is_joining:  # a newcomer gets the leader's state instead of a loaded one
+        if not membership.is_joining:  # a newcomer gets the leader's state instead
             self._contribute_again()
 
     def _opened(self) -> tuple[Exchange, Admission]:
@@ -306,10 +307,10 @@ class ExchangePolicy(ReplicatedPolicy):
         """As the leader, admit a restarted rank that has asked to join, with the state after this step."""
         if self._exchange is None or self._admission is None or not self._admission.is_asked:
             return
-        has_quorum = self._quorum is not None  # the newcomer can then give this rank's means to the other members
+        has_quorum = self._quorum is not None  # then the newcomer could offer this rank's means
         if not self._flights.skips_late and not has_quorum:
             await self._exchange.shared()
-        # A rank may have been lost during the wait, so that a census is in progress.
+        # A rank may have been lost during the wait. No newcomer is admitted during the resulting census.
         if (has_quorum or not self._exchange.holds_means) and self._admission.is_asked:
             self._is_admitting = True
             try:
@@ -322,10 +323,10 @@ class ExchangePolicy(ReplicatedPolicy):
     async def settle(self) -> None:
         """Wait until this rank has the means of all rounds in flight, so that :meth:`state_dict` can save them.
 
-        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="skip"``, a round to
-        which not all ranks have contributed yet has no mean: all ranks must call this method, and the state contains
-        this rank's contribution instead. With a quorum and ``late="wait"``, all ranks must call this method before a
-        collective operation of the training loop; no round then waits for this rank until its next step.
+        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="skip"``, a round
+        has no mean until all ranks have contributed. All ranks must then call this method, and the state contains this
+        rank's contribution instead of the mean. With a quorum and ``late="wait"``, all ranks must call this method
+        before a collective operation of the training loop. Rounds then do not wait for this rank until its next step.
         """
         self._check_not_lent("settle()")
         if self._quorum is not None and self._exchange is not None:
@@ -387,7 +388,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._given = dict(saved["contributions"])
 
     def _contribute_again(self) -> None:
-        """Offer the loaded contributions in their rounds, which had not ended when the state was saved."""
+        """Offer the loaded contributions again, in the rounds that had not ended when the state was saved."""
         given, self._given = self._given, {}
         for number, state in sorted(given.items()):
             fragment = (number - 1) % self._fragment_count
@@ -399,7 +400,7 @@ class ExchangePolicy(ReplicatedPolicy):
 
     def _begin_step(self) -> bool:
         flights = self._flights
-        flights.note_step(self.iteration)  # before the first await: a cancelled step's fragments are captured later
+        flights.note_step(self.iteration)  # before any await: if the step is cancelled, its fragments stay owed
         self._unfinished.clear()
         has_work = flights.in_flight or flights.can_begin() or self._replica is not None
         return not has_work and (self._admission is None or not self._admission.is_asked)
@@ -432,7 +433,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return together(applied) if applied else NOTHING
 
     def _has(self, number: int) -> bool:
-        """Return whether this rank has the mean of a round, and knows that its contribution counts in it."""
+        """Return whether this rank has the mean of a round, and knows that its contribution counts in this round."""
         if self._quorum is None or self._exchange is None:
             return has_merged(self._fragments, number)
         return self._exchange.has_merged(number)
@@ -445,28 +446,28 @@ class ExchangePolicy(ReplicatedPolicy):
         return self._flights.move(fragment, self._exchange.latest(flight.number))
 
     async def _merged(self, number: int) -> None:
-        """Wait until this rank has the mean of a round, or of a later one if its contribution was late."""
+        """Wait until this rank has the mean of a round, or of a later round if its contribution was late."""
         if self._exchange is not None:
             await self._exchange.merged(self._number_in_exchange(number))
 
     def _number_in_exchange(self, number: int) -> int:
-        """Return the number by which the exchange knows a fragment's round."""
+        """Return the exchange's number for a round of the fragments."""
         return (number - 1) * self._numbers_per_round + 1
 
     def _tensors(self) -> Sequence[Tensor]:
         return self._flat.tensors(self._layout_buffers)
 
     async def _begin_round(self, step: int) -> list[StepInfo]:
-        """Begin the next round, and return the results of averages that were applied to begin it."""
+        """Begin the next round. Return the results of averages that were applied to begin it."""
         await self._capture(step)
         return []
 
     async def _capture(self, step: int) -> None:
         """Capture this member's contribution to the next round."""
-        tensors = self._tensors()  # raises if the model's layout has changed; the fragment is then still owed
+        tensors = self._tensors()  # raises, with the fragment still owed, if the model's layout has changed
         fragment, number = self._flights.next()
         own, exchange = self._fragments[fragment], self._exchange
-        # The round is past if this rank was admitted while the other ranks captured it, and has its mean.
+        # If this rank was admitted while the other ranks captured this round, it already has the round's mean.
         is_past, is_behind = self._quorum is None and self._has(number), False
         scores = () if is_past else await self._take_scores(fragment, tensors)
         if self._quorum is not None and exchange is not None:
@@ -477,7 +478,7 @@ class ExchangePolicy(ReplicatedPolicy):
             own.advance(0)
             return
         weight, encoded = self._take_weight(fragment), self._new_encoded(fragment)
-        # A non-finite parameter of the fragment makes the norm non-finite, so only the other entries are checked.
+        # A non-finite parameter of the fragment makes the norm non-finite, so only the other entries are checked here.
         unsound = self._known_infinities.unsound_entry_of_model(own.measured_entries)
         norm = math.nan if unsound is not None else own.capture(tensors, encoded)
         (self._unsound_captures.discard if math.isfinite(norm) else self._unsound_captures.add)(fragment)
@@ -492,7 +493,7 @@ class ExchangePolicy(ReplicatedPolicy):
             self._shared.on_event(event)
 
     def _first_ranks(self) -> set[int]:
-        """Return the living members, or the first rank of each replica."""
+        """Return the living members, or the first rank of each replica if replicas have several ranks."""
         members = (self._world.rank,) if self._exchange is None else self._exchange.members()
         return {self._replicas.mates(rank)[0] for rank in members}
 
@@ -527,7 +528,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return applied
 
     async def _readiness(self, fragment: int, number: int) -> Readiness:
-        """Return the replica's report: whether its ranks have a round's mean, and whether their weights are finite."""
+        """Return the replica's report: whether all ranks have a round's mean, and whether their weights are finite."""
         has_mean, mean = self._has(number), self._fragments[fragment].mean
         if not has_mean and self._replica is None:
             return Readiness(False, "")
@@ -539,7 +540,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return own if self._replica is None else await self._replica.agree(own)
 
     async def _apply(self, fragment: int, flight: Flight, began_at: float, ready: Readiness) -> StepInfo:
-        """Write a fragment's merged mean into the model, with the other ranks of the replica."""
+        """Write a fragment's merged mean into the model, together with the other ranks of the replica."""
         mean = self._fragments[fragment].mean
         assert mean is not None, f"round {flight.number} has no mean"
         waited_s = self._world.time() - began_at
@@ -554,19 +555,19 @@ class ExchangePolicy(ReplicatedPolicy):
         return info
 
     async def _write(self, fragment: int, ready: Readiness, *, is_late: bool, is_left_out: bool) -> None:
-        """Write a fragment's new values into the model, and reset the optimizer if that is needed."""
+        """Write a fragment's new values into the model, and reset the optimizer if necessary."""
         own, trouble, tensors = self._fragments[fragment], ready.trouble, self._tensors()
         self._is_compared, self._found_finite_at = True, -1
         is_whole = bool(trouble) or is_left_out or fragment in self._unsound_captures
         with self._weights.following():
             own.apply(tensors, is_late=is_late, is_whole=is_whole)
-            if trouble:  # otherwise the other fragments would make this fragment non-finite in the next training step
+            if trouble:  # other non-finite fragments would make this one non-finite in the next step
                 for each in self._fragments:
                     each.begin_again(tensors)
         await self._share(range(self._fragment_count) if trouble else [fragment], tensors)
         if self._shared.resets_optimizer or trouble:
             reset_optimizer_state(self.optimizer)
-        if is_left_out:  # the encoding error of a bad contribution would spoil the next one
+        if is_left_out:  # the encoding error of a bad contribution would affect the next one
             own.forget_own()
 
     def _info_of(self, fragment: int, flight: Flight, mean: Mean, ready: Readiness) -> StepInfo:
@@ -577,28 +578,28 @@ class ExchangePolicy(ReplicatedPolicy):
         return replace(info, gains=self._gains_of(mean.verdict))
 
     def _gains_of(self, verdict: Verdict) -> tuple[float, ...]:
-        """Return the gain of each donor's contribution on held-out data; empty if it is not measured."""
+        """Return the gain of each donor's contribution on held-out data. Empty if it is not measured."""
         del verdict
         return ()
 
     async def _share(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        """Write the parts that the other ranks of the replica have applied into the model, under DDP."""
+        """Under DDP, write the parts that the other ranks of the replica have applied into this rank's model."""
         if self._replica is not None and self._parts is not None:
             received = await self._parts.share(self._replica, fragments, tensors)
             with self._weights.following():
                 write_parts(received, tensors)
 
     async def _complete(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        """Make the model of the replica whole after each rank has written its part of weights that it will take back.
+        """Complete the replica's model, after each rank has written its part of trial weights.
 
-        Trial weights are only evaluated, so no state of the optimizer follows them.
+        Trial weights are only evaluated and then taken back, so the optimizer's state does not change.
         """
         if self._replica is not None and self._parts is not None:
             write_parts(await self._parts.share(self._replica, fragments, tensors), tensors)
         self._reshard()
 
     def _trouble(self) -> str:
-        """Describe the part of this rank's weights or optimizer that is not finite; return "" if all is finite."""
+        """Describe the part of this rank's weights or optimizer that is not finite. Return "" if all is finite."""
         optimizer = None if self._shared.resets_optimizer else self.optimizer
-        is_known = self._found_finite_at == self.iteration  # a step that waits for its own round checks once
+        is_known = self._found_finite_at == self.iteration  # a step that waits for its own round checks only once
         return trouble_of(None if is_known else self._known_infinities, optimizer)

@@ -1,8 +1,8 @@
-"""Carries out the rounds of an exchange on one member: offers its contributions, and merges the rounds' means.
+"""Transfers data in the rounds of an exchange on one member: offers its contributions, and merges the means.
 
-Each slice of a fragment has an owner, which requests the slice from all donors, averages it, and offers the mean to
-all members. Slices are requested from a :class:`SnapshotServer`, which sends them as streams, or lets ranks on the same
-host read them from its memory.
+Each slice of a fragment has an owner, which requests the slice from all donors, averages it, and offers the mean to all
+members. Slices are requested from a :class:`SnapshotServer`, which sends them as streams, or lets ranks on the same
+host read its memory.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 logger = logging.getLogger("protocols.exchange.rounds")
 
-#: Number of slices that a server can distinguish in one round, counting slices of contributions and of all means.
+#: Maximum number of labels for slices in one round. Slices of contributions and of each attempt's mean need labels.
 _LABEL_COUNT: Final = 1 << 30
-_YIELD_NBYTES: Final = 4 << 20  # bytes of a mean that are computed before other tasks run
+_YIELD_NBYTES: Final = 4 << 20  # number of bytes that are averaged before other tasks run
 
 
 class Exchanged(Protocol):
-    """Interface of an object that the exchange averages: usually a fragment of the model.
+    """Interface of an object that the exchange averages, usually a fragment of the model.
 
     Attributes:
         layout: Vectors and slices of the fragment.
@@ -57,18 +57,18 @@ class Exchanged(Protocol):
 
     @property
     def uses_up(self) -> bool:
-        """True if :meth:`merge` needs the mean of stepped vectors only during the call, in slices."""
+        """True if :meth:`merge` can use the mean of stepped vectors in slices, and needs it only during the call."""
 
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
     ) -> None:
-        """Write the combination of all donors' encoded slices; see :meth:`WireLayout.average`."""
+        """Write the combination of all donors' encoded slices: by default, their mean (:meth:`WireLayout.average`)."""
 
     def takes(self, number: int) -> bool:
         """Return whether this member uses the mean of a round."""
 
     def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
-        """Take the encoded mean of all donors; empty if there were no donors.
+        """Merge the encoded mean of all donors. It is empty if there were no donors.
 
         Args:
             encoded: For each vector, the consecutive parts of its mean: the whole vector, or its slices.
@@ -78,14 +78,14 @@ class Exchanged(Protocol):
         """Count the first ``version`` rounds as merged, because all members that had their means are lost."""
 
     def shared_state(self) -> Any:
-        """Return a tree of the state that is equal on all members with equal versions."""
+        """Return the state that is equal on all members with equal versions, as a tree."""
 
     def load_shared_state(self, state: Any) -> None:
         """Load another member's :meth:`shared_state`."""
 
 
 def has_merged(fragments: Sequence[Exchanged], number: int) -> bool:
-    """Return whether this member has merged a round's mean, or has received a state that includes it."""
+    """Return whether this member has merged a round's mean, or has received a state that includes the mean."""
     return (number - 1) // len(fragments) < fragments[(number - 1) % len(fragments)].version
 
 
@@ -106,15 +106,14 @@ class MemberRound:
     """State of one round on one member, until it is retired.
 
     Attributes:
-        contribution: This member's encoded contribution, by vector; empty before the capture.
+        contribution: This member's encoded contribution, by vector. Empty before the capture.
         attempt: Attempt of the last verdict.
-        verdict: Verdict whose mean this member receives or has; None before the verdict, and during
-            a census.
+        verdict: Verdict whose mean this member receives or has. None before the verdict and during a census.
         scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
-        mean: The encoded mean, by vector; empty until it is requested.
-        elsewhere: Slices of the mean that are used in their owners' memory, so that ``mean`` does not contain them.
+        mean: The encoded mean, by vector. Empty until it is requested.
+        elsewhere: Slices of the mean that ``mean`` does not contain, because they are used in their owners' memory.
         has_received: Whether the member has received the mean. If replicas have several ranks, the mean is merged only
-            when the round is retired, otherwise at once.
+            when the round is retired; otherwise it is merged immediately.
         has_merged: Whether the mean is merged.
         offers: Offers of this member's slices.
     """
@@ -157,14 +156,14 @@ class MemberRound:
 
 
 class RoundTransfers:
-    """Moves the slices of one member's rounds, and reuses the memory for encoded vectors.
+    """Transfers the slices of one member's rounds, and reuses the memory for encoded vectors.
 
     Args:
         fragments: Fragments of the policy's model.
-        is_overlapped: Whether the ranks train while data moves. A training rank sends one window of chunks per safe
-            point, so a slice is then sent in one window of large chunks. A waiting rank sends small chunks, so that
-            large slices do not delay each other.
-        merges_at_once: Whether a mean is merged when it is received; otherwise :meth:`merge` is called.
+        is_overlapped: Whether the ranks train during transfers. A training rank sends one window of chunks per safe
+            point, so each slice is sent in one window of large chunks. A waiting rank sends small chunks, so that large
+            slices do not delay each other.
+        merges_at_once: Whether a mean is merged when it is received. Otherwise the caller calls :meth:`merge`.
         keeps_means: Whether owners keep a mean unchanged until all members have merged it.
     """
 
@@ -184,22 +183,22 @@ class RoundTransfers:
         self._services = services
         self._server = server
         self._fragments = fragments
-        # Blocks of memory that are large enough for the encoded contributions, and the means, of each fragment.
+        # Sizes of memory blocks that can contain any fragment's encoded contribution, or its encoded mean.
         self._block_nbytes = tuple(
             max([1, *(each.layout.memory_nbytes(of_mean=of_mean) for each in fragments if each.is_frequent)])
             for of_mean in (False, True)
         )
-        self._free: dict[int, list[Tensor]] = {nbytes: [] for nbytes in self._block_nbytes}  # by size
-        self._lent: dict[int, Tensor] = {}  # by address
+        self._free: dict[int, list[Tensor]] = {nbytes: [] for nbytes in self._block_nbytes}  # by size: free blocks
+        self._lent: dict[int, Tensor] = {}  # by address: blocks in use
         self._shared: dict[int, SharedMemory] = {}  # by address: blocks that other ranks on this host can map
-        self._kept: dict[int, list[Tensor]] = {}  # by fragment: the mean of a retired round, which is not applied yet
-        self._scratch: list[Tensor] = []  # pieces of donors' slices, read from their memory
+        self._kept: dict[int, list[Tensor]] = {}  # by fragment: a retired round's mean that is not applied yet
+        self._scratch: list[Tensor] = []  # memory for pieces of slices that are read from donors
         self._allocate_first()
 
     def _allocate_first(self) -> None:
-        """Allocate the shared memory of the first round's contribution and mean now, so that the round takes no faults.
+        """Allocate and touch the shared memory of the first round's contribution and mean, to avoid page faults later.
 
-        In the first round of a model of 64 MiB, these page faults took 80 to 100 ms of CPU time, more than the round.
+        For a model of 64 MiB, these page faults took 80 to 100 ms of CPU time, more than the round itself.
         """
         for nbytes in self._block_nbytes if self._services.shares_memory else ():
             if nbytes >= neighbours.READ_NBYTES_MIN:
@@ -216,7 +215,7 @@ class RoundTransfers:
         return given.layout.encoded_in(block, of_mean=of_mean)
 
     def _new_block(self, nbytes: int, *, is_kept: bool) -> Tensor:
-        """Allocate memory that other ranks on this host can map, if it is kept and large."""
+        """Allocate memory. If it is kept and large, other ranks on this host can map it."""
         if is_kept and nbytes >= neighbours.READ_NBYTES_MIN and self._services.shares_memory:
             with contextlib.suppress(OSError):  # raised without shared memory or a free file descriptor
                 memory = SharedMemory(nbytes)
@@ -225,7 +224,7 @@ class RoundTransfers:
         return new_memory(nbytes)
 
     def note_applied(self, fragment: int) -> None:
-        """Reuse the memory of a fragment's last mean, whose values are no longer needed."""
+        """Reuse the memory of a fragment's last mean, because its values are no longer needed."""
         if fragment in self._kept:
             self._give_back(self._kept.pop(fragment))
 
@@ -236,13 +235,13 @@ class RoundTransfers:
                 self._free[block.nbytes].append(block)
 
     def offer_contribution(self, own: MemberRound) -> None:
-        """Offer this member's contribution to the owners."""
+        """Offer the slices of this member's contribution to their owners."""
         layout = self._fragments[own.fragment].layout
         for each in layout.slices:
             self._offer(own, layout.part(own.contribution, each), _label(0, each, layout))
 
     def offer_mean(self, own: MemberRound, verdict: Verdict) -> None:
-        """Offer all slices of a mean that this member holds, under a new verdict."""
+        """Offer all slices of a mean that this member has, under a new verdict."""
         layout = self._fragments[own.fragment].layout
         for each, part in own.elsewhere.items():
             layout.part(own.mean, each, of_mean=True).copy_(part)
@@ -251,7 +250,7 @@ class RoundTransfers:
             self._offer(own, layout.part(own.mean, each, of_mean=True), _label(verdict.attempt, each, layout))
 
     def move_contribution(self, own: MemberRound, later: MemberRound) -> None:
-        """Offer a contribution, of which no rank has requested a slice, in a later round instead."""
+        """Offer a contribution in a later round instead. No rank may have requested a slice of it."""
         offers, own.offers = own.offers, []
         for offer in offers:
             self._server.withdraw(offer)
@@ -260,14 +259,14 @@ class RoundTransfers:
         self.offer_contribution(later)
 
     def begin(self, own: MemberRound, verdict: Verdict) -> asyncio.Task[None]:
-        """Start a task that receives and merges the mean of a verdict."""
+        """Start a task that receives and merges a verdict's mean."""
         return self._services.spawn_service(self._take(own, verdict), name=f"mean of round {own.number}")
 
     def merge(self, own: MemberRound) -> None:
-        """Merge a mean that was received."""
+        """Merge a received mean."""
         assert own.has_received and own.verdict is not None, f"the mean of round {own.number} was not received"
         fragment = self._fragments[own.fragment]
-        # Otherwise the mean is not for this member, or is part of a state that was received.
+        # Skip a mean that is not for this member, or that its received state already includes.
         if fragment.takes(own.number) and not has_merged(self._fragments, own.number):
             own_parts = [[each] for each in own.mean]
             if fragment.uses_up and own.mean:
@@ -276,7 +275,7 @@ class RoundTransfers:
         own.has_merged = True
 
     def stop(self, own: MemberRound) -> None:
-        """Stop receiving the mean of a round; no mean is merged after this call."""
+        """Stop receiving the mean of a round. No mean is merged after this call."""
         own.verdict = None
         if own.task is not None and not own.task.done():
             own.task.cancel()
@@ -287,7 +286,7 @@ class RoundTransfers:
             own.mean, own.elsewhere = [], {}
 
     def retire(self, own: MemberRound) -> None:
-        """Stop offering the slices of a round, and reuse their memory when the last stream has ended."""
+        """Stop offering the slices of a round. Reuse their memory when the last stream has ended."""
         offers, own.offers = own.offers, []
         contribution, mean = list(own.contribution), own.mean
         own.contribution, own.mean, own.elsewhere = (), [], {}
@@ -319,7 +318,7 @@ class RoundTransfers:
             reuse()
 
     def _forget(self, encoded: Sequence[Tensor]) -> None:
-        """Do not reuse the memory of an incomplete mean, since a stopped stream may still write into it."""
+        """Do not reuse the memory of an incomplete mean, because a stopped stream may still write into it."""
         if encoded:
             del self._lent[_address(encoded[0])]
             self._shared.pop(_address(encoded[0]), None)
@@ -345,13 +344,13 @@ class RoundTransfers:
             own.has_received = True
             if self._merges_at_once:
                 self.merge(own)
-        except (RankLostError, StreamAborted) as error:  # the leader takes a census when it notices the loss
+        except (RankLostError, StreamAborted) as error:  # the leader takes a census when it detects the loss
             logger.info("the mean of round %d did not arrive: %s", own.number, error)
             return
         self._services.engine.recheck()
 
     async def _receive(self, own: MemberRound, verdict: Verdict) -> None:
-        """Average this member's slices, or all slices for a taker, and receive the other slices' means."""
+        """Average the slices that this member owns (a taker: all slices), and receive the means of the other slices."""
         layout = self._fragments[own.fragment].layout
         me = self._services.rank
         owned = [each for each in layout.slices if verdict.source_of(each.owner) == me]
@@ -382,7 +381,7 @@ class RoundTransfers:
                 part = await means[each].whole(in_place=is_used_up)
                 if not means[each].is_whole:
                     own.elsewhere[each] = part
-            for each in own.elsewhere:  # from now on, the owners keep these slices until this rank has merged
+            for each in own.elsewhere:  # from now on, owners keep these slices until this rank has merged them
                 means[each].check()
                 means[each].complete()
         finally:
@@ -392,7 +391,7 @@ class RoundTransfers:
     async def _average(
         self, own: MemberRound, verdict: Verdict, each: Slice, given: Mapping[int, Fetch | None]
     ) -> None:
-        """Average one slice; ``given`` has the requests for the donors' slices, and None for this rank's own."""
+        """Average one slice. ``given`` has a request for each donor's slice, or None for this rank's own slice."""
         for count in range(REQUEST_COUNT_MAX):
             try:
                 for fetch in given.values():
@@ -436,7 +435,7 @@ class RoundTransfers:
         return fragment.uses_up and fragment.layout.vectors[each.vector].role == "stepped"
 
     def _scratch_of(self, count: int, nbytes: int) -> list[Tensor]:
-        """Return scratch memory of ``nbytes`` for each of ``count`` donors; large enough for most pieces."""
+        """Return scratch memory of at least ``nbytes`` for each of ``count`` donors."""
         if not self._scratch or len(self._scratch[0]) < nbytes:
             self._scratch = [new_bytes(nbytes)]
         while len(self._scratch) < count:
@@ -450,10 +449,10 @@ class RoundTransfers:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of the memory of which a tensor, possibly an empty one, is a view."""
+    """Return the address of the memory that a tensor views. The tensor may be empty."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _label(attempt: int, each: Slice, layout: WireLayout) -> Part:
-    """Return the label of a slice of a contribution (attempt 0), or of the mean of an attempt."""
+    """Return the label of a slice of a contribution (attempt 0), or of the mean in an attempt."""
     return Part(attempt * len(layout.slices) + each.number, _LABEL_COUNT)

@@ -1,4 +1,4 @@
-"""The results of steps that apply a mean, and the counts of one member of a policy on the exchange."""
+"""Defines the counts of one member of an exchange-based policy, and the results of steps that apply a mean."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from asyncdist.wording import plural, size_in_words
 
 @dataclass(frozen=True, slots=True)
 class ExchangeStatistics:
-    """Counts of one member's steps, contributions and averages so far. The mappings are copies.
+    """Counts of one member's steps, contributions and averages. The mappings are copies.
 
     Attributes:
         iteration: Number of steps.
-        average_count: Number of averages applied since the start or the resume; the average of each fragment counts
-            as one.
-        waited_s: Seconds for which steps have waited for averages.
+        average_count: Number of averages applied since the start or the resume. Each fragment's average is counted
+            separately.
+        waited_s: Total seconds for which steps have waited for averages.
         sent_nbytes: Total encoded size in bytes of this member's contributions.
         title: Name of the policy and of this rank.
         unencoded_nbytes: Total size in bytes of the same contributions with ``wire="float32"``.
-        contribution_count: Number of this member's contributions, some of which may be in flight.
-        waited_max_s: The longest wait for an average in seconds.
-        versions: Number of averages of each fragment so far, by fragment.
+        contribution_count: Number of this member's contributions, including contributions in flight.
+        waited_max_s: Longest wait for an average in seconds.
+        versions: Number of averages of each fragment, by fragment.
         donated: Number of applied averages that contain a rank's contribution, by rank.
-        left_out: Number of applied averages that do not contain a member's contribution, by rank.
-        outer_norm: L2 norm of the last mean difference; None without an outer optimizer, or before the first average.
-        cosine: Mean cosine between the differences of two ranks in the last average; None if unknown.
+        left_out: Number of applied averages without a member's contribution, by rank.
+        outer_norm: L2 norm of the last mean difference, or None without an outer optimizer and before the first
+            average.
+        cosine: Mean cosine between two ranks' differences in the last average, or None if unknown.
     """
 
     iteration: int
@@ -101,11 +102,11 @@ def _by_number(counts: Mapping[int, int]) -> str:
 def result_of(
     fragment: Fragment, mean: Mean, ready: Readiness, replicas: Replicas, members: Collection[int]
 ) -> StepInfo:
-    """Return a step's result, with the fields that follow from the applied mean.
+    """Return a step's result with the fields that depend on the applied mean.
 
     Args:
         ready: Joint report of the ranks of this rank's replica.
-        members: First ranks of all replicas that take part; all members if each rank is a replica.
+        members: First ranks of all replicas that take part. If each rank is a replica, all members.
     """
     verdict, cosine = mean.verdict, mean.cosine
     if replicas.size > 1:

@@ -1,7 +1,7 @@
 """Divides a fragment of a model into vectors and slices, and averages encoded slices.
 
-A fragment is a part of the model: some of its entries. Its values are kept as flat vectors, one for each role and
-dtype. The roles are:
+A fragment consists of some of the model's entries. Its values are stored as flat vectors, one for each role and dtype.
+The roles are:
 
 - ``"stepped"``: parameters, in float32 or float64. They are encoded with the codec.
 - ``"averaged"``: floating buffers, such as BatchNorm's statistics, and optimizer states that are averaged with the
@@ -9,7 +9,7 @@ dtype. The roles are:
 - ``"copied"``: integer and bool entries, as bytes. Their mean is the value of the first donor.
 
 Each vector is cut into slices, which are sent and averaged separately. Sums are elementwise, so the slices can be
-averaged on different ranks. The means have a codec of their own if the contributions' codec would lose too much
+averaged on different ranks. The means have a separate codec if the contributions' codec would lose too much precision
 (:func:`asyncdist.tensors.codecs.codec_of_means`).
 """
 
@@ -30,26 +30,26 @@ from asyncdist.tensors.codecs import Codec, codec_of_means, find_codec
 from asyncdist.tensors.flat_state import Entry, accumulate_dtype, is_finite
 from asyncdist.tensors.means import mean_into, weighted_mean_into
 
-#: Function that writes the mean of flat tensors, with their weights, into its first argument.
+#: Function that writes the weighted mean of flat tensors into its first argument.
 MeanInto: TypeAlias = Callable[[Tensor, Sequence[Tensor], Sequence[float]], None]
 Role: TypeAlias = Literal["stepped", "averaged", "copied"]
 
-#: Copied entries, and vectors in a block of memory, begin at multiples of this number of bytes, so that they can be
-#: viewed with their own dtype.
+# : Copied entries, and vectors in a block of memory, start at multiples of this number of bytes, so that they can be
+# viewed with their own dtype.
 _ALIGNMENT_NBYTES: Final = 16
-_PIECE_COUNT: Final = 1 << 16  # elements that are averaged at a time; 256 KiB of float32 stay in a core's cache
+_PIECE_COUNT: Final = 1 << 16  # elements averaged at a time: 256 KiB of float32 stay in a core's cache
 _EXACT: Final = find_codec("float32")
 _NORM_MAX: Final = 2.0**400  # replaces larger norms, so that sums of their squares are finite
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """The encoding of the values of a vector.
+    """Defines how the values of a vector are encoded.
 
     Attributes:
         dtype: Dtype of the values.
-        codec: Codec of the values; None if they are sent unchanged.
-        width: Number of consecutive values for each element of the vector; above 1 only without a codec.
+        codec: Codec of the values, or None if they are sent unchanged.
+        width: Number of consecutive values for each element of the vector. Above 1 only without a codec.
     """
 
     dtype: torch.dtype
@@ -57,16 +57,16 @@ class Encoding:
     width: int = 1
 
     def place_of(self, index: int) -> int:
-        """Return the index of element ``index``, the first of a block, in the encoded vector."""
+        """Return the index in the encoded vector of element ``index``, which is the first of a block."""
         return index * self.width if self.codec is None else self.codec.nbytes(index)
 
     @property
     def encoded_dtype(self) -> torch.dtype:
-        """Dtype of the encoded vector: uint8, or the vector's dtype if it is not encoded."""
+        """Dtype of the encoded vector: uint8, or the vector's own dtype without a codec."""
         return self.dtype if self.codec is None else torch.uint8
 
     def nbytes(self, first: int, last: int) -> int:
-        """Return the encoded size in bytes of the elements from ``first``, the first of a block, to ``last``."""
+        """Return the encoded size in bytes of elements ``first`` (the first of a block) to ``last``."""
         return (self.place_of(last) - self.place_of(first)) * self.encoded_dtype.itemsize
 
     def decode(self, encoded: Tensor, values: Tensor) -> None:
@@ -79,12 +79,12 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """A flat vector that contains all entries of a fragment with one role and one dtype.
+    """Defines a flat vector that contains all entries of a fragment with one role and one dtype.
 
     Attributes:
         dtype: Dtype of the values: float32, float64 or, for copied entries, uint8.
-        places: For each entry, its index in the model's entries, and its first and last element in the vector.
-        bounds: First elements of the slices, and the number of elements.
+        places: For each entry, its index in the model's entries, and its first and end element in the vector.
+        bounds: First element of each slice, followed by the number of elements.
         sent: Encoding of the contributions.
         mean: Encoding of the mean.
     """
@@ -103,22 +103,22 @@ class Vector:
 
     @property
     def codec(self) -> Codec | None:
-        """Codec of the contributions; None if they are sent unchanged."""
+        """Codec of the contributions, or None if they are sent unchanged."""
         return self.sent.codec
 
     @property
     def has_gaps(self) -> bool:
-        """True if there are elements between the entries, so that each entry begins at a block of the codec."""
+        """True if there are unused elements between entries, so that each entry starts at a block of the codec."""
         return sum(end - first for _, first, end in self.places) < self.count
 
-    @torch.inference_mode(False)  # the tensor outlives the caller's inference mode
+    @torch.inference_mode(False)  # the tensor is used after the caller's inference mode has ended
     def new_flat(self) -> Tensor:
         """Allocate a zero-filled vector."""
         return torch.zeros(self.count, dtype=self.dtype, device="cpu")
 
     @torch.inference_mode(False)
     def values_of(self, encoded: Tensor) -> Tensor:
-        """Return memory for a contribution's values: ``encoded`` if it is not encoded, otherwise a new tensor.
+        """Return memory for a contribution's values: ``encoded`` without a codec, otherwise a new tensor.
 
         The values in gaps are 0.
         """
@@ -130,12 +130,12 @@ class Vector:
 
     @torch.inference_mode(False)
     def decoded(self, encoded: Tensor, *, of_mean: bool = False) -> Tensor:
-        """Return the values of an encoded vector: the vector itself if it is not encoded."""
+        """Return the values of an encoded vector. Without a codec, this is the encoded vector itself."""
         return self.decoded_parts([encoded], of_mean=of_mean)[0]
 
     @torch.inference_mode(False)
     def decoded_parts(self, encoded: Sequence[Tensor], *, of_mean: bool = True) -> list[Tensor]:
-        """Return the values of an encoded vector's parts: the whole vector, or its slices."""
+        """Return the values of the parts of an encoded vector: of its slices, or of the whole vector as one part."""
         encoding = _encoding(self, of_mean)
         if encoding.codec is None:
             return list(encoded)
@@ -148,7 +148,7 @@ class Vector:
 
 
 class Piece(NamedTuple):
-    """A part of a slice that is averaged at once: its first byte and end in an encoded contribution and in the mean."""
+    """A part of a slice that is averaged at once, as byte ranges of an encoded contribution and the encoded mean."""
 
     first: int
     end: int
@@ -162,9 +162,9 @@ class Slice:
 
     Attributes:
         number: Number of the slice among all slices of the fragment.
-        owner: Number of the owner: slices with equal numbers have the same owner.
-        first, last: First element and end of the slice in the vector.
-        cuts: Elements at which the slice is divided into pieces, if some pieces are whole tensors; otherwise empty.
+        owner: Number of the owner. Slices with equal numbers have the same owner.
+        first, last: First and end element of the slice in the vector.
+        cuts: Elements at which the slice is divided into pieces. Empty unless some pieces are whole tensors.
         whole: Numbers of the pieces that are whole tensors.
     """
 
@@ -178,7 +178,7 @@ class Slice:
 
 
 def average_into(into: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> None:
-    """Write the weighted mean of flat tensors, added up in their order, into ``into``."""
+    """Write the weighted mean of flat tensors into ``into``. They are added in the given order."""
     if len(parts) > 1 and all(weight == 1.0 for weight in weights):
         mean_into(into, parts)
     else:
@@ -186,24 +186,24 @@ def average_into(into: Tensor, parts: Sequence[Tensor], weights: Sequence[float]
 
 
 class WireLayout:
-    """Vectors and slices of one fragment, equal on all members.
+    """Divides one fragment into vectors and slices, in the same way on all members.
 
     Args:
         entries: All entries of the model.
         chosen: Indices of the fragment's entries.
-        parameters: Names of the model's parameters, except parameters that contain infinities, such as frozen masks,
-            because differences of infinities are NaN. All other floating entries have the role ``"averaged"``.
+        parameters: Names of the model's parameters, except those with infinities, such as frozen masks, because
+            differences of infinities are NaN. All other floating entries have the role ``"averaged"``.
         owner_count: Number of ranks among which each vector is divided.
         codec: Codec of the stepped float32 vector.
-        divisible: Names of the parameters that may be cut into pieces; None if all may be. Each other parameter is one
-            piece, so that it is combined as a whole.
-        width: Number of values for each element of a stepped vector in the mean: 1, or the number of donors if the
+        divisible: Names of the parameters that may be cut into pieces, or None if all may be. Each other parameter is
+            one piece, so that it is combined as a whole.
+        width: Number of values for each element of a stepped vector in the mean. Usually 1; the number of donors if the
             "mean" consists of all donors' values.
 
     Attributes:
-        slices: All slices that are not empty.
-        is_cut: Whether all vectors may be cut anywhere; otherwise some tensors are whole.
-        stepped_entries: Indices of the entries that the stepped vectors contain.
+        slices: All non-empty slices.
+        is_cut: Whether all vectors may be cut anywhere. Otherwise some tensors are whole.
+        stepped_entries: Indices of the entries in stepped vectors.
         nbytes: Total size in bytes of all encoded vectors of a contribution.
         mean_nbytes: Total size in bytes of all encoded vectors of a mean.
         unencoded_nbytes: Total size in bytes of all vectors without encoding.
@@ -253,7 +253,8 @@ class WireLayout:
         is_coded = role == "stepped" and dtype == torch.float32 and self.codec is not _EXACT
         block = self.codec.block if is_coded else 1
         is_whole = role == "stepped" and self._divisible is not None
-        # A copied entry begins where it can be viewed with its own dtype, and a whole tensor where a slice may begin.
+        # A copied entry starts where it can be viewed with its own dtype. A whole tensor starts where a slice may
+        # start.
         alignment = _ALIGNMENT_NBYTES if role == "copied" else block if is_whole else 1
         places, end = [], 0
         for index, count in counts:
@@ -262,7 +263,7 @@ class WireLayout:
         codec = self.codec if is_coded else None
         of_mean = None if codec is None else codec_of_means(codec, self._owner_count, end)
         of_mean = None if of_mean is _EXACT else of_mean
-        total = self._owner_count if role != "copied" else 1  # the first donor's values count, so they are not divided
+        total = self._owner_count if role != "copied" else 1  # copied from the first donor, so not divided
         bounds = (*(end * number // total // block * block for number in range(total)), end)
         if is_whole:
             bounds = _moved(bounds, self._cuts(places, end, block)[0])
@@ -278,7 +279,7 @@ class WireLayout:
                     number += 1
 
     def _pieces_of(self, vector: Vector, first: int, last: int) -> tuple[tuple[int, ...], frozenset[int]]:
-        """Return a slice's cuts, and the numbers of the pieces that are whole tensors; both may be empty."""
+        """Return a slice's cuts, and the numbers of the pieces that are whole tensors. Both may be empty."""
         if vector.role != "stepped" or self._divisible is None:
             return (), frozenset()
         cuts, whole = self._cuts(vector.places, vector.count, 1 if vector.codec is None else vector.codec.block)
@@ -300,11 +301,11 @@ class WireLayout:
         return [*cuts, end], whole
 
     def memory_nbytes(self, *, of_mean: bool = False) -> int:
-        """Return the size in bytes of the memory for all encoded vectors, with gaps between them."""
+        """Return the size in bytes of the memory for all encoded vectors, including gaps between them."""
         return sum(_aligned(_encoding(vector, of_mean).nbytes(0, vector.count)) for vector in self.vectors)
 
     def encoded_in(self, memory: Tensor, *, of_mean: bool = False) -> list[Tensor]:
-        """Return one view of ``memory``, a uint8 tensor of :meth:`memory_nbytes` or more, per encoded vector."""
+        """Return a view of ``memory`` for each encoded vector; ``memory`` has at least :meth:`memory_nbytes` bytes."""
         views, end = [], 0
         for vector in self.vectors:
             encoding = _encoding(vector, of_mean)
@@ -314,7 +315,7 @@ class WireLayout:
         return views
 
     def new_encoded(self, *, of_mean: bool = False) -> list[Tensor]:
-        """Allocate an uninitialised encoded vector for each vector."""
+        """Allocate uninitialised memory for each encoded vector."""
         return self.encoded_in(new_memory(self.memory_nbytes(of_mean=of_mean)), of_mean=of_mean)
 
     def part(self, encoded: Sequence[Tensor], each: Slice, *, of_mean: bool = False) -> Tensor:
@@ -323,11 +324,11 @@ class WireLayout:
         return encoded[each.vector][encoding.place_of(each.first) : encoding.place_of(each.last)].view(torch.uint8)
 
     def divided(self, encoded: Sequence[Tensor], elsewhere: Mapping[Slice, Tensor]) -> list[list[Tensor]]:
-        """Return the parts of an encoded mean by vector: slices of stepped vectors, and other vectors as a whole.
+        """Return the parts of an encoded mean, by vector: slices of stepped vectors, and other vectors as a whole.
 
         Args:
             encoded: Encoded vectors.
-            elsewhere: Slices of stepped vectors, as uint8, that ``encoded`` does not contain.
+            elsewhere: Slices of stepped vectors, as uint8, to use instead of those in ``encoded``.
         """
         parts = [[] if vector.role == "stepped" else [each] for vector, each in zip(self.vectors, encoded, strict=True)]
         for each in self.slices:
@@ -361,14 +362,14 @@ class WireLayout:
         into: Tensor,
         combine: MeanInto = average_into,
     ) -> None:
-        """Write the encoded weighted mean of one piece of a slice, added up in the order of the donors.
+        """Write the encoded weighted mean of one piece of a slice. The donors are added in order.
 
         Args:
             number: Number of the piece in :meth:`pieces`.
-            parts: The piece of each donor, uint8.
+            parts: Each donor's piece, as uint8.
             weights: Weight of each donor, above 0.
-            into: The piece of the mean, uint8.
-            combine: Function that writes the mean of flat tensors with their weights into its first argument.
+            into: Piece of the mean, as uint8.
+            combine: Function that writes the weighted mean of flat tensors into its first argument.
         """
         vector = self.vectors[each.vector]
         if vector.role == "copied":
@@ -396,12 +397,12 @@ def _encoding(vector: Vector, of_mean: bool) -> Encoding:
 
 
 def _piece_count(vector: Vector) -> int:
-    """Return the number of elements of a piece, a multiple of the codec's block."""
+    """Return the number of elements in a piece, a multiple of the codec's block."""
     block = 1 if vector.codec is None else vector.codec.block
     return max(1, _PIECE_COUNT // block) * block
 
 
-@torch.inference_mode(False)  # the tensor outlives the caller's inference mode
+@torch.inference_mode(False)  # the tensor is used after the caller's inference mode has ended
 def new_memory(nbytes: int) -> Tensor:
     """Allocate uninitialised memory as a uint8 tensor."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -422,7 +423,7 @@ def _moved(bounds: Sequence[int], cuts: Sequence[int]) -> tuple[int, ...]:
 
 
 def norm_of(flat: Tensor) -> float:
-    """Return the L2 norm of a flat tensor: finite if all values are finite, otherwise infinite or NaN.
+    """Return the L2 norm of a flat tensor. It is finite if and only if all values are finite.
 
     In float32, the squares of values above 1.8e19 overflow, for example in a mask that contains ``finfo.min``.
     """
@@ -437,7 +438,7 @@ def norm_of(flat: Tensor) -> float:
 
 
 def gather(vector: Vector, tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """Copy the model's tensors into a flat tensor; a bfloat16 value becomes a float32."""
+    """Copy the model's tensors into a flat tensor. bfloat16 values become float32."""
     for index, first, end in vector.places:
         flat[first:end].copy_(values_of(vector, tensors[index]))
 
@@ -464,7 +465,10 @@ def write(vector: Vector, values: Tensor, tensor: Tensor) -> None:
 
 
 def values_of(vector: Vector, tensor: Tensor) -> Tensor:
-    """Return the values of a model's tensor in one dimension, in its own dtype; copied entries as bytes."""
+    """Return the values of a model's tensor in one dimension and in its own dtype.
+
+    Copied entries are returned as bytes.
+    """
     if vector.role == "copied":
         return flat_bytes(tensor.detach().cpu().contiguous())
     if tensor.is_complex():
@@ -473,7 +477,7 @@ def values_of(vector: Vector, tensor: Tensor) -> Tensor:
 
 
 def checksum_of_parameters(entries: Sequence[Entry], parameters: set[str], tensors: Sequence[Tensor]) -> int:
-    """Return a checksum of the parameters among a model's tensors; it does not depend on their device."""
+    """Return a checksum of the parameters among a model's tensors. It does not depend on their device."""
     checksum = 0
     for vector in WireLayout(entries, range(len(entries)), parameters, 1, _EXACT).stepped:
         flat = vector.new_flat()

@@ -1,1 +1,1 @@
-"""Receives the newest state of a fragment on a member that is behind."""
+"""Sends a fragment's newest state to a member that missed the means of earlier rounds."""

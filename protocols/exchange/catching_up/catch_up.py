@@ -1,9 +1,9 @@
 """Sends the newest state of a fragment to a member that is behind, and receives it on that member.
 
-A member is *behind* if it lacks the mean of a round that is already retired: no member offers its mean any longer. The
-leader names a holder, which has the state after this round or a later one. The member asks the holder, which copies the
+A member is *behind* if it lacks the mean of a retired round, which no member offers any longer. The leader names a
+holder: a member that has the state after this round or a later one. The member asks the holder, which copies the
 fragment's state into one block of bytes and offers it. The copy is freed when the member has it. If the holder is lost,
-the leader names another one.
+the leader names another holder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("protocols.exchange.catching_up")
 
 
 class Shared(Protocol):
-    """State of one fragment that is equal on all members after equal rounds.
+    """Interface to the state of one fragment, which is equal on all members after the same number of rounds.
 
     Attributes:
         layout: Vectors of the fragment.
@@ -36,7 +36,7 @@ class Shared(Protocol):
     version: int
 
     def shared_state(self) -> Any:
-        """Return the state, as a tree that :func:`packed` can pack."""
+        """Return the state as a tree that :func:`packed` can pack."""
 
     def load_shared_state(self, state: Any) -> None:
         """Load another member's state."""
@@ -49,15 +49,15 @@ class Owner(Protocol):
         """Send a message with a round number to a rank."""
 
     def note_caught_up(self, fragment: int) -> None:
-        """Resume a fragment's rounds after a request for its state has ended, even if no state has arrived."""
+        """Resume a fragment's rounds. Called when a request for its state has ended, even if no state has arrived."""
 
 
 class CatchUp:
-    """Requests states from holders, and offers this member's states to members that are behind.
+    """Requests fragments' states from holders, and offers this member's states to members that are behind.
 
     Args:
         owner: The member's exchange.
-        offers: Offers of blocks of bytes, on a separate channel.
+        offers: Offers for blocks of bytes, on a separate channel.
     """
 
     def __init__(self, owner: Owner, services: Services, offers: Offers, fragments: Sequence[Shared]) -> None:
@@ -65,10 +65,10 @@ class CatchUp:
         self._services = services
         self._fragments = fragments
         self._offers = offers
-        self._asked: dict[int, int] = {}  # by fragment: rank that was asked and has not given the state yet
+        self._asked: dict[int, int] = {}  # by fragment: rank whose state was requested and has not arrived
 
     def ask(self, number: int, holder: int) -> None:
-        """Ask a holder for the state after a round, unless another living holder was asked already."""
+        """Ask a holder for the state after a round, unless a request for the fragment is pending."""
         fragment = (number - 1) % len(self._fragments)
         if fragment not in self._asked:
             self._asked[fragment] = holder
@@ -90,7 +90,7 @@ class CatchUp:
                 self._offers.note_taken(source, number)
 
     def on_lost(self, living: set[int]) -> None:
-        """Free the states that only lost members need, and forget lost holders."""
+        """Free the states that only lost members need, and forget requests to lost holders."""
         self._offers.note_lost(living)
         self._asked = {fragment: holder for fragment, holder in self._asked.items() if holder in living}
 
@@ -115,7 +115,7 @@ class CatchUp:
             await self._offers.fetch(source, number, block)
             if own.version * len(self._fragments) < number:
                 own.load_shared_state(unpacked(block))
-        except (RankLostError, StreamAborted) as error:  # the next call of ask() asks again
+        except (RankLostError, StreamAborted) as error:  # the next ask() requests the state again
             logger.info("the state after round %d did not arrive from rank %d: %s", number, source, error)
         finally:
             self._asked.pop(fragment, None)

@@ -22,28 +22,28 @@ SECOND: Final = Part(1, _LABEL_COUNT)
 
 
 class Offers:
-    """One channel for blocks. Each block has a number and a label, and is offered until all its receivers have it.
+    """Offers and fetches blocks on one channel. Each block has a number and a label, and a set of receivers.
 
     Args:
-        is_overlapped: Whether ranks train while blocks move; equal on all members.
+        is_overlapped: Whether ranks train during transfers. Equal on all members.
     """
 
     def __init__(self, services: Services, scope: int, *, is_overlapped: bool) -> None:
         self._services = services
         self._server = SnapshotServer(services, scope)
-        # A training rank sends one window of chunks per safe point; a waiting rank sends small chunks.
+        # A training rank sends one window of chunks per safe point. A waiting rank sends smaller chunks.
         self._chunk_count = WINDOW_COUNT if is_overlapped else PART_CHUNK_COUNT
         self._offered: dict[tuple[int, Part], tuple[Offer, set[int]]] = {}
-        self._last = 0  # largest number of a block
+        self._last = 0  # largest number of any block
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def is_idle(self) -> bool:
-        """True if each block has been taken by its receivers."""
+        """True if all receivers have taken their blocks."""
         return not self._offered
 
     def offer(self, number: int, memory: Tensor, receiver: int, label: Part = FIRST) -> None:
-        """Offer bytes, which must not be changed afterwards, to one more rank."""
+        """Offer bytes to one more rank. The bytes must not be changed afterwards."""
         key, self._last = (number, label), max(self._last, number)
         if key not in self._offered:
             offer = self._server.offer(
@@ -58,14 +58,14 @@ class Offers:
         self._offered[key][1].add(receiver)
 
     def note_taken(self, receiver: int, number: int | None = None) -> None:
-        """Record that a rank has all blocks with this number; None means that it no longer needs any block."""
+        """Record that a rank has all blocks with this number, or needs no block any longer if ``number`` is None."""
         for key, (offer, receivers) in list(self._offered.items()):
             if number is None or key[0] == number:
                 receivers.discard(receiver)
                 if not receivers:
                     del self._offered[key]
                     self._server.withdraw(offer)
-        # Ranks request only offered blocks, so earlier numbers need not be remembered.
+        # Ranks request only blocks that were offered to them, so numbers before the first offered block are over.
         self._server.end_rounds(min((key[0] - 1 for key in self._offered), default=self._last))
         self._services.engine.recheck()
 
@@ -89,7 +89,7 @@ class Offers:
             fetch.close()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Start a service task that :meth:`close` cancels."""
+        """Start a service task, which :meth:`close` cancels."""
         task = self._services.spawn_service(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,1 +1,1 @@
-"""Replicas of several ranks in an exchange: each replica is judged as a whole, and its ranks act in the same steps."""
+"""Supports replicas of several ranks in an exchange. A replica contributes as a whole, and its ranks act together."""

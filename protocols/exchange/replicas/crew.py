@@ -1,12 +1,12 @@
-"""Lets the first rank of a replica take part in asynchronous DiLoCo for all ranks of its replica, the *crew*.
+"""Lets the first rank of a replica take part in asynchronous DiLoCo for all ranks of the replica, its *crew*.
 
-The first rank has the anchor, sends contributions, and receives the answers. The other ranks, its followers, have no
-part in the protocol. So a contribution contains the whole model, and is applied as a whole or not at all, whichever
-rank is lost.
+The first rank has the anchor, sends contributions, and receives the answers. The other ranks, its followers, take no
+part in the protocol. A contribution therefore contains the whole model, and is applied completely or not at all,
+whichever rank is lost.
 
-Under DDP all ranks of the crew have the whole model, and the followers only receive the new weights. Under
-`fully_shard` the followers send their shards before each contribution, and receive their new shards. The first rank
-then has copies of all shards in host memory.
+Under DDP, all ranks of the crew have the whole model, and the followers only receive the new weights. Under
+`fully_shard`, the followers send their shards before each contribution, and receive their new shards afterwards. The
+first rank has copies of all shards in host memory.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from asyncdist.tensors.flat_state import Entry, FlatState
 
 
 class Crew:
-    """One rank's view of the crew of its replica.
+    """Copies weights between the ranks of one replica, as seen by one of them.
 
     Args:
-        replica: The ranks of this rank's replica, the first of which contributes.
-        links: Groups over which the first rank sends weights, with the layout of these weights in ``entries``. All
+        replica: Ranks of this rank's replica. The first rank contributes.
+        links: Groups over which the first rank sends weights, each with the layout of these weights in ``entries``. All
             ranks of a group receive the same weights.
         is_sharded: Whether each link belongs to one follower, which alone has the entries of its layout.
-        entries: Entries that this rank contributes; on the first rank of a sharded replica, the entries of all its
+        entries: Entries that this rank contributes. On the first rank of a sharded replica, the entries of all its
             ranks.
         parameters: Names of the parameters among these entries.
         mates: Copies of the followers' shards on the first rank of a sharded replica; otherwise empty.
@@ -73,7 +73,7 @@ class Crew:
                 await self._send(group, layout, group.ranks[1], own)
 
     async def deliver(self, own: Sequence[Tensor]) -> None:
-        """Copy the weights of the first rank to the followers' models."""
+        """Copy the first rank's weights to the followers' models."""
         for group, layout in self._links:
             await self._send(group, layout, group.ranks[0], own)
 
@@ -89,7 +89,7 @@ class Crew:
                     scatter(vector, flat, tensors)
 
     async def free(self) -> None:
-        """Free the groups."""
+        """Free the groups of this crew."""
         if self._is_sharded:
             await free_all(group for group, _ in self._links)
         await self.replica.free()
@@ -110,7 +110,7 @@ async def joined_crew(
     """Return the crew of this rank's replica. Collective among all ranks of the policy.
 
     Args:
-        start: Start of the policy; the crew's groups are created as a part of it.
+        start: Start of the policy, as part of which the crew's groups are created.
         flat: State of this rank's model, or of its shards.
         ranks: All ranks of the policy's group.
         first_weights: Values that must be equal on all ranks with the same part of the model.
@@ -170,7 +170,7 @@ def _new_shard(entry: Entry) -> Tensor:
 
 
 def _described(entries: Sequence[Entry], parameters: set[str]) -> tuple[Any, ...]:
-    """Return the entries as a tree of values that a message can contain."""
+    """Return the entries as tuples of values that a message can contain."""
     return tuple(
         (
             each.names,

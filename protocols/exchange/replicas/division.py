@@ -1,11 +1,11 @@
 """Lets an exchange decide on replicas of several ranks as a whole, and divides the model among a replica's ranks.
 
 Only counterparts exchange data (:mod:`protocols.joining.replicas`), but all ranks are members of one exchange. A
-replica contributes all of its parts or no part: a replica with a lost rank or a non-finite part is left out.
+replica contributes all of its parts or none. A replica with a lost rank or a non-finite part is left out.
 
-A mean is merged when its round is retired, that is, when all members have received it. If a rank is lost before
-that, no member has merged any part, and the round is decided again for all parts. Therefore all parts of a round have
-the same donors.
+A mean is merged when its round is retired, that is, when all members have received it. If a rank is lost before that,
+no member has merged any part, and the round is decided again for all parts. All parts of a round therefore have the
+same donors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from asyncdist.tensors.flat_state import Entry
 
 
 def weighing_of(replicas: Replicas, weigh: Weighing) -> Weighing:
-    """Return a function of the ranks' reports that decides on replicas as ``weigh`` decides on ranks.
+    """Convert ``weigh``, which decides on replicas, to a function that decides on ranks.
 
-    ``weigh`` gets one report for each replica whose ranks have all reported, keyed by the replica's first rank. The
-    report has the means of the ranks' weights and scores, and the norm of all parts together. The result is
+    ``weigh`` gets one report for each replica whose ranks have all reported, keyed by the replica's first rank. This
+    report has the means of the ranks' weights and scores, and the norm of all parts together. The new function returns
     the weight of each rank.
     """
     if replicas.size == 1:
@@ -48,10 +48,10 @@ def _joint(reports: Sequence[Report]) -> Report:
 def parts_of(
     entries: Sequence[Entry], chosen: Sequence[int], parameters: set[str], count: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide a fragment of a model that each rank of a replica has as a whole into ``count`` parts of similar size.
+    """Divide a fragment into ``count`` parts of similar size, for replicas whose ranks all have the whole model.
 
-    Parameters are divided by size. All other entries, such as BatchNorm's statistics, belong to part 0, because the
-    values of the replica's first rank count under DDP.
+    Parameters are divided by size. All other entries, such as BatchNorm's statistics, belong to part 0, because DDP
+    uses the first rank's values.
 
     Args:
         chosen: Indices of the fragment's entries.

@@ -1,7 +1,7 @@
-"""Keeps the ranks of one replica together: they apply the same means in the same steps.
+"""Synchronises the ranks of one replica, so that they apply the same means in the same steps.
 
-All ranks of a replica call :meth:`ReplicaGroup.agree` before each application. Under DDP each rank then has the new
-values of its own part of the model only, and :meth:`ReplicaGroup.share` copies them to the other ranks.
+All ranks of a replica call :meth:`ReplicaGroup.agree` before they apply a mean. Under DDP, each rank then has new
+values only for its own part of the model, and :meth:`ReplicaGroup.share` copies them to the other ranks.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("protocols.exchange.replicas.group")
 
-#: Seconds until a leaving rank warns that other ranks of its replica have not left. The time allows for long steps.
+#: Seconds until a leaving rank logs a warning if other ranks of its replica have not left. Allows for long steps.
 _LEAVING_TOLD_AFTER_S: Final = 20.0
 
 
 class Readiness(NamedTuple):
-    """A rank's report before an application, or the joint report of its replica's ranks.
+    """Report of one rank before it applies a mean, or the joint report of its replica's ranks.
 
     Attributes:
         has_mean: Whether the mean has arrived.
         trouble: Description of a part of the weights or of the optimizer that is not finite; "" if all is finite.
-        norm: L2 norm of the mean difference; None if it is unknown.
-        norms: L2 norms of the donors' contributions; empty if there is no mean.
+        norm: L2 norm of the mean difference, or None if it is unknown.
+        norms: L2 norms of the donors' contributions. Empty without a mean.
         has_cosine: Whether ``norms`` belong to the contributions that were sent, so that the cosine is known.
-        checksum: Checksum of the weights, which must be equal on all ranks of the replica; None if it is not compared.
+        checksum: Checksum of the weights, which must be equal on all ranks of the replica. None if it is not compared.
     """
 
     has_mean: bool
@@ -52,25 +52,25 @@ class Readiness(NamedTuple):
 
 
 class ReplicaGroup:
-    """Keeps this rank in step with the other ranks of its replica.
+    """Synchronises this rank with the other ranks of its replica.
 
     Args:
-        group: Group of these ranks, which :meth:`free` frees.
+        group: Group of the replica's ranks, which :meth:`free` frees.
     """
 
     def __init__(self, world: World, group: Group) -> None:
         self._world = world
         self._group = group
-        self._is_torn = False  # whether a step was interrupted, so that the replica's ranks may differ
+        self._is_torn = False  # whether a step was interrupted, so that ranks may differ
 
     @property
     def group(self) -> Group:
-        """The group of the ranks, in the order of their indices."""
+        """Group of the replica's ranks, in the order of their indices."""
         return self._group
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the replica."""
+        """Ranks of the replica."""
         return self._group.ranks
 
     async def check_sharding(self, mesh_ranks: tuple[int, ...], all_ranks: Sequence[int]) -> None:
@@ -79,9 +79,9 @@ class ReplicaGroup:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Guard a step, which the body makes. If the body is interrupted, no further step is allowed.
+        """Guard the step in the body. If the body is interrupted, no further step is allowed.
 
-        The ranks of the replica may differ after an interrupted step.
+        After an interrupted step, the ranks of the replica may have different weights.
 
         Raises:
             ClosedError: An earlier step was interrupted.
@@ -105,7 +105,7 @@ class ReplicaGroup:
         return Readiness(*await self._meet(lambda: tuple(own), self._joint))
 
     async def smallest(self, own: int) -> int:
-        """Return the smallest of the numbers of the replica's ranks.
+        """Return the smallest of the numbers that the replica's ranks pass.
 
         Raises:
             ClosedError: Another rank of the replica has left.
@@ -114,7 +114,7 @@ class ReplicaGroup:
         return int(found)
 
     async def gathered(self, own: Any) -> tuple[Any, ...]:
-        """Return the values of all ranks of the replica: trees of tuples, lists, strings and numbers.
+        """Return the values that the replica's ranks pass: trees of tuples, lists, strings and numbers.
 
         Raises:
             ClosedError: Another rank of the replica has left.
@@ -122,7 +122,7 @@ class ReplicaGroup:
         return await self._meet(lambda: (own,), lambda said: tuple(each for (each,) in said))
 
     async def mean(self, fn: Callable[[], float]) -> float:
-        """Call ``fn`` on all ranks of the replica, and return the mean of their results on each of them.
+        """Call ``fn`` on all ranks of the replica, and return the mean of their results.
 
         Raises:
             ClosedError: Another rank of the replica has left.
@@ -137,7 +137,7 @@ class ReplicaGroup:
         """Send this rank's part of some fragments to the other ranks of its replica, and receive their parts.
 
         Args:
-            fragments: For each fragment, the layouts of the parts of all ranks, in the order of the ranks.
+            fragments: For each fragment, the layouts of all ranks' parts, in the order of the ranks.
 
         Returns:
             The vectors of the other ranks' parts, each with its flat values.
@@ -155,7 +155,7 @@ class ReplicaGroup:
         return received
 
     async def leave(self, step_count: int) -> None:
-        """Wait until all ranks of the replica leave, unless a step of this rank was interrupted."""
+        """Wait until all ranks of the replica leave. Do not wait if a step of this rank was interrupted."""
         self._world.services.shared(ReplicaMates).ranks = frozenset()
         if not self._is_torn:
             await wait_until_all_leave(self._world, self._group, step_count, self._meet(tuple, self._joint))
@@ -167,7 +167,7 @@ class ReplicaGroup:
     async def _meet(
         self, report: Callable[[], tuple[Any, ...]], combine: Callable[[list[tuple[Any, ...]]], tuple[Any, ...]]
     ) -> tuple[Any, ...]:
-        """Exchange reports before an application or a contribution, or () when leaving, and return the joint report."""
+        """Exchange reports with the replica's ranks, or () when leaving, and return the joint report."""
 
         def decide(said: list[tuple[Any, ...]]) -> tuple[Any, ...]:
             left = [rank for rank, each in zip(self._group.ranks, said, strict=True) if not each]
@@ -187,7 +187,7 @@ class ReplicaGroup:
 
 
 def _joint(each: Sequence[Readiness], ranks: Sequence[int]) -> tuple[Any, ...]:
-    """Combine the reports of all ranks of a replica."""
+    """Combine the reports of all ranks of a replica, and raise ValueError if their weights differ."""
     first_with = {own.checksum: rank for rank, own in zip(ranks, each, strict=True) if own.checksum is not None}
     if len(first_with) > 1:
         raise ValueError(
@@ -212,10 +212,10 @@ async def joined_replica(
     first_weights: Mapping[str, str],
     timeout_s: float,
 ) -> ReplicaGroup:
-    """Make the group of this rank's replica, and compare the model with those of the other replicas.
+    """Create the group of this rank's replica, and compare its model with the other replicas' models.
 
     Args:
-        start: Start of the policy; the group is created as a part of it.
+        start: Start of the policy, as part of which the group is created.
         ranks: All ranks of the policy's group.
         first_weights: Values that must be equal on all ranks with the same part of the model.
     """
@@ -244,7 +244,7 @@ async def _agree_among_counterparts(
         mine: Layout of this rank's model, to describe a difference.
 
     Raises:
-        DisagreementError: The values differ; the error names the first difference.
+        DisagreementError: The values differ. The error names the first difference.
     """
 
     async def compare(start: Start[None]) -> None:
@@ -266,7 +266,7 @@ async def check_sharding(world: World, replica: Group, mesh_ranks: tuple[int, ..
     """Raise ValueError if parameters are not sharded over exactly the replica's ranks, in ascending order.
 
     Args:
-        mesh_ranks: Ranks over which this rank's parameters are sharded; empty if they are not sharded.
+        mesh_ranks: Ranks over which this rank's parameters are sharded. Empty if they are not sharded.
         all_ranks: Ranks of all replicas.
     """
     if list(all_ranks) != sorted(all_ranks):
@@ -286,13 +286,13 @@ async def check_sharding(world: World, replica: Group, mesh_ranks: tuple[int, ..
 async def wait_until_all_leave(
     world: World, replica: Group, step_count: int, meeting: Coroutine[Any, Any, object]
 ) -> None:
-    """Wait until all ranks of a replica leave a policy, and warn if that takes long.
+    """Wait until all ranks of a replica leave a policy, and log a warning if that takes long.
 
-    If a rank has ended its loop early, the other ranks wait in DDP's all-reduce and cannot be notified.
+    If a rank has ended its training loop early, the other ranks wait in DDP's all-reduce and cannot be notified.
 
     Args:
         step_count: Number of steps that this rank has made.
-        meeting: Collective of all ranks of the replica.
+        meeting: Collective operation of all ranks of the replica.
     """
 
     def warn() -> None:
@@ -308,7 +308,7 @@ async def wait_until_all_leave(
     timer = asyncio.get_running_loop().call_later(_LEAVING_TOLD_AFTER_S, warn)
     try:
         await meeting
-    except AsyncdistError:  # a rank of the replica is lost, or has left with an error and reports it
+    except AsyncdistError:  # another rank is lost, or has left with an error that it reports
         return
     finally:
         timer.cancel()

@@ -1,8 +1,7 @@
 """Divides the fragments among the ranks of a replica under DDP, and copies each rank's part to the other ranks.
 
 All ranks of such a replica have the whole model, but each rank exchanges only its part with its counterparts. After a
-mean is applied, a rank has new values only in its own part, until :meth:`ReplicaParts.share` has copied the other
-parts.
+mean is applied, a rank has new values only in its own part. :meth:`ReplicaParts.share` then copies the other parts.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from asyncdist.tensors.flat_state import Entry
 
 
 class ReplicaParts:
-    """Keeps the layouts of all ranks' parts of each fragment.
+    """Stores the layouts of all ranks' parts of each fragment.
 
     Args:
         size: Number of ranks of the replica.
@@ -43,13 +42,13 @@ class ReplicaParts:
         codec: Codec,
         divisible: Set[str] | None,
     ) -> WireLayout:
-        """Divide the next fragment, and return the layout of this rank's part; see :class:`WireLayout`."""
+        """Divide the next fragment, and return the layout of this rank's part. See :class:`WireLayout`."""
         parts = parts_of(entries, chosen, parameters, self._size)
         self._layouts.append([WireLayout(entries, part, parameters, owner_count, codec, divisible) for part in parts])
         return self._layouts[-1][self._index]
 
     def checksum(self, fragment: int, tensors: Sequence[Tensor]) -> int:
-        """Return a checksum of a fragment's parameters, which are equal on all ranks of a replica."""
+        """Return a checksum of a fragment's parameters, which must be equal on all ranks of a replica."""
         found = 0
         for vector in (vector for layout in self._layouts[fragment] for vector in layout.stepped):
             flat = vector.new_flat()
