@@ -516,7 +516,7 @@ class Ledger:
                     each.excused.add(rank)
                 if own.has_merged:
                     each.merged.add(rank)
-                    if self._is_shared(own.round):  # otherwise each member has a different mean
+                    if self._is_shared(own.round):  # otherwise each member's mean is different
                         holders.setdefault(own.round, (rank, own))
         for number, known in self._rounds.items():  # includes contributions reported after the member's answer
             if number <= self.retired[self._fragment(number)]:
