@@ -41,7 +41,7 @@ cdef class FrameReader:
     cdef readonly unsigned int round
     cdef readonly unsigned long long sequence
 
-    @cython.locals(  # as wide as what they are shifted into
+    @cython.locals(  # as wide as the integers into which they are shifted
         kind="unsigned long long", nonce="unsigned long long", epoch="unsigned long long", scope="unsigned long long"
     )
     cpdef open(self, Py_ssize_t nbytes)

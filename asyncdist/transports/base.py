@@ -29,7 +29,7 @@ from asyncdist.transports.persistent_send import PersistentSend
 
 ANY_SOURCE: Final = -1
 
-#: Object with a C-contiguous buffer of bytes: writable for receives, readable for sends.
+#: Object with a C-contiguous buffer of bytes, writable for receives and readable for sends.
 Buffer: TypeAlias = Any
 
 ReduceOp: TypeAlias = Literal["sum", "min", "max", "prod"]
@@ -45,7 +45,7 @@ class Request(Protocol):
     """An operation in progress that can be tested for completion: a message, a collective or a device event."""
 
     def test(self) -> bool:
-        """Try to complete the operation; return True once, when it has completed.
+        """Try to complete the operation. Return True once, when it has completed.
 
         Raises:
             RankLostError: The peer is lost. The operation will never complete, and its buffer may be reused.
@@ -53,19 +53,19 @@ class Request(Protocol):
         """
 
     def cancel(self) -> None:
-        """Ask to cancel a receive. It may still complete; ``cancelled`` is valid after ``test`` has returned True."""
+        """Ask to cancel a receive, which may still complete. ``cancelled`` is valid after ``test`` returned True."""
 
     @property
     def cancelled(self) -> bool:
-        """Whether the operation ended without a message; valid after ``test`` returned True."""
+        """Whether the operation ended without a message. Valid after ``test`` has returned True."""
 
     @property
     def source(self) -> int:
-        """Rank of the sender; valid after ``test`` returned True on a receive."""
+        """Rank of the sender. Valid after ``test`` has returned True on a receive."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the message in bytes; valid after ``test`` returned True on a receive."""
+        """Size of the message in bytes. Valid after ``test`` has returned True on a receive."""
 
 
 class PersistentReceive(Request, Protocol):
@@ -75,7 +75,7 @@ class PersistentReceive(Request, Protocol):
         """Post the receive, which must not be posted already."""
 
     def take(self) -> tuple[int, int] | None:
-        """Test the receive; return the message's source and size in bytes, or None if no message has arrived."""
+        """Test the receive. Return the message's source and size in bytes, or None if no message has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,10 @@ class Capabilities:
         wakes: Whether the transport calls a function, the doorbell, when a message arrives, so that no polling is
             needed.
         tag_max: Largest message tag.
-        misses_wakes: Whether the doorbell may fail to ring, so that slow periodic polling is needed as well.
-        rings_from_threads: Whether threads other than the event loop's may ring the doorbell.
-        shares_process: Whether all ranks run in this process, so that they end together.
+        misses_wakes: Whether the doorbell may not be called for a message, so that slow periodic polling is needed as
+            well.
+        rings_from_threads: Whether threads other than the event loop's may call the doorbell.
+        shares_process: Whether all ranks run in this process, and therefore end together.
         one_sided_reads: Whether ranks on a host can read each other's memory windows even while the owner computes.
         shares_memory: Whether ranks on one host are processes that may map each other's memory
             (:mod:`asyncdist.host_memory.shared_memory`).
@@ -111,9 +112,9 @@ class Capabilities:
 
 
 class GroupHandle(Protocol):
-    """A backend's own communicator for a group of ranks; a root is given as its position in the group.
+    """A backend's own communicator for a group of ranks. A root is given as its position in the group.
 
-    Each method except ``free`` starts a nonblocking collective. Without ``receive``, ``all_reduce`` works in place.
+    Each method except ``free`` starts a nonblocking collective. ``all_reduce`` without ``receive`` works in place.
     """
 
     def barrier(self) -> Request: ...
@@ -128,7 +129,7 @@ class GroupHandle(Protocol):
 
 
 class CollectiveCheckerProtocol(Protocol):
-    """Compares the collectives that ranks of one process call; see :mod:`asyncdist.collectives.call_checker`."""
+    """Compares the collectives that the ranks of one process call (:mod:`asyncdist.collectives.call_checker`)."""
 
     def note(self, ranks: Sequence[int], group_key: int, rank: int, call: Any) -> None:
         """Record that ``rank`` calls its next collective of a group."""
@@ -144,16 +145,16 @@ class Transport(abc.ABC):
         incarnation: Number of restarts of this rank. For a restarted rank, all other ranks count as lost until it is
             connected to them (:meth:`set_return_listener`).
         may_return: Whether lost ranks are restarted.
-        collective_checker: Object that compares the ranks' collective calls; None if they are not compared.
-        job_nonce: Number that identifies the job, if all ranks are known to share the job and the version of asyncdist;
+        collective_checker: Object that compares the ranks' collective calls, or None.
+        job_nonce: Number that identifies the job, if all ranks are known to share the job and the version of asyncdist.
             None if the ranks must still agree on a number.
-        hosts: Lowest rank on the host of each rank; None if this is unknown before the handshake, or if all ranks share
-            one host.
-        launch_nonce: Number from the launcher that identifies the job even if a rank is lost during the handshake; or
+        hosts: Lowest rank on the host of each rank. None if unknown before the handshake, or if all ranks share one
+            host.
+        launch_nonce: Number from the launcher that identifies the job even if a rank is lost during the handshake, or
             None.
-        trusts_network: Whether ranks trust any process that reaches them, since the job has no secret.
-        doorbell: Bell that ranks of this host ring if this rank sleeps (:mod:`asyncdist.transports.doorbell`); None if
-            they cannot, or if the transport itself calls a function when a message arrives (``capabilities.wakes``).
+        trusts_network: Whether ranks trust any process that reaches them, because the job has no secret.
+        doorbell: Bell that ranks of this host ring if this rank sleeps (:mod:`asyncdist.transports.doorbell`). None if
+            they cannot, or if the transport itself reports each arriving message (``capabilities.wakes``).
     """
 
     name: str
@@ -174,16 +175,16 @@ class Transport(abc.ABC):
         """Start sending ``buffer`` to ``dest``, which may be this rank."""
 
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
-        """Start sending ``buffer`` and test once; return None if it has been sent, as small messages usually are."""
+        """Start sending ``buffer`` and test once. Return None if it has been sent, as small messages usually are."""
         request = self.isend(buffer, dest, tag)
         return None if request.test() else request
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
-        """Return a send of ``nbytes`` bytes that can be started repeatedly; None if the backend does not support it."""
+        """Return a send of ``nbytes`` bytes that can be started repeatedly, or None if the backend has none."""
         return None
 
     def is_sending(self) -> bool:
-        """Return whether any message of a prepared send may need further passes of this rank to leave."""
+        """Return whether a prepared send may need further passes of this rank to send its message."""
         return False
 
     @abc.abstractmethod
@@ -192,7 +193,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
-        """Return a receive from any source that can be posted repeatedly; it is not posted yet."""
+        """Return a receive from any source that can be posted repeatedly, and is not posted yet."""
 
     @property
     def hostname(self) -> str:
@@ -201,23 +202,23 @@ class Transport(abc.ABC):
 
     @property
     def local_rank(self) -> int:
-        """Index of this rank among the ranks of its host; the rank itself if the index is unknown."""
+        """Index of this rank among the ranks of its host, or the rank itself if the index is unknown."""
         number = environment.local_rank()
         return self.rank if number is None else number
 
     @property
     def world_group(self) -> GroupHandle | None:
-        """Communicator of the backend for all ranks; None if the backend has no communicators."""
+        """Communicator of the backend for all ranks, or None if the backend has no communicators."""
         return None
 
     @property
     def end_group(self) -> GroupHandle | None:
-        """Communicator for the last barrier only, so that no other collective can match it; None to use messages."""
+        """Communicator for the last barrier only, which no other collective can match, or None to use messages."""
         return None
 
     @abc.abstractmethod
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
-        """Make a communicator. Collective among ``ranks``. Return None if the backend has no communicators."""
+        """Make a communicator, or return None if the backend has none. Collective among ``ranks``."""
 
     @abc.abstractmethod
     def lost_ranks(self) -> frozenset[int]:
@@ -228,7 +229,7 @@ class Transport(abc.ABC):
         return frozenset()
 
     def vacant_ranks(self) -> frozenset[int]:
-        """Return the lost ranks that have never had a process, as far as this process knows."""
+        """Return the lost ranks that are not known to have had a process."""
         return frozenset()
 
     @abc.abstractmethod
@@ -246,7 +247,7 @@ class Transport(abc.ABC):
         """Record that this rank has completed the handshake with all ranks."""
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
-        """Set the function that is called when a message has arrived, if ``capabilities.wakes`` is true."""
+        """Set the doorbell, a function to call when a message has arrived, if ``capabilities.wakes`` is true."""
         del ring
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
@@ -257,11 +258,11 @@ class Transport(abc.ABC):
         """Call ``leave`` just before the user's program finalizes the backend."""
 
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
-        """Call ``listen(rank, incarnation)`` when a lost rank has a new process, which :meth:`accept` connects."""
+        """Call ``listen(rank, incarnation)`` when a lost rank has a new process, to which :meth:`accept` connects."""
         del listen
 
     def accept(self, rank: int, incarnation: int) -> bool:
-        """Connect to the new process of ``rank``; return False if that process has ended."""
+        """Connect to the new process of ``rank``. Return False if that process has ended."""
         del rank, incarnation
         return False
 

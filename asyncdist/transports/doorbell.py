@@ -6,18 +6,18 @@ sender reads the receiver's line. It writes a byte into the receiver's pipe only
 message to a rank that is awake costs one read of memory.
 
 - **No message is missed.** The receiver first writes to its line, then tests for messages once more, and then sleeps.
-  The sender first sends, then reads the line. Both complete the first access before the second, so at least one of
-  them notices the other. (The receiver orders its accesses explicitly. The sender's call of mpi4py does so when it
-  acquires the GIL again.)
+  The sender first sends, then reads the line. Both complete the first access before the second, so at least one of them
+  notices the other. The receiver orders its accesses explicitly. The sender's call of mpi4py orders them when it
+  acquires the GIL again.
 - **Lost, repeated and late rings are harmless.** A ring only requests a pass. A rank that sleeps also makes a pass
   every 50 ms, in case a sender has died between its two steps.
 - **Permissions.** A pipe has no name. It is opened through ``/proc/PID/fd``, which the kernel allows only to processes
   of the same user. Processes of other users can neither ring nor read the board.
 
-A Unix datagram socket took as long to ring (15 to 25 us after a pause; the receiver's loop runs 40 to 60 us later), but
-any process that knows its name may send to it.
+A Unix datagram socket would take as long to ring: 15 to 25 us after a pause, and 40 to 60 us more until the receiver's
+loop runs. But any process that knows the socket's name may send to it.
 
-The module is compiled if possible (see :mod:`asyncdist.compiled`), since it runs for each small message.
+The module is compiled if possible (:mod:`asyncdist.compiled`), because it runs for each small message.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ from typing import Any, Final, NamedTuple, cast
 from asyncdist.host_memory import shared_memory
 from asyncdist.host_memory.shared_memory import SharedMemory
 
-#: Bytes of a cache line, so that ranks that sleep and wake do not slow down others.
+#: Size of a cache line. Each rank has its own, so that ranks that sleep and wake do not slow down others.
 LINE_NBYTES: Final = 64
-#: Bytes of the digest of a host's name.
+#: Size of the digest of a host's name.
 HOST_NBYTES: Final = 8
 #: States of a rank in the first byte of its line.
 _ABSENT: Final = 0
 _AWAKE: Final = 1
 _ASLEEP: Final = 2
 _ENDED: Final = 3
-#: Number of bytes that are read from the pipe at once; each ring is one byte.
+#: Maximum number of rings, of one byte each, to read from the pipe at once.
 _RINGS_NBYTES: Final = 4096
-#: Packed address: the host's digest, whether there is a board, the board's address, the pipe, and its inode.
+#: Format of a packed address: the host's digest, whether there is a board, the board's address, the pipe, and its
+#: inode.
 _ADDRESS: Final = struct.Struct(f"<{HOST_NBYTES}s?{shared_memory.Address.PACKED_NBYTES}sqq")
 ADDRESS_NBYTES: Final = _ADDRESS.size
 
 
 class BellAddress(NamedTuple):
-    """Information by which the other ranks of a host find a rank's board and its pipe.
+    """Address by which the other ranks of a host find a rank's board and pipe.
 
     Attributes:
         host: Digest of the host's name, of ``HOST_NBYTES`` bytes.
-        board: Address of the board that this rank offers; None if the rank has no doorbell.
+        board: Address of the board that this rank offers, or None if it has no doorbell.
         pipe: File descriptor of the pipe's end for writing, in the rank's process.
-        inode: Number of the pipe, by which another process checks that it has opened this pipe.
+        inode: Inode number with which another process checks that it has opened this pipe.
     """
 
     host: bytes
@@ -82,7 +83,7 @@ class PeerBell:
     Args:
         board: Board of the host.
         place: Index of the rank's state on the board.
-        pipe: File descriptor, in this process, of the end for writing of the rank's pipe.
+        pipe: File descriptor, in this process, of the write end of the rank's pipe.
     """
 
     def __init__(self, board: memoryview, place: int, pipe: int) -> None:
@@ -91,12 +92,12 @@ class PeerBell:
         self._pipe = pipe
 
     def ring_sleeper(self) -> None:
-        """Ring the rank if it is asleep. Call this after each step of a message to the rank."""
+        """Ring the rank if it is asleep. Must be called after each step of a message to the rank."""
         if self._board[self._place] == _ASLEEP:
             self._ring()
 
     def mute(self) -> None:
-        """Ring no longer: the descriptor is about to be closed, and its number may be used again."""
+        """Stop ringing, because the descriptor is about to be closed and its number may be used again."""
         self._pipe = -1
 
     def _ring(self) -> None:
@@ -120,7 +121,7 @@ class Doorbell:
         self._offered: SharedMemory | None = SharedMemory(size * LINE_NBYTES)
         self._board = memoryview(bytearray(LINE_NBYTES))
         self._place = 0
-        self._places: list[int] = []  # of the other ranks of this host
+        self._places: list[int] = []  # places of the other ranks of this host
         self._bells: list[PeerBell] = []
         self._is_everybody_here = False
         self._descriptors: list[int] = list(os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))
@@ -136,16 +137,16 @@ class Doorbell:
             addresses: Addresses of all ranks, in rank order.
 
         Returns:
-            The bell of each rank, in rank order; None for ranks of other hosts.
+            The bell of each rank, in rank order, or None for ranks of other hosts.
 
         Raises:
-            OSError: The board or a pipe cannot be opened; then no rank of the world sleeps.
+            OSError: The board or a pipe cannot be opened. Then no rank of the world sleeps.
         """
         ranks = [other for other, address in enumerate(addresses) if address.host == self.address.host]
         board = addresses[ranks[0]].board
         if board is None:
             raise OSError(f"rank {ranks[0]}, the first rank of this host, has no board")
-        if ranks[0] != rank:  # the first rank keeps its board open, since the others may map it later
+        if ranks[0] != rank:  # the first rank keeps its board open, because the others may map it later
             self._offered = None
         self._memory = shared_memory.find(board)
         self._board = memoryview(cast(Any, self._memory.numpy()))
@@ -168,9 +169,10 @@ class Doorbell:
         if address.board is None:
             raise OSError("a rank of this host has no pipe")
         path = f"/proc/{address.board.pid}/fd/{address.pipe}"
-        if os.readlink(path) != f"pipe:[{address.inode}]":  # another kind of file might react to being opened
+        if os.readlink(path) != f"pipe:[{address.inode}]":  # opening another kind of file might have side effects
             raise FileNotFoundError(f"{path} is not the pipe of a rank")
-        # Open it for reading, too: after the rank has died, a write to a pipe without readers would raise SIGPIPE.
+        # Open the pipe for reading, too. Otherwise a write would raise SIGPIPE after the rank, its only reader, has
+        # died.
         descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._descriptors.append(descriptor)
         if os.fstat(descriptor).st_ino != address.inode:
@@ -182,7 +184,7 @@ class Doorbell:
         return self._descriptors[0]
 
     def arm(self) -> bool:
-        """Ask to be rung. Return whether this is new, so that the rank must test for messages before it sleeps."""
+        """Ask to be rung. Return True if this is new. The rank must then test for messages before it sleeps."""
         if self._board[self._place] == _ASLEEP:
             return False
         self._board[self._place] = _ASLEEP
@@ -207,7 +209,7 @@ class Doorbell:
         return self._is_everybody_here
 
     def end(self) -> None:
-        """Stop being rung, because this rank sends and receives no more messages."""
+        """Stop being rung, because this rank sends and receives no further messages."""
         self._board[self._place] = _ENDED
 
     def withdraw(self) -> None:
@@ -215,14 +217,14 @@ class Doorbell:
         self._board[self._place] = _ABSENT
 
     def close(self) -> None:
-        """Close all pipes; the bells of the other ranks then do nothing. The loop must no longer watch the pipe."""
+        """Close all pipes. The bells of the other ranks then do nothing. The loop must no longer watch the pipe."""
         for bell in self._bells:
             bell.mute()
         self._finalizer()
 
 
 def obstacle() -> str | None:
-    """Return why ranks of this host cannot ring each other; None if no reason is known."""
+    """Return the reason why ranks of this host cannot ring each other, or None if no reason is known."""
     try:
         bell = Doorbell(bytes(HOST_NBYTES), 2)
     except OSError as error:
@@ -248,8 +250,8 @@ def meet(
         all_gather: Function that returns the bytes that each rank has passed to it, in rank order.
 
     Returns:
-        The doorbell of this rank, or None; the bells of all ranks, None for ranks that cannot be rung; and the reason
-        why this rank has no doorbell, or None.
+        This rank's doorbell or None, the bell of each rank or None if the rank cannot be rung, and the reason why this
+        rank has no doorbell or None.
     """
     nothing: list[Any] = [None] * size
     try:

@@ -1,7 +1,7 @@
 """Connects ranks that share one process and one event loop, for notebooks, tests and plain ``python train.py``.
 
-Small messages are copied when they are sent, which completes the send. Larger messages are copied directly from the
-sender's buffer when a matching receive is posted, which completes the send.
+A small message is copied when it is sent. A larger message is copied directly from the sender's buffer when a matching
+receive is posted. The copy completes the send.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LocalHub:
         return LocalTransport(self, rank)
 
     def lose(self, rank: int) -> None:
-        """Simulate the death of ``rank``: requests that involve this rank raise RankLostError."""
+        """Simulate the death of ``rank``. Requests that involve it raise RankLostError."""
         self._lost.add(rank)
         error = RankLostError(f"rank {rank} is gone", rank=rank)
         for dest, matcher in enumerate(self.matchers):
@@ -97,7 +97,7 @@ class LocalTransport(MatchedTransport):
         return self._hub.lost
 
     def abort(self, exit_code: int) -> None:
-        """Do nothing, since the ranks are tasks of this process, which the runtime cancels."""
+        """Do nothing, because the ranks are tasks of this process, which the runtime cancels."""
 
     def close(self) -> None:
         self._hub.forget(self.rank)

@@ -1,11 +1,11 @@
-"""Reports whether an event loop has anything to run, so that a safe point need not run an iteration that does nothing.
+"""Reports whether an event loop has anything to run, so that safe points run no iterations that do nothing.
 
 An iteration takes 20 to 50 us after torch has replaced the contents of the caches. :class:`LoopWork` reads the loop's
-own queue of ready callbacks, its timers and its tables of descriptors, so that no callback is delayed. Some events are
-in none of them, for example the end of ``loop.getaddrinfo``: an iteration is therefore due every 100 ms in any case.
+own queue of ready callbacks, its timers and its tables of descriptors, so that no callback is delayed. They do not show
+some events, for example the end of ``loop.getaddrinfo``. An iteration is therefore due every 100 ms in any case.
 
-For asyncio's selector loops these objects are attributes. uvloop does not name its own, but :func:`gc.get_referents`
-returns them; each is recognised by its contents after a trial, and if one is missing, every safe point yields.
+For asyncio's selector loops these objects are attributes. uvloop has no names for them, but :func:`gc.get_referents`
+returns them, and a trial callback and timer identify them. If one is not found, every safe point yields.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from time import monotonic
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
-#: Seconds after which an iteration is due even if no work is visible.
+#: Maximum seconds between two iterations, even if no work is visible.
 TURN_PERIOD_S: Final = 0.1
-#: Seconds between two safe points up to which every safe point yields. A yield costs little then, and a task that polls
-#: without computing would otherwise keep the interpreter's lock from other threads.
+#: Seconds since the last safe point below which every safe point yields. A yield costs little then, and a task that
+#: polls without computing would otherwise keep the interpreter's lock from other threads.
 SPIN_S: Final = 50e-6
-#: Number of timers above which a safe point yields instead of looking at each.
+#: Number of timers above which a safe point yields instead of checking each timer.
 TIMER_COUNT_MAX: Final = 8
-#: Current task of each loop. A look into asyncio's dict takes 1 us with cold caches, and `asyncio.current_task` 5 us.
+#: Current task of each loop. A lookup in asyncio's dict takes 1 us with cold caches, and `asyncio.current_task` 5 us.
 _tasks: Final[dict[asyncio.AbstractEventLoop, Any]] = getattr(asyncio.tasks, "_current_tasks", {})
 
 
@@ -41,9 +41,9 @@ class LoopWork:
         own_count: Number of entries of ``tables`` that belong to the loop itself.
 
     Attributes:
-        is_running: Whether the loop runs. To start it for an iteration, and stop it, takes 30 us.
-        spin_s: Seconds since the last call up to which :meth:`has_work` returns True if the loop runs.
-        turn_period_s: Seconds after which :meth:`has_work` returns True.
+        is_running: Whether the loop runs. Starting and stopping it for an iteration takes 30 us.
+        spin_s: Seconds since the previous call below which :meth:`has_work` returns True if the loop runs.
+        turn_period_s: Seconds after which :meth:`has_work` returns True in any case.
     """
 
     __slots__ = (
@@ -76,7 +76,7 @@ class LoopWork:
         self._tables = tables
         self._own_count = own_count
         self._spared: set[int] = set()
-        self._seen: list[asyncio.TimerHandle] = []  # the timers at the last look, and their deadlines
+        self._seen: list[asyncio.TimerHandle] = []  # timers at the last check, with their deadlines below
         self._deadlines: list[float] = []
         self._asked_at = 0.0
         self._ran_at = 0.0  # time at which has_work last returned True, so that the loop ran
@@ -85,13 +85,13 @@ class LoopWork:
         self.turn_period_s = TURN_PERIOD_S
 
     def spare(self, descriptor: int) -> None:
-        """From now on, ignore ``descriptor``, which the loop already watches."""
+        """Ignore ``descriptor``, which the loop already watches, from now on."""
         if descriptor not in self._spared:
             self._spared.add(descriptor)
             self._own_count += _count_entries(self._tables, [descriptor])
 
     def has_work(self, spared: asyncio.Handle | None) -> bool:
-        """Return whether an iteration would run a callback other than ``spared``, or may do something unseen.
+        """Return whether an iteration would run a callback other than ``spared``, or may have work that is not visible.
 
         The caller is a task of the loop. A cancellation that waits for the task's next yield is also work.
         """
@@ -127,13 +127,14 @@ class LoopWork:
 
 
 def find_work(loop: asyncio.AbstractEventLoop) -> LoopWork | None:
-    """Return an object that reports whether the running ``loop`` has work, or None if the kind of loop is unknown."""
+    """Return an object that reports whether the running ``loop`` has work, or None for an unknown kind of loop."""
     if not hasattr(asyncio.Task, "_must_cancel"):
         return None
     its: Any = loop
     if type(loop) is asyncio.SelectorEventLoop and type(its._selector).__module__ == "selectors":
         tables = its._selector._fd_to_key, its._signal_handlers
-        return LoopWork(loop, its._ready, its._scheduled, tables, own_count=1)  # the descriptor that wakes the loop
+        # One entry for the descriptor that wakes the loop
+        return LoopWork(loop, its._ready, its._scheduled, tables, own_count=1)
     return _find_work_of_uvloop(loop) if type(loop).__module__ == "uvloop" else None
 
 
@@ -151,13 +152,14 @@ def _find_work_of_uvloop(loop: asyncio.AbstractEventLoop) -> LoopWork | None:
         return None
     tables: list[Any] = [part for part in parts if type(part) in (set, dict) and part is not timers[0]]
     tables += [vars(part)["data"] for part in parts if type(part) is WeakValueDictionary]
-    sockets = [part.fileno() for part in parts if isinstance(part, socket.socket)]  # the loop's own, for signals
+    # The loop's own sockets, for signals
+    sockets = [part.fileno() for part in parts if isinstance(part, socket.socket)]
     own_count = _count_entries(tables, sockets)
     return LoopWork(loop, queues[0], timers[0], tuple(tables), own_count) if own_count else None
 
 
 def _count_entries(tables: Iterable[Collection[Any]], descriptors: Sequence[int]) -> int:
-    """Count the entries of descriptors, without tables of signal handlers, whose keys are signals."""
+    """Count the entries of descriptors, except in tables of signal handlers, whose keys are signals."""
     count = 0
     for table in tables:
         handlers = table.values() if isinstance(table, dict) else ()

@@ -1,8 +1,8 @@
 """Matches messages with receives for backends that only transfer bytes, on the loop of the receiving rank.
 
 As in MPI, the first matching receive or message in a tag's queue is selected. The matched receive *accepts* the
-message. Its buffer may be filled later, since the bytes may still be in the sender's buffer. A backend's threads do not
-call this module directly, but queue calls in a :class:`CallbackQueue`, which the loop empties.
+message. Its buffer may be filled later, because the bytes may still be in the sender's buffer. A backend's threads do
+not call this module directly, but queue calls in a :class:`CallbackQueue`, which the loop empties.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncdist.transports.base import (
     as_bytes,
 )
 
-#: Largest unexpected message from a rank of this process that is copied immediately, in bytes. Larger messages stay in
+#: Largest unexpected message from a rank of this process, in bytes, that is copied immediately. Larger messages stay in
 #: the sender's buffer.
 EAGER_NBYTES: Final = 65536
 
@@ -46,13 +46,13 @@ class CallbackQueue:
         self._putting = threading.Lock()
 
     def set_bell(self, ring: Callable[[], None]) -> None:
-        """Set the function that wakes the loop. Any thread may call it; it is called now if a call is queued."""
+        """Set the function that wakes the loop. Any thread may call it. If calls are already queued, call it now."""
         self._ring = ring
         if self.calls:
             ring()
 
     def put(self, call: Callable[[Any], None], argument: Any) -> None:
-        """Queue ``call(argument)`` for execution on the loop. Any thread may call this."""
+        """Queue ``call(argument)`` for execution on the loop. Thread-safe."""
         with self._putting:
             self.calls.append((call, argument))
             is_first = len(self.calls) == 1
@@ -60,7 +60,7 @@ class CallbackQueue:
             self._ring()
 
     def ring(self) -> None:
-        """Ring the doorbell, to report a completion that needs no queued call."""
+        """Ring the doorbell to report a completion that needs no queued call."""
         self._ring()
 
     def empty(self) -> None:
@@ -72,7 +72,7 @@ class CallbackQueue:
 
 
 class Send:
-    """Request of a send, which completes when its buffer may be written again."""
+    """Request of a send, which completes when its buffer may be modified again."""
 
     __slots__ = ("_callbacks", "done", "error", "nbytes")
 
@@ -93,7 +93,7 @@ class Send:
         return self.done
 
     def cancel(self) -> None:
-        """Do nothing, since sends cannot be cancelled."""
+        """Do nothing, because sends cannot be cancelled."""
 
 
 class Message(Protocol):
@@ -111,7 +111,7 @@ class Message(Protocol):
         """Write the bytes to ``receive.view``, which is large enough, and call ``receive.complete``, now or later."""
 
     def discard(self) -> None:
-        """Drop the message; its send completes as if the message had been received."""
+        """Drop the message. Its send completes as if the message had been received."""
 
 
 class Receive:
@@ -161,7 +161,7 @@ class Receive:
         self.error = TruncationError.of(message.nbytes, self.view.nbytes, message.source)
 
     def complete(self) -> None:
-        """Record that the bytes are in the buffer."""
+        """Record that the message is in the buffer."""
         self.done = True
 
 
@@ -183,7 +183,7 @@ class InlineMessage:
         receive.complete()
 
     def discard(self) -> None:
-        """Do nothing, since the send has already completed."""
+        """Do nothing, because the send has already completed."""
 
 
 class LocalMessage:
@@ -204,7 +204,7 @@ class LocalMessage:
         return self.send.done
 
     def copy_if_small(self) -> None:
-        """Copy the message if it is small, which completes its send. Called if no receive matches yet."""
+        """Copy a small message, which completes its send. Called if no receive matches yet."""
         if self.nbytes <= EAGER_NBYTES:
             self._view = memoryview(bytes(self._view))
             self.send.done = True
@@ -249,7 +249,7 @@ class Matcher:
         self._posted.setdefault(receive.tag, deque()).append(receive)
 
     def withdraw(self, receive: Receive) -> bool:
-        """Remove a posted receive; return False if it has already been matched."""
+        """Remove a posted receive. Return False if it has already been matched."""
         posted = self._posted.get(receive.tag, ())
         if receive not in posted:
             return False
@@ -257,7 +257,7 @@ class Matcher:
         return True
 
     def deliver(self, message: Message) -> bool:
-        """Match ``message`` with the first matching receive; return False if no such receive is posted yet."""
+        """Match ``message`` with the first matching receive. Return False if no such receive is posted yet."""
         posted = self._posted.get(message.tag, ())
         for receive in posted:
             if receive.wanted in (ANY_SOURCE, message.source):
@@ -268,7 +268,7 @@ class Matcher:
         return False
 
     def lose(self, rank: int, error: RankLostError) -> list[Message]:
-        """Fail receives that wait only for ``rank``; return its messages that have not arrived completely."""
+        """Fail receives that wait only for ``rank``. Return its messages that have not arrived completely."""
         self._gone[rank] = error
         for posted in self._posted.values():
             for receive in [receive for receive in posted if receive.wanted == rank]:
@@ -288,7 +288,7 @@ class Matcher:
             self._unexpected[tag] = deque(message for message in waiting if message.source != rank)
 
     def fail(self, error: RankLostError) -> list[Message]:
-        """Fail all receives, since this rank itself is lost; return the dropped messages."""
+        """Fail all receives, because this rank itself is lost. Return the dropped messages."""
         for receive in [receive for posted in self._posted.values() for receive in posted]:
             receive.error = error
         dropped = [message for waiting in self._unexpected.values() for message in waiting]

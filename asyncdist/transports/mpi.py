@@ -4,15 +4,15 @@
 :mod:`asyncdist.transports.mpi_survival`. Only this module and the detection of launchers import mpi4py. This module
 follows these rules:
 
-- It requests MPI_THREAD_FUNNELED, since a single thread calls MPI. A Test is then 15 to 25 % cheaper than under the
-  default MPI_THREAD_MULTIPLE, under which Test has also deadlocked over TCP when a peer died.
-- It tests each request separately, since mpi4py cannot report which of several requests completed if a rank has died.
+- It requests MPI_THREAD_FUNNELED, because a single thread calls MPI. A Test is then 15 to 25 % cheaper than under the
+  default, MPI_THREAD_MULTIPLE. With the default, Test has also deadlocked over TCP when a peer died.
+- It tests each request separately, because mpi4py cannot report which of several requests completed if a rank has died.
 - It uses only mpi4py's upper-case methods, which send buffers without pickling.
 - No message may be larger than its receive buffer. Open MPI 5.0.11 reports an error, but for messages of 4 KiB or more
   it has already written past the end of the buffer (shared memory with CMA). Frames therefore have a maximum size, and
   the size of a stream is granted by its receiver.
-- It does not use MPI windows, since creating them is collective and blocks, and reading memory that ranks map is at
-  least as fast.
+- It does not use MPI windows, because creating them is collective and blocks. Reading memory that ranks map is at least
+  as fast.
 - Nothing blocks except creating and freeing a communicator, which all members do at the same time.
 """
 
@@ -54,15 +54,15 @@ logger = logging.getLogger("asyncdist.transports.mpi")
 OPEN_PATIENCE_S: Final = 30.0
 #: Maximum number of prepared sends, which use about 1 KiB of memory each.
 REPEATED_SEND_COUNT_MAX: Final = 1024
-#: Fraction of a large tensor that its sender writes into the memory of a receiver on its host; MPI sends the rest.
+#: Fraction of a large tensor that its sender writes into the memory of a receiver on its host. MPI sends the rest.
 WRITTEN_SHARE: Final = 0.5
 
 
 def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -> Any:
     """Import mpi4py.MPI, and initialise MPI unless this has already been done.
 
-    ``check_library`` is called with the library's version string before MPI_Init, since MPI_Init may end the process if
-    the library is unsuitable.
+    ``check_library`` is called with the library's version string before MPI_Init, because MPI_Init may end the process
+    if the library is unsuitable.
 
     Raises:
         TransportError: mpi4py or the MPI library is not installed or does not load, or MPI does not start.
@@ -99,7 +99,6 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
 
 
 def _failed_meeting(error: Any, who: str, when: str) -> TransportError:
-    """Return the error to raise if MPI could not connect a rank to the others."""
     return TransportError(
         f"{who} failed {when}: MPI: {error.Get_error_string()}. A rank has ended, or two hosts of the job cannot reach "
         'each other: look above for the first rank that failed and for "Unable to connect to the peer", ping the other '
@@ -120,7 +119,7 @@ def _meeting(mpi: Any, awaited: str) -> Iterator[None]:
 
 
 def _abort_alone() -> None:
-    """Abort the job if this rank is interrupted while MPI starts, since the peers would wait for it forever."""
+    """Abort the job if this rank is interrupted while MPI starts. Otherwise the peers would wait for it forever."""
     from mpi4py import MPI
 
     if MPI.Is_initialized() and MPI.COMM_WORLD.size > 1:
@@ -131,7 +130,7 @@ def _abort_alone() -> None:
 
 
 def _unlink_shared_memory() -> None:
-    """Unlink MPICH's 2 or 3 MiB of shared memory, which would stay in /dev/shm after a kill or an abort."""
+    """Unlink MPICH's 2 or 3 MiB of shared memory, which would otherwise stay in /dev/shm after a kill or an abort."""
     with contextlib.suppress(OSError):  # some systems have no /proc
         maps = Path("/proc/self/maps").read_text().splitlines()
         for name in {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/mpich_shm_" in line}:
@@ -163,7 +162,7 @@ def _warns_of_absent_ranks(everybody: Any) -> Iterator[None]:
 
 
 class MpiMessages(Transport):
-    """Sends messages between the ranks of ``MPI.COMM_WORLD``, on a duplicate, so that user code may use MPI as well.
+    """Sends messages between the ranks of ``MPI.COMM_WORLD``, on a duplicate of it, so that user code may use MPI, too.
 
     ``check_library`` is called with the MPI library's version string before MPI_Init, and may raise an error.
     ``finalizes`` is true if the process calls MPI_Finalize at its end.
@@ -192,7 +191,7 @@ class MpiMessages(Transport):
         self._tag_max = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or 32767)
         self._isend = self._comm.Isend
         self._repeated: dict[tuple[int, int, int], PersistentSend] = {}
-        self._leave: Callable[[], None] | None = None  # called before MPI_Finalize
+        self._leave: Callable[[], None] | None = None  # function to call before MPI_Finalize
         self._leave_key: int | None = None
 
     def _check_world(self) -> None:
@@ -248,7 +247,7 @@ class MpiMessages(Transport):
         self._comm.Abort(exit_code)
 
     def on_finalize(self, leave: Callable[[], None]) -> None:
-        """Call ``leave`` before MPI ends, when MPI_Finalize deletes MPI_COMM_SELF's attributes (MPI-4.1, 11.4)."""
+        """Call ``leave`` when MPI_Finalize deletes MPI_COMM_SELF's attributes, before MPI ends (MPI-4.1, 11.4)."""
         self._leave = leave
         self._leave_key = self._mpi.Comm.Create_keyval(delete_fn=self._on_finalize)
         self._mpi.COMM_SELF.Set_attr(self._leave_key, True)
@@ -337,7 +336,7 @@ class MpiTransport(MpiMessages):
         return frozenset()
 
     def _fail_collective(self, error: BaseException, what: str) -> NoReturn:
-        """Raise the error of a failed collective, whose members may have called different collectives."""
+        """Raise the error of a failed collective. Its members may have called different collectives."""
         if not isinstance(error, self._mpi.Exception):
             raise error
         said = error.Get_error_string()

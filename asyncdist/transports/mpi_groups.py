@@ -30,7 +30,7 @@ class _CollectiveRequest:
             self._fail(error, self._what)
 
     def cancel(self) -> None:
-        """Do nothing, since collectives cannot be cancelled (MPI-4.1 section 6.12)."""
+        """Do nothing, because collectives cannot be cancelled (MPI-4.1 section 6.12)."""
 
 
 class MpiGroup:

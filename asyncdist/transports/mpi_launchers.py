@@ -15,7 +15,7 @@ from asyncdist.launchers import slurm
 
 
 def list_plugins() -> list[str]:
-    """Return the MPI plugins that Slurm offers; [] if there is no srun, or it does not answer."""
+    """Return the MPI plugins that Slurm offers, or an empty list if there is no srun or it does not answer."""
     srun = environment.find_program("srun")
     return [] if srun is None else slurm.list_plugins(srun)
 
@@ -34,9 +34,9 @@ def check_world_size(
     A library that does not belong to the launcher often makes N worlds of one rank each.
 
     Args:
-        expected: Number of ranks according to the launcher; None if unknown, which disables the check.
+        expected: Number of ranks according to the launcher, or None if unknown, which disables the check.
         source: Environment variable by which the launcher was detected.
-        list_plugins: Function that asks Slurm for its plugins; called only if needed.
+        list_plugins: Function that asks Slurm for its plugins, called only if needed.
     """
     if expected is None or expected == actual:
         return
@@ -71,7 +71,7 @@ def check_library(
 
     Args:
         library: Version string of the library; MPICH's includes its configure options.
-        list_plugins: Function that asks Slurm for its plugins; called only if needed.
+        list_plugins: Function that asks Slurm for its plugins, called only if needed.
     """
     size = started.expected_size
     if slurm.speaks_pmix(environ) and started.source == "PMIX_RANK" and _fails_with_pmix(library, size):
@@ -89,18 +89,18 @@ def check_library(
 
 
 def survives_rank_loss(environ: Mapping[str, str] = environment.VARIABLES) -> bool:
-    """Return whether this rank belongs to a job that continues when ranks die: ``mpirun --with-ft ulfm``."""
+    """Return whether this rank's job continues when ranks die, as under ``mpirun --with-ft ulfm``."""
     return environ.get(rank_program.SURVIVAL_VARIABLE) == "1" and bool(environ.get("OMPI_COMM_WORLD_SIZE"))
 
 
 def job_number(environ: Mapping[str, str] = environment.VARIABLES) -> int | None:
-    """Return a 32-bit number that identifies this job on its host, equal on all ranks; None if unknown."""
+    """Return a 32-bit number that identifies this job on its host, or None if unknown. It is equal on all ranks."""
     name = environ.get("PMIX_NAMESPACE", "")
     return zlib.crc32(name.encode()) if name else None
 
 
 def oversubscription_hint(environ: Mapping[str, str] = environment.VARIABLES) -> str | None:
-    """Return advice for an Open MPI job that has more ranks than slots; None for other jobs."""
+    """Return advice for an Open MPI job with more ranks than slots, or None for other jobs."""
     sizes = [environ.get(name, "") for name in ("OMPI_UNIVERSE_SIZE", "OMPI_COMM_WORLD_SIZE")]
     if not all(size.isdecimal() for size in sizes) or int(sizes[0]) >= int(sizes[1]):
         return None
@@ -112,7 +112,7 @@ def oversubscription_hint(environ: Mapping[str, str] = environment.VARIABLES) ->
 
 
 def library_flavour(version: str) -> Flavour | None:
-    """Return the MPI implementation named in a library's version string; None if unknown."""
+    """Return the MPI implementation that a library's version string names, or None if unknown."""
     if "Open MPI" in version:
         return "openmpi"
     return "mpich" if "MPICH" in version else None

@@ -1,6 +1,6 @@
 """Adapts MPI's requests to the :class:`~asyncdist.transports.base.Request` contract.
 
-The module is compiled if possible (see :mod:`asyncdist.compiled`), since its methods run for each message.
+The module is compiled if possible (:mod:`asyncdist.compiled`), because its methods run for each message.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 from asyncdist.transports.base import ANY_SOURCE
 from asyncdist.transports.doorbell import PeerBell
 
-#: Source in a status that MPI has not filled in yet.
+#: Source of a status that MPI has not filled in yet.
 NOBODY: Final = -77
 
 
@@ -51,7 +51,7 @@ class SendRequest:
             self._fail(error, None, self._buffer, self._peer)
 
     def cancel(self) -> None:
-        """Do nothing, since MPI-4.1 deprecates cancelling sends, and collectives cannot be cancelled."""
+        """Do nothing, because MPI-4.1 deprecates cancelling sends, and collectives cannot be cancelled."""
 
 
 class ReceiveRequest:
@@ -114,9 +114,9 @@ class WildcardReceive(ReceiveRequest):
     receive then continues, unless the failed test's status shows that a message has arrived.
 
     Args:
-        acknowledge: Function that is called with an exception raised by a test. If the exception reports a death, the
-            function acknowledges the death and returns True.
-        lost: Ranks that are known to be lost; messages from these ranks are dropped.
+        acknowledge: Function that is called with the exception of a test. If it reports a death, the function
+            acknowledges the death and returns True.
+        lost: Ranks that are known to be lost, whose messages are dropped.
     """
 
     __slots__ = ("_acknowledge", "_lost")

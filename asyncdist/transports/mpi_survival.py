@@ -5,9 +5,9 @@ The following rules were found by experiment with Open MPI 5.0.11:
 
 - Only messages on one communicator are used. If a member dies, MPI's collectives and the creation of communicators
   block, or complete on some ranks only. Collectives are therefore built from messages.
-- Receives from any source are persistent, since plain receives fail forever after a death. A death is acknowledged
+- Receives from any source are persistent, because plain receives fail forever after a death. A death is acknowledged
   inside the ``except`` block, before any other test. Otherwise these receives never complete.
-- MPI_Finalize is never called, since it may hang after a death. Before a rank exits, it exchanges goodbyes with all
+- MPI_Finalize is never called, because it may hang after a death. Before a rank exits, it exchanges goodbyes with all
   live ranks, so that no rank mistakes this exit for a death.
 - Open MPI does not treat an exit with a nonzero code as a death. If a rank exits with such a code without notifying the
   others, its guardian process (:mod:`asyncdist.launch.guardians`) turns the exit into a death by a signal.
@@ -108,11 +108,11 @@ class SurvivingMpiTransport(MpiMessages):
             listen(rank)
 
     def note_met(self) -> None:
-        """Make this rank's exit visible to the others, because no rank waits in a collective MPI call any longer."""
+        """Let the guardian process report this rank's exit, because no rank is in a collective MPI call any longer."""
         rank_program.tell_guardian(rank_program.IN_WORLD)
 
     def close(self) -> None:
-        """Send a goodbye message to all other ranks, and wait until each of them has sent one or is lost."""
+        """Send a goodbye to all other ranks, and wait until each of them has sent one or is lost."""
         self._listen = lambda _: None
         nothing = bytearray()
         peers = [rank for rank in range(self.size) if rank != self.rank and rank not in self._lost]
@@ -128,7 +128,7 @@ class SurvivingMpiTransport(MpiMessages):
         self.close_failed()
 
     def abort(self, exit_code: int) -> None:
-        """End the job through the guardian process, since mpirun may never end if MPI_Abort is called after a death."""
+        """End the job through the guardian process, because mpirun may never end after a death and MPI_Abort."""
         if rank_program.tell_guardian(rank_program.ENDS_JOB):
             os._exit(exit_code)
         super().abort(exit_code)
@@ -163,7 +163,7 @@ class SurvivingMpiTransport(MpiMessages):
         return is_death
 
     def _note_losses(self, *known: int) -> None:
-        """Acknowledge all deaths, and call the listener with each newly lost rank."""
+        """Acknowledge all deaths, and call the listener for each newly lost rank."""
         self._comm.Ack_failed()
         failed, group = self._comm.Get_failed(), self._comm.Get_group()
         found = {*known, *(failed.Translate_ranks(None, group) if failed.size else ())}
@@ -205,4 +205,4 @@ class _FailedRequest:
         raise self._error
 
     def cancel(self) -> None:
-        """Do nothing, since the request has already failed."""
+        """Do nothing, because the request has already failed."""

@@ -1,6 +1,6 @@
 """Prepared sends: a transport sets up a send of fixed size once, and starts it for each message.
 
-The module is compiled if possible (see :mod:`asyncdist.compiled`), since it runs for each small message.
+The module is compiled if possible (:mod:`asyncdist.compiled`), because it runs for each small message.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from asyncdist.transports.doorbell import PeerBell
 class PersistentSend:
     """Send of one buffer to one rank on one tag that can be started repeatedly (MPI-4.1 section 3.9).
 
-    A start takes 0.25 us, compared with 0.7 us for an Isend, since mpi4py inspects the buffer and makes a request only
-    once. No task waits for the end of the send: Open MPI ends it only when the message is received, but MPI has taken
-    the small message, and the buffer is not the user's.
+    A start takes 0.25 us, compared with 0.7 us for an Isend, because mpi4py inspects the buffer and makes a request
+    only once. No task waits for the end of the send, which Open MPI delays until the message is received. MPI has taken
+    the small message by then, and the buffer is not the user's.
 
     Args:
         request: Persistent request with MPI's methods Start, Test and Free.
         fail: Function that is called with the request's exception, None, the buffer and ``peer``, and raises an
             asyncdist error.
-        bell: Bell of ``peer``; None if it cannot be rung.
+        bell: Bell of ``peer``, or None if it cannot be rung.
 
     Attributes:
         buffer: Bytes to send, padded to a multiple of eight bytes. May be modified while :attr:`is_free` is true.
@@ -57,10 +57,10 @@ class PersistentSend:
                 self._bell.ring_sleeper()
         except Exception as error:
             self._fail(error, None, self.buffer, self._peer)
-        self.settle()  # one step of the transfer, which also raises an error if the receiver is lost
+        self.settle()  # make one step of the transfer, and raise an error if the receiver is lost
 
     def settle(self) -> bool:
-        """Test the send of the last message, unless it has ended; return :attr:`is_free`."""
+        """Test the send of the last message, unless it has ended. Return :attr:`is_free`."""
         if not self.is_free:
             try:
                 self.is_free = self._test()

@@ -1,4 +1,4 @@
-"""A set of ranks that uses one bit per rank, because Python's sets use some 50 bytes per element.
+"""A set of ranks that uses one bit per rank. Python's sets use some 50 bytes per element.
 
 Every rank stores several such sets. With Python's sets, a world of 10,000 simulated ranks would need gigabytes.
 """

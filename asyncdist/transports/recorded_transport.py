@@ -46,7 +46,7 @@ class RecordedTransport(Transport):
             self._tell("sent", dest, tag, as_bytes(buffer).nbytes)
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
-        """Return None, since the messages of a prepared send could not be reported."""
+        """Return None, because the messages of a prepared send could not be reported."""
         del nbytes, dest, tag
         return None
 

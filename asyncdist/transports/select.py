@@ -52,7 +52,7 @@ def _refuse_child_of_rank() -> None:
 
 
 def open_transport(name: str, started: environment.Launch) -> Transport:
-    """Open the transport ``name``, ``"mpi"`` or ``"torch"``, for a process that was started as ``started`` describes.
+    """Open the transport ``name``, ``"mpi"`` or ``"torch"``, for a process that was started as ``started`` says.
 
     Raises:
         TransportError: The transport cannot be used in a process that was started this way.
@@ -62,7 +62,7 @@ def open_transport(name: str, started: environment.Launch) -> Transport:
 
 
 def _open_mpi(started: environment.Launch) -> MpiMessages:
-    """Initialise MPI and return its transport. Check that the launcher and the library match."""
+    """Initialise MPI and return its transport, after checking that the launcher and the library match."""
     from asyncdist.transports.mpi import MpiTransport
     from asyncdist.transports.mpi_survival import SurvivingMpiTransport
 

@@ -1,7 +1,7 @@
 """Makes private gloo groups, checks that connected processes know the job's secret, and closes connections.
 
-asyncdist sends its messages only over gloo. NCCL is unsuitable, since it ignores tags and matches messages in the order
-of the calls (pytorch#94819, #125079).
+asyncdist sends its messages only over gloo. NCCL is unsuitable, because it ignores tags and matches messages in the
+order of the calls (pytorch#94819, #125079).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOPBACK: Final = "127.0.0.1"
 
 
 def close_connections(group: Any) -> None:
-    """Close every connection of the group; gloo does this when a wait times out."""
+    """Close every connection of the group, by a wait that times out, after which gloo closes them."""
     with contextlib.suppress(RuntimeError):
         group.recv_anysource([torch.zeros(1, dtype=torch.uint8, device="cpu")], _POISON_TAG).wait(
             timedelta(milliseconds=1)
@@ -41,7 +41,7 @@ def prove_connections(groups: Sequence[Any], rank: int, size: int, timeout: time
 
     Args:
         timeout: Timeout for all proofs together.
-        store: Part of the store through which the processes met; its prefix identifies their connections.
+        store: Part of the store through which the processes met, whose prefix identifies their connections.
 
     Raises:
         TransportError: A process, named in the message, did not send a valid proof.

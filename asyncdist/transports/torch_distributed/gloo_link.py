@@ -1,16 +1,16 @@
 """Sends messages to one peer over gloo's blocking point-to-point calls, which separate threads wait for.
 
-gloo's requests cannot be polled: a ``Work`` completes only inside ``wait()`` (pytorch#30723). Threads therefore wait,
-in C++ and without the GIL, and queue the received data for the loop. asyncdist uses two private gloo groups: *control*
-carries frames of at most ``SLOT_NBYTES`` bytes, and *bulk* carries larger messages, so that small messages do not wait
-behind large ones.
+gloo's requests cannot be polled, because a ``Work`` completes only inside ``wait()`` (pytorch#30723). Threads therefore
+wait, in C++ and without the GIL, and queue the received data for the loop. asyncdist uses two private gloo groups:
+*control* carries frames of at most ``SLOT_NBYTES`` bytes, and *bulk* carries larger messages, so that small messages do
+not wait behind large ones.
 
 - **Small messages** are sent inside control frames, which arrive in a ring of posted receives. At most ``WINDOW_COUNT``
   frames are unacknowledged, and messages sent in the meantime share the next frame.
 - **Large messages** are announced in a frame and passed to gloo immediately. gloo transfers the bytes when the receiver
-  has found the matching receive and posts its buffer. Nothing is therefore copied, and no message is larger than its
-  receive buffer, which would end the process.
-- **Streams** need no announcement, since their receives are posted first
+  has found the matching receive and posts its buffer. Nothing is copied, and no message can be larger than its receive
+  buffer, which would end the process.
+- **Streams** need no announcement, because their receives are posted first
   (:mod:`asyncdist.transports.torch_distributed.gloo_streams`).
 - **Acknowledgements** in every frame report which sends have completed. Only then does the loop call ``wait()`` on
   these sends, which returns immediately. Dropping a handle without ``wait()`` would block the connection forever.
@@ -48,14 +48,14 @@ from asyncdist.transports.torch_distributed.gloo_transfers import (
 )
 
 SLOT_NBYTES: Final = 16384
-#: Header of a frame: number of acknowledged frames, and size of the frame in bytes. Entries follow.
+#: Format of a frame's header: number of acknowledged frames, and size of the frame in bytes. Entries follow.
 _FRAME: Final = struct.Struct("<QQ")
-#: Header of an entry: kind, tag, number of the transfer, and size of the message in bytes. The bytes of a small message
-#: follow.
+#: Format of an entry's header: kind, tag, number of the transfer, and size of the message in bytes. The bytes of a
+#: small message follow.
 _ENTRY: Final = struct.Struct("<B3xIQQ")
 INLINE_NBYTES_MAX: Final = SLOT_NBYTES - _FRAME.size - _ENTRY.size
 WINDOW_COUNT: Final = 8
-#: Twice the window, since some frames are sent even if the window is full.
+#: Number of posted receives: twice the window, because some frames are sent even if the window is full.
 _RING_COUNT: Final = 2 * WINDOW_COUNT
 _ACK_AFTER_COUNT: Final = WINDOW_COUNT // 2
 #: Number of frames per batch when receives are posted again and sends are waited for. Each posted receive wakes the
@@ -77,12 +77,12 @@ _CONTROL_TAG: Final = 1
 _WATCH_TAG: Final = 0x7FFFFFFD
 _ANNOUNCED_TAG_COUNT: Final = 0x40000000
 
-#: Maximum seconds between the closing of a dead peer's first connection and the closing of its second.
+#: Maximum seconds between the ends of the two connections of a dead peer.
 _LINGER_S: Final = 0.1
 
 
 class _Upload(Transfer):
-    """Sender's side of an announced large message, the ``number``-th one to its receiver."""
+    """Sender's side of an announced large message. ``number`` counts the large messages to its receiver."""
 
     def __init__(self, number: int, view: memoryview, send: Send) -> None:
         super().__init__(number % _ANNOUNCED_TAG_COUNT, readable(view))
@@ -100,7 +100,7 @@ class _Download(Transfer):
 
 
 class _Frame:
-    """Memory for a frame, with a tensor that shares it. Both are reused, since creating a tensor takes 6 us."""
+    """Memory of a frame, with a tensor that shares it. Both are reused, because creating a tensor takes 6 us."""
 
     __slots__ = ("data", "tensors")
 
@@ -138,7 +138,7 @@ class Link:
         on_lost: Function called once, on the loop, with the peer and the error when the peer is lost.
 
     Attributes:
-        error: Error that reports the loss of the peer; None while it is connected.
+        error: Error that reports the loss of the peer, or None while it is connected.
         said_goodbye: Whether the peer has announced that it closes.
         is_replaced: Whether a restarted process has replaced the peer, so that late messages of the peer are dropped.
     """
@@ -205,7 +205,7 @@ class Link:
         return send
 
     def send_granted(self, view: memoryview, tag: int) -> Send:
-        """Start sending a message on a stream's tag, where the peer posts a receive for it; see ``gloo_streams``."""
+        """Start sending a message on a stream's tag, for which the peer posts a receive (see ``gloo_streams``)."""
         if self.error is None:
             return self._passage(tag).send(view)
         send = Send(self._callbacks, view.nbytes)
@@ -239,8 +239,8 @@ class Link:
                     send.done = True
 
     def _post(self, entries: bytes | bytearray = b"") -> bool:
-        """Send a frame with these entries, even if the window is full; return False if the connection is closed."""
-        with self._posting:  # frames are acknowledged in the order of their sends
+        """Send a frame with these entries, even if the window is full. Return False if the connection is closed."""
+        with self._posting:  # frames must be recorded in the order in which they are sent
             received_count = self._received_count
             nbytes = _FRAME.size + len(entries)
             is_short = nbytes <= _SHORT_NBYTES
@@ -259,7 +259,7 @@ class Link:
     # -- receiving --------------------------------------------------------------------------------------------------
 
     def receive_granted(self, buffer: Buffer, tag: int) -> Receive:
-        """Post a receive on a stream's tag; the message must not be larger than ``buffer``."""
+        """Post a receive on a stream's tag. The message must not be larger than ``buffer``."""
         if self.error is None:
             return self._passage(tag).receive(buffer)
         receive = Receive(self._matcher, buffer, self.peer, tag)
@@ -328,7 +328,7 @@ class Link:
                 self._spare.append(frame)
 
     def _on_taken(self, upload: _Upload) -> None:
-        """Complete the send of a message after the peer has received the whole message."""
+        """Complete the send of a message that the peer has received completely."""
         with contextlib.suppress(RuntimeError):
             upload.wait()
         upload.send.done = True
@@ -352,7 +352,7 @@ class Link:
         self._post(_ENTRY.pack(_ABORT, exit_code, 0, 0))
 
     def _on_ended(self, why: str) -> None:
-        """Fail all requests to and from the lost peer. Handles and buffers are kept until the groups are closed."""
+        """Fail all requests that involve the lost peer. Handles and buffers are kept until the groups are closed."""
         if self.error is not None:
             return
         how = "it has closed its connections" if self.said_goodbye else f"its connection was closed ({why})"
@@ -372,7 +372,7 @@ class Link:
         self._on_lost(self.peer, self.error)
 
     def join(self, deadline: float) -> list[str]:
-        """Wait for the threads after their connections were closed; return the names of those that did not end."""
+        """Wait for the threads after their connections were closed. Return the names of those that did not end."""
         self.stop()
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -387,7 +387,7 @@ class Link:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all threads have ended, so that no thread writes to a buffer any longer."""
+        """Whether all threads have ended, so that none of them writes to a buffer any longer."""
         return not any(thread.is_alive() for thread in self._threads.values())
 
     # -- threads ----------------------------------------------------------------------------------------------------
@@ -437,13 +437,13 @@ class Link:
                         closed = error
 
     def _run_watch(self) -> None:
-        """Wait for a message that is never sent, to detect the end of the bulk connection."""
+        """Wait for a message that is never sent. The wait fails when the bulk connection ends."""
         with self._until_closed("watch", "control"):
             nothing = torch.zeros(TRAILER_NBYTES, dtype=torch.uint8, device="cpu")
             self._bulk.recv([nothing], self._place, _WATCH_TAG).wait(FOREVER)
 
     def _run_post(self) -> None:
-        """Pass transfers to gloo, on a thread because each call may block for as long as another transfer takes."""
+        """Pass transfers to gloo, in a thread because each call may block for as long as another transfer takes."""
         with contextlib.suppress(RuntimeError):  # the connection is closed, which the other threads report
             while (transfer := self._to_post.get()) is not None:
                 if isinstance(transfer, _Download):

@@ -22,13 +22,14 @@ T = TypeVar("T", Send, Receive)
 logger = logging.getLogger("asyncdist.transports.torch_distributed.gloo_mesh")
 
 #: Maximum seconds that the training thread keeps the GIL while a thread of the transport waits for it. Python's default
-#: is 5 ms, and these waits add up: each end acquires the GIL twice for a frame, and four times for a large message.
+#: is 5 ms, and these waits add up, because each end acquires the GIL twice for a frame and four times for a large
+#: message.
 _SWITCH_INTERVAL_S: Final = 0.0002
 _GOODBYE_S: Final = 0.5
 #: Maximum seconds for all threads together to end. They take milliseconds once their connections are closed, but longer
-#: if many ranks share a core: 32 ranks have thousands of threads.
+#: if many ranks share a core. 32 ranks have thousands of threads.
 JOIN_S: Final = 30.0
-#: Maximum seconds for the threads to end after the loss of a peer or a failure, when a wait for data in transit may
+#: Maximum seconds for the threads to end after the loss of a peer or a failure. A wait for data in transit may then
 #: never end.
 HOPELESS_JOIN_S: Final = 0.4
 _ABORT_S: Final = 0.05
@@ -38,9 +39,10 @@ class Mesh:
     """Owns the links to all peers and their gloo groups, and connects ranks that join later.
 
     Args:
-        groups: Groups for frames and for large messages of all ranks that began the world; empty if this rank has no
+        groups: Groups for frames and for large messages of all ranks that began the world. Empty if this rank has no
             peers or joined later.
-        reception: Object that connects to ranks that join later or are restarted; None if such ranks are not allowed.
+        reception: Object that connects to ranks that join later or are restarted, or None if such ranks are not
+            allowed.
 
     Attributes:
         vacant: Ranks that have not had a process yet.
@@ -63,7 +65,7 @@ class Mesh:
         self.lost: frozenset[int] = frozenset()
         self.links: dict[int, Link] = {}
         self._groups = list(groups)
-        self._pairs: dict[int, list[Any]] = {}  # groups of two, by peer
+        self._pairs: dict[int, list[Any]] = {}  # groups of two ranks, by peer
         self._replaced: list[tuple[Link, list[Any]]] = []
         self._incarnations: dict[int, int] = {}  # incarnations of processes that joined later
         self._announced: dict[int, int] = {}
@@ -141,7 +143,7 @@ class Mesh:
             self.missed |= {rank}
 
     def accept(self, rank: int, incarnation: int) -> bool:
-        """Replace the lost process of ``rank`` by the newly connected process; return False if there is none."""
+        """Replace the lost process of ``rank`` by the newly connected process. Return False if there is none."""
         if rank not in self.lost or self._met.get(rank, (None,))[0] != incarnation:
             return False
         _, (control, bulk) = self._met.pop(rank)

@@ -1,11 +1,11 @@
 """Sends and receives the chunks of streams over gloo, without the announcement that other large messages need.
 
 On the tag of a stream, called a *granted* tag, a receive names its source and is large enough for its message. Both
-ends therefore pass their requests to gloo immediately, and gloo matches them in order.
+ends can therefore pass their requests to gloo immediately, and gloo matches them in order.
 
 - A trailer of eight bytes contains the message's size, which may be smaller than the buffer.
-- gloo cannot cancel a receive. To cancel a receive, the receiver asks the sender to answer it with an empty message. If
-  a message for this receive is already in transit, the sender ignores the request.
+- gloo cannot cancel a receive. The receiver therefore asks the sender to answer the receive with an empty message. If a
+  message for this receive is already in transit, the sender ignores the request.
 - The thread that has received a message acknowledges it in a control frame, before it notifies the receiver's loop. A
   sender therefore never waits for a receiver whose training blocks its loop.
 """
@@ -25,12 +25,12 @@ from asyncdist.transports.torch_distributed.gloo_transfers import Transfer, byte
 
 #: Value of a trailer that answers a cancelled receive without a message.
 _NOTHING: Final = -1
-#: Lowest gloo tag of granted messages; announced messages use the lower tags.
+#: Lowest gloo tag of granted messages. Announced messages use the lower tags.
 _FIRST_TAG: Final = 0x40000000
 
 
 class _GrantedReceive(Receive):
-    """Receive on a granted tag. ``number`` is its number, from 1, among the receives from this peer on the tag."""
+    """Receive on a granted tag. ``number`` counts, from 1, the receives from this peer on the tag."""
 
     __slots__ = ("_passage", "number", "transfer")
 
@@ -102,7 +102,7 @@ class Passage:
         return send
 
     def _send_nothing(self) -> None:
-        """Answer the next receives with empty messages until a receive that the peer has not cancelled."""
+        """Answer the receives that the peer has cancelled with empty messages, up to the first one not cancelled."""
         while self._sent_count + 1 in self._unwanted:
             self._unwanted.remove(self._sent_count + 1)
             self._send(memoryview(b""), _NOTHING)
@@ -114,7 +114,7 @@ class Passage:
             self._send_nothing()
 
     def on_acknowledged(self) -> None:
-        """Complete the oldest send, since its message has arrived."""
+        """Complete the oldest send, whose message has arrived."""
         upload, send = self._uploads.popleft()
         with contextlib.suppress(RuntimeError):  # the peer has received the message, and has died since
             upload.wait()
@@ -140,7 +140,7 @@ class Passage:
         receive.complete()
 
     def lose(self, error: RankLostError) -> None:
-        """Fail the sends and receives in progress, since the peer is lost. Their handles and buffers are kept."""
+        """Fail the sends and receives in progress, because the peer is lost. Their handles and buffers are kept."""
         for _, send in self._uploads:
             send.error = error
         for receive in self._receives:
@@ -158,7 +158,7 @@ class Passage:
         with contextlib.suppress(RuntimeError):  # the connection is closed, which the link's threads report
             while (upload := self._to_send.get()) is not None:
                 upload.post(self._bulk.send, self._place)
-                del upload  # frees the memory of a stream that has ended, once the message has arrived
+                del upload  # frees the memory of an ended stream, once its message has arrived
 
     def _run_landings(self) -> None:
         """Post all queued receives, then wait for the oldest."""

@@ -1,7 +1,7 @@
 """Transfers large messages over gloo: the data, followed by eight bytes called the *trailer*.
 
-The threads of :mod:`asyncdist.transports.torch_distributed.gloo_link` wait for the trailer instead of the data: if the
-peer dies, a wait for data in transit never ends.
+The threads of :mod:`asyncdist.transports.torch_distributed.gloo_link` wait for the trailer instead of the data, because
+a wait for data in transit never ends if the peer dies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Transfer:
     def __init__(self, tag: int, data: torch.Tensor, mark: int = 0) -> None:
         self.tag = tag
         self.works: list[Any] = []
-        # The lock is held until gloo has the data and the trailer. An Event and torch.tensor would take 50 us more.
+        # Lock that is held until gloo has the data and the trailer. An Event and torch.tensor would take 50 us more.
         self._posting = threading.Lock()
         self._posting.acquire()
         self._mark = bytearray(_MARK.pack(mark))
@@ -60,12 +60,12 @@ class Transfer:
         self._posting.release()
 
     def wait(self) -> None:
-        """Wait until the transfer is complete: first for the trailer, since a wait for the data may never end."""
+        """Wait until the transfer is complete, first for the trailer, because a wait for the data may never end."""
         with self._posting:
             for work in reversed(self.works):
                 work.wait(FOREVER)
 
     @property
     def mark(self) -> int:
-        """Number in the trailer, once the transfer is complete."""
+        """Number in the trailer, valid when the transfer is complete."""
         return int(_MARK.unpack(self._mark)[0])

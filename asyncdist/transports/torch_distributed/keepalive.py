@@ -1,9 +1,9 @@
 """Makes the kernel probe whether the hosts of peers are still alive (TCP keepalive).
 
-A host that is unplugged, crashes or is cut off sends nothing more. Without probes, an idle connection to it stays open
-forever, and a connection with unacknowledged data for 15 minutes. Messages between ranks could not distinguish a dead
-host from a rank that computes for ten minutes. Probes can distinguish these cases, because the kernel of a live host
-answers them even while the process computes.
+A host that is unplugged, crashes or is cut off no longer sends anything. Without probes, an idle connection to it stays
+open forever, and a connection with unacknowledged data for 15 minutes. Messages between ranks could not distinguish a
+dead host from a rank that computes for ten minutes. Probes can distinguish these cases, because the kernel of a live
+host answers them even while the process computes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Final
 IDLE_S: Final = 5
 INTERVAL_S: Final = 5
 PROBE_COUNT: Final = 3
-#: Seconds after which a connection with unacknowledged data, which is not probed, is closed. This also happens if the
-#: peer's process is stopped in the middle of a large message.
+#: Seconds after which a connection with unacknowledged data, which is not probed, is closed. This also closes the
+#: connection to a process that is stopped in the middle of a large message.
 UNACKNOWLEDGED_S: Final = 30
 
 

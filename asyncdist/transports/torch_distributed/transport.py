@@ -52,12 +52,12 @@ class TorchTransport(MatchedTransport):
     """Sends messages between the ranks of a torch.distributed job, over gloo.
 
     Args:
-        rendezvous: Place where the ranks meet; None if the user's process group defines the ranks.
+        rendezvous: Place where the ranks meet, or None if the user's process group defines the ranks.
         granted_tags: Stream tags, on which each receive names its source and is large enough for its message.
-        start_timeout_s: Seconds to wait for the other ranks; 300 by default.
+        start_timeout_s: Seconds to wait for the other ranks, by default 300.
 
     Raises:
-        TransportError: The ranks do not find each other; the message names the missing ranks.
+        TransportError: The ranks do not find each other. The message names the missing ranks.
     """
 
     name = "torch"

@@ -1,4 +1,4 @@
-"""Makes gloo groups even if ranks end in the meantime: either all ranks get the groups, or no rank does.
+"""Makes gloo groups for all ranks or for none, even if ranks end in the meantime.
 
 gloo looks up the ranks in the store and then connects to them. Both steps run in C++, where a thread cannot be
 interrupted, and detect the end of a process late. This module therefore waits for the store itself, so that a check can
@@ -34,13 +34,13 @@ def make_gloo_groups(
     is_loopback: bool = False,
     check: Callable[[], object] = lambda: None,
 ) -> list[Any]:
-    """Make the groups for frames and for large messages; the ranks decide together whether all of them succeeded.
+    """Make the groups for frames and for large messages. The ranks decide together whether all of them succeeded.
 
     Args:
         store: Part of the store that only this attempt uses.
         connect_s: gloo's timeout for connecting, in seconds, once all ranks have arrived.
         timeout_s: Timeout for all other steps, in seconds.
-        check: Function called repeatedly while waiting; raises an error to give up.
+        check: Function that is called repeatedly while waiting, and raises an error to give up.
 
     Raises:
         TransportError: A rank could not make the groups or has given up. The caller may retry.
@@ -65,7 +65,7 @@ def make_gloo_groups(
         if _decide(store, _ALL) != _ALL:
             raise TransportError("another rank could not connect to all ranks")
     except BaseException as error:
-        if _decide(store, _SOME) == _ALL:  # another rank has just decided that all are connected
+        if _decide(store, _SOME) == _ALL:  # another rank has just decided that all ranks are connected
             return groups
         for group in groups:
             gloo_groups.close_connections(group)
@@ -76,7 +76,7 @@ def make_gloo_groups(
 
 
 def _decide(store: Any, decision: str) -> str:
-    """Record whether all ranks are connected, unless another rank has decided this; return the decision in force."""
+    """Record whether all ranks are connected, unless another rank has decided. Return the decision in force."""
     return bytes(store.compare_set("decision", "", decision)).decode()
 
 
@@ -88,7 +88,7 @@ class _WatchedStore(Store):
     """Store that forwards gloo's calls to another store. While it waits, it calls ``look``, which may raise an error.
 
     Attributes:
-        error: Error raised by ``look``, which gloo replaces with its own error; None if there was none.
+        error: Error raised by ``look``, which gloo replaces with its own error, or None.
     """
 
     def __init__(self, store: Any, look: Callable[[], object], pause_s: float) -> None:

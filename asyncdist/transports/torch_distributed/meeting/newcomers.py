@@ -6,12 +6,12 @@ several times a second. When two processes have recorded that they want to conne
 of two in a thread, and retries after a failure.
 
 - A process connects to a new process only after it considers the previous process of that rank lost. The first process
-  to connect records a welcome for the new process, which waits for this before it opens its world.
+  to connect records a welcome, for which the new process waits before it opens its world.
 - The launcher records in the store which processes have ended, so that no process waits for them.
 - A process that reads a later incarnation of its own rank in the log records that it is alive. The new process then
   raises an error.
 - If a world begins with fewer processes than ranks, the highest ranks are vacant. A process of such a rank always joins
-  later. Since it may have no predecessor, every process connects to it and welcomes it.
+  later. It may have no predecessor, so every process connects to it and welcomes it.
 - A rank that is restarted before its world has begun, or after the others have left their world, takes part in the
   beginning of a world. If a rank is killed before all are connected, all ranks gather again.
 - If no process of the world is alive, no process can welcome a new process. The new processes then begin the next
@@ -46,14 +46,14 @@ logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newco
 _PERIOD_S: Final = 0.1
 #: Number of reads of the log after which a process writes the name of the running world again, in case it was deleted.
 _LOOKS_PER_RENEWAL: Final = 10
-#: Seconds that a new process waits for its welcome. The loss of a process is detected within 1 s, the loss of a host
-#: within 30 s.
+#: Seconds that a new process waits for its welcome. The loss of a process is detected within 1 s, and the loss of a
+#: host within 30 s.
 _WELCOME_S: Final = 60.0
 #: Seconds that two processes have to arrive for an attempt to connect, and seconds for connecting in each attempt. If
 #: one process ends during an attempt, the other waits in gloo for five times as long. A lost packet costs 1 s.
 _PAIR_S: Final = 20.0
 _PAIR_CONNECT_S: Final = (0.5, 1.0, 2.0, 2.0)
-#: Seconds for connecting the first groups, seconds added for each rank, and number of attempts. gloo detects late that
+#: Base and additional seconds per rank for connecting the first groups, and number of attempts. gloo detects late that
 #: a process has ended.
 _CONNECT_S: Final = 10.0
 _CONNECT_PER_RANK_S: Final = 0.5
@@ -68,17 +68,17 @@ _GONE: Final = "gone"
 
 
 class Entrance:
-    """Enters a world for this process: joins the running world, or begins one together with the other ranks.
+    """Enters a world for this process. Joins the running world, or begins one together with the other ranks.
 
     Attributes:
         common: Part of the store that belongs to the job.
         store: Part of the store that belongs to the world.
-        incarnation: Number of restarts of this rank since the world began; 0 if this process began the world.
+        incarnation: Number of restarts of this rank since the world began, or 0 if this process began the world.
         vacant: Ranks that had not had a process when this process entered the world.
         nonce: Number that all processes of the world share.
         process: Launcher's name for this process: its rank and the number of restarts by the launcher.
         running: Value in the store from which later processes find this world.
-        groups: Groups of all ranks if this process began the world; otherwise empty.
+        groups: Groups of all ranks if this process began the world, otherwise empty.
 
     Raises:
         DisagreementError: The running world belongs to another job, or has a different size or version.
@@ -119,7 +119,7 @@ class Entrance:
         _entered[rendezvous] = token
 
     def _open_store(self) -> SealedStore:
-        """Return the job's store, which must already exist if this process was restarted or joins late."""
+        """Return the job's store. If this process was restarted or joins late, the store must already exist."""
         if not self._rendezvous.incarnation:
             return open_store(self._rendezvous, self._deadline)
         try:
@@ -133,9 +133,9 @@ class Entrance:
         return LateError(f"rank {rank} {how}, and {why}", rank=rank)
 
     def _join(self, *, is_late: bool) -> str:
-        """Join the running world and return its token; return "" if this process may begin the next world instead.
+        """Join the running world and return its token, or "" if this process may begin the next world instead.
 
-        With ``is_late``, the rank was vacant at the beginning, and never begins a world.
+        If ``is_late``, the rank was vacant at the beginning, and never begins a world.
         """
         left = _entered.get(self._rendezvous, "")
         while True:
@@ -214,8 +214,8 @@ class Entrance:
                 raise self._late("the job has ended")
 
 
-#: Rendezvous at which this process has already entered a world, with the world's token. The process takes part in the
-#: beginning of the next world, unless its rank is vacant.
+#: Token of the last world that this process has entered at each rendezvous. Unless its rank is vacant, the process
+#: takes part in the beginning of the next world.
 _entered: dict[Rendezvous, str] = {}
 
 
@@ -253,8 +253,8 @@ def come(
     ``has_exited`` returns, for a rank and an incarnation, whether the launcher has recorded the end of that process.
 
     Returns:
-        The latest incarnation of each rank in the log, 0 if there is none; None if all processes of the world have left
-        it or have ended.
+        The latest incarnation of each rank in the log, or 0. None if all processes of the world have left it or have
+        ended.
     """
     rank, size, incarnation = rendezvous.rank, rendezvous.size, rendezvous.incarnation
     first_count = size - rendezvous.empty_count
@@ -290,7 +290,7 @@ def come(
 
 
 def _read(store: Any, number: int, newest: list[int]) -> int:
-    """Read the log from entry ``number``, and record the incarnations in ``newest``; return the next entry's number."""
+    """Read the log from entry ``number``, record incarnations in ``newest``, and return the next entry's number."""
     while store.check([f"newcomer/{number}"]):
         entry = _parse(_text(store, f"newcomer/{number}"))
         if entry is not None and entry[0] < len(newest):
@@ -317,7 +317,7 @@ def _have_died(
 
 
 def _parse(entry: str) -> tuple[int, int] | None:
-    """Return the rank and incarnation of a log entry; None if the entry is not in the format of this job."""
+    """Return the rank and incarnation of a log entry, or None if the entry does not have this job's format."""
     found = re.fullmatch(r"([0-9]{1,9}) ([0-9]{1,9}) [0-9a-f]+", entry)
     return None if found is None else (int(found[1]), int(found[2]))
 
@@ -327,7 +327,7 @@ def _text(store: Any, key: str) -> str:
 
 
 class Reception:
-    """Reads a world's log of new processes, and connects to a process when :meth:`want` requests this.
+    """Reads a world's log of new processes, and connects to the processes that :meth:`want` requests.
 
     Args:
         process: Launcher's name of this process.
@@ -360,7 +360,7 @@ class Reception:
         self._store = store
         self._rank = rank
         self._callbacks = callbacks
-        self._wanted: dict[int, tuple[int, bool]] = {}  # by rank: incarnation, and whether to welcome it
+        self._wanted: dict[int, tuple[int, bool]] = {}  # incarnation to connect to, and whether to welcome it, by rank
         self._guard = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="asyncdist-newcomers", daemon=True)
@@ -374,7 +374,7 @@ class Reception:
         on_met: Callable[[tuple[int, int, list[Any]]], None],
         on_missed: Callable[[tuple[int, int]], None],
     ) -> None:
-        """Start reading the log, and call these functions on the loop.
+        """Start reading the log. The functions are called on the loop.
 
         Args:
             on_announced: Function called with the rank and incarnation of each new process.
@@ -387,15 +387,15 @@ class Reception:
         self._thread.start()
 
     def want(self, rank: int, incarnation: int, *, welcomes: bool) -> None:
-        """Request a connection to a process; this replaces a request for an earlier process of the same rank.
+        """Request a connection to a process, instead of any earlier process of the same rank.
 
-        If ``welcomes`` is true, this rank considers the earlier process lost, and welcomes the new one.
+        If ``welcomes`` is true, this rank considers the earlier process lost, and welcomes the new process.
         """
         with self._guard:
             self._wanted[rank] = incarnation, welcomes
 
     def close(self) -> None:
-        """Record that this process connects to no further processes."""
+        """Stop connecting to processes, and record that this process has left the world."""
         self._closing.set()
         try:
             self._store.set(f"closed/{self._rank}.{self.incarnation}", "")
@@ -414,7 +414,7 @@ class Reception:
                         common.compare_set(_RUNNING, "", self._running)
                     number = self._read_log(store, number)
                     self._look_for_wanted(store, said)
-                except RuntimeError as error:  # another user may have deleted a value since
+                except RuntimeError as error:  # another user may have deleted a value in between
                     common.check([_OVER])  # raises an error if the store has closed
                     logger.info("rank %d could not read the store, and tries again: %s", self._rank, reason(error))
                 if self._closing.wait(_PERIOD_S) or common.check([_OVER]):
@@ -459,7 +459,7 @@ class Reception:
             if has_closed:
                 self._callbacks.put(self._on_missed, (rank, incarnation))
             else:
-                # Not a daemon thread, since a thread that is still in gloo when the interpreter exits would abort the
+                # Not a daemon thread, because a thread that is still in gloo when the interpreter exits would abort the
                 # process.
                 threading.Thread(
                     target=self._meet, name=f"asyncdist-meeting-{rank}", args=(rank, incarnation, place), daemon=False
@@ -505,4 +505,4 @@ class Reception:
 
 
 class _EndedError(TransportError):
-    """Raised if one of two connecting processes has ended, so that no further attempt is made."""
+    """Raised if one of two connecting processes has ended or has left, so that they make no further attempt."""

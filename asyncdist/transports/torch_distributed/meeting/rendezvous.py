@@ -1,8 +1,8 @@
 """Lets the ranks of a torch.distributed job find each other through a key-value store.
 
 The store of the user's process group is used if there is one, or the store of torchrun's agent. Otherwise rank 0 serves
-a store at a port chosen by the system. It announces this port in a second store at MASTER_PORT, which it closes before
-any rank continues, so that the user's ``init_process_group`` can use MASTER_PORT.
+a store at a port chosen by the system. It announces this port in a second store at MASTER_PORT. The second store is
+closed before any rank continues, so that the user's ``init_process_group`` can use MASTER_PORT.
 
 A store may contain keys of earlier processes, and torchrun's agents may disagree on their number of restarts. A world
 is therefore identified by a random token of its rank 0. Every rank writes a hello with its own random token. Rank 0
@@ -40,19 +40,19 @@ logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.rende
 
 #: Seconds between two reads of the store. A wait inside the store would ignore signals and log warnings.
 _PAUSE_S: Final = 0.02
-#: Seconds added to this interval for each rank, since the store answers only some ten thousand requests per second.
+#: Seconds added to this interval for each rank, because the store answers only some ten thousand requests per second.
 _PAUSE_PER_RANK_S: Final = 0.0005
 _CONNECT_S: Final = 1.0
 _SHORTEST_CONNECT_S: Final = 0.1
 _UNANSWERED: Final = "unanswered"
 #: Seconds after which one rank of each host logs that it waits, if no process serves the store.
 NOTICE_S: Final = 5.0
-#: Seconds after which rank 0 logs the missing ranks; imports may take long on many hosts.
+#: Seconds after which rank 0 logs the missing ranks. Imports may take long on many hosts.
 MISSING_NOTICE_S: Final = 30.0
 
 
 class Rendezvous(Protocol):
-    """Describes where the ranks of a job meet. Equal objects describe the same place.
+    """Place where the ranks of a job meet. Objects for the same place are equal.
 
     Attributes:
         address: Address of the host that serves the store.
@@ -61,8 +61,7 @@ class Rendezvous(Protocol):
         admits_restarted: Whether restarted or new ranks may join the world later.
         job: Launcher's name of the job.
         empty_count: Number of ranks, the highest ones, that have no process when the world begins.
-        why_missing: Sentence for errors that explains why rank 0 may be at another address; empty if no reason is
-            known.
+        why_missing: Sentence for errors that explains why rank 0 may be at another address, or an empty string.
         is_loopback: Whether all ranks, including later ones, are on this host.
     """
 
@@ -102,12 +101,12 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
     """Wait for all ranks of a world, and return the part of the store that only this world uses.
 
     Args:
-        rendezvous: Place where the ranks meet; None to use the store of the user's process group.
+        rendezvous: Place where the ranks meet, or None to use the store of the user's process group.
         timeout_s: Seconds to wait for the other ranks.
 
     Raises:
-        TransportError: The store cannot be served or reached, ranks are missing, or two processes have the same rank;
-            the message names the ranks.
+        TransportError: The store cannot be served or reached, ranks are missing, or two processes have the same rank.
+            The message names the ranks.
     """
     if rendezvous is not None:
         return join_world(rendezvous, timeout_s)[0]
@@ -122,9 +121,9 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
 def join_world(
     rendezvous: Rendezvous, timeout_s: float, check: Callable[[], object] = lambda: None
 ) -> tuple[SealedStore, str]:
-    """Wait for all ranks that begin a world; return the world's part of the store and its token.
+    """Wait for all ranks that begin a world. Return the world's part of the store and its token.
 
-    While waiting, ``check`` is called repeatedly; it raises an error to give up.
+    While waiting, ``check`` is called repeatedly. It raises an error to give up.
     """
     deadline = time.monotonic() + timeout_s
     place = _place_of(rendezvous)
@@ -137,13 +136,13 @@ def join_world(
         place.forget()
         raise
     finally:
-        place.free_port()  # no rank has continued yet
+        place.free_port()  # No rank has continued yet.
     gathering.let_go()
     return gathering.world, gathering.token
 
 
 def _place_of_store(store: Any) -> tuple[str, int]:
-    """Return the address and port at which the user's store is served; "" and 0 for a file or an unknown store."""
+    """Return the address and port at which the user's store is served, or "" and 0 for a file or an unknown store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", "")), int(getattr(store, "port", 0))
@@ -155,7 +154,7 @@ def open_store(rendezvous: Rendezvous, deadline: float) -> SealedStore:
 
 
 def _loopback_hint(rendezvous: Rendezvous) -> str:
-    """Return a sentence that explains in errors why ranks on other hosts may be missing; "" if there is no reason."""
+    """Return a sentence for errors that explains why ranks on other hosts may be missing, or an empty string."""
     if rendezvous.rank or not rendezvous.is_loopback or environment.local_size() == rendezvous.size:
         return ""
     return (
@@ -176,8 +175,8 @@ class _Gathering:
         hint: Reason why ranks may be missing, for warnings and errors; empty, or begins with a full stop.
 
     Attributes:
-        world: Part of the store that belongs to this world; set when this rank learns the token.
-        token: Token of this world; set when this rank learns it.
+        world: Part of the store that belongs to this world, set when this rank learns the token.
+        token: Token of this world, set when this rank learns it.
     """
 
     def __init__(
@@ -203,7 +202,7 @@ class _Gathering:
         self.token = ""
 
     def come(self) -> None:
-        """Wait until all ranks have arrived, on rank 0, or until rank 0 lets this rank continue, on other ranks."""
+        """Wait until all ranks have arrived, on rank 0. On other ranks, wait until rank 0 lets this rank continue."""
         try:
             self._store.set(f"hello/{self._rank}", self._hello)
             if self._rank == 0:
@@ -221,7 +220,7 @@ class _Gathering:
             ) from error
 
     def let_go(self) -> None:
-        """Let the other ranks continue, if this is rank 0."""
+        """On rank 0, let the other ranks continue."""
         if self._rank == 0:
             self.world.set("go", "")
 
@@ -277,9 +276,9 @@ class _Gathering:
         return False
 
     def _may_go(self) -> bool:
-        """Return whether rank 0 lets the ranks continue. If it does not, read the list of missing ranks.
+        """Return whether rank 0 lets the ranks continue. If not, read the list of missing ranks.
 
-        Only rank 0 looks for the missing ranks, since n ranks that look for each other would make n * n requests.
+        Only rank 0 looks for the missing ranks, because n ranks that look for each other would make n * n requests.
         """
         if self.world.check(["go"]):
             return True
@@ -305,7 +304,7 @@ class _Gathering:
             pause_s = min(1.5 * pause_s, longest_s)
 
     def _tell_who_is_missing(self) -> None:
-        """Log the missing ranks, on rank 0. If rank 0 is missing, log them on one or two ranks of each host."""
+        """Log the missing ranks on rank 0, or on one or two ranks of each host if rank 0 is missing."""
         if self._rank == 0 or (not self.token and environment.local_rank() in (None, 0, 1)):
             logger.warning(
                 "rank %d waits for ranks %s, which have not arrived at the start of the world and may have ended; it "
@@ -343,7 +342,7 @@ def _join(ranks: Sequence[int]) -> str:
 
 
 def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
-    """Raise TransportError if a rank's world size differs from rank 0's. Called on both ranks."""
+    """Raise TransportError if a rank's world size differs from rank 0's. Both ranks call this function."""
     if size != size_of_0:
         raise TransportError(
             f"WORLD_SIZE must be equal on all ranks, but it is {size} on rank {rank} and {size_of_0} on rank 0",
@@ -393,7 +392,7 @@ _place_of = functools.cache(_Place)
 
 
 def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
-    """Return the port that rank 0 announces on MASTER_PORT, which may still serve an old group's store at first."""
+    """Return the port that rank 0 announces on MASTER_PORT. At first, an old group's store may be served there."""
     refusals, cause = Refusals(), ""
     while True:
         _await_server(rendezvous, deadline, "rank 0")
@@ -427,7 +426,7 @@ def _serve(rendezvous: Rendezvous, port: int) -> Any:
 
 
 def _reach(rendezvous: Rendezvous, port: int, deadline: float) -> Any:
-    """Connect to a store that was listening a moment ago, with a short timeout in case the store has closed."""
+    """Connect to a store that was listening a moment ago. The timeout is short, in case the store has closed."""
     connect_s = min(max(_SHORTEST_CONNECT_S, deadline - time.monotonic()), serving.TIMEOUT.total_seconds())
     try:
         store = TCPStore(
@@ -469,10 +468,10 @@ def await_listener(address: str, port: int, deadline: float) -> None:
     """Wait until a process listens at a port. The store's own wait would ignore signals and log warnings.
 
     Args:
-        deadline: Time of ``time.monotonic`` at which to give up.
+        deadline: :func:`time.monotonic` time at which to give up.
 
     Raises:
-        OSError: No process listened before the deadline; the error of the last attempt.
+        OSError: The last attempt's error, if no process listened before the deadline.
     """
     while True:
         try:

@@ -1,7 +1,7 @@
 """Authenticates the values of a torch.distributed store with the job's secret.
 
-torch's store has no authentication: any process that reaches its port can read and write all keys. Here each value is
-written with a seal (:class:`asyncdist.trust.job_secret.JobSecret`), and a value without a valid seal is ignored.
+torch's store has no authentication, so any process that reaches its port can read and write all keys. This module
+writes each value with a seal (:class:`asyncdist.trust.job_secret.JobSecret`), and ignores values without a valid seal.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ _TIMEOUT_S: Final = 60.0
 _PAUSE_S: Final = 0.01
 #: Seconds between two reports of refused values.
 _REPORT_PERIOD_S: Final = 60.0
-#: Expected value that a read passes to ``compare_set``; never equal to a sealed value, which is longer.
+#: Expected value that a read passes to ``compare_set``. It never equals a sealed value, which is longer.
 _NOTHING: Final = "?"
-#: Maximum number of times that a value without a valid seal is overwritten if another process keeps writing it.
+#: Maximum number of times that ``compare_set`` overwrites a value without a valid seal that another process keeps
+#: writing.
 _ATTEMPT_COUNT: Final = 8
 
 
 class Refusals:
-    """Logs refused values: the first one immediately, later ones as a count, at most once a minute."""
+    """Logs refused values: the first one immediately, and later ones as a count, at most once a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -53,7 +54,7 @@ class Refusals:
             if now < self._quiet_until:
                 return
             count, self._count, self._quiet_until = self._count, 0, now + _REPORT_PERIOD_S
-        # Ranks other than 0 also warn, since rank 0 refuses nothing if only the others cannot read its announced port.
+        # Other ranks warn, too. Rank 0 refuses nothing if only the others cannot read its announced port.
         level = logging.WARNING if environment.local_rank() in (None, 0, 1) else logging.INFO
         more = f" and {count - 1} more" if count > 1 else ""
         logger.log(
@@ -70,7 +71,7 @@ class Refusals:
 class SealedStore(Store):
     """Part of a torch store that accepts only values that were written with the job's secret.
 
-    The class has the methods of torch's stores that asyncdist and gloo use, with strings or bytes as values.
+    It has the methods of torch's stores that asyncdist and gloo use. Values are strings or bytes.
 
     Attributes:
         secret: Secret of the job.
@@ -107,7 +108,7 @@ class SealedStore(Store):
         return value
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all of these keys have values with valid seals."""
+        """Return whether all ``keys`` have values with valid seals."""
         if not self._inner.check([self.prefix + key for key in keys]):
             return False
         for key in keys:
@@ -118,7 +119,7 @@ class SealedStore(Store):
         return True
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write ``desired`` if the value is ``expected``; return the new value. An empty string means no value."""
+        """Write ``desired`` if the value is ``expected``. Return the new value. An empty string means no value."""
         mine = self._seal(key, desired)
         before: Any = self._seal(key, expected) if expected else ""
         for _ in range(_ATTEMPT_COUNT):
@@ -130,7 +131,7 @@ class SealedStore(Store):
         return b""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of these keys have values with valid seals. Raise RuntimeError after the timeout."""
+        """Wait until all ``keys`` have values with valid seals. Raise RuntimeError after the timeout."""
         give_up_at = time.monotonic() + (_TIMEOUT_S if timeout is None else timeout.total_seconds())
         while not self.check(keys):
             if time.monotonic() >= give_up_at:
@@ -138,7 +139,7 @@ class SealedStore(Store):
             time.sleep(_PAUSE_S)
 
     def why_absent(self, key: str) -> str:
-        """Return the reason for an error about a value without a valid seal; empty if the key has no value."""
+        """Return the reason for an error about a value without a valid seal, or "" if the key has no value."""
         name = self.prefix + key
         if not self._inner.check([name]) or self._read(key) is not None:
             return ""
@@ -148,7 +149,7 @@ class SealedStore(Store):
         )
 
     def _read(self, key: str) -> bytes | None:
-        """Return the current value; None if there is no value with a valid seal.
+        """Return the current value, or None if there is no value with a valid seal.
 
         This method uses ``compare_set``, because ``get`` of torch's stores waits if another process has deleted the
         value.

@@ -16,9 +16,9 @@ def serve(address: str, port: int, *, size: int | None = None, is_open: bool = F
     """Serve a store on one address of this host, or on all its addresses.
 
     Args:
-        address: Address to which the other processes connect. For a host name, the store listens on all addresses.
-        port: Port of the store; 0 lets the system choose one.
-        size: Number of processes; None if unknown.
+        address: Address to which the other processes connect. If it is a host name, the store listens on all addresses.
+        port: Port of the store, or 0 to let the system choose one.
+        size: Number of processes, or None if unknown.
         is_open: Whether to listen on all addresses, because processes know the host by different addresses.
     """
     listener = None if is_open else local_host.listen_at(address, port)
