@@ -153,7 +153,7 @@ async def start_together(
         ranks: Ranks that start the operation.
         work: Coroutine function that receives the :class:`Start` and must first await its :meth:`Start.agree`.
         give_back: Function that releases the result of the work if the caller has given up.
-        leader: Rank that decides whether the operation starts; by default the first of ``ranks``.
+        leader: Rank that decides whether the operation starts, by default the first of ``ranks``.
         is_held: Whether a cancelled caller waits for the leader's answer, so that ``work`` does not continue after the
             call.
         outlives_leader: Whether the operation continues if the leader is lost. If so, members accept the leader's

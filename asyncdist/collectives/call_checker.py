@@ -28,9 +28,9 @@ class CollectiveCall(NamedTuple):
     """Arguments of a collective call that must be equal on all members.
 
     Attributes:
-        root: Rank of the root in the world; None if the collective has no root.
-        reduction: Name of the reduction, for example ``"sum"``; None if there is none.
-        dtype, shape: Dtype and shape of the caller's tensor; None if they are not compared.
+        root: Rank of the root in the world, or None if the collective has no root.
+        reduction: Name of the reduction, for example ``"sum"``, or None if there is none.
+        dtype, shape: Dtype and shape of the caller's tensor, or None if they are not compared.
     """
 
     operation: str
@@ -103,7 +103,7 @@ class CollectiveChecker:
 
 
 def _users_line() -> str:
-    """Return the user's innermost line on the stack, with the collective that it calls; empty if there is none."""
+    """Return the user's innermost line on the stack, with the collective that it calls, or empty if there is none."""
     inner = sys._getframe(2)
     while (frame := inner.f_back) is not None:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):

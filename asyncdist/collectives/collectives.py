@@ -105,7 +105,7 @@ class Collectives:
         return tensor
 
     async def gather(self, tensor: torch.Tensor, group: Group, root: int) -> list[torch.Tensor] | None:
-        """Return every member's tensor, in the group's order, on ``root``; None on other ranks."""
+        """Return every member's tensor, in the group's order, on ``root``, or None on other ranks."""
         position = _position(group, root)
         check_dense(tensor)
         self._note(group, "gather", tensor, root)
@@ -258,7 +258,7 @@ class Collectives:
     async def gather_bytes(
         self, send: torch.Tensor, sizes: Sequence[int], group: Group, root: int
     ) -> torch.Tensor | None:
-        """Return all members' bytes, of the given sizes, in the group's order, on ``root``; None on other ranks."""
+        """Return all members' bytes, of the given sizes, in the group's order, on ``root``, or None on other ranks."""
         position = _position(group, root)
         if send.nbytes != sizes[group.index]:
             raise LocalProtocolError(

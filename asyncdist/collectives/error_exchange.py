@@ -98,7 +98,7 @@ class ResultHeader:
 
     @property
     def later_nbytes(self) -> int:
-        """Size in bytes of a payload that follows in a second collective; 0 if the payload is in the header."""
+        """Size in bytes of a payload that follows in a second collective, or 0 if the payload is in the header."""
         return self.nbytes if self.has_value and self.nbytes > INLINE_NBYTES else 0
 
     def remote_error(self) -> RemoteError:
@@ -120,7 +120,7 @@ async def attempt(
     """Call ``fn``, await an awaitable result, and convert the value to bytes. Never raises.
 
     Args:
-        fn: Function to call; None if this rank computes nothing.
+        fn: Function to call, or None if this rank computes nothing.
         to_payload: Function that converts the value to bytes.
         checks: Functions that check the operation's arguments, called first. Their errors are handled like an error of
             ``fn``.

@@ -20,9 +20,9 @@ class Lease:
     """Mutable state of a group: its identity, and whether this rank has freed it.
 
     Attributes:
-        serial: Serial number of the group among the groups of the same ranks in the same order; equal on all members. 0
+        serial: Serial number of the group among the groups of the same ranks in the same order, equal on all members. 0
             if the group cannot be freed.
-        key: Number derived from the ranks and the serial number; equal on all members.
+        key: Number derived from the ranks and the serial number, equal on all members.
         subjects: Names of agreements that are removed with the group.
         bound_to: Ranks that are not members, but whose loss ends the group's collectives.
         joint_work: Newest call in progress on this rank that combines several collectives
@@ -50,7 +50,7 @@ class Group:
         ranks: Ranks of the members in the world.
         index: Index of this rank in ``ranks``; -1 if this rank is not a member and may only read ``ranks``.
         tag: Message tag of the group's collectives if there is no native communicator.
-        native: Native communicator of the backend; None if there is none.
+        native: Native communicator of the backend, or None if there is none.
     """
 
     ranks: tuple[int, ...]
@@ -66,7 +66,7 @@ class Group:
 
     @property
     def communicator(self) -> Any:
-        """The backend's communicator, an ``mpi4py.MPI.Comm`` on MPI; None if there is none."""
+        """The backend's communicator, an ``mpi4py.MPI.Comm`` on MPI, or None if there is none."""
         return getattr(self.native, "comm", None)
 
     @property

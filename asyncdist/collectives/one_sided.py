@@ -102,7 +102,7 @@ class VersionedWindow(abc.ABC):
         """Make the version begun with :meth:`begin` available to readers, and return its record."""
 
     async def published_by(self, rank: int, *, deadline: float = math.inf) -> VersionRecord | None:
-        """Return another member's newest record; None if it has no version, or does not answer by ``deadline``."""
+        """Return another member's newest record, or None if it has no version, or does not answer by ``deadline``."""
         return (await self.published_by_each((rank,), deadline=deadline)).get(rank)
 
     @abc.abstractmethod
@@ -133,7 +133,7 @@ class VersionedWindow(abc.ABC):
         """Close the window on this rank, without waiting for the other members.
 
         Args:
-            deadline: Time on the loop's clock, in seconds, until which current reads may continue; None to end them.
+            deadline: Time on the loop's clock, in seconds, until which current reads may continue, or None to end them.
         """
 
 
@@ -495,7 +495,7 @@ class FollowedWindow(_StreamedWindow):
     Args:
         ranks: All ranks that may open the window.
         nbytes: Size of one version in bytes.
-        scope: Number that identifies the window's messages; equal on all ranks.
+        scope: Number that identifies the window's messages, equal on all ranks.
         is_newcomer: Whether this rank opens the window later than the others, none of which it then knows.
     """
 

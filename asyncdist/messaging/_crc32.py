@@ -10,7 +10,7 @@ from array import array
 from typing import Any, Final
 
 _ONES: Final = 0xFFFFFFFF
-#: Largest size, in bytes, for which the compiled loop is faster than zlib; 0 if this module is not compiled.
+#: Largest size, in bytes, for which the compiled loop is faster than zlib, or 0 if this module is not compiled.
 _LOOP_NBYTES_MAX: Final = 0 if __file__.endswith(".py") or sys.byteorder != "little" else 256
 LOOP_NBYTES_MAX: Final = _LOOP_NBYTES_MAX
 

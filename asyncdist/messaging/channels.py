@@ -174,7 +174,7 @@ class Channel(Generic[MessageT]):
             await yield_to_loop()
 
     async def _has_waited_for(self, request: Request | HeldSend | None, dest: int) -> bool:
-        """Wait until a message has left this rank; return whether a wait was necessary."""
+        """Wait until a message has left this rank. Return whether a wait was necessary."""
         engine, tag = self._engine, self.demultiplexer.tag
         name = engine.name_send(WaitKind.MESSAGE_LEFT, dest, tag)
         if request is None:

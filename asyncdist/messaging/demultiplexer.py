@@ -100,7 +100,7 @@ class TagDemultiplexer:
 
     Attributes:
         is_users: Whether the channels belong to the user's program.
-        flow: Flow control of the tag; None if the channels belong to protocols.
+        flow: Flow control of the tag, or None if the channels belong to protocols.
         dropped: Number of dropped frames, by reason.
         drop_examples: Description of the last dropped frame, by reason.
         under_way_count: Number of sent messages that have not left this rank yet.

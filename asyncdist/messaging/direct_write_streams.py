@@ -120,7 +120,7 @@ class DirectWriteReceiver:
     Args:
         targets: Buffers for the chunks before the tail.
         tail: Memory that the sender writes into. It stays referenced until the sender has sent everything or aborted.
-        cancel: Function that sends the cancel for a slot; called on exit if the sender has neither finished nor
+        cancel: Function that sends the cancel for a slot, called on exit if the sender has neither finished nor
             aborted.
         pacer: Posts the receives of the chunks.
     """

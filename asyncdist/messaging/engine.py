@@ -73,10 +73,10 @@ class Engine(Poller):
 
     Attributes:
         collective_waits: Futures on which coroutines in collectives wait; read by reports.
-        on_waited: Function called with the identity and the duration, in seconds, of each wait; None if waits are not
-            measured.
+        on_waited: Function called with the identity and the duration, in seconds, of each wait, or None if waits are
+            not measured.
         before_safe_point: Coroutine function, awaited before each safe point of a simulated rank, that charges the
-            computing time of user code; None on real ranks.
+            computing time of user code, or None on real ranks.
         turn: Number of passes and yields made in the current safe point; odd during a yield.
         woken_count: Number of wake-ups counted since the last safe point began; 0 if the rank is not recorded.
         clock: Function that returns the time in seconds. Code whose decisions depend on the time calls this function,

@@ -73,7 +73,7 @@ class FlowControl:
     """Sends and receives the pauses of one rank.
 
     Args:
-        flow_of: Function that returns the flow control of a tag; None if pauses of the tag are ignored.
+        flow_of: Function that returns the flow control of a tag, or None if pauses of the tag are ignored.
     """
 
     def __init__(self, services: ChannelOpener, flow_of: Callable[[int], TagFlow | None]) -> None:

@@ -37,7 +37,7 @@ class Envelope(NamedTuple, Generic[MessageT]):
     Attributes:
         message: Instance of one of the channel's dataclasses.
         source: Rank of the sender.
-        round: Round number of the protocol; 0 if the protocol has no rounds.
+        round: Round number of the protocol, or 0 if the protocol has no rounds.
     """
 
     message: MessageT
@@ -236,12 +236,13 @@ class Inbox:
     Args:
         overflow: Effect of a full mailbox: ``"stall"`` stops receiving on the tag, ``"error"`` fails the channel,
             ``"latest"`` keeps only the newest message of each source.
-        handler: Function that is called with each arriving message; None to queue messages in the mailbox.
+        handler: Function that is called with each arriving message, or None to queue messages in the mailbox.
         fail: Function called with the error if a peer overflows the mailbox.
         counts_contacts: Whether the senders of messages are added to the receiver's contacts.
 
     Attributes:
-        on_first: Function called with a rank when its first message arrives; None before the first restart of a rank.
+        on_first: Function called with a rank when its first message arrives, or None before the first restart of a
+            rank.
         waiters: Futures of the waiting tasks. Each arriving message wakes one task.
         tells_room: Whether senders are paused until at most half of the mailbox is used.
     """
@@ -428,7 +429,7 @@ class FrameReceiver(Pollable):
         explain: Function that handles a frame whose route has no inbox, given the frame's reader and source, and
             returns whether the tag must stop receiving.
         ring: Function that requests another pass of the engine.
-        recheck: Function that makes the engine evaluate the conditions of waiting tasks; called when a test outside a
+        recheck: Function that makes the engine evaluate the conditions of waiting tasks, called when a test outside a
             pass has delivered a message.
         contacts: Set to which the senders of messages are added.
         on_full: Function that is called if the tag is still stalled in the pass after it stalled.
@@ -436,8 +437,8 @@ class FrameReceiver(Pollable):
 
     Attributes:
         routes: Stamp, inbox and decoder of each route, by the route's key.
-        stalled_on: Full inbox that stops the tag from receiving, or this object if ``explain`` stopped it; None if the
-            tag receives.
+        stalled_on: Full inbox that stops the tag from receiving, or this object if ``explain`` stopped it, or None if
+            the tag receives.
         received_late_count: Number of messages that tasks took from closed inboxes.
     """
 

@@ -87,7 +87,7 @@ class Services:
             wait, or None if the rank need not report it, and the wait's duration in seconds.
         reports_in_turn: Whether this rank replays a rank that had its own process. Such a rank delays its failure
             report, because a lower rank may report the same failure.
-        leftover_probes: Functions that describe a protocol's unreleased resources; called at the end of the rank.
+        leftover_probes: Functions that describe a protocol's unreleased resources, called at the end of the rank.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, nonce: int) -> None:
@@ -162,9 +162,10 @@ class Services:
                 message of each source, ``"stall"`` stops receiving on the tag.
             peer_scope: Scope of sent messages, if the peers' scope differs because they have a different role; by
                 default ``scope``.
-            handler: Function called with each arriving message, during a pass; None to queue messages in the mailbox.
+            handler: Function called with each arriving message, during a pass, or None to queue messages in the
+                mailbox.
             epoch: First epoch, if the protocol has epochs.
-            earlier_handler: Function called with each message of an earlier epoch; None to drop and count these
+            earlier_handler: Function called with each message of an earlier epoch, or None to drop and count these
                 messages.
             admits_restarted: Whether messages may be sent to a restarted rank that has not sent a message yet.
             counts_contacts: Whether peers of this channel are added to :attr:`sent_to` and :attr:`heard_from`.

@@ -127,7 +127,7 @@ class InboundStream(StreamEnd):
     Args:
         targets: Buffers; chunk i is received into ``targets[i]``. Chunks i and i + ``window`` may share a buffer if the
             caller iterates over :meth:`chunks`.
-        window: Number of posted receives; 0 if the caller posts them with :meth:`post_up_to`, which allows several
+        window: Number of posted receives, or 0 if the caller posts them with :meth:`post_up_to`, which allows several
             streams to share the targets in turn.
         more: Function that returns targets for further chunks, called once when the last target is filled.
         kept: Memory that the sender may write to. It stays referenced forever if the slot is retired.

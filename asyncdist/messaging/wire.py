@@ -140,7 +140,7 @@ class FrameReader:
     Attributes:
         nbytes: Size of the last opened frame in bytes.
         key, stamp: Two integers that identify the frame's route (see :func:`keys_of`).
-        payload: Encoded message; valid until the next frame is received into the buffer.
+        payload: Encoded message, valid until the next frame is received into the buffer.
     """
 
     def __init__(self, buffer: bytearray | memoryview) -> None:

@@ -333,11 +333,11 @@ class World:
             message_type: Frozen dataclass or union of frozen dataclasses; see :mod:`asyncdist.messaging.wire` for the
                 field types.
             tag: Tag from 0 to 7000 or from 12097 to 32767.
-            name: Name of the channel; by default the name of the message type.
+            name: Name of the channel, by default the name of the message type.
             capacity: Number of unread messages at which the tag stops receiving, and its senders wait. Two ranks that
                 both send more messages than this to each other before they receive wait forever; receive in another
                 task instead.
-            group: Ranks that use the channel; by default all ranks.
+            group: Ranks that use the channel, by default all ranks.
 
         Raises:
             LocalProtocolError: The tag is not free.

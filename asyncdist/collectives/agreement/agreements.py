@@ -116,11 +116,11 @@ class Agreements:
 
         Args:
             ranks: All members, including this rank.
-            subject: Name of the operation; equal on all ranks. It may be started repeatedly.
+            subject: Name of the operation, equal on all ranks. It may be started repeatedly.
             values: Named values that must be equal on all ranks. A leader that is not a member may pass an empty
                 mapping.
-            timeout_s: Seconds that the leader waits for the last member; None for no limit.
-            leader: Rank that compares the values; by default the first of ``ranks``.
+            timeout_s: Seconds that the leader waits for the last member, or None for no limit.
+            leader: Rank that compares the values, by default the first of ``ranks``.
             taken: Resource numbers, such as group tags, in use on this rank. The members agree on the smallest unused
                 number.
             hold_s: Seconds for which a member polls without yielding to the loop while it waits for the decision.

@@ -135,7 +135,7 @@ class Join(Keyed):
 
     Attributes:
         taken: Resource numbers, such as group tags, in use on the sender.
-        marks: Mark of the sender, a number that may differ between members; empty if there is none.
+        marks: Mark of the sender, a number that may differ between members, or empty if there is none.
     """
 
     subject: str
@@ -149,8 +149,8 @@ class Objection(Keyed):
     """Message with which a rank notifies the leader of an error that prevents the start.
 
     Attributes:
-        kind: Class name of the exception; empty if members wait for each other in different starts.
-        absent: Ranks whose joins, once all have arrived, make the objection invalid; empty if it is always valid.
+        kind: Class name of the exception, or empty if members wait for each other in different starts.
+        absent: Ranks whose joins, once all have arrived, make the objection invalid, or empty if it is always valid.
     """
 
     subject: str
@@ -322,7 +322,7 @@ class Agreed:
         number: Smallest resource number, for example of a group tag, that no member uses.
         time: Number of this start of the operation, counted from 1 and including failed starts; equal on all ranks. The
             started operation must have this number.
-        marks: Up to two different numbers that members passed as their ``mark``; equal on all ranks.
+        marks: Up to two different numbers that members passed as their ``mark``, equal on all ranks.
     """
 
     number: int

@@ -108,7 +108,7 @@ class Termination:
         on_late: Callable[[tuple[int, ...]], None],
         deadline: float | None,
     ) -> None:
-        """Ask the other members for the decision on ``meeting``; return when it has arrived, or can never arrive.
+        """Ask the other members for the decision on ``meeting``. Return when it has arrived, or can never arrive.
 
         Args:
             on_late: Function called once, after the deadline, with the members that have not answered; the wait

@@ -51,7 +51,7 @@ class LateVerdicts:
             self._kept[verdict.key] = _LateVerdict(verdict, absent)
 
     def hear(self, key: AgreementKey, rank: int) -> Verdict | None:
-        """Return the decision for ``rank``, which has just joined ``key``; None if the agreement has not failed."""
+        """Return the decision for ``rank``, which has just joined ``key``, or None if the agreement has not failed."""
         late = self._kept.get(key)
         if late is None:
             return None
@@ -200,7 +200,7 @@ def judge(
 
 
 def first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[str, str]:
-    """Compare the named values of ``ranks``; return the name and the description of the first difference.
+    """Compare the named values of ``ranks``. Return the name and the description of the first difference.
 
     Both strings are empty if all values are equal.
     """

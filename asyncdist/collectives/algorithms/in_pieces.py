@@ -76,7 +76,7 @@ class PiecewiseCollectives:
 
         Args:
             send: Data of this member: one part for all members, or one part for each.
-            receive: Memory for one part from each member; None if this member receives nothing.
+            receive: Memory for one part from each member, or None if this member receives nothing.
             exchange: Function that starts the collective on one piece.
         """
         own = flat_bytes(send).view(-1, part_nbytes)

@@ -149,7 +149,7 @@ class TreeCollectives:
         return work
 
     async def fold_along_ranks(self, group: Group, values: torch.Tensor, fold: LeftFold) -> torch.Tensor | None:
-        """Reduce all members' flat tensors in rank order; return None if the reduction needs all tensors at once."""
+        """Reduce all members' flat tensors in rank order. Return None if the reduction needs all tensors at once."""
         place, token = Place.of(group, group.ranks[-1]), memoryview(bytearray(1))
         # This exchange detects members that pass fewer bytes, and therefore call fold_rows.
         error = await self._collect(place, token, _everything(token))
@@ -191,7 +191,7 @@ class TreeCollectives:
         """Relay the root's bytes, or a notice of an error, to all members. Return the first error.
 
         Args:
-            has: Function that returns the byte range that a subtree already has; None if subtrees have no bytes.
+            has: Function that returns the byte range that a subtree already has, or None if subtrees have no bytes.
             error: Earlier error on this member, which is reported to its children.
         """
         has = has or _nothing
