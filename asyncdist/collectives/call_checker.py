@@ -18,7 +18,7 @@ import torch
 
 from asyncdist.errors import DisagreementError
 
-#: Common name of all operations that exchange headers, because the headers already contain the operation.
+#: Name under which all operations that exchange headers are compared. Their headers contain the operation itself.
 HELPER: Final = "a helper"
 #: Modules that are not user code.
 _OURS: Final = ("asyncdist.", "asyncio.")
@@ -103,7 +103,7 @@ class CollectiveChecker:
 
 
 def _users_line() -> str:
-    """Return the user's innermost line on the stack, with the collective that it calls, or empty if there is none."""
+    """Return the user's innermost line on the stack and the collective that it calls, or an empty string."""
     inner = sys._getframe(2)
     while (frame := inner.f_back) is not None:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):

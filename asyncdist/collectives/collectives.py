@@ -5,7 +5,7 @@ of any dtype, layout and device, and are sent as bytes through CPU memory.
 
 If the backend has native collectives, these are started nonblocking and polled (MPI-4.1 section 6.12). Otherwise
 collectives consist of messages (:mod:`asyncdist.collectives.algorithms.by_messages`). Reductions by messages run in
-rank order, so their results do not depend on timing; native reductions run in the backend's order.
+rank order, so their results do not depend on timing. Native reductions run in the backend's order.
 
 If a member leaves the world or frees the group before it has started a collective, the other members get ClosedError,
 even while they wait (:mod:`asyncdist.collectives.membership`). The loss of a member ends all collectives of its groups
@@ -13,7 +13,7 @@ with RankLostError. A simulation detects mismatched calls (:mod:`asyncdist.colle
 processes, only operations that exchange headers (:mod:`asyncdist.collectives.error_exchange`) detect mismatches.
 
 **Cancellation**: a cancelled collective continues in the background until it completes, because the other members have
-entered it; its result is lost. Later collectives of this rank in the group wait for its completion.
+entered it. Its result is lost. Later collectives of this rank in the group wait for its completion.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Collectives:
 
     Args:
         spawn: Function that starts a background task.
-        membership: Record of the collectives in which each member takes part. None inside a sequence of collectives,
+        membership: Record of the collectives in which each member takes part, or None inside a sequence of collectives,
             because the sequence counts as one collective.
-        buffers: Memory that reductions reuse; shared between a rank and its sequences.
+        buffers: Memory that reductions reuse, shared by a rank and its sequences.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ _FORMAT: Final = struct.Struct("<QBBi")
 #: Largest payload that fits into a header, in bytes.
 INLINE_NBYTES: Final = HEADER_NBYTES - _FORMAT.size
 _NOTHING, _VALUE, _ERROR = range(3)
-#: Operations that exchange headers; a header contains an operation's index.
+#: Operations that exchange headers. A header contains the operation's index in this tuple.
 _OPERATIONS: Final = (
     "barrier",
     "compute_and_broadcast",
@@ -88,12 +88,12 @@ class ResultHeader:
 
     @property
     def has_value(self) -> bool:
-        """Whether the member's computation succeeded."""
+        """Whether the member's computation returned a value."""
         return self.status == _VALUE
 
     @property
     def has_error(self) -> bool:
-        """Whether the member's computation raised."""
+        """Whether the member's computation raised an exception."""
         return self.status == _ERROR
 
     @property

@@ -76,7 +76,7 @@ class GroupLedger:
         self._early: dict[_Key, dict[int, int]] = {}
 
     def taken(self) -> Runs:
-        """Return the numbers in use on this rank, from which groups' tags are derived."""
+        """Return the group numbers in use on this rank. A group's number determines its tag."""
         return runs_of(tuple(sorted(entry.group.tag - _FIRST_TAG for entry in self._entries.values())))
 
     def tag_of(self, number: int) -> int:
@@ -160,7 +160,7 @@ class GroupLedger:
             self._forget(group)
 
     def _started_by(self, entry: _Entry, rank: int) -> int | None:
-        """Return the number of collectives that ``rank`` started before it freed the group or left; None if unknown."""
+        """Return how many collectives ``rank`` had started when it freed the group or left, or None if unknown."""
         started = entry.freed.get(rank)
         return self._membership.left_after(entry.group, rank) if started is None else started
 

@@ -1,6 +1,6 @@
 """Defines groups of ranks, among which collectives run, and checks group arguments.
 
-All members make a group together; each member frees it on its own (:mod:`asyncdist.collectives.group_ledger`).
+All members make a group together. Each member frees it on its own (:mod:`asyncdist.collectives.group_ledger`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Group:
 
     Attributes:
         ranks: Ranks of the members in the world.
-        index: Index of this rank in ``ranks``; -1 if this rank is not a member and may only read ``ranks``.
+        index: Index of this rank in ``ranks``, or -1 if this rank is not a member and may only read ``ranks``.
         tag: Message tag of the group's collectives if there is no native communicator.
         native: Native communicator of the backend, or None if there is none.
     """
@@ -139,7 +139,7 @@ def check_open(group: Group) -> None:
 
 
 def short(ranks: tuple[int, ...]) -> str:
-    """Format the ranks of a group for messages; at most 16 ranks are listed."""
+    """Format the ranks of a group, at most 16 of them, for messages."""
     shown = ", ".join(map(str, ranks[:16]))
     return f"[{shown}]" if len(ranks) <= 16 else f"[{shown}, ...] of {len(ranks)}"
 

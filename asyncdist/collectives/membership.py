@@ -35,7 +35,11 @@ class Participation:
 
 @dataclass(slots=True)
 class _Leavers:
-    """Ranks that left the world after starting equal numbers of collectives, ``started`` by group tag."""
+    """Ranks that left the world after starting equally many collectives in each group.
+
+    Attributes:
+        started: Number of started collectives of each group, by group tag.
+    """
 
     started: dict[int, int]
     ranks: RankSet = field(default_factory=RankSet)
@@ -47,13 +51,13 @@ class MembershipLog:
     def __init__(self) -> None:
         self._started: Counter[int] = Counter()
         self._has_left = False
-        # By their numbers of started collectives, as pairs of group tag and number
+        # Leavers with equal numbers of started collectives, by pairs of group tag and number.
         self._left: dict[tuple[tuple[int, int], ...], _Leavers] = {}
         self._freed: dict[int, dict[int, int]] = {}
         self._spoiled: set[int] = set()
         self._lost: set[int] = set()
         self._loss_count = 0
-        self._lost_at: dict[int, int] = {}  # for each rank that was ever lost, the number of its last loss
+        self._lost_at: dict[int, int] = {}  # number of the last loss of each rank that was ever lost
         self._incarnations: dict[int, int] = {}  # number of restarts of each restarted rank
         self._under_way: dict[Participation, None] = {}  # oldest first
 
@@ -140,7 +144,7 @@ class MembershipLog:
                 raise RankLostError(f"{text}; make another group", rank=rank)
 
     def left_after(self, group: Group, rank: int) -> int | None:
-        """Return how many collectives of the group ``rank`` had started when it left; None if it is present or lost."""
+        """Return how many collectives ``rank`` had started in the group when it left, or None if present or lost."""
         if self.has_lost(group, rank):
             return None
         return next((each.started.get(group.tag, 0) for each in self._left.values() if rank in each.ranks), None)

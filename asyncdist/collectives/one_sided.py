@@ -82,8 +82,8 @@ class VersionedWindow(abc.ABC):
     """Exposes versions of this rank's state, and reads other ranks' versions. Made by :func:`open_versioned_window`.
 
     Attributes:
-        version: Number of the newest version that this rank has published; :attr:`first` if it has not published any.
-        first: Number before this process's first version; 0 unless the rank was restarted.
+        version: Number of the newest version that this rank has published, or :attr:`first` if there is none.
+        first: Number before this process's first version, 0 unless the rank was restarted.
     """
 
     version: int = 0
@@ -107,7 +107,7 @@ class VersionedWindow(abc.ABC):
 
     @abc.abstractmethod
     async def published_by_each(self, ranks: Sequence[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
-        """Return the newest record of each of these members, in order. Members without a version are omitted."""
+        """Return the newest record of each of ``ranks``, in order. Ranks without a version are omitted."""
 
     @abc.abstractmethod
     async def read(self, rank: int, record: VersionRecord, targets: Targets, take: Take, *, deadline: float) -> None:
@@ -140,7 +140,7 @@ class VersionedWindow(abc.ABC):
 def maps_windows(services: Services) -> bool:
     """Return whether ranks of one host map each other's windows. All ranks then open a window together, and only once.
 
-    A transport with such ranks restarts none of them.
+    Transports with such ranks do not restart ranks.
     """
     return services.engine.transport.capabilities.one_sided_reads
 
@@ -158,7 +158,7 @@ async def open_versioned_window(
     """Open a window. All members of ``group`` must call this function with equal arguments.
 
     Args:
-        nbytes: Size of one version in bytes; each rank stores two versions.
+        nbytes: Size of one version in bytes. Each rank stores two versions.
         chunk_nbytes: Size of the chunks of a read, in bytes.
 
     Raises:
@@ -186,7 +186,7 @@ async def _drop(memories: list[torch.Tensor] | None) -> None:
 
 
 async def _map_memories(services: Services, group: Group, nbytes: int, scope: int) -> list[torch.Tensor] | None:
-    """Return all members' shared memory in the group's order; None unless all have memory and share one host."""
+    """Return all members' shared memory in the group's order, or None unless all have memory and share one host."""
     memory = None
     with contextlib.suppress(OSError):  # raised if this system has no shared memory, or not enough
         memory = SharedMemory(nbytes)
@@ -452,7 +452,7 @@ class _StreamedWindow(VersionedWindow):
         return not self._closed and version > self.first and (version == self.version or is_previous)
 
     def _chunks(self, grant: Grant, version: int) -> list[memoryview]:
-        """Return the chunks that ``grant`` requests; empty if the version does not exist or the sizes are invalid."""
+        """Return the chunks that ``grant`` requests, or an empty list if the version or the sizes are invalid."""
         is_sound = 0 < grant.nbytes <= self._nbytes and grant.chunk_nbytes == self._chunk_nbytes
         if not is_sound or not self._has(version):
             return []

@@ -32,7 +32,7 @@ class VersionRecord:
 
     Attributes:
         iteration: Training iteration of the owner when the version was copied.
-        metric: Metric of the version; NaN if the version must not be used.
+        metric: Metric of the version, or NaN if the version must not be used.
     """
 
     version: int
@@ -93,7 +93,7 @@ class VersionDesk:
         self._windows.pop(window, None)
 
     async def ask(self, window: int, ranks: Collection[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
-        """Ask all of these ranks concurrently, and return their newest records in the order of ``ranks``.
+        """Ask all ``ranks`` concurrently, and return their newest records in the same order.
 
         Ranks that have no version, have left, or do not answer before the deadline are omitted.
         """

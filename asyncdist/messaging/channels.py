@@ -42,7 +42,7 @@ LAST_MESSAGES_S: Final = 1.0
 
 
 class Channel(Generic[MessageT]):
-    """Sends and receives instances of given dataclasses on a tag; returned by :meth:`asyncdist.World.channel`.
+    """Sends and receives instances of given dataclasses on a tag. Returned by :meth:`asyncdist.World.channel`.
 
     **Ordering**: messages from one rank arrive in the order in which that rank sent them.
     """
@@ -250,7 +250,7 @@ class Channel(Generic[MessageT]):
         return envelope
 
     def receive_nowait(self) -> Envelope[MessageT] | None:
-        """Return the next message if one has arrived, else None, without waiting."""
+        """Return the next message, or None if no message has arrived. Does not wait."""
         return self.inbox.take(0)
 
     def receive_all(self) -> list[Envelope[MessageT]]:

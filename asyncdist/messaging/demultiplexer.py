@@ -30,8 +30,8 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.demultiplexer")
 
-#: Maximum number of closed channels per tag that still answer their peers. The oldest channel is then removed, so that
-#: a long job's memory does not grow.
+#: Maximum number of closed channels per tag that still answer their peers. Beyond it, the oldest one is forgotten, so
+#: that a long job's memory does not grow.
 ANSWERING_COUNT_MAX: Final = 64
 #: Maximum number of scopes per tag that are remembered as closed.
 CLOSED_SCOPE_COUNT_MAX: Final = 4096

@@ -29,11 +29,12 @@ logger = logging.getLogger("asyncdist.messaging.streams")
 ATTENTION_S: Final = 0.001
 #: Size in bytes of the chunks before the tail. The receiver's MPI copies one chunk per call, in 0.2 to 0.4 ms.
 CHUNK_NBYTES: Final = 2 << 20
-#: Maximum number of these chunks that the sender has posted. They are transferred even if the sender computes.
+#: Maximum number of chunks before the tail that the sender has posted. They are transferred even if the sender
+#: computes.
 CHUNK_WINDOW_COUNT: Final = 16
 #: Maximum number of bytes to write in one pass, which blocks the writer for a third to half of a millisecond.
 PIECE_NBYTES: Final = 4 << 20
-#: The same maximum while another task of the sender waits.
+#: Maximum number of bytes to write in one pass while another task of the sender waits.
 SHARED_PIECE_NBYTES: Final = 1 << 20
 _COUNT_NBYTES: Final = 8
 
@@ -122,7 +123,7 @@ class DirectWriteReceiver:
         tail: Memory that the sender writes into. It stays referenced until the sender has sent everything or aborted.
         cancel: Function that sends the cancel for a slot, called on exit if the sender has neither finished nor
             aborted.
-        pacer: Posts the receives of the chunks.
+        pacer: Object that posts the receives of the chunks.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Progress engine of one rank: completes the transport's requests while coroutines wait for them.
 
 The engine stores every request and its buffer until the request has completed, even if no task waits for it. Each
-*pass* tests all outstanding requests (:mod:`asyncdist.messaging.polling`); this module has the methods that coroutines
+*pass* tests all outstanding requests (:mod:`asyncdist.messaging.polling`). This module has the methods that coroutines
 call.
 
 :class:`Engine` is used by ranks that are neither recorded nor replayed. Its subclasses for recordings
@@ -38,9 +38,9 @@ T = TypeVar("T")
 DRAIN_PASS_COUNT_MAX: Final = 1000
 #: Number of sends, receives or waits that end without waiting, after which the next one yields to the loop.
 FAIRNESS_PERIOD: Final = 64
-#: Maximum number of passes in one safe point that deliver only messages.
+#: Maximum number of polling passes in one safe point (:meth:`Engine.safe_point`) that deliver only messages.
 TALK_PASS_COUNT_MAX: Final = 16
-#: Seconds after which a safe point begins no further pass.
+#: Default seconds after which a safe point begins no further polling pass.
 PROGRESS_BUDGET_S: Final = 0.01
 _NO_WAIT: Final = WaitId(""), 0.0, None
 
@@ -69,16 +69,16 @@ class EngineStatistics:
 
 
 class Engine(Poller):
-    """Progress engine of one rank: completes requests in passes, and lets coroutines wait for them.
+    """Progress engine of one rank: completes requests in polling passes, and lets coroutines wait for them.
 
     Attributes:
-        collective_waits: Futures on which coroutines in collectives wait; read by reports.
+        collective_waits: Futures on which coroutines in collectives wait, for reports.
         on_waited: Function called with the identity and the duration, in seconds, of each wait, or None if waits are
             not measured.
         before_safe_point: Coroutine function, awaited before each safe point of a simulated rank, that charges the
             computing time of user code, or None on real ranks.
-        turn: Number of passes and yields made in the current safe point; odd during a yield.
-        woken_count: Number of wake-ups counted since the last safe point began; 0 if the rank is not recorded.
+        turn: Number of passes and yields made in the current safe point, odd during a yield.
+        woken_count: Number of wake-ups since the last safe point began, always 0 if the rank is not recorded.
         clock: Function that returns the time in seconds. Code whose decisions depend on the time calls this function,
             so that recordings contain the returned times.
         tells_sends: Whether tasks must pass each send to :meth:`name_send` and :meth:`repeat_sent`, even if the message
@@ -103,10 +103,10 @@ class Engine(Poller):
     # -- passes -----------------------------------------------------------------------------------------------------
 
     async def safe_point(self, budget_s: float = 0.0) -> None:
-        """Alternate passes and yields to other tasks until a pass completes nothing or the budget is spent.
+        """Alternate polling passes and yields to other tasks until a pass completes nothing or the budget is spent.
 
-        The first yield is skipped if the loop has nothing to run.
-        The number of passes that deliver only messages is bounded, so constant senders cannot block this rank.
+        The first yield is skipped if the loop has nothing to run. The number of passes that deliver only messages is
+        bounded, so constant senders cannot block this rank.
 
         Args:
             budget_s: Seconds after which no further pass begins, virtual in a simulation. With 0, the safe point makes
@@ -337,11 +337,11 @@ class Engine(Poller):
         *,
         peers: Peers | None = None,
     ) -> bool:
-        """Wait until a pass settles ``waiter``. Return False if the deadline passes first.
+        """Wait until a polling pass settles ``waiter``. Return False if the deadline passes first.
 
         Args:
-            is_ready: Function that returns whether the awaited event has happened; called after the deadline, when the
-                messages that have arrived have been delivered.
+            is_ready: Function that returns whether the awaited event has happened. It is called after the deadline,
+                when all arrived messages have been delivered.
             deadline: Time on the loop's clock, in seconds.
             peers: Function that returns the ranks that may end the wait, if there are several.
         """
@@ -368,7 +368,7 @@ class Engine(Poller):
         is_of_request: bool = False,
         peers: Peers | None = None,
     ) -> None:
-        """Wait until a pass settles ``waiter``. Until then, the engine polls at its highest rate.
+        """Wait until a polling pass settles ``waiter``. Until then, the engine polls at its highest rate.
 
         Args:
             is_of_request: Whether the wait is for the end of a request, for example a send.

@@ -4,7 +4,7 @@ An :class:`Outbox` checks, packs and posts a channel's messages. A :class:`Frame
 checks them, and selects the :class:`Inbox` of each frame's channel, which checks the order, decodes the message and
 queues it until a task receives it. :mod:`asyncdist.messaging.channels` adds the waiting.
 
-The module is compiled if a C compiler is available (:mod:`asyncdist.compiled`); C types are in its ``.pxd`` file.
+The module is compiled if a C compiler is available (:mod:`asyncdist.compiled`). C types are in its ``.pxd`` file.
 """
 
 from __future__ import annotations
@@ -437,8 +437,8 @@ class FrameReceiver(Pollable):
 
     Attributes:
         routes: Stamp, inbox and decoder of each route, by the route's key.
-        stalled_on: Full inbox that stops the tag from receiving, or this object if ``explain`` stopped it, or None if
-            the tag receives.
+        stalled_on: Full inbox that stops the tag from receiving, this object if ``explain`` stopped it, or None if the
+            tag receives.
         received_late_count: Number of messages that tasks took from closed inboxes.
     """
 

@@ -40,7 +40,7 @@ class OutboundStream(StreamEnd):
 
     @property
     def has_left(self) -> bool:
-        """Whether all chunks have been sent and their memory may be reused; :meth:`run` may still be running."""
+        """Whether all chunks have been sent and their memory may be reused. :meth:`run` may still be running."""
         return self._is_posted and self.under_way_count == 0
 
     @property
@@ -48,7 +48,7 @@ class OutboundStream(StreamEnd):
         return not self._is_open and self._next == len(self._chunks)
 
     def stop(self) -> None:
-        """End the stream early: send no further chunks, only the abort, an empty message."""
+        """End the stream early by sending the abort, an empty message, instead of further chunks."""
         self.is_stopping = True
         self._engine.recheck()
 
@@ -89,7 +89,7 @@ class OutboundStream(StreamEnd):
         return complete
 
     def cut(self) -> bool:
-        """Stop sending chunks. Return True if all chunks were posted; otherwise send the abort and return False."""
+        """Stop sending chunks. Return True if all chunks were posted. Otherwise send the abort and return False."""
         self.is_stopping = True
         complete = self._is_posted
         if not complete and self._error is None and not self._aborted:

@@ -60,10 +60,11 @@ IDLE_PERIOD_S: Final = 0.001
 SAFETY_PERIOD_S: Final = 0.05
 #: Number of passes after each ``SAFETY_PERIOD_S``. Open MPI looks for the deaths of other ranks in few of its calls.
 SAFETY_PASS_COUNT: Final = 8
-#: Maximum seconds between going to sleep after a vain spin and a ring that show that the spin kept the sender from
-#: running.
+#: If a rank spins in vain, goes to sleep and is rung within this number of seconds, its spinning probably kept the
+#: sender from running.
 SOON_S: Final = 0.0005
-#: Minimum and maximum number of waits in which the rank then sleeps without spinning. The number doubles each time.
+#: Minimum and maximum number of further waits in which a rank then sleeps without spinning. The number doubles each
+#: time its spinning keeps a sender from running.
 UNSPUN_COUNT_MIN: Final = 8
 UNSPUN_COUNT_MAX: Final = 512
 #: Resolution of uvloop's clock and timers, in seconds.
@@ -97,7 +98,7 @@ _ASLEEP: Final = DriverState.ASLEEP
 
 
 class Pollable:
-    """Base class of objects that each pass polls, such as a tag's receiver. They manage their own receives."""
+    """Base class of objects that manage their own receives and are polled in each pass, such as a tag's receiver."""
 
     def poll(self) -> int:
         """Deliver the messages that have arrived, and return their number."""
@@ -175,7 +176,7 @@ class Poller:
         self._completion_count = 0
         self._request_count = 0  # number of completions other than messages delivered to channels
         self._transferred_at = 0.0
-        # State of the driver.
+        # State of the driver, which makes the polling passes while tasks wait:
         self._handle: asyncio.Handle | None = None
         self._take_tick = self._tick  # stored, because self._tick would create a bound method for each tick
         self._quiet_tick_count = 0
@@ -197,7 +198,7 @@ class Poller:
     # -- passes -----------------------------------------------------------------------------------------------------
 
     def poll(self) -> int:
-        """Make one pass: test every request once, without waiting. Return the number of completions."""
+        """Make one polling pass: test every request once, without waiting. Return the number of completions."""
         if self._in_pass:  # called from a completion callback of this pass
             return 0
         self._in_pass = True

@@ -67,7 +67,7 @@ class Services:
         survives_loss: Whether the other ranks continue when a rank is lost.
         is_admitted: Whether the failure of this rank ends the job. False after a restart until a policy or a group
             admits the rank.
-        nonce: Number that identifies the job; frames of other jobs are dropped.
+        nonce: Number that identifies the job. Frames of other jobs are dropped.
         hosts: Lowest rank on the host of each rank, indexed by rank. None if the hosts are unknown, or all ranks share
             one host. Equal on all ranks, unless a rank was lost while the ranks connected.
         slots: Slots of the streams that this rank receives, and byte counts of all its streams.
@@ -160,8 +160,7 @@ class Services:
             capacity: Maximum number of messages in the mailbox, and of sends in progress.
             overflow: Effect of a full mailbox: ``"error"`` fails the channel, ``"latest"`` keeps only the newest
                 message of each source, ``"stall"`` stops receiving on the tag.
-            peer_scope: Scope of sent messages, if the peers' scope differs because they have a different role; by
-                default ``scope``.
+            peer_scope: Scope of sent messages for peers of a different role, whose scope differs. By default ``scope``.
             handler: Function called with each arriving message, during a pass, or None to queue messages in the
                 mailbox.
             epoch: First epoch, if the protocol has epochs.

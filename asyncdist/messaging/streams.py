@@ -4,9 +4,9 @@ The receiver takes a *slot*, one of the tags reserved for streams from this send
 sends a *grant* over a channel of the caller. The sender answers every grant with the whole stream, or with an *abort*,
 a message of zero bytes on the slot's tag. The slot stays taken until the answer is complete, so that a late chunk never
 arrives in the buffer of a different stream. A receiver that gives up sends a *cancel*, and discards the remaining
-chunks. The slots of a lost sender are retired: they are never reused.
+chunks. The slots of a lost sender are retired, that is, never reused.
 
-This module contains the receiving end and the slots; :mod:`asyncdist.messaging.outbound_streams` contains the sending
+This module contains the receiving end and the slots. :mod:`asyncdist.messaging.outbound_streams` contains the sending
 end, and :mod:`asyncdist.messaging.direct_write_streams` contains direct writes into the receiver's memory.
 """
 
@@ -125,7 +125,7 @@ class InboundStream(StreamEnd):
     """Receives the chunks of one stream into given buffers, with a window of posted receives.
 
     Args:
-        targets: Buffers; chunk i is received into ``targets[i]``. Chunks i and i + ``window`` may share a buffer if the
+        targets: Buffers. Chunk i is received into ``targets[i]``. Chunks i and i + ``window`` may share a buffer if the
             caller iterates over :meth:`chunks`.
         window: Number of posted receives, or 0 if the caller posts them with :meth:`post_up_to`, which allows several
             streams to share the targets in turn.
@@ -253,7 +253,7 @@ class InboundStream(StreamEnd):
         """Post the receives of the first ``count`` chunks, except those that are already posted."""
         if count > self._post_limit:
             self._post_limit = count
-        # Already posting: called from the loop below because a chunk arrived immediately
+        # Posting already: called from the loop below, because a chunk arrived immediately.
         if self._posting or self._is_over():
             return
         self._posting = True

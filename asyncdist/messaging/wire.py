@@ -61,7 +61,7 @@ class Route(NamedTuple):
 
     Attributes:
         nonce: Random number of the job. Frames of other jobs are dropped.
-        epoch: Epoch of the protocol; 0 for protocols without epochs. It increases when the coordinator changes, and
+        epoch: Epoch of the protocol, or 0 for protocols without epochs. It increases when the coordinator changes, and
             frames of earlier epochs are dropped.
         scope: Scope of the channel: a hash of its group, name and creation index.
     """

@@ -284,7 +284,7 @@ class Agreements:
         self._is_failing = True
 
     def withdraw(self, ranks: Sequence[int], subject: str) -> None:
-        """Withdraw from ``subject`` forever: later agreements of the other ``ranks`` raise ClosedError."""
+        """Withdraw from ``subject`` forever. Later agreements of the other ``ranks`` on it raise ClosedError."""
         key = self.incarnations.key_of(subject, ranks)
         if self.relays.carry(key):
             self.led.withdrawn.add(key)
@@ -435,7 +435,7 @@ class Agreements:
             self._take(verdict)
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Record members that have joined a large agreement. Raise RemoteProtocolError for an invalid message."""
+        """Record members of a large group that have joined an agreement. Raise RemoteProtocolError if invalid."""
         (self.led if gathered.leader == self._rank else self.relays).on_gathered(gathered)
         self.rivals.on_waiting()
 
@@ -449,7 +449,7 @@ class Agreements:
                 self._take(spread.verdict)
 
     def _take(self, verdict: Verdict) -> None:
-        """Handle the decision of a large agreement once, although copies may arrive on several paths."""
+        """Handle the decision of a large group's agreement once, although copies may arrive on several paths."""
         if self.comings.takes(verdict):
             self._deliver(verdict)
 

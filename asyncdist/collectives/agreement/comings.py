@@ -1,8 +1,8 @@
 """Sends one rank's joins to the agreements of large groups, and accepts the decisions.
 
 Joins and decisions of large groups are relayed along a tree (:mod:`asyncdist.collectives.agreement.relays`). If a join
-may have been lost there, the rank repeats it directly to the leader. Copies of a decision may arrive on several paths;
-only the first copy is used.
+may have been lost there, the rank repeats it directly to the leader. Copies of a decision may arrive on several paths.
+Only the first copy is used.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Comings:
             self._direct.discard(key)
 
     def takes(self, verdict: Verdict) -> bool:
-        """Return whether ``verdict`` is the first copy that this rank receives."""
+        """Return whether ``verdict`` is the first copy of its decision that has arrived."""
         if verdict.difference == POSTPONED:
             return True
         if verdict.key in self._told:

@@ -26,11 +26,11 @@ _SECOND: Final = ", their turn"
 
 @dataclass(frozen=True, slots=True)
 class AgreementKey:
-    """Identifies one agreement; equal on all members.
+    """Identity of one agreement, equal on all members.
 
     Attributes:
         subject: Name of the operation that the members start.
-        occurrence: Number of this start of the operation by these ranks, from 1; 0 in a key for all occurrences.
+        occurrence: Number of this start of the operation by these ranks, from 1, or 0 in a key for all occurrences.
         is_second: Whether this is the second agreement of a start (:mod:`asyncdist.collectives.start_turns`).
     """
 
@@ -44,7 +44,7 @@ class AgreementKey:
         return hash((self.subject, self.occurrence, self.ranks[:1]))
 
     def __str__(self) -> str:
-        """Return the subject and the ranks, for example ``barrier on ranks 0,2,4-9``; equal for all occurrences."""
+        """Return the subject and the ranks, for example ``barrier on ranks 0,2,4-9``. All occurrences are equal."""
         return f"{self.subject}{_ON_RANKS}{_in_words(self.ranks)}"
 
     @property
@@ -185,8 +185,8 @@ class Verdict(Keyed):
     """Message with the leader's decision: "go" with the agreed number, or the reason for a refusal.
 
     Attributes:
-        difference: Name of the value that differs; for an objection, the class name of the exception.
-        refusal: Description of the difference; for an objection, the message of the exception.
+        difference: Name of the value that differs, or class name of the exception that a member raised.
+        refusal: Description of the difference, or message of the exception that a member raised.
         missing: Ranks that have not joined in time.
         waited_s: Length in seconds of the first timeout that passed.
         gone: Ranks that have left or are lost, and will not join.
@@ -320,7 +320,7 @@ class Agreed:
 
     Attributes:
         number: Smallest resource number, for example of a group tag, that no member uses.
-        time: Number of this start of the operation, counted from 1 and including failed starts; equal on all ranks. The
+        time: Number of this start of the operation, from 1 and including failed starts. It is equal on all ranks. The
             started operation must have this number.
         marks: Up to two different numbers that members passed as their ``mark``, equal on all ranks.
     """

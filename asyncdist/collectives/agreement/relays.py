@@ -102,15 +102,15 @@ class Relays:
         self.heard: dict[tuple[AgreementKey, int], Verdict] = {}
 
     def carry(self, key: AgreementKey) -> bool:
-        """Return whether the messages of an agreement are relayed along a tree, because it is large."""
+        """Return whether an agreement's messages are relayed along a tree because the group is large."""
         return self._is_on and key.count_of_members > DIRECT_COUNT_MAX
 
     def join(self, join: Join, leader: int) -> None:
-        """Record that this rank joins, and report to its parent when a report is due."""
+        """Record that this rank joins an agreement, and report the join to its parent now or later."""
         self._note(join, leader, 1 << self._rank)
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Record joins in this rank's subtree, and report to its parent when a report is due."""
+        """Record joins in this rank's subtree, and report them to its parent now or later."""
         self._note(gathered, gathered.leader, self.ranks_of(gathered))
 
     def ranks_of(self, message: Gathered | Spread) -> int:

@@ -87,7 +87,7 @@ class Rivals:
     """Sends reminders of the starts that this rank leads, and detects deadlocks from other ranks' reminders.
 
     Args:
-        joins: Joins of the agreements that this rank leads, by agreement and member; updated by :class:`LedAgreements`.
+        joins: Joins of the agreements that this rank leads, by agreement and member. Updated by :class:`LedAgreements`.
         next_occurrence: Function that counts a start that this rank does not join, and returns its agreement's key.
 
     Attributes:
@@ -191,7 +191,7 @@ class Rivals:
         start.timer = self._engine.call_later(REMIND_AFTER_S, what, self._remind, start)
 
     def _remind(self, start: OpenStart) -> None:
-        """Remind the missing members if this rank leads ``start``; otherwise check the starts that it leads."""
+        """Remind the missing members if this rank leads ``start``. Otherwise check the starts that this rank leads."""
         if start.have_all_come:
             return
         meeting = start.meeting
@@ -210,11 +210,10 @@ class Rivals:
 
 
 def find_rival(reminder: Reminder, leader: int, rank: int, now: float, starts: Collection[OpenStart]) -> Rival | None:
-    """Return the reminded start as a rival if it and this rank's only open start wait for each other; else None.
+    """Return the reminded start as a rival if it and this rank's only open start wait for each other, or None.
 
     The result is None until a second reminder, because this rank may be about to join the reminded start. It is also
     None if this rank has several open starts, because one of them may end without the waiting members.
-
     """
     mine = next(iter(starts)) if len(starts) == 1 else None
     if mine is None or mine.have_all_come:

@@ -111,7 +111,7 @@ class Termination:
         """Ask the other members for the decision on ``meeting``. Return when it has arrived, or can never arrive.
 
         Args:
-            on_late: Function called once, after the deadline, with the members that have not answered; the wait
+            on_late: Function called once with the members that have not answered by the deadline. The wait then
                 continues.
         """
         key = meeting.key

@@ -1,6 +1,6 @@
 """Shape of the binary tree along which the messages of large groups are relayed.
 
-The nodes are numbers from 0, the root. Every subtree is a range of consecutive numbers: the root a of the subtree with
+The nodes are numbers from 0, the root. Every subtree is a range of consecutive numbers. The root a of the subtree with
 the numbers a to b divides the numbers after a into two halves, one for each child.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-#: Largest size of a group whose members exchange messages with one member directly; larger groups use a tree.
+#: Largest size of a group whose members exchange messages with one member directly. Larger groups use a tree.
 DIRECT_COUNT_MAX: Final = 16
 
 

@@ -82,7 +82,7 @@ class LateVerdicts:
 
 
 def check_room(kept: Mapping[AgreementKey, object], key: AgreementKey) -> None:
-    """Raise RemoteProtocolError if ``kept`` has no room for ``key``; only faulty peers can cause this."""
+    """Raise RemoteProtocolError if ``kept`` has no room for ``key``. Only faulty peers can cause this."""
     if len(kept) >= _KEPT_COUNT_MAX and key not in kept:
         raise RemoteProtocolError(
             f"the agreement {str(key)!r:.200} exceeds the limit of {_KEPT_COUNT_MAX} unfinished agreements"
@@ -183,7 +183,7 @@ def judge(
 
     Args:
         joins: Received joins, by member.
-        said: Members whose values are compared, in the group's order; at least one.
+        said: One or more members whose values are compared, in the group's order.
     """
     name, refusal = first_difference(joins, said)
     return Verdict(

@@ -55,7 +55,7 @@ class Passing:
             if error is not None:
                 await outlet.tell(error)
             else:
-                await outlet.put(memoryview(bytearray(1)))  # an end mark, so that the receiver detects different sizes
+                await outlet.put(memoryview(bytearray(1)))  # end mark with which the receiver detects a different size
             return await outlet.flush() or error
 
     async def _take_all(self, outlet: Outlet | None) -> AsyncdistError | None:

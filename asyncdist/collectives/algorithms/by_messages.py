@@ -82,7 +82,7 @@ class MessageCollectives:
     async def gather_ragged(
         self, group: Group, send: memoryview, sizes: Sequence[int], receive: torch.Tensor | None, root: int
     ) -> None:
-        """Concatenate every member's bytes on ``root``; ``sizes`` are the members' numbers of bytes."""
+        """Concatenate every member's bytes on ``root``. ``sizes`` has the number of bytes of each member."""
         if _is_large(group) and sum(sizes) <= ROW_NBYTES_MAX * group.size:
             await self._tree.gather(group, send, sizes, receive, root)
             return
@@ -125,7 +125,7 @@ class MessageCollectives:
         return receive
 
     async def fold(self, group: Group, work: torch.Tensor, fold: LeftFold) -> torch.Tensor:
-        """Return the reduction of all members' tensors in rank order; every member gets it."""
+        """Return the reduction of all members' tensors in rank order, on every member."""
         if not _is_large(group):
             return await self._fold_on_first(group, work, fold)
         if work.nbytes <= ROW_NBYTES_MAX:

@@ -31,7 +31,8 @@ from asyncdist.tensors.byte_views import byte_view, empty_stack
 #: Largest row, in bytes, that is gathered along the tree. Larger rows would burden members near the root with too many
 #: bytes.
 ROW_NBYTES_MAX: Final = 16 << 10
-#: Size of the prefix of a reduction's result. Its first byte shows whether there is a result; 64 bytes keep it aligned.
+#: Size of the prefix of a reduction's result. Its first byte shows whether there is a result. 64 bytes keep the result
+#: aligned.
 _HEAD_NBYTES: Final = 64
 
 #: Function that maps a range of members, given by its first and last number, to the byte range of their data.

@@ -41,7 +41,7 @@ def pieces(first: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def piece_of(view: memoryview, low: int, high: int) -> memoryview:
-    """Return the memory of a piece that :func:`pieces` yields; for the end mark, new memory of one byte."""
+    """Return the memory of a piece that :func:`pieces` yields, or new memory of one byte for the end mark."""
     return view[low:high] if low < high else memoryview(bytearray(1))
 
 

@@ -3,7 +3,7 @@
 - Booleans: "sum" and "max" are "or", "prod" and "min" are "and", as in numpy and in torch's NCCL backend.
 - Integers keep their dtype and wrap: 128 + 128 is 0 in uint8. Sums of 8- and 16-bit integers are computed in int32,
   because Open MPI 5.0.11 wraps only some elements, and saturates the elements that its vector instructions handle.
-- float16, bfloat16 and float8 are reduced in float32 and rounded once; complex32 is reduced in complex64.
+- float16, bfloat16 and float8 are reduced in float32 and rounded once, and complex32 in complex64.
 - The minimum or maximum of floating-point numbers is NaN if any rank has NaN, and -0 is less than +0. MPI_MIN and
   MPI_MAX do not define NaN, and returned different results on different ranks with MPICH 5.0.2. Both reductions are
   therefore computed on integers that sort like the numbers.

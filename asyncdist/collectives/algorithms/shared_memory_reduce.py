@@ -34,7 +34,7 @@ FoldInto: TypeAlias = Callable[[Tensor, Sequence[Tensor]], None]
 #: Function that returns every member's tensor, in the group's order.
 AllGather: TypeAlias = Callable[[Tensor], Awaitable[Sequence[Tensor]]]
 
-#: Largest size in bytes reduced at once; larger tensors are reduced in pieces, to limit the size of result buffers.
+#: Largest size in bytes reduced at once. Larger tensors are reduced in pieces, to limit the size of result buffers.
 PIECE_NBYTES: Final = 64 << 20
 #: Smallest size in bytes for shared memory. Relative to messages, its four barriers took, on torch, 2.1 to 2.5 times as
 #: long for 0.4 to 16 KiB, 0.8 to 1.1 times as long for 62 KiB, and half as long for 1 MiB. On MPI they took as long up
@@ -42,7 +42,7 @@ PIECE_NBYTES: Final = 64 << 20
 SHARED_NBYTES_MIN: Final = 64 << 10
 #: Number of result buffers: one that is being written, and one that is being read.
 _RESULT_COUNT: Final = 2
-#: Number of bytes reduced at once; together with their result, they fit into a core's private cache.
+#: Number of bytes reduced at once. Together with their result, they fit into a core's private cache.
 _BLOCK_NBYTES: Final = 512 << 10
 #: Alignment in bytes: a cache line, and a multiple of every element's size.
 _ALIGNMENT_NBYTES: Final = 64
@@ -60,7 +60,7 @@ class SharedFlatBuffers:
 
     def __init__(self, is_shared: bool) -> None:
         self._is_shared = is_shared
-        self._memories: dict[int, SharedMemory] = {}  # by the address of their tensors
+        self._memories: dict[int, SharedMemory] = {}  # shared memory of each flat tensor, by the tensor's address
 
     @torch.inference_mode(False)  # the memory outlives the caller's mode
     def new(self, count: int, *, dtype: torch.dtype) -> Tensor:
@@ -73,7 +73,7 @@ class SharedFlatBuffers:
         return torch.empty(count, dtype=dtype, device="cpu")
 
     def memory_of(self, flat: Tensor) -> SharedMemory | None:
-        """Return the shared memory that begins with the tensor ``flat``; None if ``flat`` is not in shared memory."""
+        """Return the shared memory that begins with the tensor ``flat``, or None if ``flat`` is not in such memory."""
         return self._memories.get(flat.data_ptr())
 
     def keep(self, flats: Iterable[Tensor]) -> None:
@@ -189,7 +189,7 @@ def _results_start(count: int, dtype: torch.dtype) -> int:
 
 
 def _result_nbytes(count: int, dtype: torch.dtype) -> int:
-    """Return the size of a result buffer in bytes: half a piece, since no share is larger."""
+    """Return the size of a result buffer in bytes: half a piece, because no share is larger."""
     return _aligned(-(-min(PIECE_NBYTES // dtype.itemsize, count) // 2) * dtype.itemsize)
 
 

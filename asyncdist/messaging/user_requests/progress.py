@@ -18,7 +18,7 @@ logger = logging.getLogger("asyncdist.progress")
 
 
 class Progress:
-    """Waits for requests that the program has started with mpi4py or torch; made by :func:`asyncdist.progress`.
+    """Waits for requests that the program has started with mpi4py or torch. Made by :func:`asyncdist.progress`.
 
     A new MPI request is tested for some 10 µs before its task yields to the event loop. Then a callback of the loop
     tests all outstanding requests, in each iteration of the loop for some 100 iterations. If the loop has nothing else
@@ -76,14 +76,14 @@ class Progress:
 
         MPI requests whose results were returned are skipped, as in MPI, so a loop may pass the same list repeatedly.
         Count the results to end the loop: ``bool(request)`` may be False before the result was returned. Remove
-        completed works, events and persistent requests from the list; inactive persistent requests are refused.
+        completed works, events and persistent requests from the list, because inactive persistent requests are refused.
 
         Args:
             requests: List of one or more requests; see :meth:`wait`.
             status: ``MPI.Status`` to be filled by the completed MPI request.
 
         Raises:
-            LocalProtocolError: The results of all MPI requests were returned; or another reason of :meth:`wait`.
+            LocalProtocolError: The results of all MPI requests were returned, or for another reason of :meth:`wait`.
             TypeError, mpi4py.MPI.Exception, RuntimeError, ClosedError: As in :meth:`wait`.
         """
         return self._requests.waitany(requests, status)

@@ -71,7 +71,7 @@ class RequestWaiter:
                 await self._park((awaited,))
         for awaited in all_awaited:
             if awaited.operation.error is not None:
-                self._take(awaited, None)  # raises the error; the results of the other requests stay stored
+                self._take(awaited, None)  # raises the error, while the results of the other requests stay stored
         return [self._take(each, to_fill) for each, to_fill in zip(all_awaited, statuses, strict=True)]
 
     async def waitany(self, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
