@@ -3,12 +3,13 @@
 A round passes through these states on the leader:
 
 1. Members report their captured contributions, in the order of the rounds. When all members have contributed to this
-round or to a later one, the leader decides the round. Its verdict names the donors and their weights, which determine
-the owners of the slices. The policy's function chooses donors and weights from the reports alone. With a *quorum*, the
-leader waits only for the quorum and a grace period. The contribution of a late member counts in a later round.
+   round or to a later one, the leader decides the round. Its verdict names the donors and their weights, which
+   determine the owners of the slices. The policy's function chooses donors and weights from the reports alone. With a
+   *quorum*, the leader waits only for the quorum and a grace period. The contribution of a late member counts in a
+   later round.
 2. Members report that they have the mean. When all have it, the round is retired. With a quorum, it is also retired
-when a later round of the same fragment was decided. A member without the mean is then *behind*: it receives the state
-of a member that has the mean (:mod:`protocols.exchange.catching_up.catch_up`).
+   when a later round of the same fragment was decided. A member without the mean is then *behind*: it receives the
+   state of a member that has the mean (:mod:`protocols.exchange.catching_up.catch_up`).
 
 If a rank is lost that a decided round needs, or if this rank becomes the leader, the leader takes a *census*: all
 members stop receiving means, and report their standing in each round. No mean is received during a census, so its

@@ -1,8 +1,8 @@
-"""The coordinator's task in selective averaging: exchanges messages with the members.
+"""Runs the coordinator's task in selective averaging, which exchanges messages with the members.
 
 The task passes received messages to its state machine (:mod:`protocols.selective.rounds`), and sends the resulting
-messages. It runs on the group's first rank, at that rank's safe points, or on a reserved rank that does not
-train. It continues after its own rank has left the policy, until the last member has left.
+messages. It runs on the group's first rank, at that rank's safe points, or on a reserved rank that does not train.
+After its own rank has left the policy, it continues until the last member has left.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Coordinator:
     Args:
         members: Ranks of the policy that are known to take part.
         ranks: All ranks of the policy's group.
-        epoch: 0 for the coordinator that the members have agreed on; larger for a later coordinator.
+        epoch: 0 for the coordinator on which the members agreed at the start. Larger for each later coordinator.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Coordinator:
             incarnations={**services.restarted, services.rank: services.incarnation},
         )
         self._is_stopped = False
-        self._inform: Callable[[int], None] = lambda rank: None  # after `stop`: notifies a rank of the new coordinator
+        self._inform: Callable[[int], None] = lambda rank: None  # after stop(): notifies a rank of the new coordinator
         self._left: list[int] = []
-        self._newcomers: dict[int, int] = {}  # pending admission requests: incarnation by rank
-        self._guests: dict[int, int] = {}  # ranks of other islands to invite: incarnation by rank
+        self._newcomers: dict[int, int] = {}  # by rank: incarnation in a pending admission request
+        self._guests: dict[int, int] = {}  # by rank of another island to invite: incarnation
         self._gone = [rank for rank in members if rank in services.gone]
         services.on_gone(self._gone.append)
         self._reports: Channel[Report] = services.open_channel(
@@ -109,7 +109,8 @@ class Coordinator:
         core, services = self._core, self._services
         try:
             while not self._is_over():
-                # All arrived messages are handled before any deadline is checked: this rank may have been computing.
+                # Handle all arrived messages before checking a deadline: they may have waited while this rank was
+                # computing.
                 self._hear_all(self._control)
                 self._hear_all(self._reports)
                 while self._gone:
@@ -132,7 +133,7 @@ class Coordinator:
                     await services.engine.until(self._has_work, WaitId(WaitKind.REPORTS), deadline=deadline)
         except asyncio.CancelledError:
             if is_reserved and services.engine.failure is None:
-                # Without this message, donors would wait for their round to end.
+                # Without this message, donors would wait until their round times out.
                 self._send(core.on_stop())
             raise
         finally:
@@ -140,7 +141,10 @@ class Coordinator:
             self._close()
 
     def stop(self, inform: Callable[[int], None]) -> None:
-        """Stop, because another rank has become coordinator. Call ``inform(rank)`` for each rank that reports here."""
+        """Stop, because another rank has become coordinator.
+
+        ``inform(rank)`` is then called for each rank that reports.
+        """
         if not self._is_stopped:
             self._send(self._core.migrants.dismissals())
         self._is_stopped, self._inform = True, inform
@@ -151,7 +155,7 @@ class Coordinator:
         self._control.close(afterwards=afterwards)
 
     def note_left(self, rank: int) -> None:
-        """Schedule the removal of a rank that has reported that it left the policy."""
+        """Schedule the removal of a rank that has left the policy."""
         self._left.append(rank)
         self._services.engine.recheck()
 
@@ -170,7 +174,7 @@ class Coordinator:
         self._services.engine.recheck()
 
     def statistics(self) -> CoordinatorStatistics:
-        """Return the counts of reports, decisions and rounds so far."""
+        """Return the counts of reports, decisions and rounds."""
         return self._core.statistics()
 
     def _tells_trend(self) -> bool:
@@ -202,7 +206,7 @@ class Coordinator:
             self._migration.invite(rank, scopes.to_members, scopes.to_coordinator, self._epoch)
 
     def _hear_all(self, channel: Channel[Report] | Channel[ControlMessage]) -> None:
-        """Handle all messages that have arrived on a channel, with the same arrival time."""
+        """Handle all messages that have arrived on a channel. They get the same arrival time."""
         if self._is_stopped or not channel.is_ready:
             return
         now, envelopes = self._services.time(), channel.receive_all()
@@ -212,11 +216,11 @@ class Coordinator:
 
     def _hear(self, message: Report | ControlMessage, rank: int, number: int, now: float) -> Sequence[Send]:
         core = self._core
-        if self._is_stopped:  # an earlier message of the same batch has stopped this coordinator
+        if self._is_stopped:  # an earlier message of the batch has stopped this coordinator
             self._inform(rank)
             return ()
         match message:
-            case Report() as report:  # the most frequent message; a pattern that binds fields is 5 times slower
+            case Report() as report:  # most frequent; a pattern that binds the fields takes 5 times as long
                 if report.asks:
                     self._answer(rank)
                 if report.host:
@@ -237,12 +241,12 @@ class Coordinator:
             case Joined() as joined:
                 return core.on_joined(rank, joined, now)
             case PackedAssign() | PackedFrozen() | End() | Rejoin() | Heard() | Admitted():
-                return ()  # only the coordinator sends these
+                return ()  # only coordinators send these
             case unknown:
                 assert_never(unknown)
 
     def _answer(self, rank: int) -> None:
-        """Acknowledge a report of a member that has asked for an answer."""
+        """Acknowledge a report whose sender has asked for an answer."""
         try:
             self._control.send_nowait(_HEARD, rank)
         except RankLostError:

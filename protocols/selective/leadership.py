@@ -1,6 +1,6 @@
 """Runs the coordinator on the coordinating rank, and exchanges the messages that determine a new coordinator.
 
-:mod:`protocols.selective.succession` decides which rank coordinates, and this module carries out the decisions.
+:mod:`protocols.selective.succession` decides which rank coordinates. This module carries out the decisions.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from asyncdist.protocols.selective.succession import (
 logger = logging.getLogger("protocols.selective.leadership")
 
 
-_UNKNOWN: Final = "after a rank that is lost or has left"  # logged if this rank did not know the previous coordinator
+_UNKNOWN: Final = "after a rank that is lost or has left"  # logged if the previous coordinator is unknown
 
 
 class Leadership:
-    """Tracks which rank coordinates one policy, and runs the coordinator if it is this rank.
+    """Tracks which rank coordinates one policy, and runs the coordinator if this rank coordinates.
 
     Args:
         member: This rank's roles in rounds, which are notified when the coordinator changes and when a restarted rank
@@ -64,7 +64,7 @@ class Leadership:
         self._migration = migration
         self._services = services
         self._members = tuple(members)
-        # For the whole world, use a range: a list of thousands of ranks on each rank would take much memory.
+        # For the whole world, use a range: a list of thousands of ranks on each rank would need much memory.
         is_world = len(members) == services.size
         coordinator = succession.coordinator
         assert coordinator is not None, "a policy begins with a coordinator"
@@ -80,10 +80,10 @@ class Leadership:
         self._watch = Watch()
         self._serving: Coordinator | None = None
         self._served: CoordinatorStatistics | None = None
-        # Incarnation of each admitted restarted rank. If this rank itself was restarted, incarnations of all members.
+        # By rank: incarnation of each admitted restarted rank. On a restarted rank, incarnations of all members.
         self._admitted: dict[int, int] = {}
         self._replaced = tuple(replaced)
-        self._unnoted: list[int] = []  # departed ranks that the event loop's next iteration handles
+        self._unnoted: list[int] = []  # departed ranks, handled in the event loop's next iteration
         self._board = services.shared(Board)
         self._board.open(scopes.policy, self._on_message, key_of(members, scopes.values), self._on_request)
         if migration is not None:
@@ -97,19 +97,19 @@ class Leadership:
 
     @staticmethod
     def listen(services: Services) -> None:
-        """Begin to receive messages about coordinators, even before this rank's own start is complete."""
+        """Start to receive messages about coordinators, even before this rank's own start is complete."""
         services.shared(Board)
 
     def begin(self) -> None:
         """Handle the ranks that were lost or have left since the start was agreed on."""
         absent = sorted({*self._services.gone, *self._replaced})
-        self._unnoted.extend(absent)  # all at once: if this rank takes over, no absent rank may become a member
+        self._unnoted.extend(absent)  # all at once: if this rank takes over, no absent rank becomes a member
         for rank in absent:
             self._note_peer(rank)
 
     @property
     def coordinator(self) -> int | None:
-        """The coordinator's rank, as far as this rank knows; None if the coordinator is lost or has stopped."""
+        """Rank of the coordinator as far as known to this rank, or None if the coordinator is lost or has stopped."""
         return self._succession.coordinator
 
     @property
@@ -118,11 +118,11 @@ class Leadership:
         return self._succession.epoch
 
     def statistics(self) -> CoordinatorStatistics | None:
-        """Return the statistics of this rank as a coordinator; None if it has never coordinated."""
+        """Return the statistics of this rank as a coordinator, or None if it has never coordinated."""
         return self._serving.statistics() if self._serving is not None else self._served
 
     def note_stopped(self, rank: int) -> None:
-        """Look for a new coordinator, since ``rank`` has announced that it stops coordinating."""
+        """Look for a new coordinator, because ``rank`` has announced that it stops coordinating."""
         if rank == self._succession.coordinator:
             self._lose("has stopped", rank)
 
@@ -143,14 +143,14 @@ class Leadership:
                 self._member.admit(rank, known)
 
     def note_welcome(self, welcome: Welcome, rank: int) -> None:
-        """Record the members and the coordinator from ``rank``'s answer to this rank's admission request."""
+        """Record the members and the coordinator that ``rank`` has sent in answer to this rank's admission request."""
         for member in welcome.members:
             self.note_admitted(*member)
         self._carry_out(self._succession.on_claim(welcome.epoch, rank, rank))
 
     @staticmethod
     def apply(services: Services, values: Mapping[str, str], ranks: Sequence[int], timeout_s: float) -> Application:
-        """Return a restarted rank's application for admission; it sends requests while it is awaited."""
+        """Return a restarted rank's application for admission, which sends requests while it is awaited."""
         board = services.shared(Board)
         left = board.newest_left(key_of(ranks, values))
         application = Application(services, board, ranks, values, timeout_s, left=left)
@@ -158,10 +158,9 @@ class Leadership:
         return application
 
     def on_report(self, step: int, interval_s: float) -> bool:
-        """Check the coordinator before this rank sends a report; return whether the report asks for an answer.
+        """Check the coordinator before this rank sends a report. Return whether the report asks for an answer.
 
-        Without a coordinator, this rank continues to look for one. If the coordinator does not answer, this rank takes
-        over.
+        Without a coordinator, continue to look for one. If the coordinator does not answer, take over.
         """
         if self._succession.coordinator is None:
             self._carry_out(self._succession.on_cadence())
@@ -176,7 +175,7 @@ class Leadership:
         return why is None
 
     def note_answer(self, step: int) -> None:
-        """Record that the coordinator's answer to a report has arrived; ``step`` is this rank's current step."""
+        """Record that the coordinator has answered a report. ``step`` is this rank's current step."""
         self._watch.on_answer(step, self._services.time())
 
     async def serve_reserved(self) -> CoordinatorStatistics:
@@ -326,7 +325,7 @@ class Leadership:
         services = self._services
         available = self._succession.is_available
         members = [rank for rank in self._members if available(rank) and rank not in self._unnoted]
-        if self._serving is not None:  # this rank still coordinates an epoch that other ranks have left
+        if self._serving is not None:  # this rank still coordinates an earlier epoch
             self._serving.stop(self._inform)
         self._serve(epoch=epoch, members=members)
         for rank in self._everybody:

@@ -1,10 +1,10 @@
 """State machine of a member in a round of selective averaging: turns events into instructions.
 
-`RoundMember` is a plain synchronous object without asyncio, torch or a clock, so the same events give the same
-instructions. `protocols.selective.roles.member_roles` passes each event to the object (a message from the coordinator,
-a step, the end of a copy or of an exchange) and carries out the returned instructions in order. Weights are copied and
-changed only inside a step; `on_step` returns these actions. The coordinator's state machine is
-`protocols.selective.rounds`.
+`RoundMember` is a synchronous object without asyncio, torch or a clock, so the same events always give the same
+instructions. Events are messages from the coordinator, steps, and the ends of copies and exchanges.
+`protocols.selective.roles.member_roles` passes each event to the object, and carries out the returned instructions in
+order. Weights are copied and changed only inside a step. `on_step` returns these actions. The coordinator's state
+machine is `protocols.selective.rounds`.
 
 A member has one role at a time. `TRANSITIONS` lists all changes of its state:
 
@@ -29,12 +29,12 @@ OUT        has left the policy          nothing
 ========== ============================ ==================================================
 
 A newer assignment, `End` or the loss of the coordinator ends any role. A message from the coordinator that does not fit
-the state is late, and is ignored.
+the state has arrived late, and is ignored.
 
 On the sharded route, a member may also be a reducer: it adds up one part of the donors' snapshots, and sends the mean
 of that part to the replacers. A reducer works from the assignment to the end of the round, even if its own average has
 been applied. It stops early if its own snapshot fails, or if it leaves before its role is complete. A replacer that
-fetches parts for other replacers on its host serves those parts for the same period.
+fetches parts for other replacers on its host offers those parts for the same period.
 """
 
 import math
@@ -60,7 +60,7 @@ from asyncdist.protocols.selective.messages import (
 
 
 class State(Enum):
-    """Lists the states of a member in a round, from IDLE to OUT; the module's table explains them."""
+    """States of a member in a round, from IDLE to OUT. The module's table explains them."""
 
     IDLE = auto()
     CHOSEN = auto()
@@ -75,7 +75,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """Lists the events that change a member's state."""
+    """Events that change a member's state."""
 
     CHOSEN_TO_GIVE = auto()
     CHOSEN_TO_TAKE = auto()
@@ -95,7 +95,7 @@ class Event(Enum):
 GIVING_STATES: Final = frozenset({State.CHOSEN, State.COPYING, State.GIVING, State.LASTING})
 _TAKING_STATES: Final = frozenset({State.ASKING, State.READING, State.COMPLETE})
 
-#: The next state for each state and event. A pair that is not listed is impossible, or a late message without effect.
+#: Next state for each state and event. A missing pair is impossible, or is a late message without effect.
 TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
     (State.IDLE, Event.CHOSEN_TO_GIVE): State.CHOSEN,
     (State.IDLE, Event.CHOSEN_TO_TAKE): State.ASKING,
@@ -130,13 +130,13 @@ class EnterEpoch(NamedTuple):
 
 
 class RefuseUpTo(NamedTuple):
-    """Instruction: from now on, abort requests for snapshots of rounds up to this one."""
+    """Instruction: from now on, abort requests for snapshots of this round and earlier rounds."""
 
     round: float
 
 
 class RefuseMeans(NamedTuple):
-    """Instruction: from now on, abort requests for parts of the means of rounds up to this one."""
+    """Instruction: from now on, abort requests for parts of the means of this round and earlier rounds."""
 
     round: int
 
@@ -146,7 +146,7 @@ class Withdraw(NamedTuple):
 
 
 class Give(NamedTuple):
-    """Instruction: let the replacers of the round request the snapshot that was taken at ``iteration``."""
+    """Instruction: let the round's replacers request the snapshot that was taken at ``iteration``."""
 
     round: int
     iteration: int
@@ -160,9 +160,9 @@ class Ask(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Instruction: request this reducer's part from the donors, and prepare to share the parts fetched for its host.
+    """Instruction: request this reducer's part from the donors, and prepare to share parts fetched for its host.
 
-    The parts are added up only after the round is frozen.
+    The part is added up only after the round is frozen.
     """
 
     round: int
@@ -214,7 +214,7 @@ Instructions: TypeAlias = tuple[Instruction, ...]
 
 
 class TakeSnapshot(NamedTuple):
-    """Action inside a step: begin to copy the weights, and call `on_copied` when the copy is complete."""
+    """Action inside a step: start to copy the weights, and call `on_copied` when the copy is complete."""
 
     round: int
 
@@ -226,18 +226,18 @@ class Apply(NamedTuple):
     frozen: Frozen
 
 
-#: Actions that are only possible inside a step, because they copy or change weights.
+#: Actions that must be inside a step, because they copy or change weights.
 StepAction: TypeAlias = TakeSnapshot | Apply
 
 
 class RoundMember:
-    """State machine of one member: tracks its role in the current round, and turns events into instructions.
+    """State machine of one member, which tracks its role in the current round and turns events into instructions.
 
     Attributes:
-        round: Number of the current role's round; 0 without a role.
-        last_round: Number of the newest round that named this member.
-        reducing: Number of the round in which this member adds up a part or shares fetched parts; 0 if there is none.
-        admitting: Number of the newest round in which this member sent or received a rank's whole state; 0 if none.
+        round: Number of the current role's round, or 0 without a role.
+        last_round: Number of the newest round in which this member was assigned a role.
+        reducing: Number of the round in which this member adds up a part or shares fetched parts, or 0 without one.
+        admitting: Number of the newest round in which this member sent or received a whole state, or 0 without one.
         wants_step: Whether the next step must copy or change weights, or report a failed round.
         is_joining: Whether this rank was restarted and waits for admission.
         declined: Number of declined roles, by reason.
@@ -282,7 +282,7 @@ class RoundMember:
     # ---------------------------------------------------------------- the coordinator's messages
 
     def on_assign(self, assign: Assign, round: int) -> Instructions:
-        """Begin the assigned role in a new round, or decline the role; end the role in the previous round."""
+        """Begin or decline the assigned role in a new round, and end the role in the previous round."""
         self.last_round = max(self.last_round, round)
         self._judged_iteration = max(self._judged_iteration, assign.judged_iteration)
         if self.state is State.OUT:
@@ -307,9 +307,9 @@ class RoundMember:
         return (*before, *self._reduce(round, assign), Ask(round, assign))
 
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
-        """Begin to add up the donors' snapshots, since the round's donors no longer change."""
+        """Begin to add up the donors' snapshots, because the round's donors no longer change."""
         adds_up: Instructions = ()
-        if round and self.reducing == round and not self._adds_up:  # 0 stands for no round
+        if round and self.reducing == round and not self._adds_up:  # 0 means that there is no round
             self._adds_up = True
             adds_up = (AddUp(round, frozen),)
         if self.state is not State.ASKING or self.round != round:
@@ -319,7 +319,7 @@ class RoundMember:
         return (*adds_up, Read(round, frozen)) if frozen.donors else adds_up
 
     def on_end(self, reason: str, round: int) -> Instructions:
-        """End this member's role in ``round``, since the coordinator has ended the round."""
+        """End this member's role in ``round``, because the coordinator has ended the round."""
         if self.state is State.OUT:
             return ()
         reducing = self._end_reducing() if self.reducing == round else ()
@@ -327,14 +327,14 @@ class RoundMember:
         return (*reducing, *giving, RefuseUpTo(round), *(self._end_taking(reason) if self.round == round else ()))
 
     def on_coordinator_gone(self, why: str) -> Instructions:
-        """End the current role, since the coordinator is lost, has stopped or was replaced (``why``)."""
+        """End the current role, because the coordinator is lost, has stopped or was replaced (``why``)."""
         if self.state is State.OUT:
             return ()
         giving = (*self._end_reducing(), *self._end_giving())
         return (*giving, RefuseUpTo(self.last_round), *self._end_taking(f"the coordinator {why}"))
 
     def on_epoch(self, epoch: int, incarnation: int) -> Instructions:
-        """Enter the epoch of a new coordinator, and send the coordinator this member's state."""
+        """Enter the epoch of a new coordinator, and send this member's state to the coordinator."""
         return (EnterEpoch(epoch), *self.on_rejoin(incarnation))
 
     def on_rejoin(self, incarnation: int) -> Instructions:
@@ -342,7 +342,7 @@ class RoundMember:
         return () if self.is_joining else (self.joined(self.newest, incarnation),)
 
     def joined(self, newest: Report | None, incarnation: int = 0) -> Tell:
-        """Return the instruction to send a new coordinator this member's state and its newest report."""
+        """Return the instruction to send this member's state and its newest report to a new coordinator."""
         report = newest or Report(-1, 0.0, 0.0, 0.0)
         facts = self.last_round, self._applied_iteration, self._judged_iteration
         times = report.step_time_s, report.interval_s
@@ -358,19 +358,19 @@ class RoundMember:
             return TakeSnapshot(self.round)
         if self.state is State.COMPLETE:
             assert self._frozen is not None, f"round {self.round} is complete without having been frozen"
-            self.wants_step = True  # `model_builder` may raise; the next step then tries to apply the average again
+            self.wants_step = True  # if `model_builder` raises, the next step tries again
             return Apply(self.round, self._frozen)
         return None
 
     def awaits_copy(self, round: int) -> bool:
-        """Return whether the copy for that round is still needed."""
+        """Return whether the copy for ``round`` is still needed."""
         return self.state is State.COPYING and self.round == round
 
     def on_copied(self, round: int, iteration: int, *, fault: str = "", state_safe_points: int = 0) -> Instructions:
-        """Offer the complete copy to the replacers, or decline; do nothing if the round has already ended.
+        """Offer the complete copy to the replacers, or decline. Do nothing if the round has already ended.
 
         Args:
-            fault: Reason why the copy cannot be sent, such as non-finite values; "" if it can.
+            fault: Reason why the copy cannot be sent, such as non-finite values. "" if it can be sent.
         """
         if not self.awaits_copy(round):
             return ()
@@ -381,28 +381,28 @@ class RoundMember:
         return (Give(round, iteration), Tell(Ready(iteration, state_safe_points), round))
 
     def on_refused(self, round: int, reason: str) -> Instructions:
-        """Abandon a complete average, since the rest of the donor's state has not arrived."""
+        """Abandon a complete average, because the rest of the donor's state has not arrived."""
         if self.state is not State.COMPLETE or self.round != round:
             return ()
         self._go(Event.FAILED)
         return (self._discard(round, reason), Tell(Abandoned(reason), round))
 
     def on_averaged(self, round: int) -> bool:
-        """Record that the average is complete; return whether the round still needs it."""
+        """Record that the average is complete. Return whether the round still needs it."""
         if self.state is not State.READING or self.round != round:
             return False
         self._go(Event.AVERAGED, round)
         return True
 
     def on_failed(self, round: int, reason: str) -> Instructions:
-        """Abandon the round, since its exchange has failed."""
+        """Abandon the round, because its exchange has failed."""
         if self.state is not State.READING or self.round != round:
             return ()
         self._go(Event.FAILED)
         return (self._discard(round, reason), Tell(Abandoned(reason), round))
 
     def on_applied(self, iteration: int) -> Instructions:
-        """Record that the new weights are in place, which voids this rank's reports up to ``iteration``."""
+        """Record that the new weights are loaded. They invalidate this rank's reports up to ``iteration``."""
         applied = Tell(Applied(iteration), self.round)
         self._go(Event.APPLIED)
         self.wants_step = False
@@ -411,11 +411,11 @@ class RoundMember:
         return (applied,)
 
     def on_leave(self) -> Instructions:
-        """Begin to leave: end all roles, but keep a finished snapshot available until its round has ended."""
+        """Start to leave: end all roles, but keep a finished snapshot available until its round has ended."""
         if self.state is State.OUT:
             return ()
         instructions: list[Instruction] = []
-        if self.state not in (State.GIVING, State.IDLE):  # replacers then request the reducer's part from the donors
+        if self.state not in (State.GIVING, State.IDLE):  # replacers will request this reducer's part from the donors
             instructions += self._end_reducing()
         instructions += self._end_taking("the policy ended")
         if self.state in (State.CHOSEN, State.COPYING):
@@ -424,7 +424,7 @@ class RoundMember:
         return (*instructions, RefuseUpTo(math.inf))
 
     def on_left(self) -> Instructions:
-        """Finish leaving the policy, after the last streams have ended or the timeout has passed."""
+        """Finish leaving the policy. Called when the last streams have ended or the timeout has passed."""
         if self.state is State.OUT:
             return ()
         instructions = (*self._end_reducing(), *self._end_giving(), Tell(Leave()))

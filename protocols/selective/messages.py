@@ -1,8 +1,8 @@
 """Defines the messages between the members and the coordinator of a selective-averaging policy.
 
 All fields have types that the wire codec packs and checks. `PackedAssign` and `PackedFrozen` contain data that is equal
-for all ranks of a round, from which each rank unpacks its own `Assign` or `Frozen`. The round number is in the frame's
-header. Annotations are real objects, never strings, since `get_type_hints` must return plain types.
+for all ranks of a round. Each rank unpacks its own `Assign` or `Frozen` from it. The frame's header contains the round
+number. Annotations are real objects instead of strings, since `get_type_hints` must return plain types.
 """
 
 import math
@@ -14,27 +14,27 @@ from typing import Final
 
 from asyncdist.protocols.selective.round.plan import place_of, unpack_freeze, unpack_plan
 
-#: Maximum number of different reasons that are counted separately.
+#: Maximum number of distinct reasons that are counted separately.
 REASON_LIMIT: Final = 32
 DONOR: Final = "donor"
 REPLACER: Final = "replacer"
 
-#: The most recently checked tuples, cached because a thousand simulated members receive the same tuples.
+#: The most recently checked tuples. In a simulation, a thousand members receive and check the same tuples.
 _ascending: Final[dict[str, tuple[int, ...]]] = {}
 _weights: Final[dict[str, tuple[float, ...]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Member to coordinator, on the metric tag: the member's metric and the duration of its steps.
+    """Member to coordinator, on the metric tag: the member's metric and the durations of its steps.
 
     Attributes:
         iteration: Step at which `value` was measured.
-        value: Metric of the member. NaN and infinities are allowed, and rank worst.
+        value: Metric of the member. NaN and infinities are allowed and rank worst.
         step_time_s: Seconds between recent calls of the policy's `step`, for the coordinator's deadlines.
-        interval_s: Seconds since this rank's previous report.
+        interval_s: Seconds since this member's previous report.
         asks: Whether the coordinator must acknowledge the report.
-        host: Number that all ranks on one host share; 0 if unknown.
+        host: Number that all ranks on one host share, or 0 if unknown.
     """
 
     iteration: int
@@ -47,31 +47,31 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Coordinator to a member: acknowledges a report that asks for an answer."""
+    """Coordinator to member: acknowledges a report that asks for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Assigns a role in a new round to one rank, the receiver.
+    """Assigns a role in a new round to the receiving rank.
 
     Attributes:
         role: Role of the receiver, `DONOR` or `REPLACER`.
-        donors: Ranks that send their weights, ascending; empty if the replacers build fresh weights.
-        replacers: Ranks that receive new weights, ascending.
-        judged_iteration: Iteration of the receiver's report that the decision used. A replacer declines if it has
-            applied an average since then.
-        best: Donor whose integer and bool entries are copied if all donors are ready; -1 if there is no such donor.
+        donors: Ranks that send their weights, in ascending order. Empty if the replacers build fresh weights.
+        replacers: Ranks that receive new weights, in ascending order.
+        judged_iteration: Iteration of the receiver's report on which the decision is based. A replacer declines if it
+            has applied an average since then.
+        best: Donor whose integer and bool entries are copied if all donors are ready, or -1 if there is no such donor.
         admits: Whether the replacers are restarted ranks, which also receive the donor's optimizer and policy state.
-        restarted: Restarted ranks in this round, with their incarnations (numbers of their processes); a later process
-            of such a rank has no role in the round.
-        reducers: Ranks that each add up one part of the donors' snapshots on the sharded route, ascending: all donors
-            or replacers, or the donors or replacers on one host. Empty on the direct route.
-        part: Index of the receiver among the reducers, which is also the number of the part that it adds up; -1 if it
+        restarted: Restarted ranks in this round, with their incarnations (numbers of restarts). A later process of such
+            a rank has no role in the round.
+        reducers: Ranks that each add up one part of the donors' snapshots on the sharded route, in ascending order: all
+            donors or replacers, or those on one host. Empty on the direct route.
+        part: Index of the receiver among the reducers, which is also the number of the part that it adds up. -1 if it
             is not a reducer.
-        sources: Rank from which each part's mean is requested, if replacers on the receiver's host share parts: the
+        sources: Rank from which to request each part's mean, if replacers on the receiver's host share parts: the
             reducer if it is on this host, otherwise the replacer that fetches the part for the host. Empty if each part
             is requested from its reducer.
-        parent: Donor that the receiver copies; -1 if all donors are for all replacers.
+        parent: Donor that the receiver copies, or -1 if all donors are for all replacers.
     """
 
     role: str
@@ -87,7 +87,7 @@ class Assign:
     parent: int = -1
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a field has a value that no coordinator sends."""
+        """Raise ValueError if a field has an invalid value."""
         _check_sources(self.sources, self.reducers)
         if self.role not in (DONOR, REPLACER):
             raise ValueError(f"role must be 'donor' or 'replacer', got {self.role!r}")
@@ -100,14 +100,14 @@ class Assign:
             )
 
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
-        """Return whether all ranks named in this message are in ``members``; donors may also be in ``population``."""
+        """Return whether ``members`` has all ranks in this message. Donors may also be in ``population``."""
         named = *self.replacers, *self.reducers, *self.sources
         return set(members).issuperset(named) and _are_in(self.donors, members, population)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAssign:
-    """Coordinator to each rank named in a new round: the roles of all ranks, from which each rank unpacks its `Assign`.
+    """Coordinator to each rank in a new round: the roles of all ranks, from which each rank unpacks its `Assign`.
 
     Attributes:
         plan: Bytes of `protocols.selective.round.plan.Plan.packed`, equal for all ranks.
@@ -121,7 +121,7 @@ class PackedAssign:
         _check_sources(self.sources, unpack_plan(self.plan).reducers)
 
     def opened(self, rank: int) -> Assign | None:
-        """Return the assignment of a rank; None if the round does not name it."""
+        """Return the assignment of ``rank``, or None if the rank has no role in the round."""
         plan = unpack_plan(self.plan)
         place = place_of(rank, plan.named)
         if place < 0:
@@ -134,11 +134,11 @@ class PackedAssign:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Donor to coordinator: the donor's snapshot has only finite values and is available to all replacers.
+    """Donor to coordinator: the donor's snapshot is finite and available to all replacers.
 
     Attributes:
-        state_safe_points: Number of safe points that the sender and the receiver each need to transfer the rest of the
-            state to a newcomer; 0 without a newcomer.
+        state_safe_points: Number of safe points that sender and receiver each need to transfer the rest of the state to
+            a newcomer, or 0 without a newcomer.
     """
 
     iteration: int
@@ -147,21 +147,22 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """Donor or replacer to coordinator: the rank declines its role in the round for the given reason."""
+    """Donor or replacer to coordinator: the sender declines its role in the round for the given reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """Describes a frozen round to one rank: the donors no longer change, so their snapshots may be added up.
+    """Describes a frozen round: its donors no longer change, so the receiver may add up their snapshots.
 
-    `donors`, `weights` and `iterations` are parallel, ascending by rank, which is the order of the sum.
+    `donors`, `weights` and `iterations` are parallel. They are in ascending order of ranks, which is the order of
+    summation.
 
     Attributes:
-        donors: Ranks that send their weights; empty if the replacers build fresh weights.
-        weights: Unnormalised weight of each donor; the receiver divides by their sum.
-        best: Donor whose integer and bool entries are copied unchanged; -1 if there is no such donor.
+        donors: Ranks that send their weights. Empty if the replacers build fresh weights.
+        weights: Unnormalised weight of each donor. The receiver divides by their sum.
+        best: Donor whose integer and bool entries are copied unchanged, or -1 if there is no such donor.
         timeout_s: Seconds, from the receipt of this message, in which the receiver must complete its average.
         reducers: Assigned reducers that will add up their parts.
     """
@@ -174,7 +175,7 @@ class Frozen:
     reducers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a field has a value that no coordinator sends."""
+        """Raise ValueError if a field has an invalid value."""
         _check_ascending(self.donors)
         _check_ascending(self.reducers, "reducers")
         if not len(self.donors) == len(self.weights) == len(self.iterations):
@@ -190,7 +191,7 @@ class Frozen:
             raise ValueError(f"timeout_s must be >= 0, got {self.timeout_s}")
 
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
-        """Return whether all ranks named in this message are in ``members``; donors may also be in ``population``."""
+        """Return whether ``members`` has all ranks in this message. Donors may also be in ``population``."""
         return set(members).issuperset(self.reducers) and _are_in(self.donors, members, population)
 
 
@@ -220,40 +221,41 @@ class PackedFrozen:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Replacer to coordinator: the new weights are in place, which voids the replacer's reports up to `iteration`."""
+    """Replacer to coordinator: the new weights are loaded. They invalidate the sender's reports up to `iteration`."""
 
     iteration: int
 
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """Replacer to coordinator: the replacer abandoned the round for the given reason, and keeps its weights."""
+    """Replacer to coordinator: the sender abandoned the round for the given reason, and keeps its weights."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Coordinator to a rank named in a round: the rank's role has ended. An unapplied average is discarded."""
+    """Coordinator to a rank in the round: the receiver's role has ended. It discards an average it has not applied."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Member to coordinator: the member leaves the policy. Coordinator to members: the coordinator stops."""
+    """Member to coordinator: the sender leaves the policy. Coordinator to member: the coordinator stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Member to a new coordinator: the member's state, needed before the coordinator can name it in a round.
+    """Member to a new coordinator: the member's state, without which the coordinator cannot assign it a role.
 
     Attributes:
-        last_round: Newest round that named the member; the coordinator continues with higher numbers.
-        applied_iteration: Iteration of the member's last average, up to which its reports are invalid; -1 without one.
-        judged_iteration: Iteration of the member's newest report that led to a round; -1 if there is none.
-        iteration, value, step_time_s, interval_s: Fields of the member's newest report; the iteration is -1 if there is
-            none.
+        last_round: Newest round in which the member had a role. The coordinator continues with higher numbers.
+        applied_iteration: Iteration of the member's last average, which invalidates its reports up to there. -1 without
+            an average.
+        judged_iteration: Iteration of the member's newest report that led to a round, or -1 if there is none.
+        iteration, value, step_time_s, interval_s: Fields of the member's newest report. The iteration is -1 without a
+        report.
     """
 
     last_round: int
@@ -268,11 +270,11 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Coordinator to a member that reports before its `Joined` has arrived: asks it to send `Joined` again."""
+    """Coordinator to a member whose `Joined` has not arrived: asks it to send `Joined` again."""
 
 
 def count_reason(counts: Counter[str], reason: str) -> None:
-    """Count a reason; after `REASON_LIMIT` different reasons, all further reasons are counted as "other"."""
+    """Count a reason. After `REASON_LIMIT` distinct reasons, all further reasons are counted as "other"."""
     counts[reason if reason in counts or len(counts) < REASON_LIMIT else "other"] += 1
 
 
@@ -296,7 +298,7 @@ def _check_ascending(ranks: tuple[int, ...], what: str = "donors") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Coordinator to every member: the restarted `rank` has received a member's state, and is now a member."""
+    """Coordinator to all members: the restarted `rank` has received a member's state, and is now a member."""
 
     rank: int
     incarnation: int

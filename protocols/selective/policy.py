@@ -1,17 +1,17 @@
 """Asynchronous selective averaging: the worst ranks adopt the average of the best ranks, and no rank waits for others.
 
 This module contains the policy that each member runs. :mod:`protocols.selective.member` is the member's state machine,
-and :mod:`protocols.selective.coordinator` is the coordinator's task. One round on a member:
+and :mod:`protocols.selective.coordinator` is the coordinator's task. A round on a member has these steps:
 
-1. Every ``average_every`` steps the member reports its metric and continues to train.
+1. Every ``average_every`` steps, the member reports its metric and continues to train.
 2. The coordinator may assign the member a role. A **donor** copies its weights inside its next ``step``. A **replacer**
    requests the donors' snapshots.
 3. When all donors have answered, the coordinator freezes the round: its donors no longer change. The replacer adds up
    the snapshots in rank order.
 4. The replacer's next ``step`` applies the average and notifies the coordinator, which ends the round.
 
-Invariants: weights are changed and copied only inside ``step``. A rank has one role at a time. A round that does not
-complete leaves the weights unchanged and reports the reason.
+Invariants: Weights are changed and copied only inside ``step``. A rank has one role at a time. A round that does not
+complete leaves the weights unchanged, and its reason is reported.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _Told = TypeVar("_Told", Assign, Frozen)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Membership:
-    """Bundles the objects that exist only while this rank is a member of an open policy."""
+    """The objects that exist only while this rank is a member of an open policy."""
 
     channels: MemberChannels
     states: StateTransfer
@@ -102,20 +102,20 @@ class AsyncSelectiveAveragingPolicy(Ported):
                 loss = train_step(model, optimizer, batch)
                 info = await policy.step(loss=loss)
 
-    A restarted rank (``world.incarnation`` > 0) enters the running policy with the same code: between two rounds it
+    A restarted rank (``world.incarnation`` > 0) joins the running policy with the same code. Between two rounds, it
     receives the weights, optimizer state and iteration of a healthy member. That member copies its optimizer's state in
-    the same step as its weights. With Adam, these copies are three times the model's size. If several policies of this
-    class are open on the same ranks, give each a ``name``; otherwise a restarted rank raises DisagreementError.
+    the same step as its weights. With Adam, these copies take three times the model's size. If several policies of this
+    class are open on the same ranks, give each a ``name``. Otherwise a restarted rank raises DisagreementError.
 
     Args:
-        model: Model to train; see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and bool
-            entries (such as BatchNorm's counter) are copied from the best donor.
+        model: Model to train; see :class:`SpawnPolicy`. Its floating and complex entries are averaged. Its integer and
+            bool entries (such as BatchNorm's counter) are copied from the best donor.
         optimizer: Optimizer of the model. It keeps its state when weights are averaged, unless
             ``optimizer_state="reset"``.
         average_every, metric, options: The options below.
 
     Raises:
-        TypeError, ValueError: An option, the model or the optimizer has a wrong type or value.
+        TypeError, ValueError: An option, the model or the optimizer has the wrong type or an invalid value.
     """
 
     admits_restarted = True
@@ -151,11 +151,11 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._resources = RoleResources.of(self._flat, self._own, timing, self._events, self)
         self._member = RoundMember()
         self._island: Island | None = None
-        self._visits: Visits | None = None  # None without islands, and before the policy opens
+        self._visits: Visits | None = None  # None without islands or before the policy opens
         self._membership: Membership | None = None  # None before the policy opens
 
     def statistics(self) -> SelectiveStatistics:
-        """Return this member's counts so far; all are 0 until the policy has started."""
+        """Return this member's counts since its start. All are 0 until the policy has started."""
         member, buffers = self._member, self._resources.buffers
         counts = SelectiveStatistics(
             iteration=self.iteration,
@@ -227,7 +227,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return await super().__aenter__()
 
     def _choose_members(self) -> tuple[int, ...]:
-        """Return the ranks of this rank's island. Raise ValueError if the islands cannot be formed as requested."""
+        """Return the ranks of this rank's island. Raise ValueError if the requested islands cannot be formed."""
         population = range(self._world.size) if self._group is self._world.group else self._group.ranks
         self._island = self._islands.island_of(self._world.rank, population, self._services.hosts)
         return self._group.ranks if self._island is None else self._island.ranks
@@ -257,16 +257,16 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._open_at_start(scopes, meeting.leader, lost_members(self._world, self._members, meeting))
 
     def _open_at_start(self, scopes: PolicyScopes, coordinator: int, replaced: Sequence[int]) -> None:
-        """Open a policy that starts on all members together. ``replaced`` contains the lost or restarted members."""
+        """Open a policy that starts on all members together. ``replaced`` are the lost or restarted members."""
         self._open(scopes, coordinator, replaced=replaced)
 
     def _open(
         self, scopes: PolicyScopes, coordinator: int, epoch: int | None = None, replaced: Sequence[int] = ()
     ) -> Leadership:
-        """Open the policy's channels, start this rank's tasks, and return its view of the coordinator.
+        """Open the policy's channels, start this rank's tasks, and return the object that tracks the coordinator.
 
         Args:
-            epoch: Epoch of the coordinator, if this rank waits for admission to a running policy.
+            epoch: Epoch of the coordinator, if this rank waits for admission to a running policy; otherwise None.
             replaced: Members that were lost before the start was agreed on, or were restarted since.
         """
         services, members = self._services, self._members
@@ -306,7 +306,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return StateTransfer(self._services, scope)
 
     def _open_migration(self, scopes: PolicyScopes, succession: Succession) -> Migration | None:
-        """Return the object that exchanges donors with other islands; None without islands."""
+        """Return the object that exchanges donors with other islands, or None without islands."""
         if self._island is None:
             return None
         self._visits = Visits(self._services, self._island, self._member, self._resources)
@@ -333,9 +333,9 @@ class AsyncSelectiveAveragingPolicy(Ported):
     # -- joining a running policy -----------------------------------------------------------------------------------
 
     async def _join(self) -> None:
-        """Receive a member's whole state, and join the policy that is running on the other ranks."""
+        """Receive a member's whole state, and join the policy that runs on the other ranks."""
         self._own.begin()
-        # Until it is admitted, other ranks must not count this rank as a member.
+        # Other ranks must not count this rank as a member before it is admitted.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
         Leadership.listen(self._services)
         values = self._agreed_values()
@@ -374,7 +374,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return {"optimizer": named_state(self.model, self.optimizer), "policy": self.state_dict()}
 
     def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
-        """Load another member's optimizer and policy state, and return its iteration."""
+        """Load another member's optimizer and policy state, and return the iteration in that state."""
         load_named(self.model, self.optimizer, parts["optimizer"])
         self._restore(parts["policy"])
         return self.iteration
@@ -440,14 +440,14 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return info
 
     def _act(self) -> StepInfo:
-        """Take a snapshot or apply an average if this is due, and return the result of the step."""
+        """Take a snapshot or apply an average if one is due, and return the result of the step."""
         info = self._opened.roles.step(self.iteration)
         return info if self._visits is None else self._visits.located(info)
 
     # -- the coordinator's messages ---------------------------------------------------------------------------------
 
     def _narrowed(self, told: _Told, round: int) -> _Told:
-        """Return a message about a round with only those donors whose weights this rank takes: by default, all."""
+        """Return a message about a round, restricted to the donors whose weights this rank takes: by default, all."""
         del round
         return told
 
@@ -457,7 +457,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         known = self._members, () if self._island is None else self._island.population
         async for envelope in channels.control:
             if envelope.source != leadership.coordinator:
-                continue  # a late message from a former coordinator, whose loss was noticed first
+                continue  # a late message from a lost former coordinator
             match envelope.message:
                 case PackedAssign() as told if (assign := told.opened(own)) and assign.is_among(*known):
                     roles.take(self._narrowed(assign, envelope.round), envelope.round)

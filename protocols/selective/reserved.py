@@ -30,18 +30,18 @@ async def coordinate(
     Args:
         members: Ranks of the policy's group, in the group's order.
         world: World of the policy; the current world by default.
-        start_timeout_s: Seconds to wait at the start until the last member has arrived.
+        start_timeout_s: Seconds to wait at the start for the last member.
 
     Returns:
         The coordinator's counts.
 
     Raises:
-        TypeError, ValueError: ``members`` is not a list of ranks, is empty, contains a rank twice or contains this
-            rank; or the timeout is out of range.
+        TypeError, ValueError: ``members`` is not a list of distinct ranks, is empty or contains this rank; or the
+        timeout is out of range.
         StartTimeoutError: A member has not arrived in time.
         DisagreementError: The ranks have passed different arguments.
 
-    **Cancellation**: the members are notified and log a warning, and one of them takes over.
+    **Cancellation**: The members are notified and log a warning, and one of them takes over.
     """
     world = world or current_world()
     _check_members(members, world)

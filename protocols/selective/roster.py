@@ -1,4 +1,4 @@
-"""The coordinator's list of members, with the number of live members and of members that have reported."""
+"""Lists a coordinator's members, and counts those that are live and those that have reported."""
 
 from collections.abc import Collection, Iterable, Mapping
 from decimal import ROUND_CEILING, Decimal
@@ -10,20 +10,20 @@ from asyncdist.protocols.selective.waiting import Pace, cadence_s, is_late
 class Roster:
     """Tracks a coordinator's members: which are live, which have reported, and how many reports the quorum needs.
 
-    The counts are updated incrementally, since there may be thousands of ranks.
+    Counts are updated incrementally, since there may be thousands of ranks.
 
     Args:
         quorum: Fraction of live members that must have reported.
         have_joined: Whether the initial members are known to take part.
 
     Attributes:
-        members: Records of all members by rank, including newcomers and members that are lost or have left.
+        members: Records of all members by rank, including newcomers, lost members and departed members.
         live_count: Number of live, admitted members.
         fresh_count: Number of live members that have reported since the last decision.
         quorum_count: Number of reports needed for a quorum of the live members.
 
     Raises:
-        ValueError: There are no ranks, or a rank occurs twice.
+        ValueError: There are no ranks, or a rank is listed twice.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class Roster:
         member.fresh = fresh
 
     def depart(self, member: Member) -> None:
-        """Mark a member or newcomer as no longer live, since it has left or is lost."""
+        """Mark a member or newcomer that has left or is lost as no longer live."""
         self.mark(member, fresh=False)
         member.live, member.report = False, None
         self._count_live(-1 if member.admitted else 0)
 
     def note_host(self, rank: int, host: int) -> None:
-        """Store the number of a rank's host; 0, for an unknown host, is ignored."""
+        """Store the number of a rank's host. Ignore 0, which means that the host is unknown."""
         if host:
             self._hosts[rank] = host
 
     def hosts_of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the host number of each rank; empty if a member's host is unknown. Each guest gets its own number."""
+        """Return the host number of each rank, or {} if a member's host is unknown. Each guest gets its own number."""
         if not self._hosts:
             return {}
         hosts = {rank: self._hosts.get(rank, 0) if rank in self.members else -1 - rank for rank in ranks}
@@ -107,7 +107,7 @@ class Roster:
     def slowest_pace(self, ranks: Iterable[int], now: float) -> Pace | None:
         """Return the longest step, shortest report interval and longest silence of these ranks.
 
-        None if the interval of a rank is unknown.
+        None if the report interval of any of them is unknown.
         """
         members = [self.members[rank] for rank in ranks]
         interval_s = min(
@@ -122,7 +122,8 @@ class Roster:
     def stragglers(self, slow: Collection[int], start: float, now: float) -> list[tuple[int, float | None]]:
         """Return the ranks in `slow` and the members that are late for a decision, each with its delay.
 
-        The delay is the number of seconds from `start` to the arrival of the report; None if it has not arrived.
+        The delay is the number of seconds from `start` to the arrival of the report, or None if the report has not
+        arrived.
         """
         if not slow and self.fresh_count == self.live_count:
             return []
@@ -138,7 +139,7 @@ class Roster:
         return tuple((rank, member.incarnation) for rank, member in self.members.items() if member.counts)
 
     def cadence_s(self) -> float:
-        """Return the median member's time between reports, in seconds."""
+        """Return the median of the members' times between reports, in seconds."""
         return cadence_s([member.interval_s for member in self.members.values() if member.live and member.admitted])
 
     def _count_live(self, more: int) -> None:

@@ -1,8 +1,8 @@
 """State machine of the coordinator in selective averaging: decides when to judge the members, and runs each round.
 
 `RoundCoordinator` turns events (a report, an answer, a departure, a deadline) into messages to send, without asyncio or
-a clock. Invariants, checked by assertions: rounds never overlap. A rank has one role in a round. Every live rank named
-in a round receives exactly one `End`. A round always has a deadline. Unexpected messages are ignored and counted.
+a clock. Assertions check these invariants: Rounds never overlap. A rank has one role in a round. Every live rank with a
+role in a round receives exactly one `End`. A round always has a deadline. Unexpected messages are ignored and counted.
 """
 
 import math
@@ -24,11 +24,11 @@ class RoundCoordinator:
     """State machine of the coordinator: turns reports, answers, departures and deadlines into messages to send.
 
     A message can cause a decision immediately, but only `on_time` checks deadlines. After a training step, the caller
-    first passes on all messages that have arrived and then calls `on_time`. No member is therefore considered late
+    first passes on all messages that have arrived, and then calls `on_time`. A member is therefore not considered late
     because the coordinator was busy. `now` is the time in seconds of any monotonic clock.
 
     Attributes:
-        migrants: Record of the member chosen to give weights to another island, and of donors from other islands.
+        migrants: Tracks the member chosen as a donor for another island, and the donors from other islands.
         trend: Detector of a best metric that becomes worse.
         blanks: Detector of decisions without a finite metric.
     """
@@ -43,17 +43,17 @@ class RoundCoordinator:
         may_join: Collection[int] | None = None,
         incarnations: Mapping[int, int] | None = None,
     ) -> None:
-        """Begin with all members live and no reports.
+        """Initialise with all members live and without reports.
 
         Args:
             members: Ranks of the policy that are known to take part.
-            stream_safe_points: Number of safe points that the sender and the receiver of one snapshot each need: chunks
-                per snapshot divided by chunks in flight, rounded up.
+            stream_safe_points: Number of safe points that sender and receiver of a snapshot each need: chunks per
+                snapshot divided by chunks in flight, rounded up.
             model_nbytes: Size of a snapshot in bytes, for the choice of `route="auto"`.
-            may_join: All ranks of the policy, if this coordinator replaces an earlier one; None for the first
-                coordinator. Ranks that the predecessor admitted may join, and a member gets no role before its `Joined`
-                has arrived.
-            incarnations: Number of restarts of each member's process; 0 for members that are not listed.
+            may_join: All ranks of the policy, if this coordinator replaces an earlier one. None for the first
+                coordinator. Ranks that the predecessor admitted may join. A member gets no role before its `Joined` has
+                arrived.
+            incarnations: Number of restarts of each member's process. Missing members have 0.
 
         Raises:
             ValueError: ``members`` is empty or contains a rank twice, or ``stream_safe_points`` is below 1.
@@ -99,7 +99,7 @@ class RoundCoordinator:
             return self._on_strange_report(rank)
         self._note(("{:.6f} rank {} reports {} at iteration {}", (now, rank, value, iteration)))
         member.report_count += 1
-        # Compared inline: nearly all values are plausible, and a function call takes as long as ten comparisons.
+        # Inlined, because nearly all values are plausible, and a function call takes as long as ten comparisons.
         step_s = step_time_s if 0.0 < step_time_s <= BELIEVED_MAX_S else believed_s(step_time_s)
         member.hear(step_s, interval_s if 0.0 < interval_s <= BELIEVED_MAX_S else believed_s(interval_s), now)
         if not math.isfinite(value):
@@ -112,7 +112,7 @@ class RoundCoordinator:
             self._ignore("Report from before the average was applied")
             return ()
         member.report = as_record((iteration, value, step_s, now))
-        if member.fresh:  # an earlier report of this member is already counted
+        if member.fresh:  # its earlier report is already counted
             return ()
         roster, patience = self.roster, self._patience
         member.fresh = True
@@ -121,14 +121,14 @@ class RoundCoordinator:
             patience.on_arrival(rank, now)
         if self._window_start is None:
             self._window_start = now
-        # Only two reports can cause a transition: the report that meets the quorum, and the last missing one.
+        # Only two reports can cause a transition: the report that reaches the quorum, and the last missing report.
         is_mere = roster.fresh_count < roster.quorum_count or patience.deadline is not None
         if is_mere and roster.fresh_count < roster.live_count and not self._newcomers:
             return ()
         return self._advance(now)
 
     def _on_strange_report(self, rank: int) -> tuple[Send, ...]:
-        if rank not in self._members and rank in self._may_join:  # admitted by an earlier coordinator
+        if rank not in self._members and rank in self._may_join:  # an earlier coordinator has admitted it
             return (Send(rank, 0, Rejoin()),)
         member = self._live(rank, "Report")
         if member is None or not member.admitted:
@@ -152,7 +152,7 @@ class RoundCoordinator:
             member.applied_iteration = max(joined.applied_iteration, member.applied_iteration or 0)
         if joined.judged_iteration >= 0:
             self._acted_at_iteration = max(joined.judged_iteration, self._acted_at_iteration or 0)
-        # The member may have missed admissions of restarted ranks.
+        # The member may have missed messages about admissions of restarted ranks.
         told = tuple(Send(rank, 0, Admitted(*known)) for known in self.roster.taking_part() if known[1])
         if joined.iteration < 0:
             return told
@@ -164,13 +164,13 @@ class RoundCoordinator:
         return self.roster.taking_part()
 
     def on_newcomer(self, rank: int, incarnation: int, now: float) -> tuple[Send, ...]:
-        """Handle an admission request from a restarted rank, which repeats it, since answers can be lost."""
+        """Handle an admission request from a restarted rank. Requests are repeated, because answers can be lost."""
         member = self._members.get(rank)
         if member is not None and member.live and member.admitted:
-            member.incarnation = incarnation  # admitted by an earlier coordinator, whose message was lost
+            member.incarnation = incarnation  # an earlier coordinator has admitted it, but its message was lost
             return (Send(rank, 0, Admitted(rank, incarnation)),)
         if member is not None and (member.live or (member.admitted and member.incarnation == incarnation)):
-            return ()  # a repeated request, or an old request of a rank that was admitted and has left
+            return ()  # a repeated request, or an old one of an admitted rank that has left
         self._tell("{:.6f} rank {} asks to be admitted", now, rank)
         self.roster.add_newcomer(rank, incarnation)
         self._newcomers.add(rank)
@@ -179,7 +179,7 @@ class RoundCoordinator:
     def on_ready(
         self, rank: int, round: int, iteration: int, now: float, *, state_safe_points: int = 0
     ) -> tuple[Send, ...]:
-        """Record that a donor's snapshot is available; freeze the round if it was the last donor."""
+        """Record that a donor's snapshot is available. Freeze the round if all other donors have answered."""
         state = self._round_of(rank, round, "Ready")
         if state is None:
             return ()
@@ -195,7 +195,7 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_decline(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
-        """Remove a rank that declines its role: a replacer at any time, a donor until the round is frozen."""
+        """Remove a rank that declines its role: a replacer at any time, a donor only until the round is frozen."""
         state = self._round_of(rank, round, "Decline")
         if state is None:
             return ()
@@ -209,9 +209,9 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_applied(self, rank: int, round: int, iteration: int, now: float) -> tuple[Send, ...]:
-        """Record that a replacer has applied its average, which voids its reports up to `iteration`.
+        """Record that a replacer has applied its average, which invalidates its reports up to `iteration`.
 
-        The reports are void even if the round has timed out, since the rank's weights have changed.
+        The reports are invalid even if the round has timed out, because the rank's weights have changed.
         """
         member = self._live(rank, "Applied")
         if member is None or not self._course.take_answer(rank, round):
@@ -239,7 +239,7 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_leave(self, rank: int, now: float) -> tuple[Send, ...]:
-        """Remove a member that has left. The member itself ends its streams in both directions."""
+        """Remove a member that has left. The member ends its own streams in both directions."""
         return self._depart(rank, "left", now)
 
     def on_lost(self, rank: int, now: float) -> tuple[Send, ...]:
@@ -247,7 +247,7 @@ class RoundCoordinator:
         return self._depart(rank, "was lost", now)
 
     def on_time(self, now: float) -> tuple[Send, ...]:
-        """Make the transitions whose deadlines have passed; the caller must first pass on all arrived messages."""
+        """Make the transitions whose deadlines have passed. The caller must first pass on all arrived messages."""
         return self._advance(now, timers=True)
 
     def on_stop(self) -> tuple[Send, ...]:
@@ -257,7 +257,7 @@ class RoundCoordinator:
     # ---------------------------------------------------------------- state
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `on_time` is due; None if only a message can cause a transition."""
+        """Return the time at which `on_time` is due, or None if only a message can cause a transition."""
         state = self._course.current
         return self._patience.deadline if state is None else state.deadline
 
@@ -271,7 +271,7 @@ class RoundCoordinator:
         return self._history.story()
 
     def statistics(self) -> CoordinatorStatistics:
-        """Return the counts of reports, decisions and rounds so far."""
+        """Return the counts of reports, decisions and rounds."""
         members = self.migrants.without_guests()
         return CoordinatorStatistics(
             reports={rank: member.report_count for rank, member in members.items()},
@@ -294,7 +294,7 @@ class RoundCoordinator:
     # ---------------------------------------------------------------- transitions
 
     def _advance(self, now: float, *, timers: bool = False) -> tuple[Send, ...]:
-        """Make all due transitions, and return the messages to send. Deadlines are only checked if `timers` is true."""
+        """Make all due transitions, and return the messages to send. Check deadlines only if `timers` is true."""
         sends: list[Send] = []
         self._watch_quorum(now)
         while self._transition(sends, now, timers):
@@ -306,7 +306,7 @@ class RoundCoordinator:
         return tuple(sends)
 
     def _transition(self, sends: list[Send], now: float, timers: bool) -> bool:
-        """Make the next due transition, and return whether any transition was due."""
+        """Make the next due transition. Return whether any transition was due."""
         state = self._course.current
         if state is None:
             is_due, is_near = self._decision_is_due(now, timers), self._patience.deadline is not None
@@ -331,7 +331,7 @@ class RoundCoordinator:
         return True
 
     def _watch_quorum(self, now: float) -> None:
-        """Start the grace period if the quorum is newly met; stop it if the quorum is no longer met."""
+        """Start the grace period if the quorum has been reached, and stop it if the quorum is no longer reached."""
         if not self.roster.live_count or self.roster.fresh_count < self.roster.quorum_count:
             self._patience.on_no_quorum()
         elif self._patience.deadline is None:
@@ -339,14 +339,14 @@ class RoundCoordinator:
             self._patience.on_quorum(self.roster.paces_of_others(now), self.roster.cadence_s(), now - start, now)
 
     def _decision_is_due(self, now: float, timers: bool) -> bool:
-        """Return whether all live members have reported, or the quorum is met and the grace period has ended."""
+        """Return whether all live members have reported, or the quorum is reached and the grace period has ended."""
         deadline = self._patience.deadline
         return deadline is not None and (
             self.roster.fresh_count == self.roster.live_count or (timers and now >= deadline)
         )
 
     def _judge(self, sends: list[Send], now: float) -> None:
-        """Make a decision from the newest reports, and start a round if the decision names ranks to replace."""
+        """Make a decision from the newest reports, and start a round if any ranks are to be replaced."""
         self._decision_count += 1
         start = now if self._window_start is None else self._window_start
         usable = self.roster.reported_since(now - self._rules.max_report_age_s)
@@ -373,8 +373,9 @@ class RoundCoordinator:
     def _next_numbers(self) -> range:
         """Return the numbers of the rounds since the last decision.
 
-        They follow from the reported iterations, so that they continue under the next coordinator and after a resume.
-        A new coordinator begins with the first report that it has heard of the member with the most reports.
+        The numbers are computed from the reported iterations, so that they continue under the next coordinator and
+        after a resume. A new coordinator begins with the number of the first report that it received from the member
+        with the most reports.
         """
         number = (self._largest_iteration + 1) // self._rules.round_iterations
         last = self._last_number
@@ -384,7 +385,7 @@ class RoundCoordinator:
         return range(last + 1, self._last_number + 1)
 
     def _is_cooling_down(self) -> bool:
-        """Return whether too few iterations of the fastest member have passed since the last round."""
+        """Return whether the fastest member has made too few iterations since the last round."""
         if self._rules.threshold is None or self._acted_at_iteration is None:
             return False
         return self._largest_iteration - self._acted_at_iteration < self._rules.cooldown
@@ -411,7 +412,7 @@ class RoundCoordinator:
         self._tell("{:.6f} rank {} is admitted", now, rank)
         self.roster.admit(member)
         self._newcomers.remove(rank)
-        # Members that have not joined may have left already; they are notified when they join.
+        # Members that have not joined may already have left. They are notified when they join.
         dests = [dest for dest, other in self._members.items() if other.live and (other.joined or not other.admitted)]
         return tuple(Send(dest, 0, Admitted(rank, member.incarnation)) for dest in dests)
 

@@ -1,7 +1,7 @@
 """Decides which ranks are donors and replacers in selective averaging, and on which route the snapshots are sent.
 
-The functions are pure. `protocols.selective.rounds` decides when to judge the members, and `protocols.ranking` defines
-the order of the ranks and the number of replaced ranks.
+The functions are pure. `protocols.selective.rounds` decides when to judge the members. `protocols.ranking` defines the
+order of the ranks and the number of replaced ranks.
 """
 
 import math
@@ -21,19 +21,20 @@ from asyncdist.protocols.ranking import (
 )
 from asyncdist.protocols.selective.sub_populations import parents_of
 
-#: Route on which the donors' snapshots reach the replacers; `reducers_of` explains the routes.
+#: Route on which the donors' snapshots are sent to the replacers. `reducers_of` explains the routes.
 Route: TypeAlias = Literal["auto", "direct", "sharded"]
 _ROUNDS: Final = "stragglers and rounds"
-#: `"auto"` chooses the sharded route, which takes a step longer, if the busiest rank saves at least this many bytes.
+# : `"auto"` chooses the sharded route, which takes an additional step, if the busiest rank saves this many bytes or
+# more.
 _SHARDED_SAVING_NBYTES: Final = 64 << 20
 _SHARDED_COUNT_MIN: Final = 4
 #: `"auto"` also chooses the sharded route if this reduces the total number of streams by at least this number.
 _SHARDED_SAVING_STREAMS: Final = 128
 #: Fixed cost of one stream, expressed as a number of bytes.
 _STREAM_NBYTES: Final = 64 << 10
-#: Replacers on a host share parts, which takes a step longer, if the host saves at least this many bytes.
+#: Replacers on a host share parts, which takes an additional step, if the host saves at least this many bytes.
 SHARED_NBYTES_MIN: Final = 1 << 20
-#: Maximum number of models that a rank may send or receive if only the ranks of one host are reducers.
+#: Maximum number of models that a rank may send or receive if all reducers are on one host.
 _MODELS_MAX: Final = 2
 _NO_GUESTS: Final[Mapping[int, float]] = {}
 _NO_NUMBERS: Final = range(0)
@@ -41,7 +42,7 @@ _NO_NUMBERS: Final = range(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveRules(JudgingRules):
-    """Options of selective averaging that the coordinator's decisions depend on.
+    """Options of selective averaging that determine the coordinator's decisions.
 
     Raises:
         ValueError: An option has the wrong type or is out of range.
@@ -91,12 +92,13 @@ class SelectiveRules(JudgingRules):
         default="auto",
         group=_ROUNDS,
     )
-    #: Number of decisions after which an island sends its next emigrant (a donor for another island); 0: no islands.
+    # : Number of decisions after which an island sends its next emigrant (a donor for another island), or 0 without
+    # islands.
     migrate_every: int = 0
-    #: Whether each replacer copies one of as many donors as there are replacers, instead of taking a common average.
-    #: Then `averaging_strategy` is "best_only", and at most half of the participants are replaced.
+    # : Whether each replacer copies one of as many donors as there are replacers, instead of taking a common average.
+    # If so, `averaging_strategy` is "best_only", and at most half of the participants are replaced.
     copies_one: bool = False
-    #: Number of rounds after which each sub-population evolves, and the ranks of each; empty if there are none.
+    #: Number of rounds after which each sub-population evolves, and the ranks of each. Empty without sub-populations.
     periods: tuple[int, ...] = ()
     sub_populations: tuple[tuple[int, ...], ...] = ()
     #: Number of iterations that count as one round of `periods`.
@@ -105,15 +107,16 @@ class SelectiveRules(JudgingRules):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Donors and replacers that the coordinator has chosen from one set of metrics.
+    """Donors and replacers that the coordinator has chosen based on one set of metrics.
 
     Attributes:
-        donors: Ranks whose weights are averaged, ascending; empty for `reset_weights`.
-        replacers: Ranks that receive new weights, ascending; at least one. A replacer is never a donor.
+        donors: Ranks whose weights are averaged, in ascending order. Empty for `reset_weights`.
+        replacers: One or more ranks that receive new weights, in ascending order. None of them is a donor.
         weights: Unnormalised positive weight of each donor.
-        best: Donor with the best metric, whose integer and bool entries are copied; -1 without donors.
+        best: Donor with the best metric, whose integer and bool entries are copied, or -1 without donors.
         guests: Donors from other islands.
-        parents: Donor that each replacer copies, in the order of the replacers; empty if the donors are for all.
+        parents: Donor that each replacer copies, in the order of the replacers. Empty if all donors are for all
+            replacers.
     """
 
     donors: tuple[int, ...]
@@ -133,14 +136,14 @@ class Decision:
 def averaging_weights(
     metrics: Mapping[int, float], donors: Sequence[int], *, averaging_strategy: str, metric_mode: str = "max"
 ) -> tuple[float, ...]:
-    """Return one unnormalised weight per donor; all are >= 0, with a positive finite sum.
+    """Return one unnormalised weight per donor. All are >= 0, with a positive finite sum.
 
     The receiver divides by their sum. With `weighted_mean`, a donor's weight is the difference between its metric and
     the worst finite metric of all participants, including the replaced ranks. If all differences are 0, all weights are
     1. Weights that could overflow float32 are scaled by a power of two, which does not change their ratios.
 
     Args:
-        averaging_strategy: One of `STRATEGIES`. Every strategy except `weighted_mean` weighs all donors equally.
+        averaging_strategy: One of `STRATEGIES`. All strategies except `weighted_mean` give all donors the same weight.
     """
     even = (1.0,) * len(donors)
     if averaging_strategy != "weighted_mean":
@@ -166,13 +169,13 @@ def decide(
     *,
     numbers: range = _NO_NUMBERS,
 ) -> Decision | None:
-    """Return the donors and replacers for one set of metrics; None if no rank is to be replaced.
+    """Return the donors and replacers for one set of metrics, or None if no rank is to be replaced.
 
-    Donors with weight 0 are left out; the best donor's weight is never 0. With `reset_weights`, ranks are replaced even
-    if no metric is finite, since no donor is needed.
+    Donors with weight 0 are omitted. The best donor's weight is never 0. With `reset_weights`, ranks are replaced even
+    if no metric is finite, because no donor is needed.
 
     Args:
-        rules: Options of the policy. The cooldown is ignored, since the caller applies it.
+        rules: Options of the policy. The caller must apply the cooldown.
         guests: Metric of each available rank of another island. These ranks are never replaced. A guest that is better
             than all replaced ranks becomes an additional donor.
         numbers: Numbers of the rounds since the previous decision, if there are sub-populations.
@@ -211,7 +214,7 @@ def decide(
 
 
 def _decide_apart(metrics: Mapping[int, float], rules: SelectiveRules, numbers: range) -> Decision | None:
-    """Return the donors and replacers of the sub-populations that evolve in a decision; None if there are none."""
+    """Return the donors and replacers of the sub-populations that evolve in a decision, or None without any."""
     parents = parents_of(
         metrics,
         rules.sub_populations,
@@ -231,7 +234,7 @@ def _decide_apart(metrics: Mapping[int, float], rules: SelectiveRules, numbers: 
 def _with_guests(
     candidates: Sequence[int], metrics: Mapping[int, float], guests: Mapping[int, float], bar: int, metric_mode: str
 ) -> tuple[list[int], Mapping[int, float]]:
-    """Return the donors, including guests, that are better than rank `bar`; and the metrics of members and such guests.
+    """Return the members and guests that are better than rank `bar`, and the metrics of all members and these guests.
 
     The donors are sorted from worst to best. `bar` is the best of the replaced ranks.
     """
@@ -244,22 +247,22 @@ def _with_guests(
 def reducers_of(
     decision: Decision, route: str, model_nbytes: int, turn: int = 0, hosts: Mapping[int, int] | None = None
 ) -> tuple[int, ...]:
-    """Return the reducers, the ranks that each add up one part of the donors' snapshots; empty for the direct route.
+    """Return the reducers: the ranks that each add up one part of the donors' snapshots. Empty for the direct route.
 
     On the direct route, each of D donors sends its model to each of R replacers, so the busiest rank transfers max(D,
     R) models. On the sharded route, a donor sends one part to each reducer, and each reducer sends the mean of its part
-    to each replacer: D + R - 1 models in total. The larger of the two groups adds up the parts, so that the busiest
-    rank transfers 1 + (min(D, R) - 1) / max(D, R) models, less than two. Donors from other islands never reduce. If the
-    hosts are known, only the ranks of one host reduce if this lowers the load of the busiest host's network and no rank
+    to each replacer: D + R - 1 models in total. The larger of the two groups adds up the parts. The busiest rank then
+    transfers 1 + (min(D, R) - 1) / max(D, R) models, less than two. Donors from other islands are never reducers. If
+    the hosts are known, all reducers are on one host if this lowers the load of the busiest host's network and no rank
     transfers more than two models.
 
-    For a small model, `"auto"` uses fewer reducers, which alternate from round to round, since very small parts cost
+    For a small model, `"auto"` uses fewer reducers, which alternate from round to round, because very small parts cost
     more messages than they save. A single reducer needs D + R streams instead of D x R.
 
     Args:
         route: One of `Route`. `"auto"` chooses the sharded route if it saves many bytes on the busiest rank or on the
             busiest host's network, or many streams in total.
-        hosts: Number of each rank's host; None or empty if a host is unknown.
+        hosts: Number of each rank's host. None or empty if a host is unknown.
     """
     donors, replacers = decision.donors, decision.replacers
     own = tuple(rank for rank in donors if rank not in decision.guests)
@@ -288,13 +291,13 @@ def sources_of(
 ) -> dict[int, tuple[int, ...]]:
     """Return, for each replacer, the rank from which it requests the mean of each part.
 
-    Replacers that request all parts from the reducers have no entry. Several replacers on one host share the parts from
-    other hosts: one of them fetches a part for all, so that the part crosses the network once. The parts are divided
-    evenly among these replacers.
+    A replacer that requests all parts from the reducers has no entry. Several replacers on one host share the parts
+    from other hosts: one of them fetches a part for all, so that the part is sent between hosts only once. The parts
+    are divided evenly among these replacers.
 
     Args:
-        reducers: Ranks that each add up one part; empty on the direct route.
-        hosts: Number of each rank's host; empty if a host is unknown.
+        reducers: Ranks that each add up one part. Empty on the direct route.
+        hosts: Number of each rank's host. Empty if a host is unknown.
     """
     if not reducers or not hosts:
         return {}
@@ -312,7 +315,7 @@ def sources_of(
 
 
 def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
-    """Return the number of models that the busiest host sends or receives on the direct route, the larger of both."""
+    """Return the number of models that the busiest host sends or receives (the larger number) on the direct route."""
     donors, replacers = (Counter(hosts[rank] for rank in ranks) for ranks in (decision.donors, decision.replacers))
     return max(
         max(replacers[host] * (donors.total() - donors[host]), donors[host] * (replacers.total() - replacers[host]))
@@ -323,7 +326,7 @@ def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
 def _sharded_network_load(
     reducers: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
 ) -> float:
-    """Return the number of models that the busiest host sends or receives on the sharded route, the larger of both."""
+    """Return the number of models that the busiest host sends or receives (the larger number) on the sharded route."""
     are_shared = bool(sources_of(decision, reducers, model_nbytes, hosts))
     replacers_ = {hosts[rank]: rank for rank in decision.replacers}.values() if are_shared else decision.replacers
     groups = decision.donors, replacers_, reducers
@@ -340,7 +343,7 @@ def _sharded_network_load(
 def _least_load(
     candidates: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
 ) -> tuple[int, ...]:
-    """Return the reducers with the least load on the busiest host's network: all candidates, or one host's."""
+    """Return all candidates, or those on one host, whichever choice of reducers gives the busiest network less load."""
     by_host: dict[int, list[int]] = {}
     for rank in candidates:
         by_host.setdefault(hosts[rank], []).append(rank)

@@ -14,15 +14,14 @@ from asyncdist.wording import size_in_words
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """Records that a live member was late for a decision, or was given no role because its steps are too slow.
+    """Records that a live member was late for a decision, or got no role because its steps are too slow.
 
-    A member is not late if less than the usual time between reports has passed since its last report.
+    A member is not late while less than the usual time between reports has passed since its last report.
 
     Attributes:
-        decision: Number of the decision, from 1; not every decision starts a round.
+        decision: Number of the decision, from 1. Not every decision starts a round.
         rank: Rank of the member.
-        offset_s: Seconds from the decision's first report to the member's report; None until the member's report
-            arrives.
+        offset_s: Seconds from the decision's first report to the member's report, or None until that report arrives.
     """
 
     decision: int
@@ -32,7 +31,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Records that a round continued without one of its donors, and why."""
+    """Records that a round continued without one of its donors, with the reason."""
 
     round: int
     rank: int
@@ -41,7 +40,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorStatistics:
-    """Counts of a coordinator's reports, decisions and rounds so far. The mappings are copies.
+    """Counts of a coordinator's reports, decisions and rounds. The mappings are copies.
 
     In ended rounds, each replacer has applied its average in time, abandoned it, declined or was overdue. An average
     that is applied after its round's timeout is counted in `applied` and, as a late message, in `ignored`.
@@ -49,16 +48,16 @@ class CoordinatorStatistics:
     Attributes:
         reports: Number of reports received, by rank.
         nonfinite_report_count: Number of reports whose metric was NaN or infinite.
-        decision_count: Number of times the reports were judged, with or without a round.
+        decision_count: Number of times that the reports were judged, with or without a round.
         rounds_decided: Number of rounds started.
-        rounds_ended: Number of rounds ended; at most one less than the number started.
+        rounds_ended: Number of rounds ended, at most one less than the number started.
         routes: Number of rounds with donors, by the route of their snapshots: `"direct"` or `"sharded"`.
         applied: Number of averages applied, by rank.
         abandoned: Number of replacers that abandoned a round, left or were lost, by reason.
         declines: Number of declined roles, by rank.
         overdue_count: Number of replacers that had not answered when their round timed out.
         left_out: Latest donors that were left out of a round.
-        stragglers: Latest members that a decision or a round did not wait for.
+        stragglers: Latest members for which a decision or a round did not wait.
         ignored: Number of ignored messages, by reason.
         emigrant_count: Number of times that a member was chosen to send its weights to another island.
         guests: Latest donors from other islands, as pairs of the round and the rank.
@@ -91,10 +90,11 @@ class History:
 
     Attributes:
         left_out: Donors that were left out of a round.
-        stragglers: Members that a decision did not wait for, each with the arrival time of the decision's first report.
+        stragglers: Members for which a decision did not wait, each with the arrival time of the decision's first
+            report.
         ignored: Number of late or unexpected messages, by kind.
         guests: Donors from other islands, as pairs of the round and the rank.
-        note: Faster form of :meth:`tell`, whose only argument is a tuple of template and values.
+        note: Faster form of :meth:`tell`. Its only argument is a tuple of the template and its values.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class History:
         self.note = self._story.append
 
     def tell(self, words: str, *facts: object) -> None:
-        """Record an event as a format string and its values, which :meth:`story` formats if it is called."""
+        """Record an event as a format string and its values. :meth:`story` formats them only if it is called."""
         self._story.append((words, facts))
 
     def story(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ class History:
         return "\n  ".join((fact, "the latest events:", *self.story()))
 
     def ignore(self, what: str) -> None:
-        """Count a message that was ignored; ``what`` is its kind and the reason."""
+        """Count an ignored message. ``what`` is its kind and the reason."""
         self.ignored[what] += 1
 
     def note_abandoned(self, reason: str) -> None:
@@ -127,7 +127,7 @@ class History:
         count_reason(self.abandoned, reason)
 
     def note_stragglers(self, decision: int, late: Iterable[tuple[int, float | None]], start: float) -> None:
-        """Record the members that a decision or its round did not wait for.
+        """Record the members for which a decision or its round did not wait.
 
         Args:
             late: Rank and delay in seconds of each of these members.
@@ -144,7 +144,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveStatistics:
-    """Counts of one member's reports, roles and transferred bytes so far.
+    """Counts of one member's reports, roles and transferred bytes.
 
     Attributes:
         iteration: Number of steps.
@@ -155,7 +155,7 @@ class SelectiveStatistics:
         abandoned: Number of rounds abandoned as a replacer, by reason.
         declined: Number of declined roles, by reason.
         unapplied_count: Number of complete averages that were discarded because the policy or the round ended first.
-        last_round: Number of the newest round that named this rank.
+        last_round: Number of the newest round in which this rank had a role.
         reduction_count: Number of parts that this rank has added up for the replacers of sharded rounds.
         reasked_count: Number of parts that this rank, as a replacer, has requested from the donors because the reducer
             had failed.
@@ -163,10 +163,10 @@ class SelectiveStatistics:
         received_nbytes: Number of bytes received as a replacer or reducer, including abandoned rounds.
         read_nbytes: Number of received bytes that were read directly from the memory of donors on this host.
         epoch: Epoch of the coordinator: 0 for the first coordinator, and larger for each successor.
-        coordinator_rank: Rank of the coordinator known to this rank; None before the start, or if the coordinator is
-            lost or has stopped.
-        coordinator: Statistics of this rank as a coordinator; None if it has never coordinated.
-        island: Number of this rank's island, from 0; None without islands.
+        coordinator_rank: Rank of the coordinator as far as known to this rank. None before the start, and if the
+            coordinator is lost or has stopped.
+        coordinator: Statistics of this rank as a coordinator, or None if it has never coordinated.
+        island: Number of this rank's island, from 0, or None without islands.
         migration_count: Number of snapshots that this rank has sent to rounds of other islands.
         title: Name of the policy and of this rank; "" if unknown.
     """
@@ -210,7 +210,7 @@ class SelectiveStatistics:
         return format_table(self.title, rows)
 
     def _shown(self, name: str) -> object:
-        """Return a count formatted for the table; a false value if the table must omit it."""
+        """Return a count formatted for the table, or a false value if the table must omit it."""
         value = getattr(self, name)
         if name == "island":
             return None if value is None else str(value)

@@ -1,13 +1,13 @@
-"""Chooses who copies whom in a population whose sub-populations change at different intervals (MF-PBT).
+"""Chooses which ranks copy which in a population whose sub-populations change at different intervals (MF-PBT).
 
-The rules are those of Doulazmi et al. (2506.03225). In a decision in which a sub-population evolves:
+The rules are from Doulazmi et al. (2506.03225). In a decision in which a sub-population evolves:
 
 - Its worst quantile copies its best quantile, each in the order of the metric.
-- Its quantile above the worst is compared with all ranks of the other sub-populations. In turn, each rank copies the
-  best rank that is left, a *migrant*, if the migrant is better.
+- Its second-worst quantile is compared with all ranks of the other sub-populations. In turn, each rank copies the best
+  remaining one of them, a *migrant*, if the migrant is better.
 
-A rank has at most one role in a round. Unlike in the paper, a rank that is replaced is therefore not copied, and a rank
-that is copied is not replaced.
+A rank has at most one role in a round. Unlike in the paper, a replaced rank is therefore not copied, and a copied rank
+is not replaced.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def parents_of(
         metrics: Metric of each participant.
         sub_populations: Ranks of each sub-population.
         periods: Number of rounds after which each sub-population evolves.
-        numbers: Numbers of the rounds since the previous decision: one for each report of the fastest rank. A
+        numbers: Numbers of the rounds since the previous decision, one for each report of the fastest rank. A
             sub-population evolves if one of them is a multiple of its period.
-        quantile: Share of a sub-population's participants that is replaced by its best ranks, and share that may copy
-            migrants; at most 0.5.
+        quantile: Fraction of a sub-population's participants that copies its best ranks, and fraction that may copy
+            migrants. At most 0.5.
     """
     best_first = list(reversed(order_worst_first(metrics, metric_mode)))
     before, last = numbers.start - 1, numbers.stop - 1

@@ -1,15 +1,15 @@
 """Decides which rank coordinates a policy when its coordinator is lost, has stopped, or does not answer.
 
-All ranks know the same order of succession. When a rank notices that the coordinator is lost or has stopped, the first
-rank in that order becomes coordinator. If that rank has not noticed the loss, it is nominated. Each new coordinator
-opens an *epoch*. No two ranks open the same epoch, and each rank follows the largest epoch that it knows, so that all
-ranks end up with one coordinator even if several take over at the same time. (An epoch corresponds to a term of Raft,
-Ongaro and Ousterhout
-2014. No vote is needed, since no decision must outlive its coordinator.)
+All ranks have the same order of succession. When a rank detects that the coordinator is lost or has stopped, the first
+rank in that order becomes coordinator. If that rank has not detected the loss itself, the detecting rank nominates it.
+Each new coordinator opens an *epoch*. No two ranks open the same epoch, and each rank follows the largest epoch that it
+knows. All ranks therefore end up with one coordinator, even if several take over at the same time. (An epoch
+corresponds to a term of Raft, Ongaro and Ousterhout 2014. No vote is needed, because no decision must outlive its
+coordinator.)
 
 `Watch` detects that the coordinator does not respond, although its rank is not reported as lost. The first members of
-the succession ask for an answer in each report, and one of them takes over if answers are missing or too late. This is
-an adaptive failure detector (Hayashibara et al. 2004), with missed rounds instead of a probability.
+the succession ask for an answer in each report. One of them takes over if answers are missing or too late. This is an
+adaptive failure detector (Hayashibara et al. 2004) that uses missed rounds instead of a probability.
 """
 
 from collections import deque
@@ -22,21 +22,22 @@ from asyncdist.protocols.selective.waiting import NOISE_S
 
 #: Number of nominations of a rank, one per report of the nominating rank, before the next rank is nominated.
 NOMINATION_COUNT_MAX: Final = 3
-#: Number of members that ask the coordinator for answers. One is not enough, since it may be lost or slow as well.
+# : Number of members that ask the coordinator for answers. One would not suffice, because it may be lost or slow as
+# well.
 WATCHER_COUNT: Final = 3
 #: Number of reports, and of seconds, without an answer after which the first watching member takes over.
 MISSED_REPORT_COUNT: Final = 3
 SILENT_S: Final = 1.0
-#: An answer is late if it arrives after more than this many steps. If all ranks are equally fast, it takes two steps.
+#: An answer is late if it arrives after more than this many steps. Among equally fast ranks, it takes two steps.
 LATE_STEPS: Final = 3
-#: Number of messages from the coordinator that each round waits for: assignment, freeze and end.
+#: Number of the coordinator's messages that each round waits for: assignment, freeze and end.
 _ROUND_ANSWER_COUNT: Final = 3
 _RECENT_COUNT: Final = 8
-_LATE_COUNT: Final = 6  # number of late answers among the recent answers after which a member takes over
+_LATE_COUNT: Final = 6  # late answers, among the recent ones, after which a member takes over
 
 
 class Nominate(NamedTuple):
-    """Instruction: notify ``dest`` that it is next in the succession, because there is no coordinator."""
+    """Instruction: nominate ``dest`` as coordinator, because there is none and it is next in the succession."""
 
     dest: int
 
@@ -65,15 +66,15 @@ Steps: TypeAlias = tuple[Step, ...]
 
 
 class Succession:
-    """State machine of one rank: tracks the coordinator and decides which rank takes over from it.
+    """State machine of one rank, which tracks the coordinator and decides which rank takes over.
 
     Args:
-        order: Ranks that may take over, in order; they include this rank, unless it is a reserved coordinator.
+        order: Ranks that may take over, in order. They include this rank, unless it is a reserved coordinator.
         coordinator: Rank that coordinates in epoch 0.
 
     Attributes:
         epoch: Largest epoch known to this rank.
-        coordinator: Coordinator of that epoch; None if it is lost or has stopped.
+        coordinator: Coordinator of that epoch, or None if it is lost or has stopped.
         is_newcomer: Whether this rank was restarted and has joined a running policy.
     """
 
@@ -85,12 +86,12 @@ class Succession:
         self._order = tuple(order)
         self._lost: set[int] = set()
         self._unavailable: set[int] = set()  # ranks that are lost, have left, or are not admitted yet
-        self._passed_over: set[int] = set()  # ranks that are skipped for now, because they did not answer nominations
+        self._passed_over: set[int] = set()  # ranks skipped for now, because they did not answer nominations
         self._nomination_count = 0
-        self._lost_claim: tuple[int, int] | None = None  # epoch and rank of the last coordinator that was lost
+        self._lost_claim: tuple[int, int] | None = None  # epoch and rank of the last claim by a lost coordinator
 
     def on_lost(self, rank: int) -> Steps:
-        """Record that a rank is lost, or has stopped coordinating; look for a new coordinator if there is none."""
+        """Record that a rank is lost or has stopped coordinating. Look for a new coordinator if there is none."""
         self._lost.add(rank)
         self._unavailable.add(rank)
         if rank == self.coordinator:
@@ -100,27 +101,30 @@ class Succession:
         return self._seek() if self.coordinator is None else ()
 
     def on_left(self, rank: int) -> Steps:
-        """Record that a rank has left the policy and cannot take over; if it coordinates, it continues to."""
+        """Record that a rank has left the policy and cannot take over. If it coordinates, it continues to do so."""
         self._unavailable.add(rank)
         return self._seek() if self.coordinator is None else ()
 
     def on_admitted(self, rank: int) -> None:
-        """Record that a restarted rank was admitted, and may take over."""
+        """Record that a restarted rank was admitted and may take over."""
         self._lost.discard(rank)
         self._unavailable.discard(rank)
 
     def begin_in(self, epoch: int) -> None:
-        """Initialise a restarted rank in ``epoch``; other ranks may take over only after :meth:`on_admitted`."""
+        """Initialise a restarted rank in ``epoch``. Other ranks may take over only after :meth:`on_admitted`."""
         self.epoch, self.is_newcomer = epoch, True
         self._unavailable.update(self._order)
         self._unavailable.add(self.rank)
 
     def leave(self) -> None:
-        """Never take over from now on, since this rank leaves the policy; if it coordinates, it continues to."""
+        """Never take over from now on, because this rank leaves the policy.
+
+        If it coordinates, it continues to do so.
+        """
         self._unavailable.add(self.rank)
 
     def on_cadence(self) -> Steps:
-        """Repeat the search for a coordinator, since a message may have been lost or the nominated rank may be busy."""
+        """Repeat the search for a coordinator. A message may have been lost, or the nominated rank may be busy."""
         if self.coordinator is not None:
             return ()
         self._nomination_count += 1
@@ -136,7 +140,7 @@ class Succession:
             return () if self.coordinator is None else (Inform(source),)
         if epoch == self.epoch or epoch > EPOCH_MAX:
             return ()
-        # this rank never knew the coordinator of this epoch, which has already stopped
+        # This rank never knew the coordinator of this epoch, which has already stopped.
         self.epoch, self.coordinator = epoch, None
         return self._seek()
 
@@ -150,13 +154,13 @@ class Succession:
         if epoch < self.epoch:
             return () if self.coordinator is None else (Inform(source),)
         if (epoch == self.epoch and self.coordinator is not None) or epoch > EPOCH_MAX or coordinator == self.rank:
-            return ()  # the claim is already known, or false, since no other rank can claim this rank's epoch
+            return ()  # the claim is known or false: no other rank can claim this rank's epochs
         if coordinator in self._lost:  # the coordinator was lost after it had claimed the epoch
             self.epoch = max(self.epoch, epoch)
             self.coordinator = None
             self._lost_claim = epoch, coordinator
             return self._seek()
-        # This rank saw the epoch's coordinator lost, so the claim counts only if a restarted process made it.
+        # If this rank has seen the epoch's coordinator lost, only a restarted process of it may make the claim.
         if epoch == self.epoch and (epoch, coordinator) != self._lost_claim:
             return ()
         self.epoch, self.coordinator = epoch, coordinator
@@ -164,11 +168,11 @@ class Succession:
         return (Follow(epoch, coordinator),)
 
     def is_available(self, rank: int) -> bool:
-        """Return whether a rank is a live member of the policy, as far as this rank knows."""
+        """Return whether, to this rank's knowledge, ``rank`` is a live member of the policy."""
         return rank not in self._unavailable
 
     def place(self, limit: int) -> int | None:
-        """Return this rank's position, from 0, among the ranks that can take over; None if it is >= ``limit``."""
+        """Return this rank's position, from 0, among the ranks that can take over, or None if it is >= ``limit``."""
         if self.rank == self.coordinator or self.rank in self._unavailable:
             return None
         able = (rank for rank in self._order if rank != self.coordinator and rank not in self._unavailable)
@@ -177,7 +181,7 @@ class Succession:
     # ---------------------------------------------------------------- helpers
 
     def _next(self) -> int | None:
-        """Return the next rank to take over; None if no known rank can take over."""
+        """Return the next rank to take over, or None if no known rank can."""
         for rank in self._order:
             if rank not in self._unavailable and (rank == self.rank or rank not in self._passed_over):
                 return rank
@@ -190,7 +194,10 @@ class Succession:
         return self._claim() if rank == self.rank else (Nominate(rank),)
 
     def _claim(self) -> Steps:
-        """Begin this rank's next epoch as coordinator. Do nothing above ``EPOCH_MAX``: only forged epochs reach it."""
+        """Claim this rank's next epoch as coordinator.
+
+        Do nothing above ``EPOCH_MAX``, which only forged epochs reach.
+        """
         count, place = len(self._order), self._order.index(self.rank)
         epoch = self.epoch - (self.epoch - 1 - place) % count + count
         if epoch > EPOCH_MAX:
@@ -213,13 +220,13 @@ class Watch:
         self._late: deque[bool] = deque(maxlen=_RECENT_COUNT)
 
     def begin(self) -> None:
-        """Discard all observations, because another rank coordinates now."""
+        """Discard all observations, because another rank now coordinates."""
         self._asked_at = None
         self._late.clear()
 
     def on_report(self, step: int, interval_s: float, now: float) -> None:
         """Record that this rank sends a report that asks for an answer."""
-        usual_s = min(interval_s, self._interval_s)  # ignores a pause, which lengthens only one interval
+        usual_s = min(interval_s, self._interval_s)  # a pause lengthens only one of the two intervals
         self._interval_s = interval_s
         if self._asked_at is None:
             self._asked_at, self._asked_in = now, step
@@ -229,7 +236,7 @@ class Watch:
             self._silent_s += usual_s
 
     def on_answer(self, step: int, now: float) -> None:
-        """Record that the coordinator's answer to a report has arrived; ``step`` is this rank's current step."""
+        """Record that the coordinator has answered a report. ``step`` is this rank's current step."""
         if self._asked_at is None:
             return
         took_s, self._asked_at = now - self._asked_at, None
@@ -237,7 +244,7 @@ class Watch:
         self._late.append(is_long and _ROUND_ANSWER_COUNT * took_s > self._interval_s)
 
     def suspicion(self, place: int) -> str | None:
-        """Return the reason to take over, such as "has not answered for 2.1 s"; None to keep the coordinator."""
+        """Return the reason to take over, such as "has not answered for 2.1 s", or None to keep the coordinator."""
         is_silent = self._silent_s >= SILENT_S * (1 + place) and self._missed_count >= MISSED_REPORT_COUNT * (1 + place)
         if is_silent and self._asked_at is not None:
             return f"has not answered for {self._silent_s:.2g} s"

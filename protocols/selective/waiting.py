@@ -1,15 +1,15 @@
 """Decides how long a coordinator waits for reports, and which ranks would delay a round too much.
 
-The functions here are pure; `Patience` stores their inputs. The *cadence* is the median member's time between reports.
+The functions are pure. `Patience` stores their inputs. The *cadence* is the median of the members' times between
+reports.
 
 - **Grace.** Waiting for late reports delays nothing if the round still ends before the next reports arrive. After the
   quorum, the coordinator therefore waits at most ``max(0, cadence - quorum_time - round_time)``, and only for ranks
   whose report can be expected within that time. This is the adaptive grace window of Decoupled DiLoCo (eq. 3, ``gamma *
   max(0, tau * step - quorum_time - sync_time)``, with gamma 1). docs/grace.md compares it with other windows.
-- **Roles.** Rounds do not overlap, so a rank with long steps would delay every round in which it has a role. A cadence
-  is the usual time between two reports of a member. A round may take 1.25 cadences, or twice its time with the median
-  rank, at no cost. A slower rank gets a role only if its round's excess over this limit is at most a tenth of the time
-  since the last delayed round.
+- **Roles.** Rounds do not overlap, so a rank with long steps would delay every round in which it has a role. A round
+  may take 1.25 cadences, or twice its time with the median rank, at no cost. A slower rank gets a role only if its
+  round exceeds this limit by at most a tenth of the time since the last delayed round.
 """
 
 import math
@@ -19,27 +19,27 @@ from functools import partial
 from statistics import median_low
 from typing import Final, NamedTuple
 
-#: Time limit of a round: this many cadences or, if longer, this multiple of the duration with the median rank.
+#: Limit for a round: this many cadences or, if longer, this multiple of its duration with the median rank.
 FREE_CADENCES: Final = 1.25
 FREE_ROUNDS: Final = 2.0
-#: Differences in seconds below this limit are ignored, because busy hosts and coarse timers cause them.
+#: Shorter differences in seconds are ignored, because busy hosts and coarse timers cause them.
 NOISE_S: Final = 0.1
-#: Largest share of the total time by which slow ranks may delay rounds.
+#: Maximum fraction of the total time by which slow ranks may delay rounds.
 HELD_SHARE: Final = 0.1
 #: Upper limit for reported times, in seconds, so that every deadline is finite.
 BELIEVED_MAX_S: Final = 3600.0
-#: Number of steps that a role needs in addition to the steps of its streams: one to receive the role, one to complete
-#: it.
+# : Number of steps that a role needs in addition to the steps of its streams: one to receive the role, one to complete
+# it.
 _ROLE_STEP_COUNT: Final = 2
-_RECENT_ROUND_COUNT: Final = 9  # number of latest rounds whose median is the expected duration of a round
+_RECENT_ROUND_COUNT: Final = 9  # a round's expected duration is the median of this many rounds
 
 
 class Pace(NamedTuple):
-    """Step and report times of a member in seconds, as far as the coordinator knows them; 0 if unknown.
+    """Step and report times of a member in seconds, as far as the coordinator knows them. 0 if unknown.
 
     Attributes:
-        step_s: Duration of a step; the smaller value in the member's last two reports.
-        interval_s: Time between reports; the smaller of the member's last two intervals.
+        step_s: Duration of a step: the smaller value in the member's last two reports.
+        interval_s: Time between reports: the smaller of the member's last two intervals.
         silent_s: Time since the member's newest report.
     """
 
@@ -48,25 +48,25 @@ class Pace(NamedTuple):
     silent_s: float
 
 
-#: Creates a Pace from a tuple in half the time of Pace(...); each round creates one for each member.
+#: Creates a Pace from a tuple in half the time of Pace(...). Each round creates one for each member.
 as_pace: Final[Callable[[tuple[float, float, float]], Pace]] = partial(tuple.__new__, Pace)
 
 
 def believed_s(claimed_s: float) -> float:
-    """Return a reported time in seconds, at most `BELIEVED_MAX_S`; 0 if it is not a positive finite number."""
+    """Return a reported time in seconds, at most `BELIEVED_MAX_S`, or 0 if it is not a positive finite number."""
     if 0.0 < claimed_s <= BELIEVED_MAX_S:
         return claimed_s
     return BELIEVED_MAX_S if BELIEVED_MAX_S < claimed_s < math.inf else 0.0
 
 
 def cadence_s(intervals_s: Sequence[float]) -> float:
-    """Return the median of the members' times between reports, in seconds; 0 if no interval is known."""
+    """Return the median of the members' times between reports in seconds, or 0 if no interval is known."""
     known = [interval_s for interval_s in intervals_s if interval_s > 0]
     return median_low(known) if known else 0.0
 
 
 def grace_s(cadence_s: float, quorum_s: float, rounds_s: Sequence[float]) -> float:
-    """Return the seconds to wait for late reports after the quorum, without delaying a later round."""
+    """Return the seconds to wait for late reports after the quorum without delaying a later round."""
     return max(0.0, cadence_s - quorum_s - (median_low(rounds_s) if rounds_s else 0.0))
 
 
@@ -76,7 +76,7 @@ def is_expected(pace: Pace, cadence_s: float, within_s: float) -> bool:
 
 
 def is_late(pace: Pace, cadence_s: float) -> bool:
-    """Return whether a member that has not reported is a straggler, and not merely between two reports."""
+    """Return whether a member that has not reported is a straggler instead of merely between two reports."""
     return pace.silent_s > FREE_CADENCES * cadence_s
 
 
@@ -88,18 +88,18 @@ def hold_s(pace: Pace, stream_safe_points: int) -> float:
 
 
 def free_s(holds: Mapping[int, float], cadence_s: float) -> float:
-    """Return the seconds that a round may take without delaying another; `holds` are estimates of `hold_s` by rank."""
+    """Return the seconds that a round may take without delaying another. `holds` are `hold_s` estimates by rank."""
     return max(FREE_CADENCES * cadence_s, FREE_ROUNDS * median_low(holds.values())) if holds else 0.0
 
 
 def slow_ranks(holds: Mapping[int, float], allowed_s: float) -> frozenset[int]:
-    """Return the members whose estimate exceeds ``allowed_s``; empty if fewer than two other members remain."""
+    """Return the members whose estimate exceeds ``allowed_s``. Empty if fewer than two other members remain."""
     slow = frozenset(rank for rank, hold_s in holds.items() if hold_s > allowed_s)
     return slow if len(holds) - len(slow) >= 2 else frozenset()
 
 
 class Patience:
-    """Decides which late members a coordinator waits for, until when, and which members are too slow for a role.
+    """Decides for which late members a coordinator waits, how long, and which members are too slow for a role.
 
     Args:
         grace_s: Maximum wait in seconds, set by the user, both after the quorum and for a slow rank in a round. None to
@@ -107,7 +107,7 @@ class Patience:
         stream_safe_points: Number of safe points that the sender and the receiver of one snapshot each need.
 
     Attributes:
-        awaited: Members whose reports the decision still waits for after the quorum is met.
+        awaited: Members whose reports the decision still waits for after the quorum was reached.
     """
 
     def __init__(self, grace_s: float | None, stream_safe_points: int) -> None:
@@ -115,8 +115,8 @@ class Patience:
         self._tolerance_s = NOISE_S if grace_s is None else grace_s
         self._stream_safe_points = stream_safe_points
         self._rounds_s: deque[float] = deque(maxlen=_RECENT_ROUND_COUNT)
-        self._held_at = math.inf  # end of the last round with a slow rank, which may have delayed other ranks
-        self._holding: frozenset[int] = frozenset()  # slow ranks that may have a role in the next round and delay it
+        self._held_at = math.inf  # end of the last round that a slow rank may have delayed
+        self._holding: frozenset[int] = frozenset()  # slow ranks that may have a role in the next round
         self._first_quorum_at = math.inf
         self._complete_at: float | None = None  # time of the quorum, or of the last awaited report
         self._limit_at = 0.0
@@ -124,18 +124,18 @@ class Patience:
 
     @property
     def round_s(self) -> float:
-        """Median duration of the latest rounds in seconds; 0 before the first round."""
+        """Median duration of the latest rounds in seconds, or 0 before the first round."""
         return median_low(self._rounds_s) if self._rounds_s else 0.0
 
     @property
     def deadline(self) -> float | None:
-        """Time at which a decision is due even if reports are missing; None before the quorum is met."""
+        """Time at which a decision is due even if reports are missing, or None before the quorum is reached."""
         return self._limit_at if self.awaited and self._complete_at is not None else self._complete_at
 
     def on_quorum(self, others: Mapping[int, Pace], cadence_s: float, quorum_s: float, now: float) -> None:
         """Choose the late members to wait for, and the deadline.
 
-        Members that have never reported are waited for only during the first cadence after the first quorum.
+        Members that have never reported are awaited only during the first cadence after the first quorum.
 
         Args:
             others: Pace of each member that has not reported.
@@ -156,7 +156,7 @@ class Patience:
         }
 
     def on_no_quorum(self) -> None:
-        """Stop waiting, because a decision was made or the quorum is no longer met."""
+        """Stop waiting, because a decision was made or the quorum is no longer reached."""
         self._complete_at = None
         self.awaited.clear()
 
@@ -176,8 +176,8 @@ class Patience:
         """Return the judged members that are too slow for a role in a round.
 
         Args:
-            paces: Rank and pace of each judged member; not read if `slowest` is fast enough.
-            slowest: Longest step, shortest interval and longest silence of all judged members; None if unknown.
+            paces: Rank and pace of each judged member. Not read if `slowest` is fast enough.
+            slowest: Longest step, shortest interval and longest silence of all judged members, or None if unknown.
         """
         self._held_at = min(now, self._held_at)
         if slowest is not None and hold_s(slowest, self._stream_safe_points) <= max(
@@ -192,7 +192,7 @@ class Patience:
         return slow
 
     def on_round(self, named: Sequence[int], took_s: float, now: float) -> None:
-        """Record the duration `took_s` of a frozen round that has ended; `named` are its ranks."""
+        """Record the duration `took_s` of a frozen round that has ended. `named` are its ranks."""
         self._rounds_s.append(took_s)
         if not self._holding.isdisjoint(named):
             self._held_at = now

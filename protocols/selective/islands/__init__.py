@@ -1,1 +1,1 @@
-"""Islands: groups of ranks with separate policies. The best ranks of an island become donors in other islands."""
+"""Divides ranks into islands with separate policies. The best ranks of an island become donors in other islands."""

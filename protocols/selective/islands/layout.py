@@ -1,6 +1,6 @@
 """Divides the ranks of a population into islands of equal size, and defines the options for islands.
 
-The ranks are first grouped by host, so that an island spans few hosts and little of its traffic is between hosts. A
+The ranks are first grouped by host, so that each island spans few hosts and little of its traffic is between hosts. A
 rank's island is computed from the rank's position, so no rank stores a list of all islands.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeAlias
 from asyncdist import StartTimeoutError, validation
 from asyncdist.protocols.declared import Options, one_of, option, or_none, whole
 
-#: Method of choosing an emigrant's destination island.
+#: How the destination island of an emigrant is chosen.
 MigrationRoute: TypeAlias = Literal["ring", "random"]
 
 
@@ -22,7 +22,7 @@ class IslandOptions(Options):
 
     Raises:
         ValueError: An option is out of range, both ``islands`` and ``island_size`` are given, or a migration option is
-            given although there are no islands.
+            given without islands.
     """
 
     islands: int | None = option(
@@ -52,7 +52,7 @@ class IslandOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Make all checks that do not need the number of ranks, and fill in the defaults."""
+        """Check the options as far as possible without the number of ranks, and fill in the defaults."""
         Options.__post_init__(self)
         for name, default in (("migrate_every", 10), ("migration", "ring")):
             value = getattr(self, name)
@@ -71,7 +71,7 @@ class IslandOptions(Options):
         return self.islands is not None or self.island_size is not None
 
     def check_beside(self, averaging_strategy: str, **ranks: object) -> None:
-        """Raise ValueError if one of the policy's other options cannot be used with islands."""
+        """Raise ValueError if another option of the policy cannot be used with islands."""
         if not self.are_on:
             return
         for name, value in ranks.items():
@@ -84,7 +84,7 @@ class IslandOptions(Options):
 
     @contextlib.contextmanager
     def told_where_others_miss(self) -> Iterator[None]:
-        """Add a hint to a StartTimeoutError raised in the body: missing ranks may be waiting in another island."""
+        """Add a hint to a StartTimeoutError of the body: missing ranks may be waiting in another island."""
         try:
             yield
         except StartTimeoutError as error:
@@ -95,18 +95,18 @@ class IslandOptions(Options):
             raise StartTimeoutError(f"{error.message}; {hint}", **error.facts) from None
 
     def agreed(self) -> dict[str, Any]:
-        """Return the values that must be equal on all members, as JSON values; empty without islands."""
+        """Return the values that must be equal on all members, as JSON values. Empty without islands."""
         return asdict(self) if self.are_on else {}
 
     def island_of(self, rank: int, population: Sequence[int], hosts: Sequence[int] | None = None) -> "Island | None":
-        """Return the island of a rank; None if there are no islands or the rank is alone.
+        """Return the island of a rank, or None if there are no islands or the rank is alone.
 
         Args:
             population: Ranks of all islands, in their original order.
-            hosts: Number that identifies the host of each rank of the world; None if unknown.
+            hosts: Number that identifies the host of each rank of the world, or None if unknown.
 
         Raises:
-            ValueError: The ranks cannot be divided in this way; the error lists the allowed numbers or sizes.
+            ValueError: The ranks cannot be divided in this way. The error lists the allowed numbers or sizes.
         """
         count = len(population)
         if not self.are_on or count < 2:
@@ -125,14 +125,14 @@ class IslandOptions(Options):
 
 
 def by_host(population: Sequence[int], hosts: Sequence[int] | None) -> Sequence[int]:
-    """Return the ranks grouped by host; hosts, and the ranks of each host, remain in their original order.
+    """Return the ranks grouped by host. Hosts, and the ranks of each host, remain in their original order.
 
     Args:
-        hosts: Number that identifies the host of each rank of the world; None if all ranks are on one host or the hosts
+        hosts: Number that identifies the host of each rank of the world. None if all ranks are on one host or the hosts
             are unknown.
 
     Returns:
-        The grouped ranks; ``population`` itself (a `range`, for a whole world) if they are grouped already.
+        The grouped ranks. ``population`` itself (a `range` for a whole world) if they are already grouped.
     """
     if hosts is None:
         return population
@@ -145,10 +145,10 @@ def by_host(population: Sequence[int], hosts: Sequence[int] | None) -> Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Island:
-    """Island: a group of ranks with a separate policy, and its position among the other islands.
+    """A group of ranks with a separate policy, and its position among the other islands.
 
     Attributes:
-        population: Ranks of all islands, ordered by island; a `range` for the whole world, to save memory.
+        population: Ranks of all islands, ordered by island. For the whole world, a `range` to save memory.
     """
 
     index: int
@@ -157,11 +157,11 @@ class Island:
 
     @classmethod
     def at(cls, rank: int, size: int, population: Sequence[int]) -> Self:
-        """Return the island that contains a rank."""
+        """Return the island that contains ``rank``."""
         return cls(population.index(rank) // size, size, population)
 
     def index_of(self, rank: int) -> int:
-        """Return the number of the island that contains a rank."""
+        """Return the number of the island that contains ``rank``."""
         return self.population.index(rank) // self.size
 
     @property
@@ -175,9 +175,9 @@ class Island:
         return self.ranks_of(self.index)
 
     def ranks_of(self, index: int) -> tuple[int, ...]:
-        """Return the ranks of the island with number ``index``."""
+        """Return the ranks of island number ``index``."""
         return tuple(self.population[index * self.size : (index + 1) * self.size])
 
     def is_elsewhere(self, rank: int) -> bool:
-        """Return whether a rank is in another island."""
+        """Return whether ``rank`` is in another island."""
         return rank in self.population and rank not in self.ranks

@@ -1,8 +1,8 @@
-"""Chooses the emigrants of one island, and stores the available donors from other islands until a round uses them.
+"""Chooses the emigrants of one island, and stores donors from other islands until a round uses them.
 
 After a fixed number of decisions, the best member of an island is announced as a donor to another island, where it is
 called a *guest*. This is the island model of evolutionary computing (Tanese 1989; Whitley, Rana and Heckendorn 1999),
-except that the emigrant stays in its own island and only sends its weights.
+except that an emigrant stays in its own island and sends only its weights.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from asyncdist.protocols.selective.waiting import FREE_ROUNDS, NOISE_S, believed
 
 T = TypeVar("T")
 
-#: Maximum number of guests that wait for a round. If it is reached, a new guest replaces the oldest.
+#: Maximum number of guests that wait for a round. A further guest replaces the oldest.
 GUEST_COUNT_MAX: Final = 4
 
 
 class Guest(NamedTuple):
-    """A rank of another island that can be a donor, with its newest report and its number of restarts."""
+    """A rank of another island that can be a donor: its newest report and its number of restarts."""
 
     report: ReportRecord
     incarnation: int
@@ -30,8 +30,8 @@ class Migrants:
     """Tracks one island's emigrant (a donor for another island) and its guests (donors from other islands).
 
     Args:
-        members: Members of the coordinator, to which the guests of a round are added until the round ends.
-        every: Number of decisions after which the next emigrant is chosen; 0 disables emigration.
+        members: Members of the coordinator. The guests of a round are added to them until the round ends.
+        every: Number of decisions after which the next emigrant is chosen, or 0 to disable emigration.
     """
 
     def __init__(self, members: dict[int, Member], every: int, metric_mode: str) -> None:
@@ -46,7 +46,7 @@ class Migrants:
         self.named: tuple[int, ...] = ()
 
     def on_decision(self, number: int, reports: Mapping[int, ReportRecord]) -> None:
-        """If an emigrant is due after this decision, choose the best judged member, provided its metric is finite."""
+        """If an emigrant is due after this decision, choose the best judged member if its metric is finite."""
         if not self._every or number % self._every or not reports:
             return
         best = order_worst_first({rank: report.value for rank, report in reports.items()}, self._metric_mode)[-1]
@@ -55,7 +55,7 @@ class Migrants:
             self.emigrant_count += 1
 
     def take_emigrant(self) -> tuple[int, int] | None:
-        """Return and forget the chosen emigrant's rank and incarnation; return None if there is no new emigrant."""
+        """Remove and return the chosen emigrant's rank and incarnation, or return None if there is no new emigrant."""
         rank, self._emigrant = self._emigrant, None
         return None if rank is None else (rank, self._members[rank].incarnation)
 
@@ -64,7 +64,7 @@ class Migrants:
         _put_newest(self._invited, rank, incarnation)
 
     def on_joined(self, rank: int, joined: Joined, now: float) -> bool:
-        """Store an invited guest and its newest report for the next round; return False if the rank was not invited."""
+        """Store an invited guest and its newest report for the next round. Return False if the rank was not invited."""
         if self._invited.get(rank) != joined.incarnation:
             return False
         del self._invited[rank]
@@ -78,10 +78,10 @@ class Migrants:
         self._waiting.pop(rank, None)
 
     def usable(self, reports: Mapping[int, ReportRecord], oldest_at: float) -> dict[int, ReportRecord]:
-        """Return the reports of the guests that may be in the next round.
+        """Return the reports of the guests that can take part in the next round.
 
-        Guests are excluded if their report is older than ``oldest_at``, or if their steps take more than twice as long
-        as the slowest step in ``reports``.
+        A guest is excluded if its report is older than ``oldest_at``, or if its steps take more than twice as long as
+        the slowest step in ``reports``.
         """
         if not self._waiting:
             return {}
@@ -93,7 +93,7 @@ class Migrants:
         }
 
     def enter(self, guests: tuple[int, ...], round: int) -> None:
-        """Add guests to a round, as members that are not judged and not counted, and drop the other waiting guests."""
+        """Add guests to a round as members that are neither judged nor counted. Drop the other waiting guests."""
         for rank in guests:
             incarnation = self._waiting[rank].incarnation
             self._members[rank] = Member(joined=True, admitted=False, incarnation=incarnation)
@@ -101,17 +101,17 @@ class Migrants:
         self._waiting.clear()
 
     def leave(self) -> None:
-        """Remove the guests from the members, since their round has ended."""
+        """Remove the guests from the members after their round has ended."""
         for rank in self.named:
             del self._members[rank]
         self.named = ()
 
     def without_guests(self) -> dict[int, Member]:
-        """Return all members except the guests."""
+        """Return all members that are not guests."""
         return {rank: member for rank, member in self._members.items() if rank not in self.named}
 
     def dismissals(self) -> list[Send]:
-        """Return the messages that end the guests' roles, since a new coordinator does not know the guests."""
+        """Return messages that end the guests' roles, because a new coordinator does not know the guests."""
         end = End("the coordinator is replaced")
         return [Send(rank, self._round, end) for rank in self.named if self._members[rank].live]
 

@@ -1,11 +1,11 @@
-"""Exchanges the messages between the islands of one policy, on one rank.
+"""Exchanges messages between the islands of one policy, on one rank.
 
-The coordinator of an island announces its best member, the emigrant, to the first live rank of another island, which
-forwards the announcement to its coordinator. That coordinator invites the emigrant, which may then be a donor in the
-next round. No rank waits for an emigrant: if one of these messages is lost, no weights migrate until the next emigrant
-is chosen.
+The coordinator of an island announces its best member, the emigrant, to the first live rank of another island. That
+rank forwards the announcement to its own coordinator, which invites the emigrant. The emigrant may then be a donor in
+the next round. No rank waits for an emigrant: if one of these messages is lost, no weights migrate until the next
+emigrant is chosen.
 
-Announcements also carry checksums of initial weights, so that the first island can warn if they differ.
+Announcements also carry checksums of initial weights, so that the first island can log a warning if they differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from asyncdist.protocols.selective.roles.coordination import KnowsCoordinator
 
 logger = logging.getLogger("protocols.selective.islands.migration")
 
-#: Maximum number of islands to search for a live rank, at random or along the ring.
+#: Maximum number of islands, at random or along the ring, in which a live rank is searched.
 _TARGET_COUNT_MAX: Final = 64
 
 
@@ -42,20 +42,20 @@ class GuestArrived(NamedTuple):
 
 
 class GuestLeft(NamedTuple):
-    """Instructs the coordinator to remove a donor from another island, which has left the policy."""
+    """Instructs the coordinator to remove a donor of another island that has left the policy."""
 
     rank: int
 
 
-#: Instruction for the coordinator of this island, which runs on this rank.
+#: Instruction to this island's coordinator if it runs on this rank.
 GuestNews: TypeAlias = GuestArrived | GuestLeft
 
 
 class Migration:
-    """Sends and receives one rank's messages to and from other islands.
+    """Exchanges one rank's messages with other islands.
 
     Args:
-        draw: Random generator that chooses islands; None for the ring.
+        draw: Random generator that chooses destination islands, or None for the ring.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Migration:
         self._visits: Visits | None = visits
         self._coordination = coordination
         self._absent: set[int] = set()  # ranks of other islands that have left the policy
-        self._sent: tuple[Emigrant, int] | None = None  # newest announcement, and its receiver
+        self._sent: tuple[Emigrant, int] | None = None  # newest announcement and its receiver
         self._has_warned = False
         self.is_first = island.index == 0
         self._board = services.shared(Board)
@@ -94,7 +94,7 @@ class Migration:
         visits: Visits,
         coordination: KnowsCoordinator,
     ) -> Migration:
-        """Create this rank's exchange with other islands from the policy's options and scopes."""
+        """Create this rank's connection to other islands from the policy's options and scopes."""
         return cls(
             world.services,
             island,
@@ -107,13 +107,13 @@ class Migration:
         )
 
     def leave(self) -> None:
-        """Decline all later invitations, since this rank leaves the policy. The rank may still coordinate."""
+        """Decline all later invitations, because this rank leaves the policy. The rank may still coordinate."""
         self._visits = None
 
     # -- on the coordinating rank -----------------------------------------------------------------------------------
 
     def emigrate(self, rank: int, incarnation: int) -> None:
-        """Announce a member of this island to another island, as a possible donor."""
+        """Announce a member of this island to another island as a possible donor."""
         self._send(Emigrant(self._policy, rank, incarnation, self._digest, marks=self._marks))
 
     def _send(self, emigrant: Emigrant) -> None:
@@ -123,7 +123,7 @@ class Migration:
             self._board.send(emigrant, dest)
 
     def _dests(self) -> Iterator[int]:
-        """Yield the live ranks of other islands in the order in which an announcement is sent to them."""
+        """Yield the live ranks of other islands, in the order in which an announcement is sent to them."""
         for index in self._targets():
             ranks = self._island.ranks_of(index)
             yield from (rank for rank in ranks if rank not in self._services.gone and rank not in self._absent)
@@ -140,7 +140,7 @@ class Migration:
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def on_message(self, message: IslandMessage, source: int, *, is_serving: bool) -> GuestNews | None:
-        """Handle a message from another island; return an instruction for the coordinator if it runs on this rank."""
+        """Handle a message from another island. If the coordinator runs on this rank, return an instruction for it."""
         if not self._island.is_elsewhere(source) and not isinstance(message, Emigrant):
             logger.debug("rank %d, which is not in another island, sent a %s", source, type(message).__name__)
             return None
@@ -155,7 +155,7 @@ class Migration:
         return None
 
     def _on_emigrant(self, emigrant: Emigrant, is_serving: bool) -> GuestArrived | None:
-        """Return the announced guest if this rank coordinates. Otherwise forward the announcement, but only once."""
+        """Return the announced guest if this rank coordinates. Otherwise forward the announcement once."""
         if not self._island.is_elsewhere(emigrant.rank):
             return None
         if emigrant.digest != self._digest:
@@ -175,7 +175,7 @@ class Migration:
         return None
 
     def _note_marks(self, marks: tuple[int, ...], is_serving: bool) -> None:
-        """Record other islands' checksums of initial weights. On the first island, warn once if checksums differ."""
+        """Record other islands' checksums of initial weights. The first island logs a warning once if they differ."""
         known, self._marks = self._marks, first_two((self._marks, marks))
         if self.is_first and is_serving and len(known) < 2:
             warn_of_first_weights(self._marks)

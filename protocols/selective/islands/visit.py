@@ -1,7 +1,7 @@
 """Makes this rank a donor in other islands, in addition to its role in its own island.
 
 A :class:`Visit` has the state machine, channels and snapshots of a donor in another island, which treats this rank like
-any other donor. An invitation opens the visit, which remains open for later rounds.
+any other donor. An invitation opens the visit. The visit then remains open for later rounds.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Visit:
         self._roles.step(iteration)
 
     def leave(self) -> None:
-        """Begin to leave, but keep a finished snapshot available until its round has ended."""
+        """Start to leave, but keep a finished snapshot available until its round has ended."""
         self._roles.leave()
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Visit:
             self._services.engine.loop.call_soon(self._lose, rank)
 
     def _lose(self, rank: int) -> None:
-        """Handle the loss of ``rank``. If ``rank`` was the other island's coordinator, end this rank's role."""
+        """If the lost or stopped ``rank`` is the other island's coordinator, end this rank's role."""
         if rank == self._coordination.coordinator:
             self._coordination.follow(self._coordination.epoch, None)
             self._roles.lose_coordinator("is gone")
@@ -123,12 +123,12 @@ class Visit:
                     logger.debug("a coordinator of another island sent a %s", type(other).__name__)
 
     def _is_given(self, assign: Assign) -> bool:
-        """Return whether an assignment is valid for a guest: it assigns a donor's role, and all its ranks are known."""
+        """Return whether a guest can accept an assignment: it is a donor's role that names only known ranks."""
         return assign.role == DONOR and not assign.admits and assign.is_among(*self._known)
 
 
 class Visits:
-    """Manages this rank's visits: its roles as a donor in other islands."""
+    """Manages all visits of this rank to other islands."""
 
     def __init__(self, services: Services, island: Island, own: RoundMember, resources: RoleResources) -> None:
         self._services = services
@@ -139,7 +139,7 @@ class Visits:
         self._visits: dict[int, Visit] = {}
 
     def located(self, info: StepInfo) -> StepInfo:
-        """Return a step's result with the number of this rank's island and the donors from other islands filled in."""
+        """Return a step's result with the number of this rank's island and the donors from other islands."""
         if info is NOTHING:
             return info
         members = self._island.ranks
@@ -148,7 +148,7 @@ class Visits:
         )
 
     def on_invitation(self, invitation: Invitation, coordinator: int) -> bool:
-        """Accept an invitation to be a donor in another island; return False if this rank is leaving."""
+        """Accept an invitation to be a donor in another island. Return False if this rank is leaving."""
         if self._is_leaving:
             return False
         index = self._island.index_of(coordinator)
@@ -171,7 +171,7 @@ class Visits:
                 visit.on_step(iteration)
 
     def leave(self) -> None:
-        """Begin to leave all visits, and decline later invitations."""
+        """Start to leave all visits, and decline later invitations."""
         self._is_leaving = True
         for visit in self._visits.values():
             visit.leave()

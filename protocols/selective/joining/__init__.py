@@ -1,1 +1,1 @@
-"""Lets a restarted rank rejoin selective averaging: its round for newcomers, and the state that it receives."""
+"""Lets a restarted rank rejoin selective averaging, in a round for newcomers in which it receives a member's state."""

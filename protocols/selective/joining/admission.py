@@ -2,8 +2,8 @@
 
 A *newcomer* is the new process of a lost member. It is admitted in a separate round, in which a donor sends it the
 donor's whole state. Rounds do not overlap, so a slow newcomer delays all other rounds. An admission therefore has a
-time limit, which doubles after each failed attempt. An attempt that exceeds its limit delays the next attempt by nine
-times its own duration.
+time limit, which doubles after each failed attempt. If an attempt exceeds its limit, the next attempt is delayed by
+nine times the duration of the failed attempt.
 """
 
 import math
@@ -23,7 +23,7 @@ _FIRST_ROUNDS: Final = 6.0
 
 
 class _Failures(NamedTuple):
-    """Number of failed attempts to admit a newcomer, and the decision and time after which the next may begin."""
+    """Number of failed attempts to admit a newcomer, and the decision and time after which the next may start."""
 
     failed_count: int = 0
     after_decision: int = -1
@@ -31,7 +31,7 @@ class _Failures(NamedTuple):
 
 
 class Newcomers:
-    """Restarted ranks that wait for admission to one policy, with their failed attempts."""
+    """Tracks the restarted ranks that wait for admission to one policy, with their failed attempts."""
 
     def __init__(self, members: Mapping[int, Member], rules: SelectiveRules) -> None:
         self._members = members
@@ -51,10 +51,10 @@ class Newcomers:
         self._failures.pop(rank, None)
 
     def on_round(self, ranks: Sequence[int], decision_count: int, held_s: float, now: float) -> None:
-        """Count a failed attempt for each newcomer that an ended round was to admit but did not.
+        """After a round, count a failed attempt for each newcomer that the round was meant to admit but did not.
 
         Args:
-            decision_count: Number of decisions so far; the next attempt waits for one more.
+            decision_count: Number of decisions so far. The next attempt waits for one more.
             held_s: Duration of the round in seconds if it exceeded its time limit; otherwise 0.
         """
         for rank in ranks:
@@ -63,7 +63,7 @@ class Newcomers:
                 self._failures[rank] = _Failures(self._failures[rank].failed_count + 1, decision_count, next_at)
 
     def allowed_s(self, ranks: Sequence[int], cadence_s: float, round_s: float) -> float:
-        """Return the time limit in seconds of a round that admits these ranks; infinite if a duration is unknown."""
+        """Return the time limit in seconds of a round that admits these ranks. Infinite if a duration is unknown."""
         first_s = max(_FIRST_CADENCES * cadence_s, _FIRST_ROUNDS * round_s)
         count = max((self._failures[rank].failed_count for rank in ranks), default=0)
         return first_s * 2 ** min(count, 16) if cadence_s and round_s else math.inf
@@ -71,14 +71,14 @@ class Newcomers:
     def next(
         self, decision_count: int, is_decision_near: bool, now: float
     ) -> tuple[Decision, dict[int, ReportRecord]] | None:
-        """Return the roles and reports for a round that admits the next newcomers; None if they have to wait.
+        """Return the roles and reports for a round that admits the next newcomers, or None if they have to wait.
 
         The donor is the member with the best metric, or the next best after each failure. If no metric is finite, any
-        member that has reported may be the donor. While the quorum for a decision is met, admissions and decisions
+        member that has reported can be the donor. While the quorum for a decision is reached, admissions and decisions
         alternate.
 
         Args:
-            is_decision_near: Whether the quorum for the next decision is met.
+            is_decision_near: Whether the quorum for the next decision is reached.
         """
         if is_decision_near and self._admitted_after == decision_count:
             return None

@@ -1,4 +1,4 @@
-"""Receives a member's whole state on a restarted rank; retries until the coordinator has admitted the rank."""
+"""Receives a member's whole state on a restarted rank, with retries until the coordinator has admitted the rank."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from asyncdist.protocols.selective.leadership import Leadership
 from asyncdist.protocols.selective.member import RoundMember, State
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 
-#: Largest state that a restarted rank accepts: this number of bytes plus this multiple of its model's size.
+#: Maximum size of a state that a restarted rank accepts: this number of bytes plus this multiple of its model's size.
 _STATE_NBYTES_MAX: Final = 64 << 20
 _STATE_MODEL_COUNT_MAX: Final = 16
 
 
 class Arrival:
-    """Makes a restarted rank a member, after the coordinator has answered its admission request."""
+    """Makes a restarted rank a member after the coordinator has answered its admission request."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Arrival:
         self._nbytes_max = _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * model_nbytes
 
     async def complete(self, application: Application, leadership: Leadership) -> None:
-        """Repeat the admission request, and receive a member's state, until this rank is admitted."""
+        """Repeat the admission request and receive members' states until this rank is admitted."""
         while self._member.is_joining:
             await application.until(self._has_news)
             welcome = application.take_welcome()

@@ -1,1 +1,1 @@
-"""The roles of a member in a round: reporting its metric, sending its weights, and applying an average."""
+"""Implements a member's roles in a round: reporting its metric, sending its weights, and applying an average."""

@@ -1,4 +1,4 @@
-"""Interfaces through which a member finds its coordinator, with an implementation for ranks that never coordinate."""
+"""Interfaces for finding the current coordinator, with an implementation for ranks that never coordinate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class KnowsCoordinator(Protocol):
 
     @property
     def coordinator(self) -> int | None:
-        """The coordinator's rank, as far as this rank knows; None if the coordinator is lost or has stopped."""
+        """Rank of the coordinator as far as known to this rank, or None if the coordinator is lost or has stopped."""
 
 
 class Coordination(KnowsCoordinator, Protocol):
@@ -23,33 +23,33 @@ class Coordination(KnowsCoordinator, Protocol):
         """Epoch of the coordinator, which grows with each new coordinator."""
 
     def statistics(self) -> CoordinatorStatistics | None:
-        """Return the statistics of this rank as a coordinator; None if it has never coordinated."""
+        """Return the statistics of this rank as a coordinator, or None if it has never coordinated."""
 
     def on_report(self, step: int, interval_s: float) -> bool:
-        """Check the coordinator before this rank sends a report; return whether the report asks for an answer."""
+        """Check the coordinator before this rank sends a report. Return whether the report asks for an answer."""
 
     def leave(self) -> None:
-        """Leave the policy: this rank no longer watches or replaces the coordinator."""
+        """Leave the policy, so that this rank no longer watches or replaces the coordinator."""
 
 
 class Followed:
-    """Stores the current coordinator on a rank that never coordinates, as reported by other ranks."""
+    """Stores the current coordinator, as reported by other ranks, on a rank that never coordinates."""
 
     def __init__(self) -> None:
         self.coordinator: int | None = None
         self.epoch = 0
 
     def follow(self, epoch: int, coordinator: int | None) -> None:
-        """Store a new coordinator (None if there is none at present) and its epoch."""
+        """Store a new coordinator and its epoch. None means that there is no coordinator at present."""
         self.epoch, self.coordinator = epoch, coordinator
 
     def statistics(self) -> None:
-        """Return None, since this rank never coordinates."""
+        """Return None, because this rank never coordinates."""
 
     def on_report(self, step: int, interval_s: float) -> bool:
-        """Return False, since this rank does not watch the coordinator."""
+        """Return False, because this rank does not watch the coordinator."""
         del step, interval_s
         return False
 
     def leave(self) -> None:
-        """Do nothing, since this rank does not watch or replace the coordinator."""
+        """Do nothing, because this rank does not watch or replace the coordinator."""

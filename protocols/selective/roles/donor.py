@@ -1,7 +1,7 @@
 """The donor's role in a round: copies this rank's weights inside a step, and lets the replacers request the copy.
 
-A restarted rank, and a replacer that is an heir, also takes over the donor's optimizer and policy state. The donor
-copies this state in the same step as its weights, because a later copy would not match them. With Adam, the copies are
+A restarted rank also receives the donor's optimizer and policy state. So does a replacer that is an heir. The donor
+copies this state in the same step as its weights, because a later copy would not match them. With Adam, the copies take
 three times the size of the model.
 """
 
@@ -24,11 +24,12 @@ _UNSOUND: Final = "weights are not finite"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """Copy of this rank's weights, complete or in progress.
+    """Complete or unfinished copy of this rank's weights.
 
     Attributes:
-        state_safe_points: Number of safe points needed to send the rest of the state; 0 if only the weights are sent.
-        under_way: Copy from a GPU in progress; None if the snapshot is already complete.
+        state_safe_points: Number of safe points needed to send the rest of the state, or 0 if only the weights are
+            sent.
+        under_way: Unfinished copy from a GPU, or None if the snapshot is complete.
     """
 
     round: int
@@ -43,8 +44,8 @@ class Donor:
     """Copies this rank's weights for a round, and makes the copy available to the round's replacers.
 
     Args:
-        states: Sender of the rest of the state to restarted ranks; None if this rank never sends it.
-        island: Number of the other island that the rounds belong to; -1 for this rank's own island.
+        states: Sends the rest of the state to restarted ranks and heirs. None if this rank never sends it.
+        island: Number of the other island whose rounds these are, or -1 for this rank's own island.
     """
 
     def __init__(
@@ -66,14 +67,14 @@ class Donor:
         self.snapshot_count = 0
 
     def copy(self, round: int, iteration: int, *, with_state: bool) -> Copy:
-        """Begin to copy the current weights. On a GPU, the copy completes during the next steps.
+        """Start to copy the current weights. On a GPU, the copy completes during the next steps.
 
         Args:
-            with_state: Whether to copy the optimizer and policy state, for a restarted rank, as well. It is always
-                copied if replacers are heirs. This copy is complete when the method returns.
+            with_state: Whether to copy the optimizer and policy state as well, for a restarted rank. This copy is
+                complete when the method returns. If replacers are heirs, the state is always copied.
 
         Raises:
-            ValueError: The model has changed since the policy was created; no copy is offered.
+            ValueError: The model has changed since the policy was created. No copy is offered.
         """
         began_at = self._services.time()
         snapshot = self._resources.snapshots.acquire()
@@ -95,7 +96,7 @@ class Donor:
         return safe_point_count(state.numel())
 
     def fault_of(self, copy: Copy) -> str:
-        """Return the reason why a complete copy cannot be sent; "" if it can."""
+        """Return the reason why a complete copy cannot be sent, or "" if it can."""
         return "" if self._resources.own.may_be_given(copy.snapshot) else _UNSOUND
 
     def keep(self, copy: Copy) -> None:
@@ -126,7 +127,7 @@ class Donor:
             events.tell_now(SnapshotTaken(copy.round, copy.iteration, copy.snapshot.by_name(), self._island))
 
     def snapshot_of(self, round: int) -> FlatBuffers | None:
-        """Return the snapshot that is offered in ``round``; None if there is none."""
+        """Return the snapshot that is offered in ``round``, or None if there is none."""
         return self.offer.snapshot if self.offer is not None and self.offer.round == round else None
 
     def withdraw(self) -> None:

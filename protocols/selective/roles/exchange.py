@@ -1,4 +1,4 @@
-"""A replacer's exchange in one round: requests snapshots from the donors, or means from the reducers, and averages."""
+"""Receives a round's average on a replacer, from the donors' snapshots or from the reducers' means."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Exchange:
     """Receives the average of one round on a replacer, from the donors or from the reducers.
 
     Attributes:
-        task: Task that executes :meth:`run`; None before the freeze, or if the task is about to end on its own.
-        average: Complete average; None before it is complete, and in a round that builds fresh weights.
-        takes_state: Whether this rank takes over the only donor's optimizer and policy state as well.
-        parts: That state; None before it has arrived.
-        deadline: Time by which all streams must be complete, set when the round is frozen.
+        task: Task that executes :meth:`run`. None before the freeze, and if the task is about to end on its own.
+        average: Complete average. None before it is complete, and in a round that builds fresh weights.
+        takes_state: Whether this rank also takes over the only donor's optimizer and policy state.
+        parts: Received optimizer and policy state, or None before it has arrived.
+        deadline: Time by which all streams must be complete. Set when the round is frozen.
         route: ``"direct"``, or ``"sharded"`` while there are reducers.
     """
 
@@ -64,11 +64,11 @@ class Exchange:
 
     @property
     def donor(self) -> int:
-        """Rank whose stream was requested or awaited last; -1 if no stream was."""
+        """Rank whose stream was requested or awaited last, or -1 if no stream was requested."""
         return -1 if self._started is None else self._started.donor
 
     def ask_early(self, assign: Assign) -> None:
-        """Request the streams before the round is frozen; failed requests are repeated after the freeze."""
+        """Request the streams before the round is frozen. Failed requests are repeated after the freeze."""
         receiver = self._receive_means(assign) if assign.reducers else self._receive(assign.donors, assign.best)
         try:
             receiver.ask()
@@ -77,14 +77,16 @@ class Exchange:
             self.close()
 
     async def run(self, frozen: Frozen) -> SnapshotReceiver | MeanReceiver:
-        """Receive the average of the frozen round; repeat all requests if the donors have changed meanwhile.
+        """Receive the average of the frozen round.
+
+        Repeat all requests if the donors have changed since the early requests.
 
         Returns:
             The receiver, whose accumulator contains the average. :meth:`close` frees the accumulator unless
-                :meth:`keep_average` was called.
+            :meth:`keep_average` was called.
 
         Raises:
-            AsyncdistError, TimeoutError: A stream has failed; ``donor`` is the rank that caused the failure.
+            AsyncdistError, TimeoutError: A stream has failed. ``donor`` is the rank that caused the failure.
         """
         receiver = self._receiver
         self.deadline = self._services.time() + frozen.timeout_s
@@ -102,7 +104,7 @@ class Exchange:
         return receiver
 
     def close(self) -> None:
-        """Stop the streams in progress, and free the memory unless the average is kept. A second call does nothing."""
+        """Stop unfinished streams, and free the memory unless the average is kept. A second call does nothing."""
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
@@ -115,7 +117,7 @@ class Exchange:
                 self._release(self._accumulator)
 
     def discard(self) -> None:
-        """Stop the exchange and free its memory, since its average will not be applied."""
+        """Stop the exchange and free its memory, because its average will not be applied."""
         if self.task is not None and self.average is None:
             self.task.cancel()
         self.close()

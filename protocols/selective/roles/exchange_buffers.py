@@ -1,4 +1,4 @@
-"""Memory for the averages of a replacer's rounds, and counts of the bytes received."""
+"""Provides the memory for a replacer's averages, and counts the bytes received."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 
 
 class Accumulator:
-    """Reference-counted buffers of one average; the last user returns them to the pool."""
+    """Reference-counted buffers of one average. The last user returns them to the pool."""
 
     def __init__(self, pool: SnapshotPool) -> None:
         self._pool = pool
@@ -15,22 +15,22 @@ class Accumulator:
         self.buffers: FlatBuffers = pool.acquire()
 
     def hold(self) -> None:
-        """Add a user of the buffers, who must call :meth:`release`."""
+        """Add a user of the buffers, which must call :meth:`release`."""
         self._use_count += 1
 
     def release(self) -> None:
-        """Remove a user; the last one returns the buffers to the pool."""
+        """Remove a user. The last user returns the buffers to the pool."""
         self._use_count -= 1
         if not self._use_count:
             self._pool.release(self.buffers)
 
 
 class ExchangeBuffers:
-    """Provides the accumulators and the ring of chunks that a replacer's exchanges reuse.
+    """Provides the accumulators and the ring of chunks, which a replacer's exchanges reuse.
 
     Attributes:
         read_nbytes: Number of received bytes that were read directly from the donors' memory.
-        reasked_count: Number of parts requested from the donors because their reducer had failed.
+        reasked_count: Number of parts requested from the donors because a reducer had failed.
     """
 
     def __init__(self, flat: FlatState) -> None:
@@ -51,7 +51,7 @@ class ExchangeBuffers:
     def release(self, accumulator: Accumulator, *, is_clean: bool) -> None:
         """End an exchange's use of an accumulator.
 
-        If ``is_clean`` is false, chunks may still arrive in its memory, which is therefore not reused.
+        Unless ``is_clean``, chunks may still arrive in the accumulator's memory, which is therefore not reused.
         """
         accumulator.release()
         if not is_clean:

@@ -1,11 +1,11 @@
 """Receives a replacer's average in a sharded round: one part of the mean from each reducer.
 
-If a reducer has failed, its part is requested from all donors, which gives the same bits. A reducer that is only late
-is awaited until the round's deadline, since requests to all donors would make a slow network even slower.
+If a reducer has failed, its part is requested from all donors, which gives bitwise the same mean. A late reducer is
+awaited until the round's deadline, since requests to all donors would make a slow network even slower.
 
-Replacers on the same host share the parts of reducers on other hosts: one replacer fetches a part, and the others
-request the part from that replacer or, if this fails, from the reducer. Each rank first receives the parts that it
-fetches for others, so that no two ranks wait for each other.
+Replacers on the same host share the parts of reducers on other hosts. One replacer fetches a part. The others request
+the part from that replacer or, if this fails, from the reducer. Each rank first receives the parts that it fetches for
+others, so that no two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class MeanReceiver:
     Args:
         reducers: Ranks that each add up one part, in the order of the parts.
         sources: Rank from which each part is requested: the part's reducer, or the rank that fetches the part for this
-            host, which may be this rank.
+            host, possibly this rank.
 
     Attributes:
         accumulator: Buffers that contain the mean after :meth:`run`.
-        donor: Rank whose stream is awaited; if :meth:`run` raises, the rank that caused the failure.
-        is_agreed: Whether all donors have the same infinite values.
+        donor: Rank whose stream is awaited. If :meth:`run` raises, the rank that caused the failure.
+        is_agreed: Whether infinite values are the same in all donors' snapshots.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class MeanReceiver:
         self._own = own
         self._relay = relay
         self._round = round
-        self._streams: dict[int, InboundStream | PartReading] = {}  # by reducer
+        self._streams: dict[int, InboundStream | PartReading] = {}  # by reducer: stream of its part
         self._from_donors: SnapshotReceiver | None = None  # receives a failed reducer's part from the donors
         self.donor = reducers[0]
         self.received_nbytes = self.read_nbytes = self.reasked_count = 0
@@ -104,7 +104,7 @@ class MeanReceiver:
     async def run(self, frozen: Frozen, *, deadline: float) -> None:
         """Receive all parts into the accumulator, which then contains the mean.
 
-        **Cancellation**: reducers and donors are asked to stop; the accumulator remains in use until they have
+        **Cancellation**: The reducers and donors are asked to stop. The accumulator remains in use until they have
         answered.
 
         Raises:
@@ -113,7 +113,7 @@ class MeanReceiver:
         """
         try:
             for reducer in sorted(self._reducers, key=lambda rank: self._turn_of(rank, frozen)):
-                if not self._place_of(reducer).nbytes:  # the part is empty: there are more reducers than elements
+                if not self._place_of(reducer).nbytes:  # empty, because there are more reducers than elements
                     continue
                 is_whole = await self._is_received(reducer, frozen, deadline)
                 if not is_whole and self._source_of[reducer] != reducer:
@@ -129,7 +129,7 @@ class MeanReceiver:
             self.close()
 
     def close(self) -> None:
-        """Ask the reducers and donors whose streams are incomplete to stop. A second call does nothing."""
+        """Ask reducers and donors with unfinished streams to stop. A second call does nothing."""
         self._relay.refuse_rest(self._round)
         if self._from_donors is not None:
             self._from_donors.close()
@@ -137,7 +137,7 @@ class MeanReceiver:
             self._finish(next(iter(self._streams)))
 
     def _turn_of(self, reducer: int, frozen: Frozen) -> int:
-        """Return the sort key by which parts are awaited, with the parts of failed reducers first."""
+        """Return the sort key by which parts are awaited. Parts of failed reducers are first."""
         if reducer == self._services.rank:
             return 3
         if self._source_of[reducer] != reducer:
@@ -145,7 +145,7 @@ class MeanReceiver:
         return 1 if reducer in frozen.reducers else 0
 
     async def _is_received(self, reducer: int, frozen: Frozen, deadline: float) -> bool:
-        """Wait for one part from the rank that was asked for it. Return False if that rank has failed."""
+        """Wait for one part from the rank to which it was requested. Return False if that rank has failed."""
         self.donor = source = self._source_of[reducer]
         try:
             return (source != reducer or reducer in frozen.reducers) and await self._receive(reducer, deadline)

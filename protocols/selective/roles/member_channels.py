@@ -1,4 +1,4 @@
-"""The channels of a member of selective averaging, for its reports, control messages and parameter streams."""
+"""Opens a member's channels for reports, control messages and parameter streams in selective averaging."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class MemberChannels:
         self.server = SnapshotServer(services, scopes.to_members)
 
     def report(self, report: Report, coordinator: int) -> bool:
-        """Send a report to the coordinator; return False if the channel is full, so that the report is dropped."""
+        """Send a report to the coordinator. Return False if the report is dropped because the channel is full."""
         try:
             self._reports.send_nowait(report, coordinator)
-        except RankLostError as error:  # the loss is handled when the world reports it
+        except RankLostError as error:  # Leadership handles the loss
             logger.debug("the coordinator is lost, so a report is dropped: %s", error)
         except BusyError:
             return False
@@ -57,23 +57,23 @@ class MemberChannels:
             logger.debug("the coordinator is lost, so an answer is dropped: %s", error)
 
     def exclude(self, rank: int) -> None:
-        """Block messages to the new process of a rank that was lost, or restarted, since the start was agreed on."""
+        """Block messages to the new process of a rank that was lost or restarted since the start was agreed on."""
         for channel in (self.control, self._reports, self.server.channel):
             channel.on_restarted(rank)
 
     def admit(self, rank: int) -> None:
-        """Allow messages to the new process of a restarted rank that was admitted or coordinates."""
+        """Allow messages to the new process of a restarted rank, which was admitted or coordinates."""
         for channel in (self.control, self._reports, self.server.channel):
             channel.admit(rank)
 
     def enter_epoch(self, epoch: int) -> None:
-        """Send and accept only messages of this coordinator's epoch from now on."""
+        """From now on, send and accept only messages of this coordinator's epoch."""
         self.control.enter_epoch(epoch)
         self._reports.enter_epoch(epoch)
         self.server.enter_epoch(epoch)
 
     def close(self) -> None:
-        """Close all channels; the server still answers requests with an abort."""
+        """Close all channels. The server still answers requests with an abort."""
         self.control.close()
         self._reports.close()
         self.server.close()

@@ -1,7 +1,7 @@
-"""Connects a member's state machine with its roles: passes events to the machine, and carries out its instructions.
+"""Connects a member's state machine with its roles: passes on events, and carries out the resulting instructions.
 
-Events are messages from the coordinator, training steps, and the completion of copies and exchanges. The roles do not
-depend on the state machine.
+Events are messages from the coordinator, training steps, and the ends of copies and exchanges. The roles do not depend
+on the state machine.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class MemberRoles:
     """Carries out a member's roles in rounds, according to the instructions of its state machine.
 
     Args:
-        states: Sender of the optimizer and policy state to restarted ranks; None if this rank never sends it.
-        island: Number of the other island that the rounds belong to; -1 for this rank's own island.
+        states: Sends the optimizer and policy state to restarted ranks. None if this rank never sends it.
+        island: Number of the other island whose rounds these are, or -1 for this rank's own island.
         holds_copies: Whether a copy waits for :meth:`conclude`, because other ranks have other shards of the model.
     """
 
@@ -109,20 +109,20 @@ class MemberRoles:
         self._carry_out(instructions)
 
     def admit(self, rank: int, incarnation: int) -> None:
-        """Allow messages to an admitted process of a restarted rank, if that process still runs."""
+        """Allow messages to a restarted rank if its admitted process is still its current process."""
         if self._services.restarted.get(rank, 0) == incarnation:
             self._channels.admit(rank)
             if self._states is not None:
                 self._states.admit(rank)
 
     def lose_coordinator(self, why: str) -> None:
-        """End all roles, because the coordinator was lost or replaced; ``why`` is the reason, such as "is gone"."""
+        """End all roles, because the coordinator was lost or replaced. ``why`` is the reason, such as "is gone"."""
         instructions = self._member.on_coordinator_gone(why)
         self._round_events.note(instructions, reason=f"the coordinator {why}")
         self._carry_out(instructions)
 
     def follow(self, epoch: int, rank: int) -> None:
-        """End all roles of the previous coordinator's rounds, and take part in the rounds of a new coordinator."""
+        """End all roles in the previous coordinator's rounds, and take part in the rounds of a new coordinator."""
         self._journal.note_coordinator(epoch, rank)
         self._user_events.add(CoordinatorChanged(rank, epoch))
         self.lose_coordinator("is replaced")
@@ -147,7 +147,7 @@ class MemberRoles:
         return given_up
 
     def take_snapshot(self, due: TakeSnapshot, iteration: int) -> None:
-        """Begin to copy the weights; raise ValueError if the model has changed since the policy was created."""
+        """Start to copy the weights. Raise ValueError if the model has changed since the policy was created."""
         try:
             copy = self.donor.copy(due.round, iteration, with_state=due.round == self._member.admitting)
         except ValueError:
@@ -163,7 +163,7 @@ class MemberRoles:
         """Apply new weights, without notifying the user.
 
         Args:
-            trouble: Description of this rank's non-finite state, "" if there is none; None to check the state now.
+            trouble: Description of this rank's non-finite state, or "" if there is none. None to check the state now.
         """
         info = self.replacer.put_in_place(due.frozen, iteration, trouble)
         self.carry_out(self._member.on_applied(iteration))
@@ -179,13 +179,13 @@ class MemberRoles:
             self._end_copy(copy)
 
     async def fault_of_copy(self) -> str:
-        """Wait until a copy is complete, and return the reason why it cannot be sent; "" if it can."""
+        """Wait until a copy is complete, and return the reason why it cannot be sent, or "" if it can."""
         await self._services.engine.until(lambda: self._held is not None, WaitId(WaitKind.COPY_OF_WEIGHTS))
         assert self._held is not None, "no copy is held"
         return self.donor.fault_of(self._held)
 
     def conclude(self, fault: str) -> None:
-        """Offer the waiting copy, or drop it if a shard cannot be sent; ``fault`` is the reason, or ""."""
+        """Offer the waiting copy, or drop it if ``fault``, the reason why a shard cannot be sent, is not ""."""
         held, self._held = self._held, None
         if held is not None:
             self._end_copy(held, fault)
@@ -194,7 +194,7 @@ class MemberRoles:
         """Offer a complete copy, or drop it if its round has ended or the copy cannot be sent.
 
         Args:
-            fault: Reason why the copy cannot be sent, "" if there is none; None to check its values now.
+            fault: Reason why the copy cannot be sent, or "" if it can. None to check its values now.
         """
         is_wanted = self._member.awaits_copy(copy.round)
         if fault is None:
@@ -213,7 +213,7 @@ class MemberRoles:
         try:
             fault = await self.replacer.receive(exchange, frozen)
             if fault:
-                exchange.task = None  # the current task ends on its own and must not be cancelled
+                exchange.task = None  # this task ends on its own and must not be cancelled
                 self._fail(exchange.round, fault)
             elif self._member.on_averaged(exchange.round):
                 exchange.keep_average()
@@ -227,7 +227,7 @@ class MemberRoles:
         self.carry_out(instructions)
 
     def give_up(self, round: int, reason: str) -> None:
-        """Abandon the average of ``round``, complete or not, for a reason outside its exchange."""
+        """Abandon the complete or unfinished average of ``round`` for a reason outside its exchange."""
         self.carry_out(self._member.on_failed(round, reason) or self._member.on_refused(round, reason))
 
     def take_whole_state(self, exchange: Exchange, iteration: int) -> None:
@@ -239,22 +239,22 @@ class MemberRoles:
     # -- leaving ----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Begin to leave the policy, but keep a finished snapshot available until its round has ended."""
+        """Start to leave the policy, but keep a finished snapshot available until its round has ended."""
         self.carry_out(self._member.on_leave())
 
     def finish(self) -> None:
-        """End all roles, since this rank has left the policy."""
+        """End all roles, because this rank has left the policy."""
         self.carry_out(self._member.on_left())
 
     @property
     def is_giving(self) -> bool:
-        """True if this rank is still sending, or a leaving rank's snapshot can still be requested."""
+        """True if this rank is still sending, or has left but its snapshot can still be requested."""
         return self._member.state is State.LASTING or not self._channels.server.is_idle
 
     # -- instructions -----------------------------------------------------------------------------------------------
 
     def carry_out(self, instructions: Instructions) -> None:
-        """Execute the instructions of the state machine, in order."""
+        """Execute the instructions of the state machine in order."""
         self._round_events.note(instructions)
         self._carry_out(instructions)
 

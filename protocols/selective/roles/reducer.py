@@ -1,11 +1,11 @@
-"""The reducer's role in a sharded round: adds up one part of the donors' snapshots, for all replacers.
+"""Implements the reducer's role in a sharded round: adds up one part of the donors' snapshots for all replacers.
 
-A reducer requests its part from all donors as soon as it is assigned. After the freeze, it adds up the parts in rank
-order, so that the mean has the same bits as the mean on the direct route. Each chunk of the mean is sent while later
-chunks arrive. Parts that arrive early are buffered; together, these buffers are smaller than one model.
+A reducer requests its part from all donors when it is assigned. After the freeze, it adds up the parts in rank order,
+so that the mean is bitwise equal to the mean on the direct route. Each chunk of the mean is sent while later chunks
+arrive. Parts that arrive early are buffered. Together, these buffers are smaller than one model.
 
-If a part cannot be completed, or the donors have different infinite values in it, requests for its mean are refused,
-and each replacer requests the part from the donors.
+If a part cannot be completed, or infinite values in it differ between donors, requests for its mean are refused. Each
+replacer then requests the part from the donors.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Reducer:
         self.reduction_count = self.received_nbytes = self.read_nbytes = 0
 
     def begin(self, round: int, assign: Assign) -> None:
-        """Request this reducer's part from all donors; failed requests are ignored until the round is frozen."""
+        """Request this reducer's part from all donors. Failed requests are ignored until the round is frozen."""
         assert self._sum is None, f"round {round} begins while this rank reduces in another one"
         others = [donor for donor in assign.donors if donor != self._services.rank]
         part = Part(assign.part, len(assign.reducers))
@@ -80,7 +80,7 @@ class Reducer:
     def stop(self) -> None:
         """Stop offering the mean, or stop computing it."""
         state, self._sum = self._sum, None
-        if state is None:  # this rank only shares parts from other reducers
+        if state is None:  # this rank only shares other reducers' parts
             return
         if state.task is not None and not state.is_settled:
             state.task.cancel()
@@ -88,16 +88,16 @@ class Reducer:
             self._finish(state, next(iter(state.asked)))
         self._settle(state)
         if state.offer is not None:
-            self._server.withdraw(state.offer)  # the server releases the memory after the last stream
+            self._server.withdraw(state.offer)  # the server frees the memory after the last stream
         else:
             self._release()
 
     def is_settled(self, round: int) -> bool:
-        """Return whether this rank's part in ``round`` is complete or has failed."""
+        """Return whether this rank's part in ``round`` is complete or has failed. Also True without such a part."""
         return self._sum is None or self._sum.round != round or self._sum.is_settled
 
     def mean(self, round: int) -> FlatBuffers | None:
-        """Return this rank's part of the mean in ``round``; None if the part is not complete."""
+        """Return this rank's part of the mean in ``round``, or None if it is not complete."""
         return self._sum.mean if self._sum is not None and self._sum.round == round else None
 
     async def _add_up(self, state: _Sum, frozen: Frozen) -> None:
@@ -118,9 +118,9 @@ class Reducer:
             self._settle(state)
 
     async def _make(self, state: _Sum, frozen: Frozen, offer: Offer) -> bool:
-        """Compute the mean chunk by chunk, in rank order. Return False if the donors have different infinite values.
+        """Compute the mean in chunks, in rank order. Return False if infinite values differ between donors.
 
-        Each complete chunk of an averaged tensor is offered immediately. Tensors copied from the best donor are last.
+        Each complete chunk of an averaged tensor is offered immediately. Tensors copied from the best donor come last.
         """
         into, nbytes = state.buffers.mean, 0
         given = {donor: await self._given(state, donor, exact=donor == frozen.best) for donor in frozen.donors}
@@ -150,7 +150,7 @@ class Reducer:
             if snapshot is None:
                 raise RemoteProtocolError(f"round {state.round} was fixed with donor {donor}, which has no snapshot")
             return state.part.of(snapshot)
-        if exact and donor != state.assign.best:  # the best donor was left out: ask its successor for the exact tensors
+        if exact and donor != state.assign.best:  # the best donor was left out: this one sends the exact tensors
             self._finish(state, donor)
             tensors = state.buffers.mean.tensors
             self._ask(state, donor, new_part({dtype: len(tensors[dtype]) for dtype in tensors}), exact=True)

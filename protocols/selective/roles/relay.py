@@ -1,6 +1,6 @@
 """Shares parts of a mean, which one replacer has fetched from another host, with the other replacers on its host.
 
-In a sharded round, each part of the mean is sent to each host only once: one replacer requests the part from its
+In a sharded round, each part of the mean is sent to each host only once. One replacer requests the part from its
 reducer, and the other replacers on the host request it from that replacer. If the part does not arrive, their requests
 are refused, and they request the part from the reducer.
 """
@@ -20,12 +20,12 @@ class Relay:
         self._rank = rank
         self._server = server
         self._round = 0
-        self._fetched: set[Part] = set()  # parts that this rank fetches and has not offered yet
+        self._fetched: set[Part] = set()  # parts that this rank must fetch and has not offered
         self._offers: list[Offer] = []
         self.shared_count = 0
 
     def begin(self, round: int, assign: Assign) -> None:
-        """Determine the parts that this rank must fetch in a round; requests for a part wait until it arrives."""
+        """Determine the parts that this rank must fetch in a round. Requests for a part wait until it arrives."""
         assert not self._offers, f"round {round} begins while this rank shares parts of another round"
         self._round = round
         self._fetched = {
@@ -35,7 +35,7 @@ class Relay:
         }
 
     def share(self, round: int, part: Part, accumulator: Accumulator) -> None:
-        """Offer a part that has arrived in ``accumulator``, if this rank fetches that part for its host."""
+        """Offer a part that has arrived in ``accumulator``, if this rank fetches the part for its host."""
         if round != self._round or part not in self._fetched:
             return
         self._fetched.remove(part)
@@ -46,7 +46,7 @@ class Relay:
         self.shared_count += 1
 
     def refuse_rest(self, round: int) -> None:
-        """Refuse requests for the parts that have not been offered, since these parts will not arrive."""
+        """Refuse requests for the parts that were not offered, because these parts will not arrive."""
         if round == self._round:
             for part in self._fetched:
                 self._server.end_mean(round, part)

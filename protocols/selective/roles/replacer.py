@@ -1,4 +1,4 @@
-"""The replacer's role in a round: requests the donors' snapshots, averages them, and applies the average."""
+"""Implements the replacer's role in a round: requests the donors' snapshots, averages them, and applies the average."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Replacer:
         self.replacement_count = 0
 
     def ask(self, round: int, coordinator: int, assign: Assign) -> None:
-        """Begin an exchange, and request the streams of the donors or reducers, if there are any."""
+        """Begin an exchange, and request the streams from the donors or reducers, if there are any."""
         roles = self._reducer, self._relay
         self.exchange = Exchange(self._services, self._server, self._resources.buffers, *roles, round, coordinator)
         self.exchange.takes_state = self._resources.heir is not None and not assign.admits
@@ -47,7 +47,7 @@ class Replacer:
             self.exchange.ask_early(assign)
 
     async def receive(self, exchange: Exchange, frozen: Frozen) -> str:
-        """Average the donors' snapshots; return the reason if the average cannot be applied, and "" otherwise."""
+        """Average the donors' snapshots. Return the reason if the average cannot be applied; otherwise ""."""
         try:
             receiver = await exchange.run(frozen)
         except (AsyncdistError, TimeoutError) as error:
@@ -58,7 +58,7 @@ class Replacer:
         return f"the donors differ in infinite values, for example in {entry!r}"
 
     async def _receive_state(self, exchange: Exchange, frozen: Frozen) -> str:
-        """Receive the only donor's optimizer and policy state; return the reason if that fails, and "" otherwise."""
+        """Receive the only donor's optimizer and policy state. Return the reason if that fails; otherwise ""."""
         assert self._states is not None and len(frozen.donors) == 1, f"round {exchange.round} has {frozen}"
         nbytes_max = state_nbytes_max(self._resources.flat.nbytes)
         try:
@@ -73,7 +73,7 @@ class Replacer:
         return ""
 
     def discard(self, round: int, reason: str) -> None:
-        """Stop the exchange and free its memory; the next step reports ``reason`` to the user."""
+        """Stop the exchange and free its memory. The next step reports ``reason`` to the user."""
         exchange, self.exchange = self.exchange, None
         assert exchange is not None, f"round {round} is abandoned without an exchange"
         exchange.discard()
@@ -86,7 +86,7 @@ class Replacer:
         )
 
     def take_given_up(self) -> StepInfo:
-        """Return a step's result that reports the round abandoned since the last call; ``NOTHING`` without one."""
+        """Return a step's result that reports a round abandoned since the last call, or ``NOTHING`` without one."""
         given_up, self._given_up = self._given_up, NOTHING
         return given_up
 
@@ -94,7 +94,7 @@ class Replacer:
         """Apply the new weights, and return the step's result.
 
         Args:
-            trouble: Description of this rank's non-finite state, "" if there is none; None to check the state now.
+            trouble: Description of this rank's non-finite state, or "" if there is none. None to check the state now.
         """
         exchange, heir = self.exchange, self._resources.heir
         assert exchange is not None, "weights are to be applied without an exchange"

@@ -1,4 +1,4 @@
-"""The model of one rank, and the memory that its roles in rounds share."""
+"""Defines the model and the memory that a rank's roles in rounds share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RoleResources:
     """Model and memory that a rank's roles share, in its own island and in other islands.
 
     Attributes:
-        own: Model and optimizer, which are checked before they are sent, and receive the averages.
-        state: Optimizer and policy state, which is sent to restarted ranks, and to an heir.
-        heir: Receiver of a donor's optimizer and policy state on a replacer; None if replacers receive only weights.
+        own: Model and optimizer. They are checked before they are sent, and receive the averages.
+        state: Optimizer and policy state, which is sent to restarted ranks and heirs.
+        heir: Adopts a donor's optimizer and policy state on a replacer. None if replacers receive only weights.
     """
 
     flat: FlatState
@@ -37,7 +37,7 @@ class RoleResources:
 
     @classmethod
     def of(cls, flat: FlatState, own: OwnState, timing: Timing, events: UserEvents, state: WholeState) -> RoleResources:
-        """Return the resources for a model; memory is allocated when a role first needs it."""
+        """Create the resources for a model. Memory is allocated when a role first needs it."""
         snapshots = SnapshotPool(flat)
         applier = Applier(flat, own, snapshots, events)
         return cls(flat, own, snapshots, ExchangeBuffers(flat), PartPool(flat), applier, timing, events, state)

@@ -3,7 +3,7 @@
 :class:`RoundEvents` derives the events from the instructions of the member's state machine. The events wait in
 :class:`UserEvents` until the next step, which passes them to the callback in order.
 
-Invariant: each :class:`RoleAssigned` is followed by one :class:`AverageApplied`, :class:`RoundEnded` or
+Invariant: Each :class:`RoleAssigned` is followed by an :class:`AverageApplied`, :class:`RoundEnded` or
 :class:`RoundAbandoned` of the same round before the next :class:`RoleAssigned`.
 """
 
@@ -15,38 +15,38 @@ from asyncdist.protocols.step_info import RoleAssigned, RoundAbandoned, RoundEnd
 
 
 class RoundEvents:
-    """Creates the events about one member's rounds: a role is assigned, or its round has ended or was abandoned.
+    """Creates the events about one member's rounds: a role was assigned, or its round has ended or was abandoned.
 
     Args:
-        island: Number of the other island that the rounds belong to; -1 for this rank's own island.
+        island: Number of the other island whose rounds these are, or -1 for this rank's own island.
     """
 
     def __init__(self, member: RoundMember, pending: UserEvents, island: int = -1) -> None:
         self._member = member
         self._pending = pending
         self._island = island
-        self._role, self._round = "", 0  # role and round of the last RoleAssigned, until the event that ends the role
+        self._role, self._round = "", 0  # those of the last RoleAssigned, until the role ends
 
     def note(self, instructions: Instructions, assign: Assign | None = None, round: int = 0, reason: str = "") -> None:
-        """Create the events for a change of the member's state.
+        """Create the events that follow from a change of the member's state.
 
         Args:
             assign, round: Assignment that has caused the instructions, if any, and its round.
-            reason: Reason for the end of the round, if that has caused the instructions.
+            reason: Reason for the end of the round, if the end has caused the instructions.
         """
         declined: dict[int, str] = {}
         for told in instructions:
             if isinstance(told, Tell) and isinstance(told.message, Decline):
                 declined[told.round] = told.message.reason
             elif isinstance(told, Tell) and isinstance(told.message, Applied) and told.round == self._round:
-                self._role, self._round = "", 0  # the replacer itself creates AverageApplied
+                self._role, self._round = "", 0  # the replacer creates AverageApplied
         if self._role == DONOR and not self._gives() and self._round not in declined:
             why = reason or (f"round {round} began" if round else "the policy ended")
             self._end(RoundEnded(self._round, why, self._island))
         for discard in instructions:
             if isinstance(discard, Discard):
                 self._abandon(discard.round, discard.reason)
-        if assign is not None and not (assign.admits and assign.role != DONOR):  # a newcomer makes no steps yet
+        if assign is not None and not (assign.admits and assign.role != DONOR):  # a newcomer does not make steps yet
             self._role, self._round = assign.role, round
             self._pending.add(RoleAssigned(round, assign.role, assign.donors, assign.replacers, self._island))
         for number, why in declined.items():

@@ -1,1 +1,1 @@
-"""One round of selective averaging on the coordinator: its state, its course from start to end, and its messages."""
+"""Defines one round of selective averaging on the coordinator: its state, its transitions and its messages."""

@@ -18,16 +18,16 @@ from asyncdist.protocols.selective.selection import Decision, SelectiveRules, re
 from asyncdist.protocols.selective.statistics import HISTORY_LENGTH, History, LeftOut
 from asyncdist.protocols.selective.waiting import Patience
 
-#: Largest round number accepted from a member: half the 32-bit range of frame headers, to leave numbers for later
-#: rounds.
+# : Maximum round number that is accepted from a member: half the 32-bit range of frame headers, so that numbers remain
+# for later rounds.
 ROUND_BELIEVED_MAX: Final = 2**31
 
 
 class RoundCourse:
-    """Conducts the coordinator's rounds, one at a time, and counts them.
+    """Conducts the coordinator's rounds one at a time, and counts them.
 
     Attributes:
-        current: Round in progress; None between rounds.
+        current: Round in progress, or None between rounds.
         decided_count: Number of rounds that have started.
         routes: Number of rounds with donors, by route.
     """
@@ -53,13 +53,13 @@ class RoundCourse:
         self._stream_safe_points = stream_safe_points
         self._model_nbytes = model_nbytes
         self._last_number = 0
-        self._overdue: dict[int, deque[int]] = {}  # by replacer: rounds that timed out before it answered
+        self._overdue: dict[int, deque[int]] = {}  # by replacer: rounds that timed out without its answer
         self.current: Round | None = None
         self.decided_count = self.ended_count = self.overdue_count = 0
         self.routes = Counter(direct=0, sharded=0)
 
     def go_on_after(self, number: int) -> None:
-        """Number the next round higher than ``number``, a round of an earlier coordinator."""
+        """Use numbers higher than ``number``, a round of an earlier coordinator, for the next rounds."""
         self._last_number = max(self._last_number, min(number, ROUND_BELIEVED_MAX))
 
     def start(
@@ -67,7 +67,7 @@ class RoundCourse:
     ) -> list[Send]:
         """Start a round, and return the messages that assign the roles.
 
-        Donors have a limited time for their snapshots: the longest step of a donor plus a quarter of the timeout.
+        The donors' time limit for their snapshots is the longest step of a donor plus a quarter of the round's timeout.
         """
         broken = self._history.broken
         assert self.current is None, broken("a round starts before the previous round has ended")
@@ -102,7 +102,7 @@ class RoundCourse:
         return state.openings(self._roster.members)
 
     def freeze(self, state: Round, now: float) -> list[Send]:
-        """Freeze a round: leave out the donors that are not ready, and return the messages that start the averaging."""
+        """Freeze a round without the donors that are not ready. Return the messages that start the averaging."""
         sends: list[Send] = []
         for rank in sorted(state.waiting_donors):
             self.leave_out(state, rank, "not ready in time")
@@ -117,10 +117,10 @@ class RoundCourse:
         return sends
 
     def end(self, state: Round, reason: str, decision_count: int, now: float) -> list[Send]:
-        """End the round, and return one `End` for every live rank that the round has named."""
+        """End the round, and return an `End` message for each live rank that had a role in the round."""
         sends: list[Send] = []
         for rank in sorted(state.waiting_replacers):
-            if state.frozen:  # the replacer may have applied the average, and its answer may be in transit
+            if state.frozen:  # it may have applied the average, and its answer may be in transit
                 self._overdue.setdefault(rank, deque(maxlen=HISTORY_LENGTH)).append(state.number)
                 self.overdue_count += 1
             else:
@@ -139,13 +139,13 @@ class RoundCourse:
         return sends
 
     def take_answer(self, rank: int, number: int) -> bool:
-        """Record that a replacer has applied its average, even late; return False if no such answer was expected."""
+        """Record that a replacer has applied its average, even late. Return False if no such answer was expected."""
         state = self.current
         if state is not None and state.number == number and state.frozen and rank in state.waiting_replacers:
             state.waiting_replacers.remove(rank)
         elif number in self._overdue.get(rank, ()):
             while self._overdue[rank].popleft() != number:
-                pass  # messages arrive in order, so answers to earlier rounds cannot arrive later
+                pass  # messages arrive in order: no answer to an earlier round can follow
             self._history.ignore("Applied after the round's timeout")
         else:
             self._history.ignore("Applied from a rank that owes none")
@@ -162,7 +162,7 @@ class RoundCourse:
             self.leave_out(state, rank, how)
 
     def leave_out(self, state: Round, rank: int, reason: str) -> bool:
-        """Remove a donor from a round; return False if the round is frozen or the rank is not one of its donors."""
+        """Remove a donor from a round. Return False if the round is frozen or the rank is not one of its donors."""
         if state.frozen or (rank not in state.waiting_donors and rank not in state.ready):
             return False
         state.waiting_donors.discard(rank)
@@ -176,7 +176,7 @@ class RoundCourse:
         self._history.note_abandoned(reason)
 
     def _release(self, sends: list[Send], state: Round, ranks: Sequence[int], reason: str) -> None:
-        """Append an `End` to ``sends`` for each of ``ranks`` that is live and was not sent one yet."""
+        """Append an `End` to ``sends`` for each of ``ranks`` that is live and has not been sent one."""
         end, number, members = End(reason), state.number, self._roster.members
         due = [rank for rank in ranks if rank not in state.released and members[rank].live]
         state.released.update(due)

@@ -1,8 +1,8 @@
 """Packs sets of ranks and lists of numbers into few bytes, for the messages of a round.
 
 Every rank in a round receives the list of all donors and replacers, so the bytes of a round grow with the square of the
-number of ranks. The packed form takes one bit per rank instead of up to 16 bytes, and less for consecutive ranks. For
-any bytes, unpacking either returns a valid result or raises ValueError.
+number of ranks. The packed form takes one bit per rank instead of up to 16 bytes, and less for consecutive ranks.
+Unpacking arbitrary bytes either returns a valid result or raises ValueError.
 """
 
 import math
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-#: First byte of a packed set of ranks, which identifies the format of the remaining bytes.
+#: First byte of a packed set of ranks, which identifies the format of the other bytes.
 _LISTED: Final = b"l"
 _AS_BITS: Final = b"b"
 _AS_RANGE: Final = b"r"
 _RANK: Final = struct.Struct("<I")
 _RANGE: Final = struct.Struct("<II")
-#: Maximum length of a packed range, since nine bytes could otherwise claim a huge range. Longer ranges become bit
-#: masks.
+# : Maximum length of a packed range, because nine bytes could otherwise claim a huge range. Longer ranges become bit
+# masks.
 RANK_COUNT_MAX: Final = 1 << 16
 #: First byte of packed numbers: all are equal, or the integer type of their differences from the smallest number.
 _SAME: Final = b"="
@@ -45,7 +45,7 @@ def pack_ranks(ranks: Sequence[int]) -> bytes:
 
 
 def unpack_ranks(packed: bytes) -> tuple[int, ...]:
-    """Return the ranks that :func:`pack_ranks` has packed; raise ValueError for other bytes."""
+    """Return the ranks that :func:`pack_ranks` has packed. Raise ValueError for other bytes."""
     form, rest = packed[:1], packed[1:]
     if form == _LISTED and rest and len(rest) % _RANK.size == 0:
         ranks = struct.unpack(f"<{len(rest) // _RANK.size}I", rest)
@@ -66,7 +66,7 @@ def unpack_ranks(packed: bytes) -> tuple[int, ...]:
 
 
 def pack_numbers(numbers: Sequence[int]) -> bytes:
-    """Pack 64-bit integers; the smaller their range, the fewer bytes they take."""
+    """Pack 64-bit integers. The smaller their range, the fewer bytes they take."""
     if not numbers:
         return b""
     least = min(numbers)
@@ -79,7 +79,7 @@ def pack_numbers(numbers: Sequence[int]) -> bytes:
 
 
 def unpack_numbers(packed: bytes, count: int) -> tuple[int, ...]:
-    """Return the ``count`` numbers that :func:`pack_numbers` has packed; raise ValueError for other bytes."""
+    """Return the ``count`` numbers that :func:`pack_numbers` has packed. Raise ValueError for other bytes."""
     form, rest = packed[:1], packed[1:]
     if not count and not packed:
         return ()
@@ -102,7 +102,7 @@ def pack_weights(weights: Sequence[float]) -> bytes:
 
 
 def unpack_weights(packed: bytes, count: int) -> tuple[float, ...]:
-    """Return the ``count`` weights that :func:`pack_weights` has packed; raise ValueError for other bytes."""
+    """Return the ``count`` weights that :func:`pack_weights` has packed. Raise ValueError for other bytes."""
     form, rest = packed[:1], packed[1:]
     if not count and not packed:
         return ()
@@ -123,7 +123,7 @@ def join(*parts: bytes) -> bytes:
 
 
 def split(joined: bytes, count: int) -> list[bytes]:
-    """Return the ``count`` parts that :func:`join` has joined; raise ValueError for other bytes."""
+    """Return the ``count`` byte strings that :func:`join` has joined. Raise ValueError for other bytes."""
     parts: list[bytes] = []
     start = 0
     while start + _RANK.size <= len(joined) and len(parts) < count:

@@ -1,6 +1,6 @@
 """Packs the description of a round that all its ranks receive: `Plan` at the start, and `Freeze` when it is frozen.
 
-For any bytes, unpacking either returns a consistent description or raises ValueError.
+Unpacking arbitrary bytes either returns a consistent description or raises ValueError.
 """
 
 import functools
@@ -23,7 +23,7 @@ from asyncdist.protocols.selective.round.packing import (
 #: `struct` format of `best` and `admits`.
 _HEAD: Final = struct.Struct("<q?")
 _BEST: Final = struct.Struct("<q")
-#: Number of unpacked plans to cache, since in a simulation a thousand ranks unpack the same bytes.
+#: Number of unpacked plans to cache. In a simulation, a thousand ranks unpack the same bytes.
 _KEPT_COUNT: Final = 16
 
 
@@ -31,12 +31,13 @@ class Plan(NamedTuple):
     """Description of a round at its start, equal for all ranks.
 
     Attributes:
-        replacers: Replacers among the named ranks; the other named ranks are donors.
-        judged: Iteration of the report that the decision used, for each named rank.
-        best: Donor with the best metric; -1 if there are no donors.
+        replacers: Replacers among the named ranks. The other named ranks are donors.
+        judged: For each named rank, the iteration of the report on which the decision is based.
+        best: Donor with the best metric, or -1 if there are no donors.
         admits: Whether the replacers are restarted ranks that receive a whole state.
-        reducers: Ranks that each add up one part of the snapshots; empty on the direct route.
-        parents: Donor that each replacer copies, in the order of the replacers; empty if the donors are for all.
+        reducers: Ranks that each add up one part of the snapshots. Empty on the direct route.
+        parents: Donor that each replacer copies, in the order of the replacers. Empty if all donors are for all
+            replacers.
     """
 
     named: tuple[int, ...]
@@ -50,11 +51,11 @@ class Plan(NamedTuple):
 
     @property
     def donors(self) -> tuple[int, ...]:
-        """Donors of the round, ascending."""
+        """Donors of the round, in ascending order."""
         return _without(self.named, self.replacers)
 
     def packed(self) -> bytes:
-        """Return the plan as bytes, for `unpack_plan`."""
+        """Return the plan as bytes for `unpack_plan`."""
         places = {rank: place for place, rank in enumerate(self.named)}
         return join(
             _HEAD.pack(self.best, self.admits),
@@ -72,10 +73,10 @@ class Freeze(NamedTuple):
     """Description of a frozen round, equal for all ranks.
 
     Attributes:
-        donors: Ranks whose snapshots are averaged, ascending.
+        donors: Ranks whose snapshots are averaged, in ascending order.
         iterations: Step at which each donor took its snapshot.
-        best: Donor with the best metric; -1 if there are no donors.
-        reducers: Ranks that each add up one part of the snapshots; empty on the direct route.
+        best: Donor with the best metric, or -1 if there are no donors.
+        reducers: Ranks that each add up one part of the snapshots. Empty on the direct route.
     """
 
     donors: tuple[int, ...]
@@ -85,14 +86,14 @@ class Freeze(NamedTuple):
     reducers: tuple[int, ...] = ()
 
     def packed(self) -> bytes:
-        """Return the description as bytes, for `unpack_freeze`."""
+        """Return the description as bytes for `unpack_freeze`."""
         numbers = pack_weights(self.weights), pack_numbers(self.iterations)
         return join(_BEST.pack(self.best), pack_ranks(self.donors), *numbers, pack_ranks(self.reducers))
 
 
 @functools.lru_cache(_KEPT_COUNT)
 def unpack_plan(packed: bytes) -> Plan:
-    """Return the plan that :meth:`Plan.packed` has packed; raise ValueError for other bytes."""
+    """Return the plan that :meth:`Plan.packed` has packed. Raise ValueError for other bytes."""
     head, named_, places, judged, restarted, incarnations, reducers_, copied = split(packed, 8)
     best, admits = _unpack(_HEAD, head)
     named, reducers, again = map(unpack_ranks, (named_, reducers_, restarted))
@@ -122,7 +123,7 @@ def unpack_plan(packed: bytes) -> Plan:
 
 @functools.lru_cache(_KEPT_COUNT)
 def unpack_freeze(packed: bytes) -> Freeze:
-    """Return the description that :meth:`Freeze.packed` has packed; raise ValueError for other bytes."""
+    """Return the description that :meth:`Freeze.packed` has packed. Raise ValueError for other bytes."""
     head, donors_, weights, iterations, reducers = split(packed, 5)
     donors, count = unpack_ranks(donors_), len(unpack_ranks(donors_))
     numbers = unpack_weights(weights, count), unpack_numbers(iterations, count)
@@ -131,7 +132,7 @@ def unpack_freeze(packed: bytes) -> Freeze:
 
 
 def place_of(rank: int, ranks: Sequence[int]) -> int:
-    """Return the index of a rank in an ascending sequence; -1 if the rank is not in the sequence."""
+    """Return the index of a rank in an ascending sequence, or -1 if it is not in the sequence."""
     place = bisect_left(ranks, rank)
     return place if place < len(ranks) and ranks[place] == rank else -1
 

@@ -13,8 +13,8 @@ from asyncdist.protocols.selective.round.plan import Freeze, Plan
 from asyncdist.protocols.selective.selection import Decision
 from asyncdist.protocols.selective.waiting import Pace, as_pace
 
-#: Maximum accepted ratio of the number of safe points for a donor's optimizer and policy state to the number for its
-#: weights.
+# : Maximum accepted ratio of a donor's safe points for the optimizer and policy state to its safe points for the
+# weights.
 STATE_STREAM_COUNT_MAX: Final = 20
 #: Number of safe points for the stream of one part: `PART_CHUNK_COUNT` chunks with `WINDOW_COUNT` chunks in flight.
 _PART_SAFE_POINTS: Final = 8
@@ -28,7 +28,7 @@ class Send(NamedTuple):  # a named tuple is created twice as fast as a frozen da
     message: ControlMessage
 
 
-#: Creates a Send from a tuple in half the time of Send(...); each round creates two for each member.
+#: Creates a Send from a tuple in half the time of Send(...). Each round creates two for each member.
 _as_send: Final[Callable[[tuple[int, int, ControlMessage]], Send]] = partial(tuple.__new__, Send)
 
 
@@ -54,23 +54,23 @@ class ReportRecord(NamedTuple):
         return math.isfinite(self.value)
 
 
-#: Creates a ReportRecord from a tuple for each report, in half the time of ReportRecord(...).
+#: Creates a ReportRecord from a tuple in half the time of ReportRecord(...). Each report creates one.
 as_record: Final[Callable[[tuple[int, float, float, float]], ReportRecord]] = partial(tuple.__new__, ReportRecord)
 
 
 @dataclass(slots=True)
 class Member:
-    """Coordinator's record of one rank: its state, its newest reports and its counts.
+    """A coordinator's record of one rank: its state, its newest reports and its counts.
 
     Attributes:
         joined: Whether the rank has confirmed to this coordinator that it takes part.
-        admitted: Whether the rank is a member. A newcomer receives messages, but is a member only after it has received
-            a donor's state; a donor from another island is never a member.
-        report: Newest valid report; None if there is none.
-        applied_iteration: Iteration of the rank's last average; None before the first average.
-        heard_at: Arrival time of the newest report; None before the first report.
+        admitted: Whether the rank is a member. A newcomer receives messages, but becomes a member only when it has
+            received a donor's state. A donor from another island is never a member.
+        report: Newest valid report, or None without one.
+        applied_iteration: Iteration of the rank's last average, or None before the first.
+        heard_at: Arrival time of the newest report, or None before the first.
         step_s, interval_s: Seconds per step, and seconds since the previous report, according to the newest report.
-        last_step_s, last_interval_s: Same values according to the previous report; 0 if there is none.
+        last_step_s, last_interval_s: The same values from the previous report, or 0 without one.
     """
 
     joined: bool
@@ -91,16 +91,16 @@ class Member:
 
     @property
     def counts(self) -> bool:
-        """True if the rank is a live member, which is judged and waited for."""
+        """True if the rank is a live member, so that it is judged and waited for."""
         return self.live and self.admitted
 
     def hear(self, step_s: float, interval_s: float, now: float) -> None:
-        """Record the durations in a new report, which must be plausible, and its arrival time."""
+        """Record the arrival time of a new report and its durations, which must be plausible."""
         self.last_step_s, self.last_interval_s = self.step_s, self.interval_s
         self.step_s, self.interval_s, self.heard_at = step_s, interval_s, now
 
     def pace(self, now: float) -> Pace:
-        """Return the member's speed from its last two reports, so that a single long step does not make it slow."""
+        """Return the member's speed in its last two reports. A single long step does not make the member slow."""
         step_s, last_step_s, interval_s, last_s = self.step_s, self.last_step_s, self.interval_s, self.last_interval_s
         step_s = last_step_s if 0 < last_step_s < step_s else step_s
         interval_s = last_s if last_s < interval_s else interval_s
@@ -109,14 +109,14 @@ class Member:
 
 @dataclass(slots=True)
 class Round:
-    """Coordinator's record of the round in progress.
+    """A coordinator's record of the round in progress.
 
     Attributes:
-        judged: Report that the decision used, by named rank.
-        waiting_donors, waiting_replacers: Donors and replacers that have not answered yet.
-        reducers: Reducers named at the start; empty on the direct route.
-        sources: Ranks from which the parts are requested, by replacer that shares parts on a host.
-        ready: Iteration of the snapshot of each donor that is ready, by donor.
+        judged: Report on which the decision is based, by rank with a role in the round.
+        waiting_donors, waiting_replacers: Donors and replacers whose answers have not arrived.
+        reducers: Reducers assigned at the start. Empty on the direct route.
+        sources: Rank from which each part is requested, by replacer that shares parts on its host.
+        ready: Iteration of the snapshot, by donor that is ready.
         released: Ranks to which an `End` was sent.
         admits: Whether the round admits restarted ranks.
     """
@@ -134,11 +134,11 @@ class Round:
     released: set[int] = field(default_factory=set)
     frozen: bool = False
     admits: bool = False
-    limit_at: float = math.inf  # time limit of a round that admits restarted ranks, which delays other rounds
-    state_safe_points: int = 0  # safe points for a donor's optimizer and policy state; 0 if none is sent
+    limit_at: float = math.inf  # time limit of a round that admits restarted ranks
+    state_safe_points: int = 0  # safe points to send a donor's optimizer and policy state
 
     def openings(self, members: Mapping[int, Member]) -> list[Send]:
-        """Return the messages that assign the roles to the named ranks."""
+        """Return the messages that assign the roles to the ranks of this round."""
         judged, named = self.judged, self.named
         iterations = tuple([judged[rank].iteration for rank in named])
         restarted = tuple([(rank, n) for rank in named if (n := members[rank].incarnation)])
@@ -152,10 +152,10 @@ class Round:
     def freezings(self, metric_mode: str, timeouts: Mapping[int, float]) -> list[Send]:
         """Return the messages that notify replacers and reducers that the donors no longer change.
 
-        A rank that is only a donor needs no message, since it answers every replacer.
+        A rank that is only a donor needs no message, because it answers every replacer.
 
         Args:
-            metric_mode: `"max"` or `"min"`, to find the best of the remaining donors.
+            metric_mode: `"max"` or `"min"`, to find the best remaining donor.
             timeouts: Timeout of each replacer, in seconds.
         """
         weight_of = dict(zip(self.decision.donors, self.decision.weights, strict=True))
@@ -171,21 +171,22 @@ class Round:
 
     @property
     def named(self) -> list[int]:
-        """Ranks with a role in the round, ascending."""
+        """Ranks with a role in the round, in ascending order."""
         return sorted(self.decision.donors + self.decision.replacers)
 
     def timeouts_s(self, round_timeout_s: float, stream_safe_points: int) -> dict[int, float]:
         """Return the timeout of each replacer, in seconds from the time when it reads `Frozen`.
 
         The timeout is `round_timeout_s` plus the duration of the steps that messages wait for in the worst case. On the
-        direct route, a replacer requests the snapshots from the donors in turn, after the freeze. Each
-        donor reads the request in its next step, and the stream takes `stream_safe_points` steps of both ranks.
-        Applying the average takes one more step.
+        direct route, a replacer requests the snapshots from the donors in turn, after the freeze. Each donor reads the
+        request in its next step, and the stream takes `stream_safe_points` steps of both ranks. Applying the average
+        takes one more step.
 
-        A newcomer, which makes no steps, also receives the donor's optimizer and policy state, preceded by its size. So
-        does each replacer, between its steps, if the donors have offered their state.
+        A newcomer also receives the size of the donor's optimizer and policy state, and then the state itself. It makes
+        no steps of its own. If the donors have offered their state, each replacer receives it in the same way, between
+        its steps.
 
-        On the sharded route, more steps may pass before a replacer requests missing parts from the donors: a reducer
+        On the sharded route, more steps may pass before a replacer requests missing parts from the donors. A reducer
         needs one step to read `Frozen`, one to add up, and the steps of its own streams. A rank that fetches parts for
         its host needs the same steps. The stream of a part has small chunks and takes at least `_PART_SAFE_POINTS`
         steps.
@@ -211,5 +212,5 @@ class Round:
 
 
 def values_of(reports: Mapping[int, ReportRecord]) -> dict[int, float]:
-    """Return the metric of each rank."""
+    """Return the metric in each rank's report."""
     return {rank: report.value for rank, report in reports.items()}
