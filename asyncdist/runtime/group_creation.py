@@ -57,7 +57,7 @@ class GroupCreation:
     async def new_groups(
         self, lists: Iterable[Sequence[int]], timeout_s: float, *, part_of: Start[Any] | None = None
     ) -> list[Group]:
-        """Make several groups in turn, or no group if one of them fails; see :meth:`asyncdist.World.new_groups`."""
+        """Make several groups in turn, or no group if one of them fails. See :meth:`asyncdist.World.new_groups`."""
         made: list[Group] = []
         wanted = list(lists)
         now = self._services.time
@@ -83,7 +83,7 @@ class GroupCreation:
                 self._agreements.stay_away(meeting, error if isinstance(error, Exception) else None)
 
     async def surviving_group(self, group: Group, timeout_s: float) -> Group:
-        """Make a group of the live members of ``group``; see :func:`asyncdist.surviving_group`.
+        """Make a group of the live members of ``group``. See :func:`asyncdist.surviving_group`.
 
         Members detect a loss at different times. A member whose request includes a lost rank gets an error and requests
         a smaller group, so all survivors request the final list equally often. The agreement is named after the
@@ -128,7 +128,7 @@ class GroupCreation:
         part_of: Start[Any] | None = None,
         subject: str = _SUBJECT,
     ) -> Group:
-        """Make a group of ``ranks``; see :meth:`asyncdist.World.new_group`.
+        """Make a group of ``ranks``. See :meth:`asyncdist.World.new_group`.
 
         Args:
             ranks: Members, including this rank.

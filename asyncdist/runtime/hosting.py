@@ -96,7 +96,7 @@ async def host_rank(
                 )  # an error that all ranks raise is reported once if it is raised here
             with _loop_named():
                 value = await main(world, *args)
-            # A signal that arrived while main blocked the loop raises now, as in asyncio.run
+            # A signal that arrived while main blocked the loop raises now, as in asyncio.run.
             interrupts.check_pending()
             return RankResult(value=value)
     except BaseException as error:

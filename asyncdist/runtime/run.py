@@ -41,7 +41,7 @@ from asyncdist.transports.local import LocalHub
 logger = logging.getLogger("asyncdist.runtime.run")
 
 T = TypeVar("T")
-#: ``"auto"``, ``"local"``, ``"mpi"`` or ``"torch"``.
+#: One of ``"auto"``, ``"local"``, ``"mpi"`` and ``"torch"``.
 TransportName: TypeAlias = str
 LoopName: TypeAlias = Literal["uvloop", "asyncio"]
 #: Destinations of counters, as in the argument ``metrics`` of :func:`run`.
@@ -108,27 +108,28 @@ def run(
         transport: ``"mpi"``, ``"torch"``, ``"local"`` or ``"auto"``. ``"auto"`` selects MPI under an MPI launcher. It
             selects torch if RANK, WORLD_SIZE and MASTER_ADDR are set, for example by torchrun, or if the program has
             made a process group of several ranks. Otherwise it selects local. ``"torch"`` sends over gloo in process
-            groups that asyncdist creates; the program's own groups may use any backend.
-        ranks: Number of ranks to host on one loop of this process; requires ``transport="local"``. The result of rank 0
-            is returned.
+            groups that asyncdist creates. The program's own groups may use any backend.
+        ranks: Number of ranks to host on one loop of this process, only with ``transport="local"``. The result of rank
+            0 is returned.
         loop: ``"uvloop"`` (the default if it is installed) or ``"asyncio"``.
         grace_s: Seconds that the peers of a failed rank have to stop on their own before they are aborted.
         strict: Whether to raise LocalProtocolError instead of logging a warning if anything is left at the end: an
             unread message, a request, a stream slot, a snapshot or a task.
         watchdog_s: Seconds after main's return until a warning lists the spawned tasks, if all of them are still
-            waiting; ``math.inf`` for no warning.
+            waiting, or ``math.inf`` for no warning.
         stall_s: Seconds after which the waits of all ranks of this host are printed once, with line numbers, if none of
-            them has made a step or received a message (``docs/hangs.md``); ``math.inf`` for never. The default is the
-            variable ASYNCDIST_STALL_S (``asyncdist run --stall-s``), or 60. If a value is set, a warning is also logged
-            when main has waited in one line for this time (up to twice as long) while other ranks continue. The wait
-            may be for a message, a stream, a collective, or main's own future or event. If no value is set, the warning
-            is logged after 300 s and only for collectives, since a main that waits for messages may be a server.
+            them has made a step or received a message (``docs/hangs.md``), or ``math.inf`` for never. The default is
+            the variable ASYNCDIST_STALL_S (``asyncdist run --stall-s``), or 60. If a value is set, a warning is also
+            logged when main has waited in one line for this time (up to twice as long) while other ranks continue. The
+            wait may be for a message, a stream, a collective, or main's own future or event. If no value is set, the
+            warning is logged after 300 s and only for collectives, because a main that waits for messages may be a
+            server.
         stall_aborts: Whether to raise StallError instead of logging this warning, if main waits for its peers.
         record: Folder in which each rank records its steps, metrics, rounds, messages and waits.
             :mod:`asyncdist.recording.writer` describes the files, and :func:`asyncdist.recording.reader.read_recording`
             reads them. The default is the variable ASYNCDIST_RECORD (``asyncdist run --record``). If the folder cannot
             be written, a warning is logged.
-        record_limit_nbytes: Maximum size of a rank's file, in bytes; recording stops there.
+        record_limit_nbytes: Maximum size of a rank's file, in bytes, at which recording stops.
         metrics: Destination of each rank's counters: ``"tensorboard:FOLDER"``, ``"wandb"``, ``"wandb:PROJECT"``,
             ``"opentelemetry"``, a port or ``"HOST:PORT"`` for Prometheus, or a list of several. For Prometheus, the
             first rank of a host listens on the given port, the other ranks listen on the following ports, and the
@@ -141,10 +142,10 @@ def run(
         RankLostError: Another rank failed and has printed its traceback.
         StallError: main waited for its peers for too long (``stall_aborts``).
         TransportError: The transport cannot be used, or launcher and MPI library do not match.
-        LocalProtocolError: This code already runs inside a world; a rank has only one.
-        RuntimeError: A launcher started this process, and a loop is already running; use :func:`open_world` instead.
-        KeyboardInterrupt: SIGINT was received; raised after the rank has ended.
-        SystemExit: This restarted rank was too late; see :class:`LateError`.
+        LocalProtocolError: This code already runs inside a world. A rank has only one world.
+        RuntimeError: A launcher started this process, and a loop is already running. Use :func:`open_world` instead.
+        KeyboardInterrupt: SIGINT was received. Raised after the rank has ended.
+        SystemExit: This restarted rank was too late (:class:`LateError`).
         BaseException: The exception of ``main``, or an ExceptionGroup with the exceptions of its spawned tasks.
     """
     try:
@@ -340,10 +341,10 @@ async def open_world(
 ) -> AsyncIterator[World]:
     """Open a world inside a running event loop, for notebooks and tests: ``async with ad.open_world() as world``.
 
-    The options are the same as for :func:`run`. ``ranks`` must be 1, since a single rank runs the block.
+    The options are the same as for :func:`run`. ``ranks`` must be 1, because a single rank runs the block.
 
     Raises:
-        ValueError: ``ranks`` is not 1; the message names the call that hosts several ranks.
+        ValueError: ``ranks`` is not 1. The message names the call that hosts several ranks.
         LocalProtocolError: This code already runs inside a world, even a simulated or local one.
         BaseException: An exception raised by the block, or an exception that :func:`run` raises.
     """

@@ -35,7 +35,8 @@ class WatchdogOptions:
     """Seconds after which long waits are reported, or infinity for never. Most are options of :func:`asyncdist.run`.
 
     Attributes:
-        collectives_alone: Whether ``stall_s`` applies only to collectives. A wait for messages may be that of a server.
+        collectives_alone: Whether ``stall_s`` applies only to collectives, because a main that waits for messages may
+            be a server.
         job_stall_s: Seconds without a step or message on any rank after which the waits of all ranks are printed.
     """
 
@@ -57,7 +58,7 @@ ENDLESS: Final = WatchdogOptions()
 class EndWatch:
     """Warns once if main has returned, but spawned tasks that only wait keep the rank from ending.
 
-    It does so when every task has been in the same wait for ``period_s`` seconds.
+    The warning is logged when every task has been in the same wait for ``period_s`` seconds.
     """
 
     def __init__(self, world: World, period_s: float) -> None:

@@ -1,7 +1,7 @@
 """The world: a user program's view of the job, with its rank, channels, tasks, groups and clock.
 
-:func:`asyncdist.run` and :func:`asyncdist.open_world` open and close a world. Protocols use ``world.services``;
-collective operations use ``world.collectives`` and ``world.agreements``.
+:func:`asyncdist.run` and :func:`asyncdist.open_world` open and close a world. Protocols use ``world.services``.
+Collective operations use ``world.collectives`` and ``world.agreements``.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class World:
         collectives: Collectives of this rank, which :mod:`asyncdist.functional` is built on.
         agreements: Agreements of this rank, which precede every collective operation.
         scratch: Scratch memory that successive collectives on one model reuse.
-        peers: State of the other ranks; used by the runtime.
+        peers: State of the other ranks, for the runtime.
         virtual_clock: Clock that charges computing time in a simulation, or None outside a simulation.
     """
 
@@ -160,9 +160,9 @@ class World:
     def incarnation(self) -> int:
         """Number of restarts of this rank: 0 for an initial process, 1 or more for a restarted or late process.
 
-        If the rank had no process when the job started, its first process has number 1. A process with a number above
-        0 does not belong to the group of all ranks, so collectives need a new group. Policies that support it admit the
-        process; see :class:`protocols.AsyncSelectiveAveragingPolicy`. Ranks that are not connected to the process yet
+        If the rank had no process when the job started, its first process has number 1. A process with a number above 0
+        does not belong to the group of all ranks, so collectives need a new group. Policies that support it admit the
+        process (:class:`protocols.AsyncSelectiveAveragingPolicy`). Ranks that are not connected to the process yet
         count as lost. If the process fails before a policy or a group has admitted it, the job continues without the
         rank.
         """
@@ -175,7 +175,7 @@ class World:
 
     @property
     def hostname(self) -> str:
-        """Name of this rank's host; in a simulation, ``"host0"``, ``"host1"``, ... as defined by the network."""
+        """Name of this rank's host. In a simulation, ``"host0"``, ``"host1"``, ... as defined by the network."""
         return self._transport.hostname
 
     @property
@@ -223,7 +223,7 @@ class World:
         The call yields to other tasks between passes, and at least once.
 
         Args:
-            budget_s: Maximum time in seconds; a pass in progress is completed.
+            budget_s: Maximum time in seconds. A pass in progress is completed.
 
         Raises:
             RankLostError: A peer has failed, which ends the job.
@@ -236,7 +236,7 @@ class World:
             raise self._engine.failure
 
     async def compute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``fn`` in a worker thread while the loop keeps running; torch releases the GIL inside its operators.
+        """Run ``fn`` in a worker thread while the loop keeps running. torch releases the GIL inside its operators.
 
         The thread has the caller's grad, inference and autocast modes, torch's default device and the current GPU.
         While ``fn`` runs, ``policy.step`` raises BusyError, because ``fn`` may be changing weights. A simulation starts
@@ -330,12 +330,12 @@ class World:
         message type or name until all its channels are closed on this rank.
 
         Args:
-            message_type: Frozen dataclass or union of frozen dataclasses; see :mod:`asyncdist.messaging.wire` for the
+            message_type: Frozen dataclass or union of frozen dataclasses. :mod:`asyncdist.messaging.wire` lists the
                 field types.
             tag: Tag from 0 to 7000 or from 12097 to 32767.
             name: Name of the channel, by default the name of the message type.
             capacity: Number of unread messages at which the tag stops receiving, and its senders wait. Two ranks that
-                both send more messages than this to each other before they receive wait forever; receive in another
+                both send more messages than this to each other before they receive wait forever. Receive in another
                 task instead.
             group: Ranks that use the channel, by default all ranks.
 
@@ -358,9 +358,10 @@ class World:
             tensor: Contiguous CPU tensor that must not change until the call returns.
             dest: Rank of the receiver.
 
-        **Ordering**: the n-th stream from one rank to another is received by the n-th receive. **Cancellation**: if
-        ``dest`` has not called ``receive_stream`` yet, nothing is sent, and its call receives the next stream.
-        Otherwise ``dest`` is notified, and the tensor is in use until outstanding chunks have been sent.
+        **Ordering**: the n-th stream from one rank to another is received by the n-th receive.
+
+        **Cancellation**: if ``dest`` has not called ``receive_stream`` yet, nothing is sent, and its call receives the
+        next stream. Otherwise ``dest`` is notified, and the tensor is in use until outstanding chunks have been sent.
 
         Raises:
             LocalProtocolError: The receiver expects a different size.
@@ -430,14 +431,14 @@ class World:
 
         Args:
             ranks: Members, including this rank.
-            timeout_s: Seconds to wait for the last member to join. Each member then has the same time, but at least
-                5 s, to finish making other groups.
+            timeout_s: Seconds to wait for the last member to join. Each member then has the same time, but at least 5
+                s, to finish making other groups.
 
         Raises:
             LocalProtocolError: The list is not a valid group, or this rank is not in it.
             ValueError: The timeout is not a finite number of seconds above 0.
             DisagreementError: Two ranks wait for each other with different lists, or in a different order.
-            StartTimeoutError: Some members did not join in time; or all members joined, but one of them was still
+            StartTimeoutError: Some members did not join in time. Or all members joined, but one of them was still
                 making another group or blocked its loop. In the second case this rank has freed the group, but other
                 members may still have it.
 
@@ -456,7 +457,7 @@ class World:
             timeout_s: Seconds for all groups together.
 
         Raises:
-            AsyncdistError: A group cannot be made; see :meth:`new_group`.
+            AsyncdistError: A group cannot be made (:meth:`new_group`).
 
         **Cancellation**: groups that have been made are freed.
         """

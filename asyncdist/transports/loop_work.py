@@ -133,7 +133,7 @@ def find_work(loop: asyncio.AbstractEventLoop) -> LoopWork | None:
     its: Any = loop
     if type(loop) is asyncio.SelectorEventLoop and type(its._selector).__module__ == "selectors":
         tables = its._selector._fd_to_key, its._signal_handlers
-        # One entry for the descriptor that wakes the loop
+        # The loop's own entry is the descriptor that wakes it.
         return LoopWork(loop, its._ready, its._scheduled, tables, own_count=1)
     return _find_work_of_uvloop(loop) if type(loop).__module__ == "uvloop" else None
 
@@ -152,7 +152,7 @@ def _find_work_of_uvloop(loop: asyncio.AbstractEventLoop) -> LoopWork | None:
         return None
     tables: list[Any] = [part for part in parts if type(part) in (set, dict) and part is not timers[0]]
     tables += [vars(part)["data"] for part in parts if type(part) is WeakValueDictionary]
-    # The loop's own sockets, for signals
+    # The loop has sockets of its own, for signals.
     sockets = [part.fileno() for part in parts if isinstance(part, socket.socket)]
     own_count = _count_entries(tables, sockets)
     return LoopWork(loop, queues[0], timers[0], tuple(tables), own_count) if own_count else None

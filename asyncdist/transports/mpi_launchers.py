@@ -70,7 +70,7 @@ def check_library(
     opposite case Open MPI makes worlds of one rank, which ``check_world_size`` detects.
 
     Args:
-        library: Version string of the library; MPICH's includes its configure options.
+        library: Version string of the library. MPICH's includes its configure options.
         list_plugins: Function that asks Slurm for its plugins, called only if needed.
     """
     size = started.expected_size

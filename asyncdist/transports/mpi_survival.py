@@ -128,7 +128,7 @@ class SurvivingMpiTransport(MpiMessages):
         self.close_failed()
 
     def abort(self, exit_code: int) -> None:
-        """End the job through the guardian process, because mpirun may never end after a death and MPI_Abort."""
+        """End the job through the guardian process. After a death, mpirun may never end if MPI_Abort is called."""
         if rank_program.tell_guardian(rank_program.ENDS_JOB):
             os._exit(exit_code)
         super().abort(exit_code)

@@ -15,8 +15,8 @@ class PersistentSend:
     """Send of one buffer to one rank on one tag that can be started repeatedly (MPI-4.1 section 3.9).
 
     A start takes 0.25 us, compared with 0.7 us for an Isend, because mpi4py inspects the buffer and makes a request
-    only once. No task waits for the end of the send, which Open MPI delays until the message is received. MPI has taken
-    the small message by then, and the buffer is not the user's.
+    only once. No task waits for the end of the send, which Open MPI delays until the message is received. This is safe,
+    because MPI has taken the small message and the buffer is not the user's.
 
     Args:
         request: Persistent request with MPI's methods Start, Test and Free.

@@ -145,7 +145,7 @@ class Announcements:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def _answer(self) -> None:
-        """Tell the neighbours that this rank's whole subtree knows that all ranks have ended, if it does."""
+        """If this rank's whole subtree knows that all ranks have ended, acknowledge this to the neighbours."""
         for rank in self._departures.take_answers():
             self._send(EndHeard(), rank)
 

@@ -242,7 +242,7 @@ class Departures:
         return Stage.IN_MAIN
 
     def _tell(self, neighbour: int) -> list[Departed]:
-        """Return messages with the departures that ``neighbour`` does not know of; none after all ranks have ended."""
+        """Return messages with the departures that ``neighbour`` does not know of, none if all ranks have ended."""
         known, told = self._known if neighbour == self._tree.parent else self._announced, self._told[neighbour]
         ended = known.ended & ~told.ended
         left = known.left & ~told.left & ~ended

@@ -146,7 +146,7 @@ async def fail(
 
 
 async def _end_beside_lost_mates(world: World, transport: Transport, error: BaseException) -> None:
-    """End this process as if lost if a rank of its replica is lost, so that the other replicas continue."""
+    """If a rank of this rank's replica is lost, end as a lost rank, so that the other replicas continue."""
     lost = await world.services.shared(ReplicaMates).lost_soon() if isinstance(error, Exception) else ()
     if not lost:
         return

@@ -25,7 +25,7 @@ class ReplicaMates:
     """The other ranks of this rank's replica.
 
     Attributes:
-        ranks: Ranks without which this rank cannot continue; empty outside a policy of replicas.
+        ranks: Ranks without which this rank cannot continue. Empty outside a policy of replicas.
     """
 
     def __init__(self, services: Services) -> None:

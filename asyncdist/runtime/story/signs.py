@@ -13,7 +13,7 @@ from asyncdist.runtime.world import World
 _BUSY_SHARE: Final = 0.1
 #: Minimum seconds over which the CPU usage is measured.
 _SHARE_PERIOD_S: Final = 0.2
-#: Maximum number of reminders with outstanding sends; a rank rarely has more than a few open collective starts.
+#: Maximum number of reminders with outstanding sends. A rank rarely has more than a few open collective starts.
 _REMINDERS_UNDER_WAY_MAX: Final = 32
 
 

@@ -172,7 +172,7 @@ class _Gathering:
     Args:
         deadline: :func:`time.monotonic` time at which the rank gives up.
         check: Function that is called repeatedly during the wait, and raises an error to end it.
-        hint: Reason why ranks may be missing, for warnings and errors; empty, or begins with a full stop.
+        hint: Reason why ranks may be missing, for warnings and errors. Empty, or begins with a full stop.
 
     Attributes:
         world: Part of the store that belongs to this world, set when this rank learns the token.

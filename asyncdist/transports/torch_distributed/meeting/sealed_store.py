@@ -95,7 +95,7 @@ class SealedStore(Store):
         return SealedStore(self._inner.clone(), self.secret, self.prefix, self._refusals)
 
     def set(self, key: str, value: Any) -> None:
-        """Write a value."""
+        """Write a value with its seal."""
         self._inner.set(self.prefix + key, self._seal(key, value))
 
     def get(self, key: str) -> bytes:
