@@ -101,7 +101,7 @@ class Channel(Generic[MessageT]):
             # Continue the sequence numbers of an earlier channel with this scope, as peers expect.
             sequence=demultiplexer.sent_count,
             contacts=demultiplexer.sent_to if counts_contacts else set(),
-            held={} if demultiplexer.flow is None else demultiplexer.flow.held,
+            lane_of=None if demultiplexer.flow is None else demultiplexer.flow.lane,
             left=left,
         )
         self._post = self._outbox.post

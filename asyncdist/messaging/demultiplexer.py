@@ -13,17 +13,17 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy
 
-from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError
+from asyncdist.errors import AsyncdistError, LocalProtocolError
 from asyncdist.messaging import wire
 from asyncdist.messaging.early_frames import EarlyFrames
 from asyncdist.messaging.engine import Engine
-from asyncdist.messaging.flow_control import Pause, Resume, TagFlow
+from asyncdist.messaging.flow_control import TagFlow
 from asyncdist.messaging.mailboxes import FrameReceiver, Inbox
 from asyncdist.transports.rank_sets import RankSet
 from asyncdist.waits import WaitId, WaitKind
@@ -92,9 +92,9 @@ class TagDemultiplexer:
     """Receives the frames of one tag on this rank, and passes each frame to its channel.
 
     Args:
-        nonce: Number that identifies the job. Frames of other jobs are dropped.
-        tell: Function that sends a flow-control message to a rank, or None if the channels belong to protocols. A tag
-            of the user's program stalls instead of losing messages.
+        nonce: Number that identifies the job; frames of other jobs are dropped.
+        flow: Flow control of the tag; None if the channels belong to protocols. If they belong to the user's program,
+            the tag stalls instead of losing messages.
         sent_to: Set to which the receivers of messages are added.
         heard_from: Set to which the senders of received messages are added.
 
@@ -113,15 +113,15 @@ class TagDemultiplexer:
         tag: int,
         nonce: int,
         *,
-        tell: Callable[[Pause | Resume, int], bool] | None,
+        flow: TagFlow | None,
         sent_to: set[int],
         heard_from: set[int],
     ) -> None:
         self.engine = engine
         self.tag = tag
         self.nonce = nonce
-        self.is_users = tell is not None
-        self.flow = None if tell is None else TagFlow(tag, engine.transport.rank, tell)
+        self.is_users = flow is not None
+        self.flow = flow
         self.sent_to = sent_to
         self.dropped: Counter[str] = Counter()
         self.drop_examples: dict[str, str] = {}
@@ -149,8 +149,7 @@ class TagDemultiplexer:
             ring=engine.ring,
             recheck=engine.recheck,
             contacts=heard_from,
-            on_full=self._on_full,
-            on_room=self._on_room,
+            flow=None if flow is None else (flow.lane, flow.credit, flow.credit_count),
         )
         engine.add_pollable(self.receiver)
 
@@ -182,22 +181,6 @@ class TagDemultiplexer:
             self.drop(source, "too many frames for unopened scopes")
         return False
 
-    def _on_full(self) -> None:
-        """Pause the ranks that send on this tag, because no task has taken a message since the tag stalled."""
-        full = self.receiver.stalled_on
-        if self.flow is None or full is None:
-            return
-        if isinstance(full, Inbox):
-            full.tells_room = True
-        arrived = Counter(self.early.counts)
-        for channel in self._channels.values():
-            arrived.update(channel.inbox.last_sequences())
-        self.flow.pause(full, arrived)
-
-    def _on_room(self, full: Inbox | FrameReceiver) -> None:
-        if self.flow is not None:
-            self.flow.on_room(full)
-
     def _drop_closed(self, route: wire.Route, frame: wire.FrameReader, source: int) -> None:
         """Drop a frame for a closed channel, or pass the frame to a channel that handles earlier epochs."""
         self.dropped["closed scope"] += 1
@@ -221,8 +204,6 @@ class TagDemultiplexer:
                 for (key, _), _ in channel.known_by():
                     self.receiver.close(key)
             self.receiver.resume(self.receiver.stalled_on)
-        if self.flow is not None:
-            self.flow.resume_all()
 
     def on_left(self, ranks: RankSet) -> list[int]:
         """Record that main has returned on ``ranks``. Return those to which messages may still be in transit."""
@@ -233,7 +214,7 @@ class TagDemultiplexer:
     def on_gone(self, ranks: RankSet) -> None:
         """Notify the channels that ``ranks`` have left or are lost, and send the messages that were held for them."""
         if self.flow is not None:
-            for rank in [rank for rank in self.flow.held if rank in ranks]:
+            for rank in [rank for rank in self.flow.lanes if rank in ranks]:
                 self.flow.release(rank)
         for channel in self._channels.values():
             channel.on_gone()
@@ -243,12 +224,11 @@ class TagDemultiplexer:
         self.slow_dests.discard(rank)
         self._complained_about.discard(rank)
         if self.flow is not None:
-            self.flow.forget(rank)
-            self.flow.fail(rank, RankLostError(f"rank {rank} was restarted before it received the message", rank=rank))
+            self.receiver.forget_lane()
+            self.flow.on_restarted(rank)
         if count := self.early.forget(rank):
             self.dropped["earlier incarnation"] += count
             self.receiver.resume(self.receiver)
-            self._on_room(self.receiver)
         for channel in self._channels.values():
             channel.on_restarted(rank)
 
@@ -284,8 +264,6 @@ class TagDemultiplexer:
         self.receiver.resume(self.receiver)
         for source, frame in early:
             self.receiver.deliver(frame, frame.nbytes, source)
-        if early:
-            self._on_room(self.receiver)
 
     def detach(self, channel: ReceivingChannel, *, answers: bool) -> None:
         """Remove a closed channel. Its later frames are dropped, or still delivered if ``answers`` is true."""
@@ -301,8 +279,7 @@ class TagDemultiplexer:
         if len(self._closed_scopes) > CLOSED_SCOPE_COUNT_MAX:
             del self._closed_scopes[next(iter(self._closed_scopes))]
         self.receiver.resume(channel.inbox)
-        self._on_room(channel.inbox)
-        for source, frame in self.early.take_all() if self.early else ():  # some may be for a later epoch
+        for source, frame in self.early.take_all() if self.early else ():  # may hold frames of a later epoch
             self.receiver.deliver(frame, frame.nbytes, source)
 
     def _forget_answering(self, key: tuple[int, int]) -> None:

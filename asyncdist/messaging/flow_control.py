@@ -1,47 +1,38 @@
-"""Flow control of user channels: a rank whose mailbox is full asks the senders of the tag to hold their messages.
+"""Flow control of user channels: a rank sends at most :data:`WINDOW` messages that the receiver has not counted.
 
-A tag that is still stalled in the pass after it stalled sends a :class:`Pause` to each rank that has sent on the tag.
-The sender then holds its later messages on the tag, in order, until a :class:`Resume` arrives, which is sent when the
-mailbox is at most half full. A held message is not an outstanding request, so it costs no passes. Only messages that
-were sent before the pause arrived are in the transport's memory.
+The receiver of a tag counts the messages that it takes from the transport, for each sender. After half a window it
+sends a :class:`Credit`, which allows the sender the same number of further messages, so that a sender rarely waits. A
+sender without credit holds its later messages on the tag, in order, and sends them when a credit arrives. A held
+message is not an outstanding request, so it costs no passes. A receiver whose mailbox is full takes no messages from
+the transport and therefore sends no credits. At most ``WINDOW`` messages per sender and tag are in the transport's
+memory.
 
-A rank never pauses itself, because the task that fills its own mailbox may be the task that empties it. A rank that has
-not sent on the tag before is paused when the tag receives its first message. A rank is paused again only after another
-message from it has arrived, because a rank that computes receives no pauses, and they would accumulate.
-
-A pause may be omitted, because the transport then keeps the messages. A resumption is never omitted. Each paused rank
-that is not lost gets one when the mailbox has room, when its channel is closed, or when main returns on the receiver,
-even if main has already returned on the paused rank.
+Messages to the rank itself are not limited, because the task that fills the mailbox may be the task that empties it.
+Messages to a rank that has left or is lost are not limited either, because that rank sends no more credits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from asyncdist import tags
-from asyncdist.errors import AsyncdistError, ClosedError, RankLostError
+from asyncdist.errors import ClosedError, RankLostError
 from asyncdist.messaging import wire
-from asyncdist.messaging.mailboxes import Envelope, FrameReceiver, HeldSend, Inbox
+from asyncdist.messaging.mailboxes import Envelope, Lane
 
-#: Number of pauses and resumptions in progress above which a rank sends no further pause.
-SENDING_COUNT_MAX: Final = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Message with which a rank asks its receiver to hold the messages on ``tag``."""
-
-    tag: int
+#: Maximum number of messages from one rank to another on a tag that the receiver has not taken from the transport.
+WINDOW: Final = 1024
+#: Number of messages that is never reached.
+_UNLIMITED: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
-    """Message that ends a :class:`Pause`."""
+class Credit:
+    """Message that allows its receiver to send half a window of further messages on ``tag``."""
 
     tag: int
 
@@ -65,124 +56,99 @@ class ChannelOpener(Protocol):
     ) -> Any:
         """Open a channel of the runtime."""
 
-    def lost_ranks(self) -> frozenset[int]:
-        """Return the ranks whose processes ended without leaving the world."""
-
 
 class FlowControl:
-    """Sends and receives the pauses of one rank.
+    """Sends and receives the credits of one rank.
 
     Args:
-        flow_of: Function that returns the flow control of a tag, or None if pauses of the tag are ignored.
+        flow_of: Function that returns the flow control of a tag; None if this rank has not sent on the tag.
     """
 
     def __init__(self, services: ChannelOpener, flow_of: Callable[[int], TagFlow | None]) -> None:
         self._flow_of = flow_of
-        self._lost_ranks = services.lost_ranks
         self._channel = services.open_channel(
-            Pause | Resume,
+            Credit,
             tag=tags.CONTROL,
             scope=wire.scope_of(range(services.size), "flow control", 0),
             name="flow control",
-            capacity=sys.maxsize,  # a resumption must never raise BusyError
-            handler=self._on_message,
+            capacity=sys.maxsize,  # a credit must never raise BusyError
+            handler=self._on_credit,
             admits_restarted=True,
             counts_contacts=False,
         )
 
-    def tell(self, message: Pause | Resume, rank: int) -> bool:
-        """Send a message to ``rank``, and return whether it was sent.
-
-        Nothing is sent to a lost rank. A pause is not sent while too many messages are in progress.
-        """
-        if isinstance(message, Pause) and self._channel.statistics().sending_count >= SENDING_COUNT_MAX:
-            return False
+    def send_credit(self, tag: int, rank: int) -> None:
+        """Allow ``rank`` to send further messages on ``tag``, unless it has left or is lost."""
         with contextlib.suppress(RankLostError, ClosedError):
-            self._channel.send_nowait(message, rank)
-            return True
-        return False
+            self._channel.send_nowait(Credit(tag), rank)
 
-    def _on_message(self, envelope: Envelope[Any]) -> None:
+    def _on_credit(self, envelope: Envelope[Any]) -> None:
         flow = self._flow_of(envelope.message.tag)
-        if flow is None:
-            return
-        if isinstance(envelope.message, Resume):
-            flow.release(envelope.source)
-        elif envelope.source not in self._lost_ranks():
-            flow.hold(envelope.source)
+        if flow is not None:
+            flow.on_credit(envelope.source)
 
 
 class TagFlow:
-    """Holds this rank's messages on one tag for paused receivers, and pauses the senders of the tag.
+    """Limits the messages on one tag between this rank and each other rank.
 
     Args:
         rank: This rank.
-        tell: Function that sends a message to a rank, and returns whether it was sent.
+        send_credit: Function that sends a credit for a tag to a rank.
+        is_limited: Whether this rank waits for credits. A replayed rank does not.
 
     Attributes:
-        held: Messages to each rank that has paused this rank, by rank, in order.
-        paused: Ranks that this rank has paused.
+        credit_count: Number of messages that one credit allows.
+        lanes: State of the messages to and from each rank that this rank has sent to or received from.
     """
 
-    def __init__(self, tag: int, rank: int, tell: Callable[[Pause | Resume, int], bool]) -> None:
+    def __init__(
+        self, tag: int, rank: int, send_credit: Callable[[int, int], None], *, is_limited: bool = True
+    ) -> None:
         self._tag = tag
         self._rank = rank
-        self._tell = tell
-        self.held: dict[int, deque[HeldSend]] = {}
-        self.paused: set[int] = set()
-        self._arrived: dict[int, int] = {}  # number of each sender's messages at the time of its last pause
-        self._full: set[Inbox | FrameReceiver] = set()
+        self._send_credit = send_credit
+        self._window = WINDOW if is_limited else _UNLIMITED
+        self.credit_count = WINDOW // 2
+        self.lanes: dict[int, Lane] = {}
+
+    def lane(self, rank: int) -> Lane:
+        """Return the lane of ``rank``, and make it if necessary."""
+        lane = self.lanes.get(rank)
+        if lane is None:
+            lane = self.lanes[rank] = Lane(rank, _UNLIMITED if rank == self._rank else self._window)
+        return lane
 
     # -- the receiving rank -----------------------------------------------------------------------------------------
 
-    def pause(self, full: Inbox | FrameReceiver, arrived: Mapping[int, int]) -> None:
-        """Pause the other ranks that have sent a message since their last pause, until ``full`` has room.
-
-        Args:
-            arrived: For each sender, a number that changes with each message that arrives from it.
-        """
-        self._full.add(full)
-        for rank in sorted(arrived.keys() - self.paused - {self._rank}):
-            if arrived[rank] != self._arrived.get(rank) and self._tell(Pause(self._tag), rank):
-                self.paused.add(rank)
-                self._arrived[rank] = arrived[rank]
-
-    def on_room(self, full: Inbox | FrameReceiver) -> None:
-        """Resume the paused senders, unless another mailbox of the tag still has no room."""
-        self._full.discard(full)
-        if not self._full:
-            self._resume()
-
-    def _resume(self) -> None:
-        paused, self.paused = self.paused, set()
-        for rank in sorted(paused):
-            self._tell(Resume(self._tag), rank)
-
-    def resume_all(self) -> None:
-        """Resume all paused senders, because their messages will be dropped."""
-        self._full.clear()
-        self._resume()
+    def credit(self, lane: Lane) -> None:
+        """Send the credit for the messages that were counted in ``lane``."""
+        lane.uncredited = 0
+        if lane.rank != self._rank:
+            self._send_credit(self._tag, lane.rank)
 
     # -- the sending rank -------------------------------------------------------------------------------------------
 
-    def hold(self, rank: int) -> None:
-        """Hold messages to ``rank`` from now on."""
-        self.held.setdefault(rank, deque())
+    def on_credit(self, rank: int) -> None:
+        """Send held messages to ``rank`` as far as the new credit allows."""
+        lane = self.lane(rank)
+        if lane.room < _UNLIMITED // 2:
+            lane.room += self.credit_count
+            lane.send_held()
 
     def release(self, rank: int) -> None:
-        """Send the held messages to ``rank``, and hold none from now on."""
-        for message in self._take(rank):
-            message.start()
+        """Send all messages that are held for ``rank``, and do not limit later ones, because it has left or is lost."""
+        lane = self.lane(rank)
+        lane.room = _UNLIMITED
+        lane.send_held()
 
-    def fail(self, rank: int, error: AsyncdistError) -> None:
-        """Fail the held messages to ``rank``, and hold none from now on."""
-        for message in self._take(rank):
+    def on_restarted(self, rank: int) -> None:
+        """Fail the messages that are held for the previous process of ``rank``, and begin with a new window."""
+        held = self.lanes.pop(rank).held if rank in self.lanes else ()
+        error = RankLostError(f"rank {rank} was restarted before it received the message", rank=rank)
+        for message in held:
             message.on_left(error)
 
-    def _take(self, rank: int) -> deque[HeldSend]:
-        return self.held.pop(rank, deque())
-
-    def forget(self, rank: int) -> None:
-        """Forget that ``rank`` is paused, because it has a new process."""
-        self.paused.discard(rank)
-        self._arrived.pop(rank, None)
+    @property
+    def held_ranks(self) -> list[int]:
+        """Ranks for which this rank holds messages."""
+        return [rank for rank, lane in self.lanes.items() if lane.held]

@@ -16,6 +16,13 @@ cdef class _Prepared:
     cdef PersistentSend send
 
 
+cdef class Lane:
+    cdef readonly Py_ssize_t rank
+    cdef public long long room
+    cdef readonly object held
+    cdef public Py_ssize_t uncredited
+
+
 cdef class Outbox:
     cdef Codec _codec
     cdef readonly list routes
@@ -29,14 +36,15 @@ cdef class Outbox:
     cdef object _name
     cdef object _contacts
     cdef object _left
-    cdef dict _held
+    cdef object _lane_of
+    cdef Lane _lane
     cdef public object strangers
     cdef object _dest
     cdef public unsigned long long sequence
     cdef readonly Py_ssize_t sent_count
     cdef public bint is_closed
 
-    @cython.locals(kind=Py_ssize_t, payload=bytes, rank=Py_ssize_t, last=_Prepared)
+    @cython.locals(kind=Py_ssize_t, payload=bytes, rank=Py_ssize_t, last=_Prepared, lane=Lane)
     cpdef object post(self, object message, object dest, object round)
     cdef _Prepared _prepare(self, Py_ssize_t kind, Py_ssize_t dest, Py_ssize_t payload_nbytes)
     @cython.locals(writer=FrameWriter)
@@ -60,7 +68,6 @@ cdef class Inbox:
     cdef readonly Py_ssize_t received_count
     cdef public object failure
     cdef public bint is_closed
-    cdef public bint tells_room
     cdef dict _last_sequence
     cdef Py_ssize_t _source
     cdef unsigned long long _sequence
@@ -88,15 +95,19 @@ cdef class FrameReceiver(Pollable):
     cdef Inbox _inbox
     cdef object _decode
     cdef readonly object stalled_on
-    cdef object _on_full
-    cdef readonly object on_room
-    cdef bint _is_newly_stalled
+    cdef bint _has_flow
+    cdef object _lane_of
+    cdef object _credit
+    cdef Py_ssize_t _credit_count
+    cdef Lane _lane
     cdef readonly bint is_posted
     cdef readonly Py_ssize_t received_late_count
 
     cpdef Py_ssize_t poll(self) except -1
     @cython.locals(delivered=Py_ssize_t, arrival=tuple)
     cdef Py_ssize_t deliver_up_to(self, Py_ssize_t count_max) except -1
+    @cython.locals(lane=Lane)
+    cdef int _count(self, Py_ssize_t source) except -1
     @cython.locals(found=tuple, inbox=Inbox)
     cpdef bint deliver(self, FrameReader frame, Py_ssize_t nbytes, object source) except -1
     cpdef resume(self, object full)

@@ -61,7 +61,7 @@ class _Prepared:
 
 
 class HeldSend:
-    """Message that waits on this rank until the full mailbox of its receiver has room.
+    """Message that waits on this rank for a credit of its receiver.
 
     Attributes:
         watch: Function called with the message's request when the message has been started but has not left yet.
@@ -89,6 +89,28 @@ class HeldSend:
             self.watch(request)
 
 
+class Lane:
+    """State of the flow control between this rank and another rank on one tag.
+
+    Attributes:
+        room: Number of messages that this rank may post to the other rank without a further credit.
+        held: Messages to the other rank that wait for a credit, in order.
+        uncredited: Number of messages received from the other rank since the last credit to it.
+    """
+
+    def __init__(self, rank: int, room: int) -> None:
+        self.rank = rank
+        self.room = room
+        self.held: deque[HeldSend] = deque()
+        self.uncredited = 0
+
+    def send_held(self) -> None:
+        """Start held messages in order, as far as ``room`` allows."""
+        while self.held and self.room > 0:
+            self.room -= 1
+            self.held.popleft().start()
+
+
 class Outbox:
     """Checks, packs and posts the messages that a channel sends.
 
@@ -97,7 +119,7 @@ class Outbox:
         sequence: Sequence number of the last message on the tag, from which this channel continues.
         contacts: Set to which the receivers of messages are added.
         left: Ranks that no longer receive on this channel. :meth:`look_again` must be called after a rank is added.
-        held: Queues of the messages to the ranks whose mailbox is full, which are not posted.
+        lane_of: Function that returns the lane of a rank; None if the channel has no flow control.
 
     Attributes:
         strangers: Restarted ranks to which nothing is sent until they have sent a message on this channel.
@@ -116,7 +138,7 @@ class Outbox:
         name: str,
         sequence: int,
         contacts: set[int],
-        held: dict[int, deque[HeldSend]],
+        lane_of: Callable[[int], Lane] | None,
         left: Collection[int] = (),
     ) -> None:
         self._codec = codec
@@ -127,7 +149,8 @@ class Outbox:
         self._name = name
         self._contacts = contacts
         self._left = left
-        self._held = held
+        self._lane_of = lane_of
+        self._lane: Lane | None = None  # of the receiver of the last message
         self.strangers: Collection[int] = ()
         self._dest: int | None = None  # receiver of the last message, which was already checked
         self.routes = routes
@@ -142,15 +165,18 @@ class Outbox:
     def post(self, message: Any, dest: int, round: int) -> Request | HeldSend | None:
         """Check a message and start its send. Return the request, or None if the message has already left.
 
-        A message to a rank whose mailbox is full is not sent yet. Its :class:`HeldSend` is returned.
+        A message for which the receiver has given no credit is not started; the method returns its :class:`HeldSend`.
         """
         if self.is_closed or dest is not self._dest or round:
             self._check(dest, round)
         kind, payload = self._codec.encode(message)
         self.sequence += 1
         self.sent_count += 1
-        if self._held and dest in self._held:
-            return self._hold(kind, payload, dest, round)
+        lane = self._lane
+        if lane is not None:
+            if lane.room <= 0:
+                return self._hold(lane, kind, payload, round)
+            lane.room -= 1
         rank = dest
         last = self._last
         if last is None or last.kind != kind or last.dest != rank or last.payload_nbytes != len(payload):
@@ -167,10 +193,10 @@ class Outbox:
             writer = self._writers[kind] = FrameWriter(self.routes[kind])
         return writer.frame(round, self.sequence, payload)
 
-    def _hold(self, kind: int, payload: bytes, dest: int, round: int) -> HeldSend:
-        start = functools.partial(self.start_send, self._frame(kind, payload, round), dest, self._tag)
+    def _hold(self, lane: Lane, kind: int, payload: bytes, round: int) -> HeldSend:
+        start = functools.partial(self.start_send, self._frame(kind, payload, round), lane.rank, self._tag)
         held = HeldSend(start)
-        self._held[dest].append(held)
+        lane.held.append(held)
         return held
 
     def _prepare(self, kind: int, dest: int, payload_nbytes: int) -> _Prepared | None:
@@ -207,6 +233,8 @@ class Outbox:
             )
         self._contacts.add(dest)
         self._dest = dest
+        if self._lane_of is not None:
+            self._lane = self._lane_of(dest)
 
     def use_routes(self, routes: list[bytes]) -> None:
         """Send messages with these routes from now on, and drop the prepared sends of the old routes."""
@@ -216,7 +244,7 @@ class Outbox:
         self._last = None
 
     def look_again(self) -> None:
-        """Check the receiver of the next message even if it is unchanged. Called when a rank has left."""
+        """Check the receiver of the next message even if it is unchanged, because a rank has left or was restarted."""
         self._dest = None
 
 
@@ -244,7 +272,6 @@ class Inbox:
         on_first: Function called with a rank when its first message arrives, or None before the first restart of a
             rank.
         waiters: Futures of the waiting tasks. Each arriving message wakes one task.
-        tells_room: Whether senders are paused until at most half of the mailbox is used.
     """
 
     def __init__(
@@ -275,7 +302,6 @@ class Inbox:
         self.received_count = 0
         self.failure: AsyncdistError | None = None
         self.is_closed = False
-        self.tells_room = False
         self._last_sequence: dict[int, int] = {}
         # Sender and sequence number of the last frame, stored in _last_sequence when a different rank's frame arrives.
         self._source = -1
@@ -356,14 +382,7 @@ class Inbox:
             self._receiver.received_late_count += 1
         elif self._receiver.stalled_on is self:
             self._receiver.resume(self)
-        if self.tells_room:
-            self._check_room()
         return envelope
-
-    def _check_room(self) -> None:
-        if 2 * len(self.mailbox) <= self._capacity:
-            self.tells_room = False
-            self._receiver.on_room(self)
 
     def take_all(self) -> list[Envelope[Any]]:
         """Remove and return all messages in the mailbox. Raise an error if the channel has failed or is closed."""
@@ -377,8 +396,6 @@ class Inbox:
             self.received_count += len(more)
             if self.is_closed:
                 self._receiver.received_late_count += len(more)
-            if self.tells_room:
-                self._check_room()
         return envelopes
 
     def on_restarted(self, source: int) -> None:
@@ -432,8 +449,9 @@ class FrameReceiver(Pollable):
         recheck: Function that makes the engine evaluate the conditions of waiting tasks, called when a test outside a
             pass has delivered a message.
         contacts: Set to which the senders of messages are added.
-        on_full: Function that is called if the tag is still stalled in the pass after it stalled.
-        on_room: Function that is called with an inbox whose ``tells_room`` was set, when the inbox has room again.
+        flow: Flow control that counts the frames of each source, as a tuple of a function that returns the lane of a
+            source, a function that sends the credit of a lane, and the number of frames for one credit; None if the
+            tag has no flow control.
 
     Attributes:
         routes: Stamp, inbox and decoder of each route, by the route's key.
@@ -452,12 +470,12 @@ class FrameReceiver(Pollable):
         ring: Callable[[], None],
         recheck: Callable[[], None],
         contacts: set[int],
-        on_full: Callable[[], None],
-        on_room: Callable[[Inbox], None],
+        flow: tuple[Callable[[int], Lane], Callable[[Lane], None], int] | None,
     ) -> None:
-        self._on_full = on_full
-        self.on_room = on_room
-        self._is_newly_stalled = False
+        self._has_flow = flow is not None
+        if flow is not None:
+            self._lane_of, self._credit, self._credit_count = flow
+        self._lane: Lane | None = None  # of the source of the last frame
         self.request = request
         self.recheck = recheck
         self.contacts = contacts
@@ -477,11 +495,7 @@ class FrameReceiver(Pollable):
         self.is_posted = True
 
     def poll(self) -> int:
-        """Deliver arrived frames, up to ``DELIVERY_COUNT_MAX``, and return their number."""
-        if self._is_newly_stalled:
-            self._is_newly_stalled = False
-            if self.stalled_on is not None:
-                self._on_full()
+        """Deliver arrived frames, up to a maximum; return their number."""
         return self.deliver_up_to(DELIVERY_COUNT_MAX)
 
     def deliver_up_to(self, count_max: int) -> int:
@@ -503,6 +517,8 @@ class FrameReceiver(Pollable):
                 self.is_posted = False
                 delivered += 1
                 source, nbytes = arrival
+                if self._has_flow:
+                    self._count(source)
                 if self.deliver(self._frame, nbytes, source):
                     break
         except AsyncdistError as error:  # The frame is too large, or the receive has failed.
@@ -512,6 +528,19 @@ class FrameReceiver(Pollable):
         if delivered == count_max > 1:
             self._ring()  # more messages may have arrived
         return delivered
+
+    def _count(self, source: int) -> None:
+        """Count a frame from ``source``, and send a credit if it is due."""
+        lane = self._lane
+        if lane is None or lane.rank != source:
+            lane = self._lane = self._lane_of(source)
+        lane.uncredited += 1
+        if lane.uncredited >= self._credit_count:
+            self._credit(lane)
+
+    def forget_lane(self) -> None:
+        """Look up the lane of the next frame's source, because a rank was restarted."""
+        self._lane = None
 
     def deliver(self, frame: FrameReader, nbytes: int, source: int) -> bool:
         """Pass a frame to the inbox of its route. Return whether the tag must stop receiving."""
@@ -524,22 +553,16 @@ class FrameReceiver(Pollable):
             found = self.routes.get(frame.key)
             if found is None or found[0] != frame.stamp:
                 if self._explain(frame, source):
-                    self._stall(self)
+                    self.stalled_on = self
                     return True
                 return False
             self._key = frame.key
             self._stamp, self._inbox, self._decode = found
         inbox = self._inbox
         if inbox.deliver(self._decode, frame, source):
-            self._stall(inbox)
+            self.stalled_on = inbox
             return True
         return False
-
-    def _stall(self, full: Inbox | FrameReceiver) -> None:
-        """Stop receiving. ``on_full`` is called in the next pass if no task has taken a message by then."""
-        self.stalled_on = full
-        self._is_newly_stalled = True
-        self._ring()
 
     def close(self, key: int) -> None:
         """Remove a route, if present."""

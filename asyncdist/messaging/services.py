@@ -228,20 +228,24 @@ class Services:
         if found is None:
             if is_users and self._flow_control is None:
                 self._flow_control = FlowControl(self, self._flow_of)
+            flow = None
+            if is_users and self._flow_control is not None:
+                send_credit, is_limited = self._flow_control.send_credit, self.engine.holds_sends
+                flow = TagFlow(tag, self.rank, send_credit, is_limited=is_limited)
             found = self._demultiplexers[tag] = TagDemultiplexer(
                 self.engine,
                 tag,
                 self.nonce,
-                tell=self._flow_control.tell if is_users and self._flow_control is not None else None,
+                flow=flow,
                 sent_to=self.sent_to,
                 heard_from=self.heard_from,
             )
         return found
 
     def _flow_of(self, tag: int) -> TagFlow | None:
-        """Return the flow control of ``tag``. None if no user channel has used the tag, or this rank is replayed."""
+        """Return the flow control of ``tag``; None if no channel of the user's program has used the tag."""
         demultiplexer = self._demultiplexers.get(tag)
-        return demultiplexer.flow if demultiplexer is not None and self.engine.holds_sends else None
+        return None if demultiplexer is None else demultiplexer.flow
 
     def shared(self, make: Callable[[Services], T]) -> T:
         """Return the result of ``make(self)``, which is called only once per rank."""

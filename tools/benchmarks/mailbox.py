@@ -53,7 +53,7 @@ class Settings:
     wait_s: float
 
 
-FULL: Final = Settings(block_count=9, message_count=2048, wait_s=0.5)
+FULL: Final = Settings(block_count=9, message_count=8192, wait_s=0.5)
 QUICK: Final = Settings(block_count=1, message_count=256, wait_s=0.05)
 
 Send = Callable[[int], Awaitable[None]]
