@@ -104,13 +104,13 @@ class Start(Generic[T]):
         """Wait for ``task``, which executes :meth:`run`, and return the result of the work."""
         try:
             result = await self._engine.settled_by(task, self._outcome)
-            await yield_to_loop()  # lets the done callbacks of the ended task run
+            await yield_to_loop()  # Let the done callbacks of the ended task run.
             return result
         except asyncio.CancelledError:
             await self._give_up(task, is_held=is_held)
             raise
         except Exception:
-            await yield_to_loop()  # lets the done callbacks run after a failure, too
+            await yield_to_loop()  # Let the done callbacks of the failed task run.
             raise
 
     async def _give_up(self, task: asyncio.Task[None], *, is_held: bool) -> None:
@@ -129,7 +129,7 @@ class Start(Generic[T]):
         while not task.done():
             try:
                 await self._engine.ended(task)
-            except asyncio.CancelledError:  # a repeated cancellation; the caller raises the first one
+            except asyncio.CancelledError:  # The first cancellation is raised by the caller.
                 continue
 
 

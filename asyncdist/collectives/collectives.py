@@ -193,7 +193,8 @@ class Collectives:
             result = torch.empty(len(tensor), dtype=fold([tensor[:0]] * group.size).dtype, device="cpu")
             await self._finish(group, fold_in_shares, self._engine, self._buffers, group, tensor, fold, Into(result))
             return result
-        if self._membership is not None:  # counts as one collective, like a native reduction
+        # Make a sequence, so that this counts as one collective, like a native reduction.
+        if self._membership is not None:
             alone = self.start_sequence(group, lambda alone: alone.reduce_in_order(tensor, group, fold))
             return await self.join(alone, group)
         share = -(-len(tensor) // group.size)
@@ -359,7 +360,7 @@ class Collectives:
             waiter.result()
         finally:
             engine.collective_waits.discard(waiter)
-            waiter.cancel()  # prevents asyncio's report of an exception that was never retrieved
+            waiter.cancel()  # Otherwise asyncio would report that the exception was never retrieved.
 
     async def _started(self, start: Callable[[], Request], what: WaitId) -> None:
         await self._engine.wait_or_disown(start(), what)

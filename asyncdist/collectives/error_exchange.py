@@ -152,7 +152,7 @@ async def run_and_raise(
     ``on_end`` is called when the collectives have ended in any way, even if they were not started.
     """
     error = outcome.error
-    if isinstance(error, GeneratorExit):  # The caller's coroutine is being closed, possibly after its event loop.
+    if isinstance(error, GeneratorExit):  # The caller's coroutine is being closed, and its event loop may have ended.
         if on_end is not None:
             on_end()
         raise error

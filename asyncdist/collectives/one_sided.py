@@ -188,7 +188,7 @@ async def _drop(memories: list[torch.Tensor] | None) -> None:
 async def _map_memories(services: Services, group: Group, nbytes: int, scope: int) -> list[torch.Tensor] | None:
     """Return all members' shared memory in the group's order, or None unless all have memory and share one host."""
     memory = None
-    with contextlib.suppress(OSError):  # raised if this system has no shared memory, or not enough
+    with contextlib.suppress(OSError):  # Raised if this system has too little shared memory, or none.
         memory = SharedMemory(nbytes)
     received: dict[int, deque[bytes]] = {rank: deque() for rank in group.ranks if rank != services.rank}
     channel: Channel[_Card] = services.open_channel(
@@ -260,7 +260,7 @@ class _SharedWindow(VersionedWindow):
         return record
 
     async def published_by_each(self, ranks: Sequence[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
-        del deadline  # a memory copy never waits
+        del deadline  # A memory copy needs no deadline.
         found = {rank: self._newest_of(rank) for rank in ranks}
         return {rank: record for rank, record in found.items() if record is not None}
 
@@ -273,7 +273,7 @@ class _SharedWindow(VersionedWindow):
         return max(records, key=lambda record: record.version)
 
     async def read(self, rank: int, record: VersionRecord, targets: Targets, take: Take, *, deadline: float) -> None:
-        del deadline  # a memory copy never waits
+        del deadline  # A memory copy needs no deadline.
         memory, offset = self._memories[rank], self._offsets[record.version % 2]
         for index, target in enumerate(targets):
             target[:] = memory[offset : offset + len(target)]
@@ -392,7 +392,7 @@ class _StreamedWindow(VersionedWindow):
                     self._reports.send_nowait(message, rank)
                 except RankLostError as error:
                     logger.debug("not sent: %s", error)
-                except BusyError:  # The rank has not received thousands of messages. It will get newer records.
+                except BusyError:  # The rank does not receive its messages. Newer records will follow this one.
                     logger.debug("rank %d does not receive records", rank)
 
     def _on_report(self, envelope: Envelope[VersionRecord | Retired]) -> None:

@@ -53,7 +53,7 @@ class Turns:
         self._services = services
         self._agreements = agreements
         self._number = 0  # largest number of a start that this rank knows
-        self._waiting: list[_Waiting] = []  # in the order of all starts
+        self._waiting: list[_Waiting] = []  # starts in the order that is equal on all ranks
         self._current: _Waiting | None = None  # start whose second agreement this rank has joined
 
     @contextlib.asynccontextmanager

@@ -80,7 +80,7 @@ class VersionDesk:
             tag=tags.METRIC,
             scope=wire.scope_of((), "newest versions of windows", 0),
             name="newest versions",
-            admits_restarted=True,  # an answer is matched with its question by number
+            admits_restarted=True,  # An answer may go to a restarted rank, because its number identifies the question.
             handler=self._on_message,
         )
 
@@ -116,7 +116,7 @@ class VersionDesk:
 
     def _on_message(self, envelope: Envelope[Question | Answer]) -> None:
         match envelope.message:
-            case Question() as question:  # The answer is deferred, because this rank may be publishing a version.
+            case Question() as question:  # Answer later, because this rank may be publishing a version.
                 self._services.engine.loop.call_soon(self._answer, question, envelope.source)
             case Answer() as answer:
                 self._take(answer, envelope.source)
@@ -129,7 +129,7 @@ class VersionDesk:
 
     def _take(self, answer: Answer, source: int) -> None:
         inquiry = self._inquiries.get(answer.number)
-        if inquiry is None or source not in inquiry.unanswered:  # a late or unexpected answer
+        if inquiry is None or source not in inquiry.unanswered:  # The answer is late, or was not requested.
             return
         inquiry.unanswered.remove(source)
         if answer.version > 0:

@@ -20,7 +20,8 @@ def _remainders() -> array[int]:
     first = [~zlib.crc32(bytes([byte]), 0xFFFFFFFF) & 0xFFFFFFFF for byte in range(256)]
     rows = [first]
     for _ in range(7):
-        rows.append([crc >> 8 ^ first[crc & 0xFF] for crc in rows[len(rows) - 1]])  # wraparound=False forbids index -1
+        # The directive wraparound=False forbids index -1.
+        rows.append([crc >> 8 ^ first[crc & 0xFF] for crc in rows[len(rows) - 1]])
     return array("I", itertools.chain(*rows))
 
 

@@ -67,7 +67,7 @@ class Channel(Generic[MessageT]):
         self.demultiplexer = demultiplexer
         self._counts_contacts = counts_contacts
         self._admits_restarted = admits_restarted
-        #: Returns an error if all other ranks have left or are lost, and at least one is lost.
+        #: Function that returns an error if all other ranks have left or are lost, and at least one is lost.
         self.lost_senders: Callable[[], RankLostError | None] = lambda: None
         self._has_gone_senders = False
         self._is_forsaken: bool | None = (
@@ -192,7 +192,7 @@ class Channel(Generic[MessageT]):
         try:
             await engine.park(waiter, self._sending(dest), is_of_request=True)
         finally:
-            if name and not has_left:  # an error or a cancellation has ended the wait
+            if name and not has_left:  # An error or a cancellation has ended the wait.
                 engine.wake_by(name, bool)
         return True
 

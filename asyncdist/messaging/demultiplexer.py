@@ -240,7 +240,7 @@ class TagDemultiplexer:
         what = particulars or reason
         self.dropped[reason] += 1
         self.drop_examples[reason] = f"tag {self.tag}, rank {source}: {what}"
-        if source not in self._complained_about and reason != "RankLostError":  # a loss is reported elsewhere
+        if source not in self._complained_about and reason != "RankLostError":  # Losses are reported elsewhere.
             self._complained_about.add(source)
             text = "tag %d: dropped a frame from rank %d: %s (further ones are only counted)"
             logger.warning(text, self.tag, source, what)
@@ -258,7 +258,7 @@ class TagDemultiplexer:
     def route_to(self, channel: ReceivingChannel) -> None:
         """Deliver frames of the channel's scope and epoch to the channel, including those that have already arrived."""
         for (key, stamp), decode in channel.known_by():
-            self.receiver.close(key)  # close the route that detach left open for late messages
+            self.receiver.close(key)  # Close the route that detach may have left open for late messages.
             self.receiver.routes[key] = stamp, channel.inbox, decode
         early = self.early.take_all()
         self.receiver.resume(self.receiver)
@@ -279,7 +279,8 @@ class TagDemultiplexer:
         if len(self._closed_scopes) > CLOSED_SCOPE_COUNT_MAX:
             del self._closed_scopes[next(iter(self._closed_scopes))]
         self.receiver.resume(channel.inbox)
-        for source, frame in self.early.take_all() if self.early else ():  # may hold frames of a later epoch
+        # Some frames may be for a later epoch of this channel's scope.
+        for source, frame in self.early.take_all() if self.early else ():
             self.receiver.deliver(frame, frame.nbytes, source)
 
     def _forget_answering(self, key: tuple[int, int]) -> None:

@@ -61,7 +61,7 @@ class DirectWriteSender:
         if not is_over:
             try:
                 self.stream.count_sent(self.tail.write_piece(self._piece_nbytes()))
-            except OSError as error:  # the memory is on a device, or the receiver's process has ended
+            except OSError as error:  # The memory is on a device, or the receiver's process has ended.
                 logger.debug("stream to rank %d: %s; sending instead", self.stream.dest, error)
                 is_over = True
             self._written_at = time.perf_counter()
@@ -111,7 +111,7 @@ class Writer(Pollable):
             if sender.write_piece():
                 self._senders.append(sender)
             if self._senders:
-                self._engine.ring()  # requests a pass for the next piece, because no message will
+                self._engine.ring()  # No message will request the pass that writes the next piece.
         return 0
 
 

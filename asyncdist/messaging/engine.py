@@ -115,9 +115,9 @@ class Engine(Poller):
         Raises:
             BaseException: The error with which the job has failed, if any.
         """
-        if self.before_safe_point is not None:  # only in a simulation
+        if self.before_safe_point is not None:  # Only simulated ranks have this function.
             await self.before_safe_point()
-        self._note_safe_point_begun()  # no effect unless the rank is recorded or replayed
+        self._note_safe_point_begun()  # This has no effect unless the rank is recorded or replayed.
         completed = self.first_pass()
         self.turn = 1
         if not self.is_loop_idle():
@@ -237,7 +237,8 @@ class Engine(Poller):
 
         def resolve(error: AsyncdistError | None) -> None:
             entry.resolved = True
-            entry.error = error if isinstance(error, TruncationError) else None  # reported by the next ``receive``
+            # The next ``receive`` raises this error.
+            entry.error = error if isinstance(error, TruncationError) else None
             if entry.error is None and (error is not None or operation.request.cancelled) and entry in stash:
                 stash.remove(entry)
             for waiter in entry.waiters:
@@ -249,7 +250,7 @@ class Engine(Poller):
             operation.request.cancel()
             self.wake()
         elif operation.error is None or isinstance(operation.error, TruncationError):
-            entry.resolved = True  # the message arrived at the moment of cancellation
+            entry.resolved = True  # The message arrived at the moment of the cancellation.
             entry.error = operation.error
             stash.append(entry)
 
@@ -261,7 +262,7 @@ class Engine(Poller):
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def _new_waiter(self) -> asyncio.Future[None]:
-        return asyncio.Future(loop=self.loop)  # loop.create_future may return a more expensive class
+        return asyncio.Future(loop=self.loop)  # ``loop.create_future`` may return a class that is slower.
 
     def awaited(self, waiter: Any) -> WaitId | None:
         """Return the identity of the wait for the future ``waiter``, or None if it is not a wait on this engine."""
@@ -303,7 +304,8 @@ class Engine(Poller):
         try:
             while not condition():
                 if deadline is not None and not has_waited:
-                    self._note_wait_begun(not is_of_request)  # recorded once for the whole wait, like its end below
+                    # Record the beginning and the end, below, only once for the whole wait.
+                    self._note_wait_begun(not is_of_request)
                 has_waited = True
                 if deadline is not None and self.loop.time() >= deadline:
                     if drained:

@@ -71,7 +71,7 @@ class FlowControl:
             tag=tags.CONTROL,
             scope=wire.scope_of(range(services.size), "flow control", 0),
             name="flow control",
-            capacity=sys.maxsize,  # a credit must never raise BusyError
+            capacity=sys.maxsize,  # A credit must never raise BusyError.
             handler=self._on_credit,
             admits_restarted=True,
             counts_contacts=False,

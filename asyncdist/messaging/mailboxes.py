@@ -524,9 +524,9 @@ class FrameReceiver(Pollable):
         except AsyncdistError as error:  # The frame is too large, or the receive has failed.
             self.is_posted = False
             self.drop(getattr(self.request, "source", -1), type(error).__name__, str(error))
-            self._ring()  # other messages may have arrived before this error
+            self._ring()  # Other messages may have arrived before this error.
         if delivered == count_max > 1:
-            self._ring()  # more messages may have arrived
+            self._ring()  # More messages may have arrived.
         return delivered
 
     def _count(self, source: int) -> None:

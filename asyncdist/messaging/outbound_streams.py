@@ -104,7 +104,7 @@ class OutboundStream(StreamEnd):
         await self._until(lambda: self.under_way_count == 0, is_of_request=True)
 
     def _post_more(self) -> None:
-        if self._posting:  # called from the loop below, because a chunk left immediately
+        if self._posting:  # This call comes from the loop below, because a chunk left immediately.
             return
         self._posting = True
         try:

@@ -144,7 +144,7 @@ class AbandonedReceive:
         target = memoryview(buffer)
         if nbytes > target.nbytes:
             raise TruncationError.of(nbytes, target.nbytes, self._request.source)
-        if nbytes:  # an empty view cannot be cast
+        if nbytes:  # An empty view cannot be cast.
             target.cast("B")[:nbytes] = memoryview(self._buffer).cast("B")[:nbytes]
         return self._request.source, nbytes
 
@@ -199,7 +199,7 @@ class Poller:
 
     def poll(self) -> int:
         """Make one polling pass: test every request once, without waiting. Return the number of completions."""
-        if self._in_pass:  # called from a completion callback of this pass
+        if self._in_pass:  # A completion callback of this pass has called this method.
             return 0
         self._in_pass = True
         self._passed_since_tick = True  # A ring during this pass requests another pass.
@@ -254,7 +254,7 @@ class Poller:
                     error = None
                 except AsyncdistError as caught:
                     error = caught
-                except BaseException:  # for example KeyboardInterrupt
+                except BaseException:  # For example, KeyboardInterrupt is raised by a signal handler.
                     pending.append(operation)
                     raise
                 completed += 1
@@ -342,10 +342,10 @@ class Poller:
 
     def abandon(self, error: BaseException) -> None:
         """Stop all passes and make every wait raise ``error``. Called in a fork of the rank's process."""
-        self._bell = None  # the parent's event loop still watches the descriptor
+        self._bell = None  # The parent's event loop still watches the bell's descriptor.
         self.stop()
         self.failure = error
-        self._in_pass = True  # prevents any further pass
+        self._in_pass = True  # Make every further pass return immediately.
 
     # -- the driver -------------------------------------------------------------------------------------------------
 
@@ -377,8 +377,9 @@ class Poller:
         try:
             self.loop.add_reader(bell.fileno(), self._on_bell)
             if self.loop_work is not None:
-                self.loop_work.spare(bell.fileno())  # a ring needs no loop iteration, because a safe point makes a pass
-        except NotImplementedError:  # not a loop of asyncio or uvloop
+                # A ring needs no loop iteration, because a safe point makes a pass.
+                self.loop_work.spare(bell.fileno())
+        except NotImplementedError:  # The loop is not of asyncio or uvloop.
             bell.withdraw()
             self._bell = None
 
@@ -401,7 +402,7 @@ class Poller:
         self.wake()
 
     def _ring_from_a_thread(self) -> None:
-        with contextlib.suppress(RuntimeError):  # raised if the loop is closed, when no task waits any longer
+        with contextlib.suppress(RuntimeError):  # Raised if the loop is closed. No task waits then.
             self.loop.call_soon_threadsafe(self._pass_on_ring, context=self._context)
 
     def _pass_on_ring(self) -> None:
@@ -436,7 +437,7 @@ class Poller:
             if self._bell is not None:
                 self._bell.disarm()
                 if self._quiet_tick_count and self._unspun_count_max > UNSPUN_COUNT_MIN:
-                    self._unspun_count_max -= 1  # spinning was useful
+                    self._unspun_count_max -= 1  # Spinning was useful, so skip it in fewer later waits.
             self._quiet_tick_count = 0
         else:
             self._quiet_tick_count += 1
@@ -467,12 +468,13 @@ class Poller:
         """Set the next state and schedule the next pass. If ``alone`` is true, nothing else runs on the loop."""
         quiet = self._quiet_tick_count
         if self._wakes:
-            if self._state is _HOT or (quiet <= 1 and self._misses_wakes):  # HOT: a message arrived during the pass
+            # HOT means that a message arrived during the pass.
+            if self._state is _HOT or (quiet <= 1 and self._misses_wakes):
                 self._state = _HOT
                 return self.loop.call_soon(self._take_tick)
             self._state = _ASLEEP
             for operation in self._operations:
-                if not getattr(operation.request, "rings", True):  # for example a device event
+                if not getattr(operation.request, "rings", True):  # For example, a device event does not ring.
                     return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
             return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick) if self._misses_wakes else None
         self._state = _HOT
@@ -482,7 +484,7 @@ class Poller:
         if quiet <= HOT_PASS_COUNT:
             return self.loop.call_soon(self._take_tick)
         if self._operations and time.perf_counter() - self._quiet_since < TRANSFER_HOT_S:
-            self._quiet_tick_count = HOT_PASS_COUNT  # start to count warm passes when the transfer is over
+            self._quiet_tick_count = HOT_PASS_COUNT  # Count warm passes from the end of the transfer.
             if alone:
                 os.sched_yield()
             return self.loop.call_soon(self._take_tick)
@@ -504,7 +506,7 @@ class Poller:
                 return self.loop.call_soon(self._take_tick)
         if self._state is _STOPPED:
             return None
-        self._passed_since_tick = False  # let the next tick make a pass, although arming has made one
+        self._passed_since_tick = False  # Make a pass at the next tick, although arming the bell has made one.
         if not self._operations and self._is_rung_by_all() and not self.transport.is_sending():
             self._state = _ASLEEP
             return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick)

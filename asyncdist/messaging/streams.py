@@ -206,7 +206,7 @@ class InboundStream(StreamEnd):
     def flow(self) -> None:
         """Make each arriving chunk post the next receive. All targets must be different buffers."""
         self._state = _State.CONTINUOUS
-        self._post_next()  # for the chunks that have already arrived
+        self._post_next()  # Post receives for the chunks that have already arrived.
 
     def _post_next(self) -> None:
         if self._pacer is None:
@@ -301,7 +301,7 @@ class InboundStream(StreamEnd):
             self._slots.discarding_count += 1
             try:
                 cancel(self)
-            except RankLostError as error:  # the sender was restarted, so the grant was not sent either
+            except RankLostError as error:  # The sender was restarted, so the grant was not sent either.
                 self._error = self._error or error
             self._discard_more()
 

@@ -147,7 +147,7 @@ class UserStreams:
         grants = self._grants[source]
         while grants:
             grant = grants.popleft()
-            if grant.nbytes:  # an empty stream has no chunk and needs no abort
+            if grant.nbytes:  # An empty stream has no chunk, so it needs no abort.
                 self._abort(source, grant.slot)
 
     def _abort(self, source: int, slot: int) -> None:

@@ -235,7 +235,7 @@ class Codec:
         try:
             payload = _encode(message)
             if not self._is_plain(message) and not self._is_like_checked(message):
-                decoded = self.decoders[self._kind](payload)  # a complete check, as the receiver makes it
+                decoded = self.decoders[self._kind](payload)  # The receiver makes the same complete check.
                 self._checked = (
                     message if decoded == message else None
                 )  # unequal if a tuple field holds a list, which may change later

@@ -123,7 +123,7 @@ class Computing:
             try:
                 raise error
             finally:
-                del error  # otherwise the error's traceback and this frame would refer to each other
+                del error  # Otherwise the error's traceback and this frame would refer to each other.
         return cast(T, returned)
 
     def _wait_anew(self, future: object) -> None:
@@ -184,7 +184,7 @@ def call_in_modes(modes: TorchModes, fn: Callable[[], T]) -> T:
             # torch would warn about autocast for a GPU if there is no GPU.
             if kind == "cpu" or is_enabled or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
-        if modes.default_device != default_device():  # an active device context slows every operator down
+        if modes.default_device != default_device():  # An active device context slows every operator down.
             stack.enter_context(modes.default_device)
         if modes.cuda_device is not None:
             stack.enter_context(torch.cuda.device(modes.cuda_device))

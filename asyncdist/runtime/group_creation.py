@@ -66,7 +66,7 @@ class GroupCreation:
             for ranks in wanted:
                 left_s = max(round(give_up_at - now(), 3), 0.001)
                 made += [await self.new_group(ranks, left_s, part_of=part_of)]
-        except BaseException as error:  # also raised by a cancellation or an invalid list
+        except BaseException as error:  # Raised also by a cancellation or an invalid list.
             self._stay_away(wanted[len(made) + 1 :], error, part_of)
             await free_all(made)
             raise

@@ -87,10 +87,11 @@ async def host_rank(
     interrupts = interrupts or Interrupts()
     try:
         async with hosted(transport, interrupts, options) as world:
-            interrupts.check()  # a main that blocks the loop would never be cancelled
+            interrupts.check()  # A main that blocks the loop would never be cancelled.
             if on_open is not None:
                 on_open(world)
-            if not transport.capabilities.shares_process:  # otherwise main was checked before the ranks were started
+            # If ranks share this process, main was checked before they were started.
+            if not transport.capabilities.shares_process:
                 validation.main_function(
                     main, args
                 )  # an error that all ranks raise is reported once if it is raised here
@@ -148,7 +149,7 @@ async def hosted(
         recording.begin(world)
         exporter = _exporter(world, transport, options)
         token = _current_world.set(world)
-        engine.start()  # again, so that messages are handled in the context of this rank
+        engine.start()  # Start the engine again, so that messages are handled in the context of this rank.
         monitor = FailureMonitor(world)
         world.agreements.is_interrupted = lambda: interrupts.received is not None
         interrupts.ask_before(world.rank, functools.partial(_note_interrupt, asyncio.current_task(), world))
@@ -186,7 +187,7 @@ async def hosted(
         engine.stop()
         recording.close()
         if token is not None:
-            with contextlib.suppress(ValueError):  # an async generator may be finalised in another context
+            with contextlib.suppress(ValueError):  # An async generator may be finalised in another context.
                 _current_world.reset(token)
 
 

@@ -50,7 +50,7 @@ async def _last_barrier(world: World, transport: Transport) -> None:
     """Wait until every rank has reached this point or is lost."""
     own_group, announcements = transport.end_group, world.peers.announcements
     if own_group is not None:
-        if announcements is not None:  # wait until no rank sends along the tree any longer
+        if announcements is not None:  # Wait until no rank sends along the tree any longer.
             await world.services.engine.until(_have_all_left(world, transport), WaitId(WaitKind.OTHERS_LEFT))
             await _flush(world)
         await world.services.engine.wait(own_group.barrier(), WaitId(WaitKind.OTHERS_ENDED))

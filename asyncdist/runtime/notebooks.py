@@ -57,7 +57,7 @@ def call_beside_loop(fn: Callable[[], T], meanwhile: Callable[[], None] | None =
             interrupt = error
             _raise_in(thread, type(error))
     returned, failure = outcomes[0] if outcomes else (None, interrupt)
-    failure = failure or interrupt  # an interrupt that came too late for the thread is raised here
+    failure = failure or interrupt  # Raise an interrupt that came too late for the thread.
     if failure is not None:
         raise failure
     return cast(T, returned)

@@ -157,7 +157,7 @@ class Peers:
         # The group of all ranks contains the previous process of a restarted rank, but not this process.
         if services.engine.transport.incarnation:
             self.attendance.on_lost(services.rank)
-        for rank in sorted(services.lost_ranks()):  # main sees these losses from its start
+        for rank in sorted(services.lost_ranks()):  # Report these losses now, so that main sees them from its start.
             self.mark_lost(rank)
         services.engine.transport.set_loss_listener(self.mark_lost)
         services.engine.transport.set_return_listener(self.mark_returned)
@@ -203,7 +203,7 @@ class Peers:
     def mark_returned(self, rank: int, incarnation: int) -> None:
         """Connect to the new process of a restarted ``rank``, and repeat this rank's last announcements to it."""
         services = self._services
-        services.engine.poll()  # deliver the messages of the previous process first
+        services.engine.poll()  # Deliver the messages of the previous process first.
         if not services.engine.transport.accept(rank, incarnation):
             return
         self._lost.discard(rank)
@@ -289,7 +289,7 @@ class Peers:
         if self._has_returned and not services.task_count and not services.is_sending:
             return
         if is_in(services.rank, departure.told):
-            return  # its earlier messages may still be in transit, and must be delivered first
+            return  # Its earlier messages may still be in transit, and must be delivered first.
         ranks = departure.ranks - services.left - services.lost_ranks()
         ranks.discard(services.rank)
         if departure.stage == Stage.LEFT:

@@ -166,7 +166,7 @@ class ObservedEngine(Engine):
         return WaitId(kind, tag, dest, next(self._send_counts[kind, dest, tag])) if self.has_begun else None
 
     def pass_quietly(self) -> bool:
-        return False  # every safe point is recorded
+        return False  # Every safe point must be recorded.
 
     def note_collective_begun(self) -> None:
         self.woken_count += 1
@@ -199,7 +199,7 @@ class RecordedEngine(ObservedEngine):
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
         if self.has_begun:
             self._note_timer(what)
-            self.loop.call_soon(self._note_wait_ended, True)  # count the wait just before the task's next step
+            self.loop.call_soon(self._note_wait_ended, True)  # Count the wait just before the task's next step.
         wake()
 
     def measured(self, what: WaitId, value: int) -> int:

@@ -167,7 +167,7 @@ def run(
         end_late(late)
     except (ValueError, AsyncdistError) as refusal:
         refuse(refusal, sys._getframe(1))
-        refusal.__traceback__ = None  # only the message is printed
+        refusal.__traceback__ = None  # Only the message is printed.
         raise
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
@@ -181,7 +181,7 @@ def run(
         outcome = _complete(event_loop, [task])[0]
         if isinstance(outcome.error, LateError):
             end_late(outcome.error)
-        if outcome.error is not None:  # inside the block, so that a later Ctrl-C has this error as its context
+        if outcome.error is not None:  # Raise inside the block, so that a later Ctrl-C has this error as its context.
             raise outcome.error
     return cast(T, outcome.value)
 
@@ -210,7 +210,7 @@ def _open_launched(transport: TransportName, ranks: int | None) -> Transport | N
     started = select.detect(transport)
     if started.transport == "local" or ranks is not None:
         return None
-    if is_loop_running():  # MPI may only be called from the main thread
+    if is_loop_running():  # MPI may only be called from the main thread.
         raise RuntimeError(
             f"asyncdist.run cannot be called here, because a loop is already running and {started.transport} "
             f"({started.source}) must run in this thread: use async with asyncdist.open_world() as world: await "
@@ -390,7 +390,7 @@ def prepare_rank(
         end_late(late)
     except (ValueError, AsyncdistError) as refusal:
         refuse(refusal, caller)
-        refusal.__traceback__ = None  # only the message is printed
+        refusal.__traceback__ = None  # Only the message is printed.
         raise
     return functools.partial(hosted, opened, options=options)
 

@@ -116,7 +116,7 @@ class Interrupts:
             self._cancel(self._loop)
 
     def _cancel(self, loop: asyncio.AbstractEventLoop) -> None:
-        if loop.is_closed():  # all tasks have ended
+        if loop.is_closed():  # All tasks have ended.
             return
         self._stopping = loop.call_soon_threadsafe(self._stop)
 

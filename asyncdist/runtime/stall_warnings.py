@@ -187,7 +187,8 @@ def futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | No
     engine = world.services.engine
     if engine.awaited(waiter) is not None:
         return [waiter]
-    parts: Iterable[Any] | None = getattr(waiter, "_children", None)  # set on futures of asyncio.gather
+    # Only futures of asyncio.gather have this attribute.
+    parts: Iterable[Any] | None = getattr(waiter, "_children", None)
     if isinstance(waiter, asyncio.Task):
         parts = _parts_of(waiter)
         if parts is None:

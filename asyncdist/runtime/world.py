@@ -104,7 +104,7 @@ def set_world_of_process(world: World | None) -> None:
 def refuse_inside_a_world() -> None:
     """Raise LocalProtocolError if this code already runs inside an open world."""
     here = _current_world.get(None)
-    if here is not None and here.is_open and here.process_id == os.getpid():  # a forked child is not a rank
+    if here is not None and here.is_open and here.process_id == os.getpid():  # A forked child is not a rank.
         lasting, way_out = "", "use it through asyncdist.current_world()"
         if here is _world_of_process:
             lasting = " until the process ends"
@@ -519,7 +519,7 @@ class World:
 
     def close(self) -> None:
         """Cancel all receives, and prevent further worker threads."""
-        if "_streams" in self.__dict__:  # exists only if a stream was sent or received
+        if "_streams" in self.__dict__:  # The attribute exists only if a stream was sent or received.
             self._streams.close()
         self.peers.close()
         self.services.close()

@@ -38,7 +38,7 @@ ReduceOp: TypeAlias = Literal["sum", "min", "max", "prod"]
 def as_bytes(buffer: Buffer) -> memoryview:
     """Return a view of a buffer's bytes, for any format and shape."""
     view = memoryview(buffer)
-    return view.cast("B") if view.nbytes else memoryview(bytearray())  # an empty view cannot be cast
+    return view.cast("B") if view.nbytes else memoryview(bytearray())  # An empty view cannot be cast.
 
 
 class Request(Protocol):

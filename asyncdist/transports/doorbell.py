@@ -101,8 +101,8 @@ class PeerBell:
         self._pipe = -1
 
     def _ring(self) -> None:
-        self._board[self._place] = _AWAKE  # one ring is enough
-        with contextlib.suppress(OSError):  # the pipe is full of rings, or the rank has ended
+        self._board[self._place] = _AWAKE  # One ring is enough.
+        with contextlib.suppress(OSError):  # Raised if the pipe is full of rings, or the rank has ended.
             os.write(self._pipe, b"\0")
 
 
@@ -146,7 +146,7 @@ class Doorbell:
         board = addresses[ranks[0]].board
         if board is None:
             raise OSError(f"rank {ranks[0]}, the first rank of this host, has no board")
-        if ranks[0] != rank:  # the first rank keeps its board open, because the others may map it later
+        if ranks[0] != rank:  # The first rank keeps its board open, because the others may map it later.
             self._offered = None
         self._memory = shared_memory.find(board)
         self._board = memoryview(cast(Any, self._memory.numpy()))
@@ -169,7 +169,7 @@ class Doorbell:
         if address.board is None:
             raise OSError("a rank of this host has no pipe")
         path = f"/proc/{address.board.pid}/fd/{address.pipe}"
-        if os.readlink(path) != f"pipe:[{address.inode}]":  # opening another kind of file might have side effects
+        if os.readlink(path) != f"pipe:[{address.inode}]":  # Opening another kind of file might have side effects.
             raise FileNotFoundError(f"{path} is not the pipe of a rank")
         # Open the pipe for reading, too. Otherwise a write would raise SIGPIPE after the rank, its only reader, has
         # died.

@@ -76,7 +76,7 @@ class LoopWork:
         self._tables = tables
         self._own_count = own_count
         self._spared: set[int] = set()
-        self._seen: list[asyncio.TimerHandle] = []  # timers at the last check, with their deadlines below
+        self._seen: list[asyncio.TimerHandle] = []  # timers at the last check
         self._deadlines: list[float] = []
         self._asked_at = 0.0
         self._ran_at = 0.0  # time at which has_work last returned True, so that the loop ran

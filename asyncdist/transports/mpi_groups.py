@@ -19,7 +19,7 @@ class _CollectiveRequest:
 
     def __init__(self, request: Any, buffers: Any, fail: Callable[[BaseException, str], NoReturn], what: str) -> None:
         self._request = request
-        self._buffers = buffers  # MPI uses the buffers until the request has completed
+        self._buffers = buffers  # MPI uses the buffers until the request has completed.
         self._fail = fail
         self._what = what
 

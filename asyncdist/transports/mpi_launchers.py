@@ -156,7 +156,7 @@ def _mismatch(message: str, expected: int | None, actual: int | None, library: s
 
 
 def _title(library: str) -> str:
-    return " ".join(library.strip("\x00 \n").partition("\n")[0].split())  # MPICH appends its configure options
+    return " ".join(library.strip("\x00 \n").partition("\n")[0].split())  # MPICH adds lines with its configure options.
 
 
 def srun_for(library: Flavour | None) -> str:

@@ -37,7 +37,7 @@ class SendRequest:
     ) -> None:
         self._request = request
         self._bell = bell
-        self._buffer = buffer  # MPI reads the buffer until the request has completed
+        self._buffer = buffer  # MPI reads the buffer until the request has completed.
         self._fail = fail
         self._peer = peer
 

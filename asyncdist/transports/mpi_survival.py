@@ -79,7 +79,7 @@ class SurvivingMpiTransport(MpiMessages):
             raise TransportError(f"a new world needs all ranks of the job, but {failed.size} of them are lost")
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
-        if dest in self._lost:  # MPI completes small sends to a dead rank
+        if dest in self._lost:  # MPI would complete a small send to a dead rank.
             return _FailedRequest(self._loss_of(dest))
         return self._sent(buffer, dest, tag)
 
@@ -139,7 +139,7 @@ class SurvivingMpiTransport(MpiMessages):
     def _has_ended(self, request: Any) -> bool:
         try:
             return bool(request.Test())
-        except self._mpi.Exception:  # the other rank is lost
+        except self._mpi.Exception:  # The other rank is lost.
             return True
 
     def _loss_of(self, rank: int) -> RankLostError:

@@ -57,7 +57,7 @@ class PersistentSend:
                 self._bell.ring_sleeper()
         except Exception as error:
             self._fail(error, None, self.buffer, self._peer)
-        self.settle()  # make one step of the transfer, and raise an error if the receiver is lost
+        self.settle()  # Make one step of the transfer. This raises an error if the receiver is lost.
 
     def settle(self) -> bool:
         """Test the send of the last message, unless it has ended. Return :attr:`is_free`."""
@@ -65,7 +65,7 @@ class PersistentSend:
             try:
                 self.is_free = self._test()
             except Exception as error:
-                self.is_free = True  # a request that has failed can be started again
+                self.is_free = True  # A request that has failed can be started again.
                 self._fail(error, None, self.buffer, self._peer)
         return self.is_free
 

@@ -42,7 +42,7 @@ class RecordedTransport(Transport):
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
         try:
             return self._inner.start_send(buffer, dest, tag)
-        finally:  # if the test fails because of a loss, the loss is reported before the message
+        finally:  # If the test reports a loss, the loss is recorded before the message.
             self._tell("sent", dest, tag, as_bytes(buffer).nbytes)
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:

@@ -262,7 +262,7 @@ class Agreements:
         Returns:
             Whether the decision "go" has already arrived. If not, the decision may still arrive.
         """
-        self._engine.poll()  # receives a decision that has arrived while the loop was blocked
+        self._engine.poll()  # Receive a decision that has arrived while the loop was blocked.
         verdict = self._verdicts.get(meeting.key)
         if verdict is None:
             self._ask_to_go(meeting)
@@ -270,9 +270,9 @@ class Agreements:
 
     def _ask_to_go(self, meeting: Meeting, words: tuple[str, str] = _CANCELLED) -> None:
         if not self.is_ending:
-            with contextlib.suppress(AsyncdistError):  # raised if no other rank is left
+            with contextlib.suppress(AsyncdistError):  # Raised if no other rank is left.
                 self._object(Objection(meeting.key.text, *words), meeting.leader)
-            self._engine.recheck()  # this rank may itself be the waiting leader
+            self._engine.recheck()  # This rank may itself be the leader that waits.
 
     @property
     def is_ending(self) -> bool:
@@ -343,7 +343,8 @@ class Agreements:
 
         is_told = await self._engine.until(is_over, what, deadline=deadline, peers=absent)
         if not is_told and timeout_s is not None and self.relays.carry(key):
-            self.led.on_inquiry(Inquiry(key.text, timeout_s))  # The leader asks missing members before it refuses.
+            # The leader asks missing members whether they have joined before it refuses the start.
+            self.led.on_inquiry(Inquiry(key.text, timeout_s))
             await self._engine.until(is_over, what, peers=absent)
 
     async def _follow(
@@ -360,7 +361,7 @@ class Agreements:
         is_large, has_asked = self.relays.carry(key), False
 
         def has_no_leader() -> bool:
-            if is_large and has_asked:  # A leader that has left still answers, and "go" may be in transit.
+            if is_large and has_asked:  # Even a leader that has left answers a join, and its "go" may be in transit.
                 return leader in self._absences.lost or self.termination.excludes(key, leader)
             return leader in gone.ranks() or self.termination.excludes(key, leader)
 
@@ -382,7 +383,7 @@ class Agreements:
         what = WaitId(WaitKind.VERDICT, peer=leader, name=join.subject)
         is_told = await self._engine.until(is_over, what, deadline=deadline)
         if not is_told and deadline is not None and timeout_s is not None:
-            with contextlib.suppress(AsyncdistError):  # raised if nothing can be sent to the leader
+            with contextlib.suppress(AsyncdistError):  # Raised if nothing can be sent to the leader.
                 self.comings.say_directly(key, leader)
                 self._send(Inquiry(key.text, timeout_s), leader)
             is_told = await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)

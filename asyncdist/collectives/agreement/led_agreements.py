@@ -76,7 +76,7 @@ class LedAgreements:
         self.withdrawn: set[AgreementKey] = set()
         self._relays = relays
         self._has_left = False
-        # For undecided large agreements:
+        # The next three attributes describe undecided agreements of large groups.
         self._direct: dict[AgreementKey, set[int]] = {}  # members whose relayed joins are ignored
         self._called: dict[AgreementKey, tuple[Inquiry, set[int]]] = {}  # members asked after the timeout
         self._doubted: dict[

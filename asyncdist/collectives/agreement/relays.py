@@ -130,7 +130,7 @@ class Relays:
             del self.heard[next(iter(self.heard))]
         place = self._place(key, leader)
         if leader != self._rank:
-            self._pass_on(key, leader)  # reports later joins, which the leader has not answered yet
+            self._pass_on(key, leader)  # Report later joins, which the leader has not answered yet.
             self._forget(key, leader)
         for child, part in place.parts:
             some = RankSet.of_bits(ranks & part)
@@ -144,7 +144,7 @@ class Relays:
         """Call ``call(*args)``, which may send messages or deliver a decision, after ``delay_s`` seconds."""
 
         def run() -> None:
-            with contextlib.suppress(AsyncdistError):  # raised if the job has failed
+            with contextlib.suppress(AsyncdistError):  # Raised if the job has failed.
                 call(*args)
             self._engine.recheck()
 
@@ -182,7 +182,7 @@ class Relays:
             self._pass_on(key, leader)
         except BusyError:
             coming.timer = self._engine.call_later(_LATE_S, _late(key), self._on_late, key, leader)
-        except AsyncdistError as error:  # raised if the job has failed
+        except AsyncdistError as error:  # Raised if the job has failed.
             logger.debug("%s: %s", key, error)
 
     def _pass_on(self, key: AgreementKey, leader: int) -> None:
@@ -235,7 +235,7 @@ def _late(key: AgreementKey) -> WaitId:
     return WaitId(WaitKind.GATHERED_MEMBERS, name=key.text)
 
 
-@functools.lru_cache(64)  # in a simulation, all ranks of a group share the result
+@functools.lru_cache(64)  # In a simulation, all ranks of a group share the result.
 def _order(runs: Runs, leader: int) -> Mapping[int, int]:
     """Return the position of each rank in the tree: first the leader, then the other members in the group's order."""
     ranks = (leader, *itertools.chain.from_iterable(range(first, last + 1) for first, last in runs))

@@ -136,7 +136,7 @@ class Termination:
                     on_late(tuple(sorted(asking.silent)))
                     deadline = None
             if not is_told():
-                _keep(self._excluded, key, asking.absent)  # because the absent ranks' messages may still arrive
+                _keep(self._excluded, key, asking.absent)  # The absent ranks' messages may still arrive.
         finally:
             del self._asking[key]
 

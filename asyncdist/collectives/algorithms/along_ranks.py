@@ -55,7 +55,8 @@ class Passing:
             if error is not None:
                 await outlet.tell(error)
             else:
-                await outlet.put(memoryview(bytearray(1)))  # end mark with which the receiver detects a different size
+                # An end mark of one byte lets the receiver detect a different size.
+                await outlet.put(memoryview(bytearray(1)))
             return await outlet.flush() or error
 
     async def _take_all(self, outlet: Outlet | None) -> AsyncdistError | None:

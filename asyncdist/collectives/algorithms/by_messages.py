@@ -60,7 +60,7 @@ class MessageCollectives:
                 flat = None if receive is None else flat_bytes(receive)
                 await self._tree.gather(group, send, [len(send)] * group.size, flat, root)
                 return
-            await self._tree.meet(group, root)  # so that the root detects members that pass small rows
+            await self._tree.meet(group, root)  # Let the root detect members that pass small rows.
         await self._gather_directly(group, send, receive, root)
 
     async def _gather_directly(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
@@ -74,7 +74,7 @@ class MessageCollectives:
                 continue
             try:
                 await self._receive_exactly(byte_view(receive[position]), rank, group.tag)
-            except RankLostError as error:  # The loop continues, because other members wait for their sends.
+            except RankLostError as error:  # Continue, because the other members wait for their sends.
                 lost = lost or error
         if lost is not None:
             raise lost

@@ -71,7 +71,7 @@ class BufferPool:
     def __init__(self) -> None:
         self._kept: Tensor | None = None
 
-    @torch.inference_mode(False)  # the memory outlives the caller's mode
+    @torch.inference_mode(False)  # The memory outlives the caller's inference mode.
     def take(self, nbytes: int) -> Tensor:
         """Return memory of at least ``nbytes`` bytes for the caller's exclusive use until :meth:`give_back`."""
         kept, self._kept = self._kept, None

@@ -96,7 +96,7 @@ class TreeCollectives:
         error = await self._collect(Place.of(group, root), token, _everything(token))
         if not isinstance(
             error, RankLostError
-        ):  # The root raises a loss later, after it has received from the other members.
+        ):  # A loss is raised later, after the root has received from the other members.
             raise_first(error)
 
     async def broadcast(self, group: Group, view: memoryview, root: int) -> None:
@@ -169,7 +169,7 @@ class TreeCollectives:
         """Receive the subtree's bytes, and send them and this member's to the parent. Return the first error."""
         engine, tag = self._engine, place.tag
         error: AsyncdistError | None = None
-        for child in place.children:  # An error does not end the loop, because the next child waits for its send.
+        for child in place.children:  # Continue after an error, because the next child waits for its send.
             low, high = stretch(child.number, child.last)
             failed = await attempt(take_all(engine, view, low, high, child.rank, tag))
             error = error or failed

@@ -62,11 +62,11 @@ class SharedFlatBuffers:
         self._is_shared = is_shared
         self._memories: dict[int, SharedMemory] = {}  # shared memory of each flat tensor, by the tensor's address
 
-    @torch.inference_mode(False)  # the memory outlives the caller's mode
+    @torch.inference_mode(False)  # The memory outlives the caller's inference mode.
     def new(self, count: int, *, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor of ``count`` elements, in shared memory if this is possible and faster."""
         if self._is_shared and (dtype.is_floating_point or dtype.is_complex) and is_worth_sharing(count, dtype):
-            with contextlib.suppress(OSError):  # raised if there is no shared memory or no free file descriptor
+            with contextlib.suppress(OSError):  # Raised if there is no shared memory or no free file descriptor.
                 memory = SharedMemory(_memory_nbytes(count, dtype))
                 self._memories[memory.tensor.data_ptr()] = memory
                 return memory.tensor[: count * dtype.itemsize].view(dtype)

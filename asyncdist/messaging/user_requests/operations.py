@@ -204,7 +204,7 @@ class MpiOperation(Operation):
         status = self._new_status()
         is_complete, _ = self._request.test(status)
         if is_complete and not self._is_inactive(status):
-            self._status = status  # the request was started again, and has completed
+            self._status = status  # The request was started again, and has completed again.
             return False
         return not is_complete
 

@@ -33,7 +33,7 @@ class Progress:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        transport = LocalHub(1).transport(0)  # a transport without peers
+        transport = LocalHub(1).transport(0)  # This transport has no peers.
         # The engine would wait for a ring from a transport that wakes, but nothing rings for the program's requests.
         transport.capabilities = dataclasses.replace(transport.capabilities, wakes=False)
         self._engine = Engine(transport, loop)

@@ -71,7 +71,7 @@ class RequestWaiter:
                 await self._park((awaited,))
         for awaited in all_awaited:
             if awaited.operation.error is not None:
-                self._take(awaited, None)  # raises the error, while the results of the other requests stay stored
+                self._take(awaited, None)  # This raises the error. The results of the other requests stay stored.
         return [self._take(each, to_fill) for each, to_fill in zip(all_awaited, statuses, strict=True)]
 
     async def waitany(self, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
@@ -169,7 +169,7 @@ class RequestWaiter:
 
     def _ring(self) -> None:
         """Make the loop test the requests. Called by threads."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # Raised if the loop is closed.
             self._engine.loop.call_soon_threadsafe(self._engine.poll if self._drives else self._engine.ring)
 
     async def _park(self, awaited: Sequence[_Awaited]) -> None:
@@ -186,7 +186,7 @@ class RequestWaiter:
     def _take(self, awaited: _Awaited, status: Any) -> Any:
         """Remove the entry of a completed request, and return the request's result or raise its error."""
         key = id(awaited.request)
-        if self._awaited.get(key) is awaited:  # false if the program has started the request again
+        if self._awaited.get(key) is awaited:  # The entry differs if the program has started the request again.
             del self._awaited[key]
         return awaited.operation.result(status)
 

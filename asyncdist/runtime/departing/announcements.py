@@ -164,7 +164,7 @@ class Announcements:
             self._repeat = engine.call_later(
                 _REPEAT_S * 2**self._repeat_count, WaitId(WaitKind.DEPARTURES_AGAIN), self._send_again
             )
-        engine.recheck()  # waiting tasks check again, because all ranks may have reached the next stage
+        engine.recheck()  # Let waiting tasks check whether all ranks have reached the next stage.
 
     def _delay_s(self) -> float:
         """Return the delay of this rank's announcements in seconds, which halves with each level below the root."""

@@ -151,7 +151,7 @@ class Departures:
     def on_end_heard(self, source: int) -> None:
         """Record that a neighbour's whole subtree knows that all ranks have ended."""
         self._have_heard.add(source)
-        if self.stage == Stage.HEARD:  # the neighbour does not know the stage HEARD yet, or has a new parent
+        if self.stage == Stage.HEARD:  # The neighbour does not know the stage HEARD yet, or has a new parent.
             self._told_stage[source] = Stage.ENDED
 
     def take_answers(self) -> set[int]:

@@ -95,7 +95,7 @@ async def fail(
     if is_consequence(error):
         await _hear_why(world, _HEAR_WHY_S)
     from_peer = is_consequence(error) and isinstance(world.services.engine.failure, RankLostError)
-    in_process = transport.capabilities.shares_process  # run_local raises the error for all ranks
+    in_process = transport.capabilities.shares_process  # run_local raises the error for all ranks of the process.
     teller = await _rank_that_tells(world, error) if not in_process or world.services.reports_in_turn else None
     if not in_process and teller is None:
         _print_failure(world.rank, error, world.services.engine.failure if from_peer else None)
@@ -129,7 +129,7 @@ async def fail(
         try:
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.05)
-        except asyncio.CancelledError:  # a signal requests the end, which is already in progress
+        except asyncio.CancelledError:  # A signal requests the end, which is already in progress.
             _uncancel()
     if not settled() and not in_process:
         silent = sorted(set(range(world.size)) - world.peers.answered - {world.rank})
@@ -184,7 +184,7 @@ async def _hear_why(world: World, seconds: float) -> None:
                 lambda: engine.failure is not None, WaitId(WaitKind.PEER_FAILURE), deadline=deadline
             ):
                 return
-        except asyncio.CancelledError:  # a signal requests the end, which is already in progress
+        except asyncio.CancelledError:  # A signal requests the end, which is already in progress.
             _uncancel()
         except Exception:
             if engine.failure is None:
@@ -281,7 +281,7 @@ class Everybody:
         counts = [len(group) - (self._own_rank in group) for group in groups]
         if max(counts) == self._size - 1:
             return True
-        if sum(counts) >= self._size - 1:  # otherwise at least one rank is in none of the sets
+        if sum(counts) >= self._size - 1:  # Otherwise at least one rank is in none of the sets.
             self._go_on(groups)
         return self._found_count == self._size
 

@@ -70,11 +70,11 @@ class FailureReport:
     def _hook(
         self, previous: Any, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        if not (sys.flags.interactive or hasattr(sys, "ps1")):  # in an interactive session, the program continues
+        if not (sys.flags.interactive or hasattr(sys, "ps1")):  # In an interactive session, the program continues.
             _let_interrupts_kill()
         told = {id(error): None for error in self._printed} | {id(error): line for error, line in self._lines}
         error: BaseException | None = value
-        if isinstance(value, KeyboardInterrupt):  # Ctrl-C was pressed while another error was being raised
+        if isinstance(value, KeyboardInterrupt):  # Ctrl-C was pressed while another error was being raised.
             while error is not None and id(error) not in told:
                 error = error.__context__
         if id(error) not in told:

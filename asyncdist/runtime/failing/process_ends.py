@@ -28,8 +28,8 @@ class ForkedChildError(LocalProtocolError):
 
 def exit_immediately(code: int) -> NoReturn:
     """Exit this process without MPI_Finalize, which can hang after a failure."""
-    for file in filter(None, (sys.stdout, sys.stderr)):  # a stream is None if its descriptor was closed
-        with contextlib.suppress(OSError, ValueError):  # nothing reads the stream any longer
+    for file in filter(None, (sys.stdout, sys.stderr)):  # A stream is None if its descriptor was closed.
+        with contextlib.suppress(OSError, ValueError):  # Raised if nothing reads the stream any longer.
             file.flush()
     os._exit(code)
 
@@ -92,7 +92,7 @@ def abandoned_in_children(abandon: Callable[[], None]) -> Iterator[None]:
 
 def end_at_next_turn(loop: asyncio.AbstractEventLoop, rank: int) -> None:
     """End this forked child of ``rank`` as soon as it awaits anything in the rank's loop."""
-    with contextlib.suppress(RuntimeError):  # the loop is closed
+    with contextlib.suppress(RuntimeError):  # Raised if the loop is closed.
         loop.call_soon(_end_in_loop, rank)
 
 
@@ -109,7 +109,7 @@ def end_forked_child(process_id: int, error: BaseException | None) -> None:
     if os.getpid() == process_id:
         return
     while isinstance(error, ForkedChildError) and error.__context__ is not None:
-        error = error.__context__  # the exception with which the child left an inner context
+        error = error.__context__  # This exception made the child leave an inner context.
     if error is not None and not isinstance(error, SystemExit):
         traceback.print_exception(error)
         exit_immediately(1)

@@ -51,7 +51,7 @@ class ReplicaMates:
         except Exception:
             if engine.failure is None:
                 raise
-        except asyncio.CancelledError:  # a signal ends this rank
+        except asyncio.CancelledError:  # A signal ends this rank.
             return []
         return [] if engine.failure is not None else self.lost()
 

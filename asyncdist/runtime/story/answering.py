@@ -120,7 +120,7 @@ class Teller:
         if self._thread is None or self._wake is None or not self._places():
             return tell_rank(own)
         self._asked, self._asked_at = own, time.monotonic()
-        self._wake[1].send(_ASKED)  # starting a thread in a signal handler could deadlock with the interrupted code
+        self._wake[1].send(_ASKED)  # Starting a thread in a signal handler could deadlock with the interrupted code.
         return ""
 
     def tell_abort(self) -> str:
@@ -148,11 +148,11 @@ class Teller:
                         self._begin_to_tell_all()
                     if self._listener in woken:
                         self._answer(self._listener)
-                    if time.monotonic() >= look_at:  # check even if requests arrive continuously
+                    if time.monotonic() >= look_at:  # Check even if requests arrive continuously.
                         look_at = time.monotonic() + self._period_s
                         self._renew_listener(ready)
                         self._look()
-                except Exception as error:  # a report must never end a run, and the rank may be ending
+                except Exception as error:  # A report must never end a run, and the rank may be ending.
                     logger.debug("rank %d could not report its waits", self._world.rank, exc_info=error)
 
     def _renew_listener(self, ready: selectors.BaseSelector) -> None:
@@ -198,7 +198,7 @@ class Teller:
                 is_there.set()
 
         has_given_up = False
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # Raised if the loop is closed.
             self._loop.call_soon_threadsafe(collect_in_loop)
             is_there.wait(_LOOP_S)
         has_given_up = True
@@ -223,7 +223,7 @@ class Teller:
             lower = (place for place in self._places() if place.rank < self._world.rank)
             if not any(sockets.was_asked(place) for place in lower):
                 _write(tell_job(*self._ask_all(own)))
-        except Exception as error:  # a request for a report must not end the run
+        except Exception as error:  # A report must never end a run.
             logger.debug("rank %d could not report the waits of all ranks", self._world.rank, exc_info=error)
 
     # -- if nothing moves ---------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class Teller:
     def _ask_who_moves(self) -> None:
         try:
             self._tell_if_none_moves()
-        except Exception as error:  # a report must never end a run
+        except Exception as error:  # A report must never end a run.
             logger.warning("rank %d could not report that no rank makes progress", self._world.rank, exc_info=error)
 
     def _tell_if_none_moves(self) -> None:
@@ -264,11 +264,11 @@ class Teller:
     def _note_told(self, text: str) -> None:
         """Record that the reports were printed. If ``text`` is not empty, make the loop add it to the rank's events."""
         if text:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # Raised if the loop is closed.
                 self._loop.call_soon_threadsafe(self._world.services.events.record, "told", text)
         self._told_of = self._signs.moved_at
         self.told_at = time.monotonic()
-        self._stall_s *= 2  # print the next report only after twice as long
+        self._stall_s *= 2  # Print the next report only after twice as long.
 
     def _places(self) -> list[sockets.Place]:
         assert self._path is not None, "it has begun"

@@ -69,7 +69,7 @@ def _state(main: asyncio.Task[Any], signs: Signs, frame: types.FrameType | None)
         has_returned = all(is_library(each) for each in frames_of(main))
         return "returned" if has_returned else "awaits", "", ""
     while is_library(frame) and frame.f_back is not None and "/asyncdist/runtime/story/" in frame.f_code.co_filename:
-        frame = frame.f_back  # skip frames of the signal handler
+        frame = frame.f_back  # Skip the frames of the signal handler.
     users = next((each for each in _outwards(frame) if _is_users(each)), frame)
     inner_line = "" if users is frame else line_of(frame)
     return "computes" if signs.computes() else "blocks", line_of(users), inner_line

@@ -80,7 +80,7 @@ def _answer(_number: int, frame: FrameType | None) -> None:
         rank_program.tell_no_world(_number, frame)
         return
     texts = [_told(tell) for tell, _ in tellers]
-    with contextlib.suppress(Exception):  # a request for a report must not end the run
+    with contextlib.suppress(Exception):  # A report must never end a run.
         sys.stderr.write("".join(f"asyncdist: {text}\n" for text in texts if text))
         sys.stderr.flush()
 

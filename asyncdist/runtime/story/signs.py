@@ -46,11 +46,11 @@ class Signs:
 
     def sample(self) -> None:
         """Take a sample, and record whether anything has changed since the last sample."""
-        if not self._lock.acquire(blocking=False):  # a signal handler was called during a sample
+        if not self._lock.acquire(blocking=False):  # A signal handler has called this method during a sample.
             return
         try:
             self._sample(time.monotonic())
-        except RuntimeError:  # a dictionary changed while it was read, so the rank makes progress
+        except RuntimeError:  # A dictionary changed while it was read, so the rank makes progress.
             self.moved_at = time.monotonic()
         finally:
             self._lock.release()

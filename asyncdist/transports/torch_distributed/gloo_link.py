@@ -240,7 +240,7 @@ class Link:
 
     def _post(self, entries: bytes | bytearray = b"") -> bool:
         """Send a frame with these entries, even if the window is full. Return False if the connection is closed."""
-        with self._posting:  # frames must be recorded in the order in which they are sent
+        with self._posting:  # Frames must be recorded in the order in which they are sent.
             received_count = self._received_count
             nbytes = _FRAME.size + len(entries)
             is_short = nbytes <= _SHORT_NBYTES
@@ -320,9 +320,9 @@ class Link:
         """Release the acknowledged frames. gloo requires a wait for each, which returns immediately."""
         while self._waited_count < self._acknowledged_count:
             self._waited_count += 1
-            with self._posting:  # a thread may have sent the frame but not recorded it yet
+            with self._posting:  # A thread may have sent the frame, but not recorded it yet.
                 work, frame = self._sent.popleft()
-            with contextlib.suppress(RuntimeError):  # the peer has received the frame, and has died since
+            with contextlib.suppress(RuntimeError):  # Raised if the peer has died since it received the frame.
                 work.wait(FOREVER)
             if len(frame.data) == _SHORT_NBYTES:
                 self._spare.append(frame)
@@ -433,7 +433,7 @@ class Link:
                     try:
                         for tensor in tensors[slot + 1 - _BATCH_COUNT : slot + 1]:
                             works.append(self._control.recv(tensor, self._place, _CONTROL_TAG))
-                    except RuntimeError as error:  # the peer is lost, but its last frames are still in the ring
+                    except RuntimeError as error:  # The peer is lost, but its last frames are still in the ring.
                         closed = error
 
     def _run_watch(self) -> None:
@@ -444,14 +444,14 @@ class Link:
 
     def _run_post(self) -> None:
         """Pass transfers to gloo, in a thread because each call may block for as long as another transfer takes."""
-        with contextlib.suppress(RuntimeError):  # the connection is closed, which the other threads report
+        with contextlib.suppress(RuntimeError):  # Raised if the connection is closed, which the other threads report.
             while (transfer := self._to_post.get()) is not None:
                 if isinstance(transfer, _Download):
                     transfer.post(self._bulk.recv, self._place)
                     self._to_land.put(transfer)
                 else:
                     transfer.post(self._bulk.send, self._place)
-                del transfer  # frees the memory of a message that may have arrived
+                del transfer  # Free the memory of a message that may have arrived.
 
     def _run_land(self) -> None:
         """Wait for the announced messages in the order in which their receives were posted."""

@@ -111,7 +111,7 @@ class Mesh:
             self._tell_return(rank, incarnation)
 
     def _tell_return(self, rank: int, incarnation: int) -> None:
-        if self._listen_to_returns is not None:  # the listener polls, so it must not be called inside a poll
+        if self._listen_to_returns is not None:  # The listener polls, so it must not be called inside a poll.
             asyncio.get_running_loop().call_soon(self._listen_to_returns, rank, incarnation)
 
     def _on_announced(self, newcomer: tuple[int, int]) -> None:

@@ -116,7 +116,7 @@ class Passage:
     def on_acknowledged(self) -> None:
         """Complete the oldest send, whose message has arrived."""
         upload, send = self._uploads.popleft()
-        with contextlib.suppress(RuntimeError):  # the peer has received the message, and has died since
+        with contextlib.suppress(RuntimeError):  # Raised if the peer has died since it received the message.
             upload.wait()
         send.done = True
 
@@ -155,10 +155,10 @@ class Passage:
 
     def _run_sends(self) -> None:
         """Pass messages to gloo, which writes as much as the connection accepts during the call."""
-        with contextlib.suppress(RuntimeError):  # the connection is closed, which the link's threads report
+        with contextlib.suppress(RuntimeError):  # Raised if the connection is closed, which the link's threads report.
             while (upload := self._to_send.get()) is not None:
                 upload.post(self._bulk.send, self._place)
-                del upload  # frees the memory of an ended stream, once its message has arrived
+                del upload  # Free the memory of an ended stream once its message has arrived.
 
     def _run_landings(self) -> None:
         """Post all queued receives, then wait for the oldest."""

@@ -59,7 +59,7 @@ def _opened(descriptor: int) -> socket.socket:
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)
-    except OSError:  # not a socket
+    except OSError:  # The descriptor is not a socket.
         os.close(copy)
         raise
 

@@ -115,7 +115,8 @@ class TorchTransport(MatchedTransport):
         self._granted_tags = granted_tags
         self._mesh = gloo_mesh.Mesh(groups, rank, size, self._matcher, reception)
         self._is_closed = False
-        atexit.register(self.close_failed)  # threads that wait in gloo at exit would abort the process
+        # A thread that waits in gloo at the interpreter's exit would abort the process.
+        atexit.register(self.close_failed)
 
     def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
         link = self._mesh.links.get(dest)

@@ -65,7 +65,7 @@ def make_gloo_groups(
         if _decide(store, _ALL) != _ALL:
             raise TransportError("another rank could not connect to all ranks")
     except BaseException as error:
-        if _decide(store, _SOME) == _ALL:  # another rank has just decided that all ranks are connected
+        if _decide(store, _SOME) == _ALL:  # Another rank has just decided that all ranks are connected.
             return groups
         for group in groups:
             gloo_groups.close_connections(group)

@@ -194,7 +194,7 @@ class Entrance:
     def _has_exited(self, rank: int, incarnation: int) -> bool:
         """Return whether the launcher has recorded the end of a process of the running world."""
         process = f"{rank}.{incarnation}"
-        if not incarnation:  # the process began this world, which may not be the job's first
+        if not incarnation:  # The process began this world, which may not be the job's first.
             if not self.store.check([f"process/{rank}"]):
                 return False
             process = _text(self.store, f"process/{rank}")
@@ -238,7 +238,7 @@ def _check_running(running: str, rendezvous: Rendezvous) -> str:
 
 def _say_ended(common: Any, rank: int) -> None:
     """Record that this process has ended normally, so that the launcher does not restart its rank."""
-    with contextlib.suppress(RuntimeError):  # the store has already closed
+    with contextlib.suppress(RuntimeError):  # Raised if the store has already closed.
         common.set(f"ended/{rank}", "")
 
 
@@ -410,12 +410,12 @@ class Reception:
             said: set[str] = set()
             for look in itertools.count():
                 try:
-                    if look % _LOOKS_PER_RENEWAL == 0:  # another user of this host may have deleted the name
+                    if look % _LOOKS_PER_RENEWAL == 0:  # Another user of this host may have deleted the name.
                         common.compare_set(_RUNNING, "", self._running)
                     number = self._read_log(store, number)
                     self._look_for_wanted(store, said)
-                except RuntimeError as error:  # another user may have deleted a value in between
-                    common.check([_OVER])  # raises an error if the store has closed
+                except RuntimeError as error:  # Another user may have deleted a value in between.
+                    common.check([_OVER])  # This raises an error if the store has closed.
                     logger.info("rank %d could not read the store, and tries again: %s", self._rank, reason(error))
                 if self._closing.wait(_PERIOD_S) or common.check([_OVER]):
                     return

@@ -271,7 +271,7 @@ class _Gathering:
     def _is_answered(self) -> bool:
         if self._store.check([f"answer/{self._hello}"]):
             return True
-        self._store.check(["hello/0"])  # logs a warning if rank 0 has a different secret
+        self._store.check(["hello/0"])  # This logs a warning if rank 0 has a different secret.
         self._store.set(_UNANSWERED, f"{self._rank} {self._hello}")
         return False
 

@@ -22,7 +22,7 @@ def serve(address: str, port: int, *, size: int | None = None, is_open: bool = F
         is_open: Whether to listen on all addresses, because processes know the host by different addresses.
     """
     listener = None if is_open else local_host.listen_at(address, port)
-    shares_process = port != 0  # share a store that the user's program serves on this port
+    shares_process = port != 0  # Share a store that the user's program serves on this port.
     if listener is None:
         return TCPStore(address, port, size, True, TIMEOUT, wait_for_workers=False, multi_tenant=shares_process)
     return TCPStore(
