@@ -92,9 +92,9 @@ class TagDemultiplexer:
     """Receives the frames of one tag on this rank, and passes each frame to its channel.
 
     Args:
-        nonce: Number that identifies the job; frames of other jobs are dropped.
-        flow: Flow control of the tag; None if the channels belong to protocols. If they belong to the user's program,
-            the tag stalls instead of losing messages.
+        nonce: Number that identifies the job. Frames of other jobs are dropped.
+        flow: Flow control of the tag, or None if the channels belong to protocols. A tag of the user's program stalls
+            instead of losing messages.
         sent_to: Set to which the receivers of messages are added.
         heard_from: Set to which the senders of received messages are added.
 

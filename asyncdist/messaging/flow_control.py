@@ -8,7 +8,7 @@ the transport and therefore sends no credits. At most ``WINDOW`` messages per se
 memory.
 
 Messages to the rank itself are not limited, because the task that fills the mailbox may be the task that empties it.
-Messages to a rank that has left or is lost are not limited either, because that rank sends no more credits.
+Messages to a rank that has left or is lost are not limited either, because that rank no longer sends credits.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class ChannelOpener(Protocol):
 
 
 class FlowControl:
-    """Sends and receives the credits of one rank.
+    """Sends and receives one rank's credits, which allow senders further messages.
 
     Args:
-        flow_of: Function that returns the flow control of a tag; None if this rank has not sent on the tag.
+        flow_of: Function that returns the flow control of a tag, or None if this rank has not sent on the tag.
     """
 
     def __init__(self, services: ChannelOpener, flow_of: Callable[[int], TagFlow | None]) -> None:
@@ -112,7 +112,7 @@ class TagFlow:
         self.lanes: dict[int, Lane] = {}
 
     def lane(self, rank: int) -> Lane:
-        """Return the lane of ``rank``, and make it if necessary."""
+        """Return the state of the messages to and from ``rank``."""
         lane = self.lanes.get(rank)
         if lane is None:
             lane = self.lanes[rank] = Lane(rank, _UNLIMITED if rank == self._rank else self._window)
@@ -129,20 +129,20 @@ class TagFlow:
     # -- the sending rank -------------------------------------------------------------------------------------------
 
     def on_credit(self, rank: int) -> None:
-        """Send held messages to ``rank`` as far as the new credit allows."""
+        """Send as many held messages to ``rank`` as its new credit allows."""
         lane = self.lane(rank)
         if lane.room < _UNLIMITED // 2:
             lane.room += self.credit_count
             lane.send_held()
 
     def release(self, rank: int) -> None:
-        """Send all messages that are held for ``rank``, and do not limit later ones, because it has left or is lost."""
+        """Send all held messages to ``rank``, which has left or is lost, and do not limit later messages."""
         lane = self.lane(rank)
         lane.room = _UNLIMITED
         lane.send_held()
 
     def on_restarted(self, rank: int) -> None:
-        """Fail the messages that are held for the previous process of ``rank``, and begin with a new window."""
+        """Fail the held messages to the previous process of ``rank``, and begin with a new window."""
         held = self.lanes.pop(rank).held if rank in self.lanes else ()
         error = RankLostError(f"rank {rank} was restarted before it received the message", rank=rank)
         for message in held:

@@ -119,7 +119,7 @@ class Outbox:
         sequence: Sequence number of the last message on the tag, from which this channel continues.
         contacts: Set to which the receivers of messages are added.
         left: Ranks that no longer receive on this channel. :meth:`look_again` must be called after a rank is added.
-        lane_of: Function that returns the lane of a rank; None if the channel has no flow control.
+        lane_of: Function that returns the flow-control state of a rank, or None if the channel has no flow control.
 
     Attributes:
         strangers: Restarted ranks to which nothing is sent until they have sent a message on this channel.
@@ -150,7 +150,7 @@ class Outbox:
         self._contacts = contacts
         self._left = left
         self._lane_of = lane_of
-        self._lane: Lane | None = None  # of the receiver of the last message
+        self._lane: Lane | None = None  # flow-control state of the last message's receiver
         self.strangers: Collection[int] = ()
         self._dest: int | None = None  # receiver of the last message, which was already checked
         self.routes = routes
@@ -165,7 +165,7 @@ class Outbox:
     def post(self, message: Any, dest: int, round: int) -> Request | HeldSend | None:
         """Check a message and start its send. Return the request, or None if the message has already left.
 
-        A message for which the receiver has given no credit is not started; the method returns its :class:`HeldSend`.
+        A message for which the receiver has given no credit is not started. Its :class:`HeldSend` is returned.
         """
         if self.is_closed or dest is not self._dest or round:
             self._check(dest, round)
@@ -449,9 +449,8 @@ class FrameReceiver(Pollable):
         recheck: Function that makes the engine evaluate the conditions of waiting tasks, called when a test outside a
             pass has delivered a message.
         contacts: Set to which the senders of messages are added.
-        flow: Flow control that counts the frames of each source, as a tuple of a function that returns the lane of a
-            source, a function that sends the credit of a lane, and the number of frames for one credit; None if the
-            tag has no flow control.
+        flow: Flow control that counts the frames of each source, or None: a function that returns the :class:`Lane` of
+            a source, a function that sends the credit of a lane, and the number of frames for one credit.
 
     Attributes:
         routes: Stamp, inbox and decoder of each route, by the route's key.
@@ -475,7 +474,7 @@ class FrameReceiver(Pollable):
         self._has_flow = flow is not None
         if flow is not None:
             self._lane_of, self._credit, self._credit_count = flow
-        self._lane: Lane | None = None  # of the source of the last frame
+        self._lane: Lane | None = None  # flow-control state of the last frame's source
         self.request = request
         self.recheck = recheck
         self.contacts = contacts
@@ -495,7 +494,7 @@ class FrameReceiver(Pollable):
         self.is_posted = True
 
     def poll(self) -> int:
-        """Deliver arrived frames, up to a maximum; return their number."""
+        """Deliver arrived frames, up to ``DELIVERY_COUNT_MAX``, and return their number."""
         return self.deliver_up_to(DELIVERY_COUNT_MAX)
 
     def deliver_up_to(self, count_max: int) -> int:

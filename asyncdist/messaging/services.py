@@ -243,7 +243,7 @@ class Services:
         return found
 
     def _flow_of(self, tag: int) -> TagFlow | None:
-        """Return the flow control of ``tag``; None if no channel of the user's program has used the tag."""
+        """Return the flow control of ``tag``, or None if no channel of the user's program has used the tag."""
         demultiplexer = self._demultiplexers.get(tag)
         return None if demultiplexer is None else demultiplexer.flow
 
