@@ -1,7 +1,7 @@
 """Counts one rank's contributions to averages, and the averages that it has applied.
 
-A policy passes each contribution and each average to its journal, which updates these counts, records events, and shows
-the counts in the live table. Policies with rounds and without rounds use the same counts.
+A policy passes each contribution and each average to its journal, which updates these counts, records events, and
+updates the live table. Policies with and without rounds use the same counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ class AverageCounts:
     """Counts of one rank's contributions and applied averages.
 
     Attributes:
-        contribution_count: Number of captured contributions.
         wire_nbytes: Total encoded size of the contributions in bytes.
         unencoded_nbytes: Total size of the contributions in bytes with ``wire="float32"``.
         applied_count: Number of applied averages. Each fragment's average is counted separately.
@@ -27,7 +26,7 @@ class AverageCounts:
         donated: Number of applied averages that contain a rank's contribution, by rank.
         left_out: Number of applied averages without a member's contribution, by rank.
         versions: Number of averages of each fragment, by fragment.
-        latest: Step result that reports the last applied average.
+        latest: Result of the step that applied the last average.
     """
 
     contribution_count: int = 0

@@ -58,20 +58,20 @@ logger = logging.getLogger("protocols.exchange")
 class Exchange:
     """Takes part in all rounds of a policy for one member, and decides them if this member is the leader.
 
-    Rounds are numbered from 1 over all fragments: round n is round ``(n - 1) // len(fragments)`` of fragment
-    ``(n - 1) % len(fragments)``.
+    Rounds are numbered from 1 over all fragments. Round n is round ``(n - 1) // len(fragments)`` of fragment ``(n - 1)
+    % len(fragments)``.
 
     Args:
         membership: Membership of the policy, which the exchange opens.
         fragments: Fragments of the policy's model, which receive the means.
         is_overlapped: Whether the ranks train during transfers. Equal on all members.
-        weigh: Pure function with which a leader chooses the donors and their weights from the members' reports. Equal
-            on all members. By default all finite contributions count, with their reported weights.
-        partners: Pure function with which a leader chooses whose contributions each member averages. Equal on all
-            members. By default all members share one mean.
-        replicas: Replicas of the ranks. Only counterparts exchange data, and a replica is a donor as a whole.
-        quorum: Condition under which a round is decided without all members, or None to wait for all members. Equal on
-            all members.
+        weigh: Pure function of the members' reports that returns the donors and their weights. Equal on all members. By
+            default, all finite contributions count, with their reported weights.
+        partners: Pure function that chooses whose contributions each member averages. Equal on all members. By default,
+            all members share one mean.
+        replicas: Replicas of the ranks. Only ranks with the same part of the model exchange data, and a replica is a
+            donor as a whole.
+        quorum: When a round is decided without all members; None to wait for all. Equal on all members.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class Exchange:
         self._rounds: dict[int, MemberRound] = {}
         self._retired = [0] * len(fragments)  # by fragment: the last retired round
         self._holders = [-1] * len(fragments)  # by fragment: a member that has the state after the last retired round
-        self._is_paused = False  # whether rounds do not wait for this member's contribution
+        self._is_paused = False  # whether this member has asked rounds not to wait for it
         self._is_ending = False  # whether this member contributes to no further round
-        self._is_released = True  # whether this member may leave
+        self._is_released = True  # whether the leader permits this member to leave
         self._are_leaving = False  # whether another member was lost, has left, or is ending
         self._contributed: dict[int, int] = {}  # by fragment: the round in which the last contribution counts
         self._orders: list[tuple[int, ExchangeMessage]] = []  # messages that arrived before this newcomer had a state
@@ -137,13 +137,13 @@ class Exchange:
         return self._transfers.new_encoded(fragment)
 
     def note_applied(self, fragment: int) -> None:
-        """Allow the memory of a fragment's last mean to be reused, because the mean was applied."""
+        """Reuse the memory of a fragment's last mean, which was applied."""
         self._transfers.note_applied(fragment)
 
     def contribute(
         self, number: int, encoded: Sequence[Tensor], weight: float, norm: float, scores: tuple[float, ...] = ()
     ) -> None:
-        """Offer this member's contribution to a round. Its memory must not be changed afterwards."""
+        """Offer this member's contribution to a round. The caller must not change its memory afterwards."""
         own = self._round(number)
         own.contribution, own.weight, own.norm, own.scores = encoded, weight, norm, scores
         self._transfers.offer_contribution(own)
@@ -153,14 +153,14 @@ class Exchange:
         self._look_behind(own.fragment)
 
     def next_open(self, fragment: int) -> int:
-        """Return a fragment's first round that, to this member's knowledge, is not decided."""
+        """Return a fragment's first round that, to this member's knowledge, is undecided."""
         count = len(self._fragments)
         decided = [each.number for each in self._rounds.values() if each.fragment == fragment and each.attempt]
         last = max(self._newest(fragment), self._retired[fragment], *decided, 0)
         return last + count if last else fragment + 1
 
     def last_contribution(self, fragment: int) -> int:
-        """Return the round in which this member's last contribution to a fragment counts, or 0 before the first."""
+        """Return the round that this member's last contribution to a fragment counts in, or 0 before the first."""
         return self._contributed.get(fragment, 0)
 
     def _newest(self, fragment: int) -> int:
@@ -169,14 +169,11 @@ class Exchange:
         return (version - 1) * count + fragment + 1 if version else 0
 
     def latest(self, number: int) -> int:
-        """Return the round in which this member's contribution to a round counts.
-
-        If it was late, this is a later round.
-        """
+        """Return the round that this member's contribution to a round counts in: a later one if it was late."""
         return max(number, self._contributed.get((number - 1) % len(self._fragments), number))
 
     def has_merged(self, number: int) -> bool:
-        """Return whether this member has the mean of a round, and knows that its contribution counts in this round."""
+        """Return whether this member has a round's mean and knows that its own contribution was not late."""
         own = self._rounds.get(number)
         return has_merged(self._fragments, number) and (self._quorum is None or own is None or own.is_known)
 
@@ -185,8 +182,8 @@ class Exchange:
 
         Also return if another rank of its replica is lost.
 
-        If all members wait in the same step, also wait until the others have received this member's slices. Otherwise
-        this member would train for a step while the others wait for the remaining chunks of a slice.
+        If all members wait in the same step, also wait until the others have received this member's slices of the mean.
+        Otherwise they would wait for a slice while this member trains for a step.
         """
         engine, members, wait = self._services.engine, self._membership, WaitId(WaitKind.ROUND_MEAN, number=number)
         if not self.has_merged(self.latest(number)):
@@ -209,10 +206,8 @@ class Exchange:
         """Wait until every member has the means of all rounds to which this member has contributed.
 
         With a quorum, members that are behind lack these means. If only such members would remain, wait until one of
-        them has caught up.
-
-        Also return if another rank of this rank's replica is lost, because the other members then no longer count this
-        member.
+        them has caught up. Also return if another rank of this rank's replica is lost, because the other members then
+        no longer count this member.
 
         Returns:
             False if the deadline passed first.
@@ -253,8 +248,8 @@ class Exchange:
     def holds_means(self) -> bool:
         """True if this member has the mean of a round that another member may lack.
 
-        While this is True, no newcomer may get this member's state: if this member were then lost, the other members
-        could not get the mean that the newcomer's state contains.
+        While this is True, no newcomer may get this member's state, which contains the mean: if this member were then
+        lost, the other members could not get it.
         """
         return any(own.has_merged for own in self._rounds.values())
 
@@ -263,10 +258,7 @@ class Exchange:
         await self._services.engine.until(lambda: not self.holds_means, WaitId(WaitKind.OWN_ROUND))
 
     async def settle(self, numbers: Sequence[int], progress: Sequence[int]) -> tuple[int, ...]:
-        """Wait until this member has the means of these rounds, or until all members wait in this method.
-
-        Returns the result of :meth:`Membership.settle`.
-        """
+        """Wait until this member has these rounds' means or all members wait here; see :meth:`Membership.settle`."""
         return await self._membership.settle(lambda: all(map(self.has_merged, numbers)), progress)
 
     def contribution_state(self, number: int) -> dict[str, Any]:
@@ -280,13 +272,13 @@ class Exchange:
         return self._membership.members()
 
     def begin_joined(self, in_flight: Sequence[int]) -> None:
-        """Start to take part as a member, after the leader's state was loaded.
+        """Become a member after the leader's state was loaded.
 
         Args:
-            in_flight: Rounds whose means this member receives without having contributed to them.
+            in_flight: Rounds to which this member has not contributed, but whose means it receives.
         """
         for number in in_flight:
-            own = self._round(number)  # so that this member reports the round in a census
+            own = self._round(number)  # a census now includes the round
             self._contributed[own.fragment] = number
         self._membership.complete_joining()
         orders, self._orders = self._orders, []
@@ -296,7 +288,7 @@ class Exchange:
     # -- changes of the members -------------------------------------------------------------------------------------
 
     def may_admit(self) -> bool:
-        """Return whether a newcomer may be admitted, which is not possible during a census."""
+        """Return whether a newcomer may be admitted: not during a census."""
         return self._leading.can_admit
 
     def on_lost(self, rank: int) -> None:
@@ -305,13 +297,13 @@ class Exchange:
         self._leading.on_lost(rank)
 
     def on_new_leader(self) -> None:
-        """Report this member's standing to the new leader, which collects all members' standings in a census."""
+        """Report this member's standing in each round to the new leader, which takes a census."""
         self._forget_lost()
         self._leading.follow(self._retired)
         self._begin_leading()
 
     def _begin_leading(self) -> None:
-        """As the leader, begin a census. On every member, report the member's standing to the leader."""
+        """Begin a census if this member leads, and report this member's own standing to the leader."""
         self._leading.take_over()
         self._hold(0)
         if self._is_paused:
@@ -334,7 +326,7 @@ class Exchange:
         self._leading.on_admitted(rank)
 
     def on_settling(self) -> None:
-        """Do nothing: a round ends without further steps of a member that has contributed to it."""
+        """Do nothing: a round can end without further steps of its contributors."""
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -359,7 +351,6 @@ class Exchange:
                 self._obey(number, message)
 
     def _obey(self, number: int, message: ExchangeMessage) -> None:
-        """Handle the leader's message as a member."""
         match message:
             case Decided(verdict) if number > self._retired[(number - 1) % len(self._fragments)]:
                 if number not in self._rounds and self.has_merged(number):  # its loaded state includes the mean
@@ -425,13 +416,11 @@ class Exchange:
                 self._begin_next(own.fragment)
 
     def _begin_next(self, fragment: int) -> None:
-        """Start to receive a fragment's next mean if the leader has already decided its round."""
         later = self._rounds.get(self._fragments[fragment].version * len(self._fragments) + fragment + 1)
         if later is not None:
             self._begin(later)
 
     def _move_contribution(self, own: MemberRound) -> None:
-        """Move a late contribution to the fragment's next round."""
         if own.contribution:
             later = self._round(self.next_open(own.fragment))
             self._transfers.move_contribution(own, later)
@@ -462,11 +451,11 @@ class Exchange:
             del self._rounds[number]
             if own.has_received and not own.has_merged:
                 self._transfers.merge(own)
-            elif not own.has_received:  # only with a quorum: this member is behind
+            elif not own.has_received:  # with a quorum, this member is behind
                 self._transfers.stop(own)
             self._transfers.retire(own)
         self._server.end_rounds(min(self._retired))
-        # If this member was named as holder without having merged the state, all members with newer states are lost.
+        # If the holder itself has not merged the state, all members with newer states are lost.
         if holder == self._services.rank and not has_merged(self._fragments, last):
             self._fragments[fragment].count_lost((last - 1) // count + 1)
             self._tell_leader(Merged(), last)
@@ -476,8 +465,7 @@ class Exchange:
     def _look_behind(self, fragment: int) -> None:
         """Ask for a fragment's newest state if this member has contributed to it and is behind.
 
-        Before its next contribution, a member would soon be behind again. It therefore asks earlier only if other
-        members leave.
+        Without a new contribution, a member asks only if others leave, since it would soon be behind again.
         """
         if self._catch_up is None or self._is_closed:
             return
@@ -490,7 +478,7 @@ class Exchange:
             self._catch_up.ask(number, holder)
 
     def note_caught_up(self, fragment: int) -> None:
-        """Resume a fragment's rounds after the received state. Do nothing if no state has arrived."""
+        """Resume a fragment's rounds after its state was received. Do nothing if no state has arrived."""
         newest = self._newest(fragment)
         if self._is_closed or not newest:
             return
@@ -513,7 +501,7 @@ class Exchange:
             self._look_behind_after_all()
 
     def _look_behind_after_all(self) -> None:
-        """Catch up even without a contribution, because the newest state may be lost when other members leave."""
+        """Catch up even without a contribution, because departing members may have the newest state."""
         self._are_leaving = True
         for fragment in range(len(self._fragments)):
             self._look_behind(fragment)
@@ -528,7 +516,7 @@ class Exchange:
             self.post(message, leader, number)
 
     def send(self, message: ExchangeMessage, dests: Sequence[int], number: int) -> None:
-        """Send a message with a round number to some members, possibly including this one."""
+        """Send a message with a round number to members, possibly including this one."""
         me = self._services.rank
         for dest in dests:
             if dest != me:

@@ -25,10 +25,8 @@ class Fetch:
 
     Args:
         server: This rank's server on the channel through which the source offers the bytes.
-        number: Number under which the source offers the bytes.
-        source: Rank that offers the bytes.
+        number: Number of the offer.
         into: uint8 tensor that receives the bytes.
-        label: Label of the offer.
         chunk_count: Number of chunks in which the source usually sends the bytes.
 
     Attributes:
@@ -79,8 +77,8 @@ class Fetch:
         """Wait until the bytes have arrived, and return them.
 
         Args:
-            in_place: Whether the result may be the source's memory, if this rank has mapped it. The caller may then use
-                the bytes only if :meth:`check` succeeds afterwards.
+            in_place: Whether the result may be the source's memory, if this rank has mapped it. The bytes may then be
+                used only if :meth:`check` succeeds afterwards.
 
         Raises:
             RankLostError: The source is lost.
@@ -116,9 +114,9 @@ class Fetch:
             await self.whole()
 
     def piece(self, first: int, end: int, scratch: Tensor) -> Tensor:
-        """Return the bytes from ``first`` to ``end``. If necessary, read them into ``scratch``.
+        """Return the bytes from ``first`` to ``end``, read into ``scratch`` if necessary.
 
-        The caller may use the bytes only if :meth:`check` succeeds afterwards.
+        The bytes may be used only if :meth:`check` succeeds afterwards.
         """
         if not isinstance(self._stream, PartReading):
             return self._into[first:end]
@@ -129,7 +127,7 @@ class Fetch:
         return found
 
     def check(self) -> None:
-        """Check that the source has not withdrawn the bytes until now.
+        """Check that the source has not withdrawn the bytes.
 
         Raises:
             StreamAborted: The source has withdrawn the bytes.

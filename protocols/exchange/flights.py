@@ -1,8 +1,8 @@
 """Tracks on one member which fragments are due, which are in flight, and when their means are applied.
 
 A fragment is *owed* from the step in which it is due until its contribution is captured. It is then *in flight* until
-its mean is applied. Except with ``skips_late``, the state is equal on all members that have made the same number of
-steps. This module does not wait, send messages or read a clock.
+its mean is applied. Members that have made the same number of steps have the same state, except with ``skips_late``.
+This module does not wait, send messages or read a clock.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Flight(NamedTuple):
 
     Attributes:
         base_version: Number of the fragment's means that this member had applied before the capture.
-        waits: Whether the member waits for the mean in the step of the capture, because it was behind. While it waits,
-            it sends its contribution, which would take several of its slow training steps.
+        waits: Whether the member waits for the mean in the step of the capture, because it was behind. It sends its
+            contribution while it waits, since sending takes several of its slow training steps.
     """
 
     number: int
@@ -39,7 +39,6 @@ class Flights:
 
     Attributes:
         in_any_order: Whether a fragment's rounds may be captured before earlier rounds of other fragments.
-        skips_late: Whether a step skips a mean that is due but has not arrived.
         in_flight: Rounds in flight, by fragment.
     """
 
@@ -66,13 +65,13 @@ class Flights:
         return bool(self._owed) and self._owed[0] not in self.in_flight
 
     def next(self) -> tuple[int, int]:
-        """Return the next owed fragment and the number of its round. The fragment must be ready to be captured."""
+        """Return the next owed fragment, which must be ready to be captured, and the number of its round."""
         assert self.can_begin(), "no fragment can be captured"
         fragment = self._owed[0]
         return fragment, self._captured[fragment] * len(self._captured) + fragment + 1
 
     def last_number(self) -> int:
-        """Return the number of the last round whose contribution was captured, or 0 before the first."""
+        """Return the number of the last captured round, or 0 before the first."""
         count = len(self._captured)
         return max((each - 1) * count + place + 1 if each else 0 for place, each in enumerate(self._captured))
 
@@ -86,12 +85,12 @@ class Flights:
         return fragment, number
 
     def skip_to(self, number: int) -> None:
-        """Make ``number`` the round of its fragment's next capture, because earlier rounds are already decided."""
+        """Continue with round ``number`` of its fragment, because the fragment's earlier rounds are decided."""
         count = len(self._captured)
         self._captured[(number - 1) % count] = (number - 1) // count
 
     def move(self, fragment: int, number: int) -> Flight:
-        """Record that a fragment's contribution in flight counts in a later round. Return the flight."""
+        """Move a fragment's contribution in flight to a later round. Return the flight."""
         self.in_flight[fragment] = flight = self.in_flight[fragment]._replace(number=number)
         self._captured[fragment] = (number - 1) // len(self._captured) + 1
         return flight
@@ -101,7 +100,7 @@ class Flights:
         return sorted(each for each in self.in_flight.items() if each[1].applied_at <= step)
 
     def end(self, fragment: int) -> None:
-        """Record that the mean of a fragment in flight was applied."""
+        """Record that the mean of a fragment was applied."""
         del self.in_flight[fragment]
 
     def _is_in_turn(self, fragment: int) -> bool:

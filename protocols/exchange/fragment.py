@@ -1,7 +1,7 @@
 """Keeps the state of one fragment on one member: the number of merged rounds, and the last mean until it is applied.
 
 A :class:`Fragment` averages the weights themselves. Subclasses send other values or apply the mean differently. Only
-:meth:`Fragment.apply` changes the model's weights. The policy calls it inside ``step``.
+:meth:`Fragment.apply`, called inside ``step``, changes the model's weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fragment:
         version: Number of merged rounds.
         applied_version: Version of the last applied mean.
         mean: The last merged mean, or None before the first.
-        is_frequent: Whether the memory of a round is kept for further rounds.
+        is_frequent: Whether to reuse the memory of a round in later rounds.
     """
 
     is_frequent = True
@@ -68,17 +68,17 @@ class Fragment:
 
     @property
     def uses_up(self) -> bool:
-        """True if :meth:`merge` can use the mean of stepped vectors in slices, and needs it only during the call."""
+        """True if :meth:`merge` needs the mean of stepped vectors only during the call, and accepts it in slices."""
         return False
 
     @property
     def anchors(self) -> tuple[Tensor, ...]:
-        """Flat tensors that must be equal on all members at the start. Empty if the fragment has no anchor."""
+        """Flat tensors that must be equal on all members at the start. Empty without an anchor."""
         return ()
 
     @property
     def bases(self) -> tuple[Tensor, ...]:
-        """Flat tensors from which the next contribution is measured. Empty if the fragment has no anchor."""
+        """Flat tensors from which the next contribution is measured. Empty without an anchor."""
         return self.anchors
 
     @torch.no_grad()
@@ -154,23 +154,23 @@ class Fragment:
         self.restore(tensors)
 
     def forget_own(self) -> None:
-        """Drop the state that belongs to the donor alone, after this rank has loaded the donor's whole state."""
+        """Drop the state that only the donor needs, after this rank has loaded the donor's whole state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with cloned tensors, but without a mean that is not applied."""
+        """Return the state with cloned tensors. It does not include an unapplied mean."""
         return {"version": self.version, "applied_version": self.applied_version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of a fragment with the same layout and options.
 
         Raises:
-            ValueError: The state belongs to a fragment with another layout or other options.
+            ValueError: The state is from a fragment with another layout or other options.
         """
         self.version, self.mean, self._values = state["version"], None, {}
         self.applied_version = state["applied_version"]
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the state that is equal on all members with equal versions. It is sent to members that are behind."""
+        """Return the state that is equal on all members with equal versions, for members that are behind."""
         mean = None if self.mean is None else {**self.pending(), "values": {}}
         return {"version": self.version, "mean": mean}
 
@@ -249,7 +249,7 @@ def checksum_of_anchors(fragments: Iterable[Fragment]) -> int:
 
 
 def mean_cosine(verdict: Verdict, norm: float) -> float | None:
-    """Return the mean cosine between two donors' contributions, given their norms and the norm of their mean.
+    """Return the mean cosine between two donors' contributions, from their norms and the norm of their mean.
 
     None if there are fewer than two donors, if all contributions are zero, or if a norm is too large.
 

@@ -1,7 +1,7 @@
-"""Handles the members' reports on the leader of an exchange, and sends out its decisions.
+"""Handles the members' reports on the leader of an exchange, and sends out the leader's decisions.
 
-Only the leader has a :class:`~protocols.exchange.ledger.Ledger`. Reports can arrive at a member before it is notified
-that it leads. The member keeps them until then.
+Only the leader has a :class:`~protocols.exchange.ledger.Ledger`. A member keeps reports that arrive before it is
+notified that it leads.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Owner(Protocol):
         """Send a message with a round number to some members, possibly including this one."""
 
     def last_contribution(self, fragment: int) -> int:
-        """Return the round in which this member's last contribution to a fragment counts, or 0 before the first."""
+        """Return the round that this member's last contribution to a fragment counts in, or 0 before the first."""
 
 
 class Leading:
@@ -59,7 +59,7 @@ class Leading:
 
     Args:
         owner: The member's exchange.
-        weigh, partners, quorum: As for :class:`~protocols.exchange.ledger.Ledger`.
+        weigh, partners, quorum: Arguments of :class:`~protocols.exchange.ledger.Ledger`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Leading:
         self._ledger: Ledger | None = None  # None if this member does not lead
         self._early: list[tuple[int, int, MemberMessage]] = []  # messages that arrived before this rank led
         self._unreleased: set[int] = set()  # ending members that wait for permission to leave
-        self._is_slow = False  # whether to abdicate after this message, because this leader delays rounds
+        self._is_slow = False  # whether this leader delays rounds and must abdicate
         self._is_closed = False
 
     def follow(self, retired: Sequence[int]) -> None:
@@ -99,7 +99,7 @@ class Leading:
             self._ledger.take_over()
 
     def hear_early(self) -> None:
-        """Handle the messages that arrived before this member led. Do nothing if it does not lead."""
+        """Handle the messages that arrived before this member led, if it now leads."""
         if self._ledger is not None:  # otherwise keep the messages until this member leads
             early, self._early = self._early, []
             for each in early:
@@ -128,7 +128,7 @@ class Leading:
             self._release(self._ledger)
 
     def hear(self, source: int, number: int, message: MemberMessage) -> None:
-        """Handle a member's message, or keep it until this rank is notified that it leads."""
+        """Handle a member's message, or keep it until this rank leads."""
         ledger = self._ledger
         if ledger is None:
             if isinstance(message, Census):  # earlier messages were for a former leader
@@ -160,7 +160,7 @@ class Leading:
     # -- decisions --------------------------------------------------------------------------------------------------
 
     def _release(self, ledger: Ledger) -> None:
-        """Allow ending members to leave if no other member needs them."""
+        """Allow ending members to leave when no other member needs them."""
         if self._unreleased:
             released = self._unreleased & ledger.released()
             self._unreleased -= released
@@ -188,7 +188,6 @@ class Leading:
         return self._quorum.is_missed_by_slow((number - last) // count, len(self._membership.living))
 
     async def _await_grace(self, number: int, grace: int) -> None:
-        """Decide a round when its grace period has ended."""
         assert self._quorum is not None, "only a quorum has a grace period"
         ledger, deadline = self._ledger, self._services.time() + self._quorum.grace_s
 

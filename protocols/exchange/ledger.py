@@ -51,7 +51,7 @@ Weighing: TypeAlias = Callable[[Mapping[int, Report]], Mapping[int, float]]
 # : The members whose contributions a rank averages, or a mapping from these members to a factor of their weights. None
 # if all members share one mean.
 Chosen: TypeAlias = Sequence[int] | Mapping[int, float] | None
-#: Function of a round's number, a rank and all members. Returns the members whose contributions the rank averages.
+#: Function of a round's number, a rank and all members that returns whose contributions the rank averages.
 Partners: TypeAlias = Callable[[int, int, Sequence[int]], Chosen]
 
 
@@ -85,7 +85,7 @@ class Retire(NamedTuple):
     With a quorum, only the same fragment's rounds are retired.
 
     Attributes:
-        holder: Member with the state after the round, or with the state that counts as such. -1 without a quorum.
+        holder: Member with the state after the round, or with the state that counts as this state. -1 without a quorum.
     """
 
     round: int
@@ -107,12 +107,11 @@ class Quorum:
     """Defines when a round is decided without waiting for all members.
 
     Attributes:
-        count: Number of contributions that suffice, less than the number of members. If fewer members are left, all
-            must contribute.
+        count: Number of contributions that suffice. If fewer members are left, all must contribute.
         grace_s: Seconds to wait for further contributions when the quorum is reached.
-        members_wait: Whether a member that has contributed waits for the mean before it contributes to other fragments.
-            Members may then wait for different fragments, so that no round reaches the quorum. The first of these
-            rounds is then decided without a quorum.
+        members_wait: Whether a member waits for a fragment's mean before it contributes to other fragments. If members
+            wait for different fragments, no round may reach the quorum. The first of these rounds is then decided
+            without it.
     """
 
     count: int
@@ -134,9 +133,9 @@ class Quorum:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """State of one round that is not retired."""
+    """State of one round until it is retired."""
 
-    captured: dict[int, Report] = field(default_factory=dict)  # by rank
+    captured: dict[int, Report] = field(default_factory=dict)  # by member
     excused: set[int] = field(default_factory=set)  # members admitted after the round had begun
     merged: set[int] = field(default_factory=set)
     attempt: int = 0
@@ -183,7 +182,7 @@ class Ledger:
         self._quorum = quorum
         self._grace_count = 0
         self.census = 0
-        self._awaited: set[int] | None = None  # members with an open answer to the census; None without one
+        self._awaited: set[int] | None = None  # members whose census answers are missing; None without a census
         self._standings: dict[int, tuple[Standing, ...]] = {}
         self._rounds: dict[int, _Round] = {}
         self._newest: dict[int, list[int]] = {}  # by rank: the last round of each fragment whose state the rank has
@@ -194,10 +193,7 @@ class Ledger:
     # -- events -----------------------------------------------------------------------------------------------------
 
     def take_over(self) -> None:
-        """Begin a census as the successor of a lost leader.
-
-        Members report when they detect the loss, without being asked.
-        """
+        """Begin as the successor of a lost leader: take a census for which all members report without being asked."""
         self._begin_census(0)
 
     def on_captured(
@@ -213,7 +209,7 @@ class Ledger:
         return self._decisions()
 
     def on_grace_over(self, round: int, number: int) -> list[Instruction]:
-        """Decide a round with the contributions that have arrived, unless a new grace period has begun."""
+        """Decide a round with the contributions that have arrived, unless its grace period was restarted."""
         if not self.is_in_grace(round, number):
             return []
         self._rounds[round].is_grace_over = True
@@ -296,7 +292,7 @@ class Ledger:
         return self._decisions()
 
     def released(self) -> set[int]:
-        """Return the ending members that may leave: their rounds are retired, and a continuing member is not behind."""
+        """Return the ending members that may leave: their rounds are retired, and another member is not behind."""
         others = self.members - self._ending
         behind = set().union(*map(self._behind, range(len(self.retired))))
         if self._awaited is not None or (others and others <= behind):
@@ -436,7 +432,7 @@ class Ledger:
         return made
 
     def _verdict(self, each: _Round, partners: Mapping[int, float] | None = None, taker: int = -1) -> Verdict:
-        """Return the next verdict on a round, based on the reports of all members or of one receiver's partners."""
+        """Return the next verdict on a round, from the reports of all members or of one receiver's partners."""
         each.attempt += 1
         ranks = each.captured.keys() if partners is None else each.captured.keys() & partners.keys()
         chosen = self._weigh({rank: each.captured[rank] for rank in sorted(ranks)}) if ranks else {}
@@ -449,7 +445,7 @@ class Ledger:
         return Verdict(each.attempt, donors, weights, norms, taker=taker, scores=given, late=late)
 
     def _retirements(self) -> list[Instruction]:
-        """Retire, in order, the rounds that every member has merged or that need not wait for the other members."""
+        """Retire, in order, rounds that all members have merged, or that need not wait for the remaining members."""
         made: list[Instruction] = []
         if self._awaited is not None or not self.members:
             return made
@@ -568,5 +564,4 @@ class Ledger:
 
 
 def _factor(chosen: Chosen, partner: int) -> float:
-    """Return the factor by which a partner's weight is multiplied."""
     return chosen[partner] if isinstance(chosen, Mapping) else 1.0

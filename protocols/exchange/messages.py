@@ -8,7 +8,7 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Final
 
-#: Maximum attempt in a message. A round is decided again only after a loss.
+#: Maximum attempt in a message. Only losses cause further attempts.
 ATTEMPT_MAX: Final = 1 << 12
 
 
@@ -38,7 +38,6 @@ class Verdict:
     late: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a field is out of range or contradicts another field."""
         lengths = {len(self.donors), len(self.weights), len(self.norms), len(self.scores or self.donors)}
         if not 1 <= self.attempt <= 2 * ATTEMPT_MAX or len(lengths) != 1:
             raise ValueError(
@@ -80,10 +79,10 @@ class Standing:
         has_merged: Whether the member has the mean.
         weight, norm: Weight and L2 norm of the member's contribution. 0 if the member was admitted after the round had
         begun, so that it only receives the mean.
-        donors, weights, norms: Donors of the verdict if the member has the mean; otherwise empty.
+        donors, weights, norms: Those of the verdict if the member has the mean; otherwise empty.
         scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
-        donor_scores: Scores in the verdict if the member has the mean; otherwise empty.
-        late: Late members in the verdict if the member has the mean; otherwise empty.
+        donor_scores: Scores of the verdict if the member has the mean; otherwise empty.
+        late: Late members of the verdict if the member has the mean; otherwise empty.
     """
 
     round: int
@@ -99,7 +98,6 @@ class Standing:
     late: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a field is out of range or contradicts another field."""
         if self.round < 1 or not 0 <= self.attempt <= ATTEMPT_MAX:
             raise ValueError(
                 f"round must be >= 1, and attempt from 0 to {ATTEMPT_MAX}, got round {self.round} and attempt "
@@ -124,7 +122,6 @@ class Captured:
     scores: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the weight is not finite and above 0."""
         if not 0 < self.weight < float("inf"):
             raise ValueError(f"weight must be finite and > 0, got {self.weight}")
 
@@ -187,7 +184,6 @@ class Census:
     newest: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a number is negative, or if the numbers of fragments differ."""
         if min((self.number, *self.retired, *self.newest)) < 0 or len(self.retired) != len(self.newest):
             raise ValueError(
                 f"number, retired and newest must be >= 0, and retired and newest of equal length, got {self!r:.300}"
@@ -221,7 +217,6 @@ class Given:
     nbytes: int
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the size is negative."""
         if self.nbytes < 0:
             raise ValueError(f"nbytes must be >= 0, got {self.nbytes}")
 

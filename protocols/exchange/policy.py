@@ -5,7 +5,7 @@ In each step, :class:`ExchangePolicy` captures this rank's contributions to the 
 data and handles lost ranks (:mod:`protocols.exchange.exchange`). A :class:`~protocols.exchange.fragment.Fragment`
 contains the state of a fragment, and defines what is sent and how a mean is applied.
 
-Restarted ranks join with the leader's whole state. Checkpoints contain means that are not applied yet.
+Restarted ranks join with the leader's whole state. Checkpoints include means that are not applied yet.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class ExchangePolicy(ReplicatedPolicy):
         """Finish the policy together with the other members. Called when it closes without an error."""
 
     def _layout(self, chosen: Sequence[int], codec: Codec, divisible: Set[str] | None = None) -> WireLayout:
-        """Return the layout of this rank's part of the next fragment. Called once for each fragment.
+        """Return the layout of this rank's part of the next fragment. Called once per fragment.
 
         Args:
             chosen: Indices of the fragment's entries.
@@ -199,7 +199,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return False
 
     def _forget_own(self) -> None:
-        """Drop the state that belongs to the donor alone, after this rank has loaded the donor's whole state."""
+        """Drop the state that only the donor needs, after this rank has loaded the donor's whole state."""
         for fragment in self._fragments:
             fragment.forget_own()
 
@@ -222,7 +222,7 @@ class ExchangePolicy(ReplicatedPolicy):
             self._contribute_again()
 
     def _agreed_values(self) -> dict[str, str]:
-        # With a quorum, saved versions may differ between ranks. Ranks that were late receive the newest state.
+        # With a quorum, saved versions may differ between ranks. Late ranks receive the newest state.
         rounds = "saved" if self._may_be_late() else str([fragment.version for fragment in self._fragments])
         return {**super()._agreed_values(), _ROUNDS: rounds}
 
@@ -323,10 +323,10 @@ class ExchangePolicy(ReplicatedPolicy):
     async def settle(self) -> None:
         """Wait until this rank has the means of all rounds in flight, so that :meth:`state_dict` can save them.
 
-        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="skip"``, a round
-        has no mean until all ranks have contributed. All ranks must then call this method, and the state contains this
-        rank's contribution instead of the mean. With a quorum and ``late="wait"``, all ranks must call this method
-        before a collective operation of the training loop. Rounds then do not wait for this rank until its next step.
+        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="skip"``, all ranks
+        must call it: a round has no mean until all ranks have contributed, so the state contains this rank's
+        contribution instead. With a quorum and ``late="wait"``, all ranks must call it before a collective operation of
+        the training loop. Rounds then do not wait for this rank until its next step.
         """
         self._check_not_lent("settle()")
         if self._quorum is not None and self._exchange is not None:
@@ -374,7 +374,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._saved = state
 
     def _take_saved(self) -> None:
-        """Load the state from :meth:`load_state_dict` or from another rank, if there is one."""
+        """Load the state from :meth:`load_state_dict` or from another rank, if any."""
         if self._saved is not None:
             with validation.reading_state(type(self).__name__):
                 self._take(self._saved)
@@ -388,7 +388,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._given = dict(saved["contributions"])
 
     def _contribute_again(self) -> None:
-        """Offer the loaded contributions again, in the rounds that had not ended when the state was saved."""
+        """Offer the loaded contributions in their rounds, which had not ended when the state was saved."""
         given, self._given = self._given, {}
         for number, state in sorted(given.items()):
             fragment = (number - 1) % self._fragment_count
@@ -433,7 +433,6 @@ class ExchangePolicy(ReplicatedPolicy):
         return together(applied) if applied else NOTHING
 
     def _has(self, number: int) -> bool:
-        """Return whether this rank has the mean of a round, and knows that its contribution counts in this round."""
         if self._quorum is None or self._exchange is None:
             return has_merged(self._fragments, number)
         return self._exchange.has_merged(number)
@@ -446,12 +445,10 @@ class ExchangePolicy(ReplicatedPolicy):
         return self._flights.move(fragment, self._exchange.latest(flight.number))
 
     async def _merged(self, number: int) -> None:
-        """Wait until this rank has the mean of a round, or of a later round if its contribution was late."""
         if self._exchange is not None:
             await self._exchange.merged(self._number_in_exchange(number))
 
     def _number_in_exchange(self, number: int) -> int:
-        """Return the exchange's number for a round of the fragments."""
         return (number - 1) * self._numbers_per_round + 1
 
     def _tensors(self) -> Sequence[Tensor]:
@@ -463,7 +460,6 @@ class ExchangePolicy(ReplicatedPolicy):
         return []
 
     async def _capture(self, step: int) -> None:
-        """Capture this member's contribution to the next round."""
         tensors = self._tensors()  # raises, with the fragment still owed, if the model's layout has changed
         fragment, number = self._flights.next()
         own, exchange = self._fragments[fragment], self._exchange
@@ -498,7 +494,6 @@ class ExchangePolicy(ReplicatedPolicy):
         return {self._replicas.mates(rank)[0] for rank in members}
 
     def _new_encoded(self, fragment: int) -> list[Tensor]:
-        """Return memory for the encoded vectors of a contribution."""
         if self._exchange is None:
             return self._fragments[fragment].layout.new_encoded()
         return self._exchange.new_encoded(fragment * self._numbers_per_round)
@@ -540,7 +535,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return own if self._replica is None else await self._replica.agree(own)
 
     async def _apply(self, fragment: int, flight: Flight, began_at: float, ready: Readiness) -> StepInfo:
-        """Write a fragment's merged mean into the model, together with the other ranks of the replica."""
+        """Write a fragment's merged mean into the model, in the same step as the other ranks of the replica."""
         mean = self._fragments[fragment].mean
         assert mean is not None, f"round {flight.number} has no mean"
         waited_s = self._world.time() - began_at
@@ -571,7 +566,6 @@ class ExchangePolicy(ReplicatedPolicy):
             own.forget_own()
 
     def _info_of(self, fragment: int, flight: Flight, mean: Mean, ready: Readiness) -> StepInfo:
-        """Return the result of a step that applies a mean, without its durations."""
         info = result_of(self._fragments[fragment], mean, ready, self._replicas, self._first_ranks())
         numbers = fragment, self._fragment_count, self.iteration
         info = in_round(info, flight, *numbers, has_quorum=self._quorum is not None)
@@ -601,5 +595,5 @@ class ExchangePolicy(ReplicatedPolicy):
     def _trouble(self) -> str:
         """Describe the part of this rank's weights or optimizer that is not finite. Return "" if all is finite."""
         optimizer = None if self._shared.resets_optimizer else self.optimizer
-        is_known = self._found_finite_at == self.iteration  # a step that waits for its own round checks only once
+        is_known = self._found_finite_at == self.iteration  # this step has already checked them
         return trouble_of(None if is_known else self._known_infinities, optimizer)

@@ -32,7 +32,7 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 logger = logging.getLogger("protocols.exchange.rounds")
 
-#: Maximum number of labels for slices in one round. Slices of contributions and of each attempt's mean need labels.
+#: Maximum number of labels in one round: one for each slice of a contribution, and of the mean in each attempt.
 _LABEL_COUNT: Final = 1 << 30
 _YIELD_NBYTES: Final = 4 << 20  # number of bytes that are averaged before other tasks run
 
@@ -85,7 +85,7 @@ class Exchanged(Protocol):
 
 
 def has_merged(fragments: Sequence[Exchanged], number: int) -> bool:
-    """Return whether this member has merged a round's mean, or has received a state that includes the mean."""
+    """Return whether this member has merged a round's mean or loaded a state that includes it."""
     return (number - 1) // len(fragments) < fragments[(number - 1) % len(fragments)].version
 
 
@@ -111,10 +111,9 @@ class MemberRound:
         verdict: Verdict whose mean this member receives or has. None before the verdict and during a census.
         scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
         mean: The encoded mean, by vector. Empty until it is requested.
-        elsewhere: Slices of the mean that ``mean`` does not contain, because they are used in their owners' memory.
-        has_received: Whether the member has received the mean. If replicas have several ranks, the mean is merged only
-            when the round is retired; otherwise it is merged immediately.
-        has_merged: Whether the mean is merged.
+        elsewhere: Slices of the mean that are used in their owners' memory and therefore missing in ``mean``.
+        has_received: Whether the member has received the mean. If replicas have several ranks, the mean is merged when
+            the round is retired; otherwise immediately.
         offers: Offers of this member's slices.
     """
 
@@ -159,11 +158,10 @@ class RoundTransfers:
     """Transfers the slices of one member's rounds, and reuses the memory for encoded vectors.
 
     Args:
-        fragments: Fragments of the policy's model.
-        is_overlapped: Whether the ranks train during transfers. A training rank sends one window of chunks per safe
-            point, so each slice is sent in one window of large chunks. A waiting rank sends small chunks, so that large
-            slices do not delay each other.
-        merges_at_once: Whether a mean is merged when it is received. Otherwise the caller calls :meth:`merge`.
+        is_overlapped: Whether the ranks train during transfers. A training rank sends each slice in one window of large
+            chunks, since it sends one window per safe point. A waiting rank sends small chunks, so that large slices do
+            not delay each other.
+        merges_at_once: Whether to merge a mean when it is received, without a call of :meth:`merge`.
         keeps_means: Whether owners keep a mean unchanged until all members have merged it.
     """
 
@@ -196,7 +194,7 @@ class RoundTransfers:
         self._allocate_first()
 
     def _allocate_first(self) -> None:
-        """Allocate and touch the shared memory of the first round's contribution and mean, to avoid page faults later.
+        """Allocate and touch the shared memory for the first round in advance, to avoid page faults in that round.
 
         For a model of 64 MiB, these page faults took 80 to 100 ms of CPU time, more than the round itself.
         """
@@ -224,7 +222,7 @@ class RoundTransfers:
         return new_memory(nbytes)
 
     def note_applied(self, fragment: int) -> None:
-        """Reuse the memory of a fragment's last mean, because its values are no longer needed."""
+        """Reuse the memory of a fragment's last mean, whose values are no longer needed."""
         if fragment in self._kept:
             self._give_back(self._kept.pop(fragment))
 
@@ -449,7 +447,7 @@ class RoundTransfers:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of the memory that a tensor views. The tensor may be empty."""
+    """Return the address of the memory that a possibly empty tensor views."""
     return tensor.untyped_storage().data_ptr()
 
 

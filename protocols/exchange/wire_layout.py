@@ -135,7 +135,7 @@ class Vector:
 
     @torch.inference_mode(False)
     def decoded_parts(self, encoded: Sequence[Tensor], *, of_mean: bool = True) -> list[Tensor]:
-        """Return the values of the parts of an encoded vector: of its slices, or of the whole vector as one part."""
+        """Return the values of the parts of an encoded vector: its slices, or the whole vector as one part."""
         encoding = _encoding(self, of_mean)
         if encoding.codec is None:
             return list(encoded)
@@ -279,7 +279,7 @@ class WireLayout:
                     number += 1
 
     def _pieces_of(self, vector: Vector, first: int, last: int) -> tuple[tuple[int, ...], frozenset[int]]:
-        """Return a slice's cuts, and the numbers of the pieces that are whole tensors. Both may be empty."""
+        """Return a slice's cuts, and the numbers of the pieces that are whole tensors."""
         if vector.role != "stepped" or self._divisible is None:
             return (), frozenset()
         cuts, whole = self._cuts(vector.places, vector.count, 1 if vector.codec is None else vector.codec.block)
@@ -305,7 +305,7 @@ class WireLayout:
         return sum(_aligned(_encoding(vector, of_mean).nbytes(0, vector.count)) for vector in self.vectors)
 
     def encoded_in(self, memory: Tensor, *, of_mean: bool = False) -> list[Tensor]:
-        """Return a view of ``memory`` for each encoded vector; ``memory`` has at least :meth:`memory_nbytes` bytes."""
+        """Return a view of ``memory``, which has at least :meth:`memory_nbytes` bytes, for each encoded vector."""
         views, end = [], 0
         for vector in self.vectors:
             encoding = _encoding(vector, of_mean)

@@ -47,10 +47,8 @@ class Admission:
         self._ranks = tuple(ranks)
         self._values = dict(values)
         self._requests: dict[int, Request] = {}  # by rank: newest request, answered if this rank becomes the leader
-        self._applicants: dict[int, tuple[int, int]] = {}  # by rank: incarnation and attempt, to be admitted
-        self._waiting: dict[
-            int, tuple[int, int]
-        ] = {}  # by rank: incarnation and attempt of newcomers with open channels
+        self._applicants: dict[int, tuple[int, int]] = {}  # by newcomer to admit: incarnation and attempt
+        self._waiting: dict[int, tuple[int, int]] = {}  # by newcomer with channels: incarnation and attempt
         self._has_declined = False  # whether the leader that this newcomer has asked has left
         membership.call_when_leading(self._answer_kept)
         self._board = services.shared(Board)
@@ -64,7 +62,7 @@ class Admission:
         return self._next() is not None and self._membership.can_admit
 
     def _next(self) -> tuple[int, int, int] | None:
-        """Return the rank, incarnation and attempt of the next newcomer, or None if no newcomer waits."""
+        """Return the next newcomer's rank, incarnation and attempt, or None if no newcomer waits."""
         waiting = (each for each in sorted(self._applicants.items()) if self._waiting.get(each[0]) == each[1])
         return next(((rank, *identity) for rank, identity in waiting), None) if self._applicants else None
 

@@ -93,7 +93,7 @@ class Board:
         self._applications.pop(application.key, None)
 
     def send(self, message: BoardMessage, dest: int) -> None:
-        """Send a message, or drop it if ``dest`` cannot be reached. Callers send lost messages again."""
+        """Send a message, or drop it if ``dest`` cannot be reached. Callers repeat lost messages."""
         try:
             self._channel.send_nowait(message, dest)
         except (RankLostError, BusyError) as error:

@@ -6,9 +6,9 @@ succession. A leader may also *abdicate*: the next member then leads. A member t
 all members that have abdicated less often cannot lead. The resulting leader does not depend on the order in which
 messages of several abdicating leaders arrive.
 
-The leader admits restarted ranks (*newcomers*) one at a time. At an admission it copies its whole state, and the
-newcomer becomes a member. The newcomer gets the state when all other members count it as a member. If the leader is
-lost, the next leader therefore knows every newcomer that has a state. Other newcomers ask again
+The leader admits restarted ranks (*newcomers*) one at a time. It copies its whole state at the moment when the newcomer
+becomes a member. The newcomer gets this state when all other members count it as a member. If the leader is lost, the
+next leader therefore knows every newcomer that has a state. Other newcomers ask again
 (:mod:`protocols.joining.admission`).
 
 Before the members save their states, they can wait for each other (:meth:`Membership.settle`). No member makes a step
@@ -43,7 +43,7 @@ logger = logging.getLogger("protocols.joining.membership")
 
 
 class Concerned(Protocol):
-    """Interface through which a membership notifies its policy's mechanism (such as an exchange) of changes."""
+    """Interface through which a membership notifies its policy's exchange, or another mechanism, of changes."""
 
     def may_admit(self) -> bool:
         """Return whether a newcomer could continue from this leader's present state."""
@@ -58,7 +58,7 @@ class Concerned(Protocol):
         """Open this rank's channels to a restarted member, to whose new process this rank is connected."""
 
     def on_admitted(self, rank: int) -> None:
-        """As the leader, count a newcomer, which receives this rank's state, as a member."""
+        """As the leader, treat a newcomer as a member. It receives this rank's state."""
 
     def on_settling(self) -> None:
         """As the leader, handle a change of :attr:`Membership.settling`."""
@@ -77,9 +77,7 @@ class Membership:
             lost or leaves, all members of its replica are removed.
 
     Attributes:
-        leader: Rank of the current leader.
         living: Members that are not lost and have not left.
-        known: All ranks that may become members.
         is_broken: Whether another rank of this rank's replica is lost or has left.
         is_joining: Whether this rank is a newcomer that has not loaded a state yet.
         admission: Number of the state that the leader offers to this newcomer; 0 before this rank is admitted.
@@ -100,7 +98,7 @@ class Membership:
         self._services = services
         self._scope = wire.scope_of((), f"membership of policy {scopes.policy}", 0)
         self._order = list(members)  # members in the order in which they may lead, newcomers last
-        self._abdications: Counter[int] = Counter()  # by rank, since the last admission
+        self._abdications: Counter[int] = Counter()  # by rank: number of abdications since the last admission
         # By rank: last incarnation and attempt of members that were restarted, and of members that have left.
         self._admitted = {rank: (incarnation, 0) for rank, incarnation in (admitted or {}).items()}
         self._left: dict[int, tuple[int, int]] = {}
@@ -112,7 +110,7 @@ class Membership:
         self._on_leading: Callable[[], None] = lambda: None
         self._attempt = attempt
         self._settling = Settling(0)  # this member's last call of settle()
-        self._settled = Settled(0)  # the leader's last answer
+        self._settled = Settled(0)  # the leader's last Settled message
         self._settlings: dict[int, Settling] = {}  # on the leader: last call of settle() by rank
         self._is_closed = False
         self._early: list[Envelope[MembershipMessage]] | None = []  # messages received before open(); None afterwards
@@ -214,7 +212,7 @@ class Membership:
         return self._settlings[rank].count if rank in self._settlings else 0
 
     def _report_settling(self) -> None:
-        """Report this member's last call of :meth:`settle` to the leader. Do nothing if there was no call."""
+        """Report this member's last call of :meth:`settle`, if any, to the leader."""
         if self._settling.count and self.leads:
             self._note_settling(self._services.rank, self._settling)
         elif self._settling.count:
@@ -252,7 +250,8 @@ class Membership:
         """Count a member's earlier process or attempt as lost, because the member has asked for admission again.
 
         Returns:
-            False if the request is outdated: this incarnation and attempt, or a later one, has already been admitted.
+            False if the request is outdated, because this incarnation and attempt, or a later one, was already
+            admitted.
         """
         if (incarnation, attempt) <= self._identity_of(rank):
             return False

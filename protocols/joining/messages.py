@@ -97,7 +97,6 @@ class Abdicated:
     count: int
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the count is out of range."""
         if not 1 <= self.count < 2**32:
             raise ValueError(f"count must be from 1 to 2**32 - 1, got {self.count}")
 

@@ -1,7 +1,7 @@
 """Finds the policy that runs on the other ranks, and requests admission for a restarted rank (a *newcomer*).
 
 A newcomer sends its request to all live ranks until it is admitted, since the coordinator may change. The coordinator
-compares class, name, model and options. It answers with the scopes for messages between the newcomer and the members.
+compares class, name, model and options, and answers with the scopes for messages between newcomer and members.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Request:
         key: Number that identifies all policies of this class and name on these ranks.
         digest: Digest of the policy's class, name, model and options on the newcomer.
         left: Number of the policy that the newcomer's process has left and must not rejoin, or 0 if there is none.
-        attempt: Number of the newcomer's attempt to join. A new attempt begins if the leader is lost before admission.
+        attempt: Number of the newcomer's attempt to join. If the leader is lost before admission, a new attempt begins.
     """
 
     key: int

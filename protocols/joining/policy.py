@@ -78,7 +78,6 @@ class JoinablePolicy(SpawnPolicy):
         return {name: value for name, value in self._agreed_values().items() if name not in self.progress_names}
 
     async def _join(self) -> None:
-        """Join the policy that runs on the other ranks, and load its leader's state."""
         if not self.admits_restarted:
             size = self._replicas.size
             option, member = ("islands", "rank") if size == 1 else (f"replica_size={size}", "replica")

@@ -80,7 +80,7 @@ class ReplicatedPolicy(JoinablePolicy):
     def _announce_average(
         self, on_event: Callable[[PolicyEvent], None] | None, info: StepInfo, weights: Sequence[float]
     ) -> None:
-        """Call the user's function, if there is one, with an event for the average that this step has applied."""
+        """Call ``on_event``, if given, with an event for the average that this step has applied."""
         if on_event is None:
             return
         state = self._snapshots.acquire()

@@ -270,7 +270,6 @@ class OneSidedPolicy(JoinablePolicy):
 
     @property
     def _published_count(self) -> int:
-        """Number of snapshots that this process has published."""
         return self._exposure.version - self._exposure.first if self._exposure is not None else 0
 
     # -- one step ---------------------------------------------------------------------------------------------------

@@ -209,14 +209,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
         self._begin_life()
 
     async def _attempt(self, replacement: Replacement, deadline: float) -> str:
-        """Read the other ranks' metrics, choose donors, and average the donors' snapshots.
-
-        Returns:
-            Reason why the replacement is abandoned. Empty if the average is complete or this rank is not replaced.
-
-        Raises:
-            UnreadableError: The attempt has failed, but another attempt may succeed.
-        """
+        """Read the other ranks' metrics, choose donors, and average the donors' snapshots."""
         rank, count_max = self._world.rank, sample_count(self._group.size, self._rules)
         answered_by = min(deadline, self._world.time() + self._read_timeout_s / 4)
         metrics = await self._reader.metrics(self._own_metric, count_max, self._random.sample, answered_by)

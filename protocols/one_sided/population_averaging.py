@@ -43,7 +43,7 @@ _ELSEWHERE: Final = {
 
 
 class AsyncPopulationAveragingOptions(MemberOptions, total=False):
-    """The options of :class:`protocols.AsyncPopulationAveragingPolicy`."""
+    """Options of :class:`protocols.AsyncPopulationAveragingPolicy`."""
 
     average_every: int
     pull: float
@@ -57,7 +57,7 @@ class AsyncPopulationAveragingOptions(MemberOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncPull(Options):
-    """The options of asynchronous PAPA that determine how a rank is pulled."""
+    """Options of asynchronous PAPA that determine how a rank is pulled towards the mean."""
 
     average_every: int = option(
         "Number of steps between snapshots: step i, counted from 0, publishes one if (i + 1) % average_every == 0, and "
@@ -111,7 +111,8 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
             model,
             optimizer,
             average_every=pull.average_every,
-            # _momentum() returns each pull's share. A default above 0 makes the policy check this rank's weights before
+            # The fraction 0.5 only enables the check of this rank's weights: _momentum() returns the fraction of each
+            # pull.
             # it keeps them.
             averaging=AveragingOptions.of({**options, "momentum": 0.5}),
             read_timeout_s=ReadOptions.of(options).read_timeout_s,

@@ -45,7 +45,7 @@ class Replacement:
 
 
 class UnreadableError(Exception):
-    """An attempt to read donors' snapshots has failed, but another attempt may succeed."""
+    """Raised if an attempt to read donors' snapshots has failed, but another attempt may succeed."""
 
 
 class DonorReader:

@@ -42,7 +42,6 @@ class PartGrant:
     of_mean: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a field has an invalid value."""
         Grant(self.slot, self.nbytes, self.chunk_nbytes)
         if not 0 <= self.part < self.part_count:
             raise ValueError(f"part must be from 0 to {self.part_count - 1}, got {self.part}")
@@ -62,7 +61,6 @@ class LocateRequest:
     part_count: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the slot is not negative or the part does not exist."""
         if self.slot >= 0:
             raise ValueError(f"slot must be < 0 (slots >= 0 belong to streams), got {self.slot}")
         if not -1 <= self.part < max(0, self.part_count):
@@ -92,7 +90,6 @@ class Location:
     start: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError if ``memory`` does not have the length of a packed address."""
         if len(self.memory) not in (0, Address.PACKED_NBYTES):
             raise ValueError(f"memory must have 0 or {Address.PACKED_NBYTES} bytes, got {len(self.memory)}")
 

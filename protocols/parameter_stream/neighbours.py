@@ -205,7 +205,6 @@ class Reading:
         Args:
             number: Index of the flat tensor in the snapshot.
             first: Index of the first byte in that tensor.
-            nbytes: Number of bytes.
         """
         if self._memory is None or self._tensors is None or number >= len(self._tensors):
             return None

@@ -246,7 +246,6 @@ class SnapshotReceiver:
             self._posting.post_up_to(self._posted_count)
 
     def _take(self, landing: Landing) -> None:
-        """Add a received chunk to the mean, and free its space in the window."""
         if landing.piece.averaged:
             self.mean.add(landing.piece.into, landing.chunk)
         self._under_way.popleft()

@@ -198,7 +198,6 @@ class ReplayBuffer:
             self._close()
 
     def _awaited(self, kind: WaitKind = WaitKind.REPLAY_SERVER) -> WaitId:
-        """Return the identity of a wait for the server's answer, for use in error messages."""
         return WaitId(kind, tags.REPLAY, self._server, name=self._name)
 
     def _close(self) -> None:
@@ -263,8 +262,8 @@ class ReplayBuffer:
             n: Number of items.
             beta: Exponent of a prioritised buffer's importance weights, from 0 (no bias correction) to 1 (full
                 correction).
-            wait: Whether to wait until the buffer contains ``n`` items. Otherwise, if it contains fewer, only that
-                number is sampled.
+            wait: Whether to wait until the buffer contains ``n`` items. If false, at most the available number is
+                sampled.
 
         Raises:
             ValueError: ``n`` is below 1, or ``beta`` is out of range.

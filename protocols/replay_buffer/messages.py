@@ -78,7 +78,6 @@ class Draw:
     waits: bool
 
     def __post_init__(self) -> None:
-        """Raise ValueError if ``count`` is below 1."""
         if self.count < 1:
             raise ValueError(f"count must be >= 1, got {self.count}")
 

@@ -54,7 +54,7 @@ class RequestLimit:
             raise
 
     def release(self) -> None:
-        """Admit the next waiting request. Called when an answer has arrived."""
+        """Admit the next waiting request, because an answer has arrived."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():

@@ -143,7 +143,7 @@ class Coordinator:
     def stop(self, inform: Callable[[int], None]) -> None:
         """Stop, because another rank has become coordinator.
 
-        ``inform(rank)`` is then called for each rank that reports.
+        ``inform(rank)`` is then called for each rank that still reports to this coordinator.
         """
         if not self._is_stopped:
             self._send(self._core.migrants.dismissals())
@@ -246,7 +246,6 @@ class Coordinator:
                 assert_never(unknown)
 
     def _answer(self, rank: int) -> None:
-        """Acknowledge a report whose sender has asked for an answer."""
         try:
             self._control.send_nowait(_HEARD, rank)
         except RankLostError:

@@ -87,7 +87,6 @@ class Assign:
     parent: int = -1
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a field has an invalid value."""
         _check_sources(self.sources, self.reducers)
         if self.role not in (DONOR, REPLACER):
             raise ValueError(f"role must be 'donor' or 'replacer', got {self.role!r}")
@@ -117,7 +116,6 @@ class PackedAssign:
     sources: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `plan` is not a packed plan or `sources` does not fit it."""
         _check_sources(self.sources, unpack_plan(self.plan).reducers)
 
     def opened(self, rank: int) -> Assign | None:
@@ -175,7 +173,6 @@ class Frozen:
     reducers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a field has an invalid value."""
         _check_ascending(self.donors)
         _check_ascending(self.reducers, "reducers")
         if not len(self.donors) == len(self.weights) == len(self.iterations):
@@ -207,7 +204,6 @@ class PackedFrozen:
     timeout_s: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `freeze` is not a packed freeze or the timeout is negative."""
         unpack_freeze(self.freeze)
         if not self.timeout_s >= 0.0:
             raise ValueError(f"timeout_s must be >= 0, got {self.timeout_s}")

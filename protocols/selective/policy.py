@@ -306,7 +306,6 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return StateTransfer(self._services, scope)
 
     def _open_migration(self, scopes: PolicyScopes, succession: Succession) -> Migration | None:
-        """Return the object that exchanges donors with other islands, or None without islands."""
         if self._island is None:
             return None
         self._visits = Visits(self._services, self._island, self._member, self._resources)
@@ -333,7 +332,6 @@ class AsyncSelectiveAveragingPolicy(Ported):
     # -- joining a running policy -----------------------------------------------------------------------------------
 
     async def _join(self) -> None:
-        """Receive a member's whole state, and join the policy that runs on the other ranks."""
         self._own.begin()
         # Other ranks must not count this rank as a member before it is admitted.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
@@ -440,7 +438,6 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return info
 
     def _act(self) -> StepInfo:
-        """Take a snapshot or apply an average if one is due, and return the result of the step."""
         info = self._opened.roles.step(self.iteration)
         return info if self._visits is None else self._visits.located(info)
 

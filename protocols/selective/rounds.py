@@ -99,7 +99,7 @@ class RoundCoordinator:
             return self._on_strange_report(rank)
         self._note(("{:.6f} rank {} reports {} at iteration {}", (now, rank, value, iteration)))
         member.report_count += 1
-        # Inlined, because nearly all values are plausible, and a function call takes as long as ten comparisons.
+        # Plausible values, nearly all, are checked here: a call of believed_s() takes as long as ten comparisons.
         step_s = step_time_s if 0.0 < step_time_s <= BELIEVED_MAX_S else believed_s(step_time_s)
         member.hear(step_s, interval_s if 0.0 < interval_s <= BELIEVED_MAX_S else believed_s(interval_s), now)
         if not math.isfinite(value):
@@ -306,7 +306,6 @@ class RoundCoordinator:
         return tuple(sends)
 
     def _transition(self, sends: list[Send], now: float, timers: bool) -> bool:
-        """Make the next due transition. Return whether any transition was due."""
         state = self._course.current
         if state is None:
             is_due, is_near = self._decision_is_due(now, timers), self._patience.deadline is not None

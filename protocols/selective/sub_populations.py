@@ -4,7 +4,7 @@ The rules are from Doulazmi et al. (2506.03225). In a decision in which a sub-po
 
 - Its worst quantile copies its best quantile, each in the order of the metric.
 - Its second-worst quantile is compared with all ranks of the other sub-populations. In turn, each rank copies the best
-  remaining one of them, a *migrant*, if the migrant is better.
+  of them that remains, a *migrant*, if the migrant is better.
 
 A rank has at most one role in a round. Unlike in the paper, a replaced rank is therefore not copied, and a copied rank
 is not replaced.

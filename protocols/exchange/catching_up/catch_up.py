@@ -1,9 +1,9 @@
 """Sends the newest state of a fragment to a member that is behind, and receives it on that member.
 
 A member is *behind* if it lacks the mean of a retired round, which no member offers any longer. The leader names a
-holder: a member that has the state after this round or a later one. The member asks the holder, which copies the
-fragment's state into one block of bytes and offers it. The copy is freed when the member has it. If the holder is lost,
-the leader names another holder.
+holder, a member with the state after this round or a later one. At the member's request, the holder copies the
+fragment's state into one block of bytes and offers it until the member has it. If the holder is lost, the leader names
+another one.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Shared(Protocol):
 
 
 class Owner(Protocol):
-    """Interface to the member's exchange."""
+    """Interface to the exchange that owns a :class:`CatchUp`."""
 
     def post(self, message: ExchangeMessage, dest: int, number: int) -> None:
-        """Send a message with a round number to a rank."""
+        """Send a message with a round number to ``dest``."""
 
     def note_caught_up(self, fragment: int) -> None:
-        """Resume a fragment's rounds. Called when a request for its state has ended, even if no state has arrived."""
+        """Resume a fragment's rounds after a request for its state has ended, even if no state has arrived."""
 
 
 class CatchUp:
@@ -68,14 +68,14 @@ class CatchUp:
         self._asked: dict[int, int] = {}  # by fragment: rank whose state was requested and has not arrived
 
     def ask(self, number: int, holder: int) -> None:
-        """Ask a holder for the state after a round, unless a request for the fragment is pending."""
+        """Ask a holder for the state after round ``number``, unless a request for this fragment is pending."""
         fragment = (number - 1) % len(self._fragments)
         if fragment not in self._asked:
             self._asked[fragment] = holder
             self._owner.post(Asked(), holder, number)
 
     def on_message(self, source: int, number: int, message: Asked | Given | Taken) -> None:
-        """Handle a message of another member."""
+        """Handle a message from another member."""
         fragment = (number - 1) % len(self._fragments)
         match message:
             case Asked():

@@ -1,4 +1,4 @@
-"""Offers blocks of bytes to single ranks, and fetches blocks that other ranks offer."""
+"""Offers blocks of bytes to individual ranks, and fetches blocks that other ranks offer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECOND: Final = Part(1, _LABEL_COUNT)
 
 
 class Offers:
-    """Offers and fetches blocks on one channel. Each block has a number and a label, and a set of receivers.
+    """Offers and fetches blocks of bytes on one channel. A number and a label identify a block.
 
     Args:
         is_overlapped: Whether ranks train during transfers. Equal on all members.
@@ -31,7 +31,7 @@ class Offers:
     def __init__(self, services: Services, scope: int, *, is_overlapped: bool) -> None:
         self._services = services
         self._server = SnapshotServer(services, scope)
-        # A training rank sends one window of chunks per safe point. A waiting rank sends smaller chunks.
+        # A training rank sends one window of chunks per safe point, a waiting rank smaller chunks.
         self._chunk_count = WINDOW_COUNT if is_overlapped else PART_CHUNK_COUNT
         self._offered: dict[tuple[int, Part], tuple[Offer, set[int]]] = {}
         self._last = 0  # largest number of any block
@@ -58,14 +58,14 @@ class Offers:
         self._offered[key][1].add(receiver)
 
     def note_taken(self, receiver: int, number: int | None = None) -> None:
-        """Record that a rank has all blocks with this number, or needs no block any longer if ``number`` is None."""
+        """Record that a rank has all blocks with this number, or that it needs no blocks if ``number`` is None."""
         for key, (offer, receivers) in list(self._offered.items()):
             if number is None or key[0] == number:
                 receivers.discard(receiver)
                 if not receivers:
                     del self._offered[key]
                     self._server.withdraw(offer)
-        # Ranks request only blocks that were offered to them, so numbers before the first offered block are over.
+        # Ranks request only offered blocks, so no request for a number before the first offered block can follow.
         self._server.end_rounds(min((key[0] - 1 for key in self._offered), default=self._last))
         self._services.engine.recheck()
 

@@ -114,7 +114,6 @@ async def joined_crew(
         flat: State of this rank's model, or of its shards.
         ranks: All ranks of the policy's group.
         first_weights: Values that must be equal on all ranks with the same part of the model.
-        parameters: Names of the model's parameters.
         is_sharded: Whether each rank of the replica has a different part of the model.
     """
     replica = await joined_replica(world, start, replicas, flat, ranks, first_weights, timeout_s)

@@ -79,9 +79,9 @@ class ReplicaGroup:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Guard the step in the body. If the body is interrupted, no further step is allowed.
+        """Guard the step in the body.
 
-        After an interrupted step, the ranks of the replica may have different weights.
+        If the body is interrupted, no further step is allowed, because weights may differ.
 
         Raises:
             ClosedError: An earlier step was interrupted.
@@ -140,7 +140,7 @@ class ReplicaGroup:
             fragments: For each fragment, the layouts of all ranks' parts, in the order of the ranks.
 
         Returns:
-            The vectors of the other ranks' parts, each with its flat values.
+            Vectors of the other ranks' parts, each with its flat values.
         """
         me, received = self._world.rank, []
         for layouts in fragments:
@@ -161,13 +161,13 @@ class ReplicaGroup:
             await wait_until_all_leave(self._world, self._group, step_count, self._meet(tuple, self._joint))
 
     async def free(self) -> None:
-        """Free the group."""
+        """Free the group of the replica's ranks."""
         await free_all([self._group])
 
     async def _meet(
         self, report: Callable[[], tuple[Any, ...]], combine: Callable[[list[tuple[Any, ...]]], tuple[Any, ...]]
     ) -> tuple[Any, ...]:
-        """Exchange reports with the replica's ranks, or () when leaving, and return the joint report."""
+        """Exchange reports with the replica's other ranks (an empty report to leave), and combine them."""
 
         def decide(said: list[tuple[Any, ...]]) -> tuple[Any, ...]:
             left = [rank for rank, each in zip(self._group.ranks, said, strict=True) if not each]

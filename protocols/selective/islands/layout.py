@@ -84,7 +84,7 @@ class IslandOptions(Options):
 
     @contextlib.contextmanager
     def told_where_others_miss(self) -> Iterator[None]:
-        """Add a hint to a StartTimeoutError of the body: missing ranks may be waiting in another island."""
+        """Add a hint to a StartTimeoutError raised in the body: missing ranks may wait in another island."""
         try:
             yield
         except StartTimeoutError as error:

@@ -2,8 +2,8 @@
 
 A *newcomer* is the new process of a lost member. It is admitted in a separate round, in which a donor sends it the
 donor's whole state. Rounds do not overlap, so a slow newcomer delays all other rounds. An admission therefore has a
-time limit, which doubles after each failed attempt. If an attempt exceeds its limit, the next attempt is delayed by
-nine times the duration of the failed attempt.
+time limit, which doubles after each failed attempt. After an attempt that exceeds its limit, the next attempt is
+delayed by nine times the attempt's duration.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The donor's role in a round: copies this rank's weights inside a step, and lets the replacers request the copy.
 
-A restarted rank also receives the donor's optimizer and policy state. So does a replacer that is an heir. The donor
-copies this state in the same step as its weights, because a later copy would not match them. With Adam, the copies take
-three times the size of the model.
+A restarted rank, and a replacer that copies a donor's whole state (an *heir*), also receive the donor's optimizer and
+policy state. The donor copies this state in the same step as its weights, because a later copy would not match them.
+With Adam, the copies take three times the size of the model.
 """
 
 from __future__ import annotations

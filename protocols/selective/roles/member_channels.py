@@ -41,7 +41,7 @@ class MemberChannels:
         """Send a report to the coordinator. Return False if the report is dropped because the channel is full."""
         try:
             self._reports.send_nowait(report, coordinator)
-        except RankLostError as error:  # Leadership handles the loss
+        except RankLostError as error:  # the Leadership object handles the loss
             logger.debug("the coordinator is lost, so a report is dropped: %s", error)
         except BusyError:
             return False

@@ -32,8 +32,6 @@ logger = logging.getLogger("protocols.selective.roles.reducer")
 
 @dataclass(slots=True, eq=False)
 class _Sum:
-    """State of a reducer's sum in one round."""
-
     round: int
     assign: Assign
     part: Part

@@ -25,7 +25,7 @@ class RoundEvents:
         self._member = member
         self._pending = pending
         self._island = island
-        self._role, self._round = "", 0  # those of the last RoleAssigned, until the role ends
+        self._role, self._round = "", 0  # role and round of the last RoleAssigned event, until the role ends
 
     def note(self, instructions: Instructions, assign: Assign | None = None, round: int = 0, reason: str = "") -> None:
         """Create the events that follow from a change of the member's state.
