@@ -148,7 +148,7 @@ async def run_and_raise(
 ) -> T:
     """Run the collectives that exchange this rank's result, then raise the result's error, if any.
 
-    An error that is not an ``Exception``, such as a cancellation, is raised at once, and sent in the background.
+    An error that is not an ``Exception``, such as a cancellation, is raised immediately, and sent in the background.
     ``on_end`` is called when the collectives have ended in any way, even if they were not started.
     """
     error = outcome.error

@@ -239,7 +239,6 @@ class _SharedWindow(VersionedWindow):
 
     @staticmethod
     def window_nbytes(nbytes: int) -> int:
-        """Return the size in bytes of the window for versions of ``nbytes`` bytes."""
         return _HEAD_NBYTES + 2 * _aligned(nbytes)
 
     def begin(self) -> torch.Tensor | None:
@@ -447,7 +446,6 @@ class _StreamedWindow(VersionedWindow):
         self._services.spawn_service(self._answer(answer, refused=not chunks), name=f"read by rank {key[0]}")
 
     def _has(self, version: int) -> bool:
-        """Return whether a slot still contains ``version``."""
         is_previous = version == self.version - 1 and not self._begun
         return not self._closed and version > self.first and (version == self.version or is_previous)
 

@@ -85,11 +85,11 @@ class VersionDesk:
         )
 
     def open(self, window: int, newest: Callable[[], VersionRecord | None]) -> None:
-        """Answer questions about a window with the result of ``newest()`` from now on."""
+        """Answer later questions about a window with the record that ``newest()`` returns."""
         self._windows[window] = newest
 
     def close(self, window: int) -> None:
-        """Answer questions about a window with "no version" from now on."""
+        """Answer later questions about a window with "no version"."""
         self._windows.pop(window, None)
 
     async def ask(self, window: int, ranks: Collection[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:

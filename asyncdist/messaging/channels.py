@@ -377,7 +377,7 @@ class Channel(Generic[MessageT]):
         self._outbox.look_again()
 
     def fail(self, error: AsyncdistError) -> None:
-        """Make every receive raise ``error`` from now on."""
+        """Make every later receive raise ``error``."""
         self.inbox.failure = error
         self._wake_all()
 

@@ -246,7 +246,7 @@ class TagDemultiplexer:
             logger.warning(text, self.tag, source, what)
 
     def attach(self, channel: ReceivingChannel) -> None:
-        """Register a new channel, and deliver its frames from now on, including those that have already arrived."""
+        """Register a new channel, and deliver its frames, including those that have already arrived."""
         if channel.scope in self._channels:
             raise LocalProtocolError(
                 f"the channel {channel.name} on tag {self.tag} is already open; close it first, or use another tag",

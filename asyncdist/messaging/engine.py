@@ -36,7 +36,7 @@ from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId, WaitKind
 T = TypeVar("T")
 
 DRAIN_PASS_COUNT_MAX: Final = 1000
-#: Number of sends, receives or waits that end without waiting, after which the next one yields to the loop.
+#: Number of sends, receives and waits that complete immediately, after which the next one yields to the loop.
 FAIRNESS_PERIOD: Final = 64
 #: Maximum number of polling passes in one safe point (:meth:`Engine.safe_point`) that deliver only messages.
 TALK_PASS_COUNT_MAX: Final = 16
@@ -504,8 +504,7 @@ class Engine(Poller):
 
     def _note_safe_point_begun(self) -> None: ...
 
-    def _note_safe_point_ended(self) -> None:
-        """Record that a safe point has ended, after :attr:`turn` passes and yields."""
+    def _note_safe_point_ended(self) -> None: ...
 
     def _note_wait_begun(self, counts: bool) -> None: ...
 

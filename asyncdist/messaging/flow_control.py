@@ -92,7 +92,6 @@ class TagFlow:
     """Limits the messages on one tag between this rank and each other rank.
 
     Args:
-        rank: This rank.
         send_credit: Function that sends a credit for a tag to a rank.
         is_limited: Whether this rank waits for credits. A replayed rank does not.
 

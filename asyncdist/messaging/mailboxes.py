@@ -237,7 +237,7 @@ class Outbox:
             self._lane = self._lane_of(dest)
 
     def use_routes(self, routes: list[bytes]) -> None:
-        """Send messages with these routes from now on, and drop the prepared sends of the old routes."""
+        """Send later messages with these routes, and drop the prepared sends of the old routes."""
         self.routes = routes
         self._writers = [None] * len(routes)
         self._prepared = {}

@@ -135,7 +135,6 @@ class OutboundStream(StreamEnd):
         self._slots.sent_nbytes += nbytes
 
     def _post(self, chunk: memoryview) -> None:
-        """Start sending a chunk. The engine stores the request until it has completed."""
         if self._is_over():
             return
         try:

@@ -315,7 +315,7 @@ class Poller:
     # -- pollables ---------------------------------------------------------------------------------------------------
 
     def add_pollable(self, pollable: Pollable) -> None:
-        """Poll ``pollable`` in every pass from now on, and request a pass for messages that have already arrived."""
+        """Poll ``pollable`` in every pass, and request a pass for messages that have already arrived."""
         self._pollables = (*self._pollables, pollable)
         self.ring()
 
@@ -335,7 +335,7 @@ class Poller:
                 resolve_waiter(waiter, error)
 
     def fail(self, error: BaseException) -> None:
-        """Make every wait raise ``error`` from now on. Outstanding requests stay stored."""
+        """Make every wait raise ``error``, now and later. Outstanding requests stay stored."""
         self.failure = error
         for waiter in list(self._waiters):
             resolve_waiter(waiter, error)

@@ -278,7 +278,7 @@ class Services:
         self._defect_listeners.append(listener)
 
     def count_waits(self, on_waited: Callable[[WaitId, float], None] | None = None) -> None:
-        """Measure the waits of the user's tasks from now on, at the cost of a microsecond per wait."""
+        """Measure the waits of the user's tasks, at the cost of a microsecond per wait."""
         self._on_waited = on_waited or self._on_waited
         self.engine.on_waited = self._note_wait
 
@@ -326,7 +326,7 @@ class Services:
         return rank not in self.engine.transport.vacant_ranks()
 
     def on_gone(self, listener: Callable[[int], None], *, among: Iterable[int] | None = None) -> None:
-        """Call ``listener(rank)`` for each rank, or each rank in ``among``, that leaves or is lost from now on."""
+        """Call ``listener(rank)`` for each rank, or each rank in ``among``, that leaves or is lost later."""
         self._gone_listeners.append((listener, None if among is None else RankSet(among)))
 
     def off_gone(self, listener: Callable[[int], None]) -> None:
@@ -334,7 +334,7 @@ class Services:
         self._gone_listeners = [each for each in self._gone_listeners if each[0] != listener]
 
     def on_returned(self, listener: Callable[[int], None]) -> None:
-        """Call ``listener(rank)`` for each lost rank that is restarted from now on."""
+        """Call ``listener(rank)`` for each lost rank that is restarted later."""
         self._returned_listeners.append(listener)
 
     def off_returned(self, listener: Callable[[int], None]) -> None:
@@ -396,7 +396,7 @@ class Services:
             demultiplexer.receiver.contacts = self.heard_from
 
     def stop_reading(self) -> None:
-        """Drop the user's messages from now on. Called when main has returned on this rank."""
+        """Drop the user's messages that arrive later. Called when main has returned on this rank."""
         for demultiplexer in self._demultiplexers.values():
             demultiplexer.leave()
 

@@ -155,7 +155,6 @@ class UserStreams:
         self._services.spawn_service(stream.abort(), name=f"abort to rank {source}")
 
     def _start_next(self, dest: int) -> None:
-        """Start sending the next tensor to ``dest`` if both a tensor and a grant are waiting."""
         grants, waiting = self._grants.get(dest), self._waiting.get(dest)
         if not grants or not waiting:
             return
@@ -247,7 +246,6 @@ class UserStreams:
             token.revoke()
 
     def _on_gone(self, rank: int) -> None:
-        """Revoke the permission of a lost rank to write to this rank's memory."""
         if rank in self._tokens:
             self._tokens[rank].revoke()
 

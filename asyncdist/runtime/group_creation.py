@@ -131,8 +131,6 @@ class GroupCreation:
         """Make a group of ``ranks``. See :meth:`asyncdist.World.new_group`.
 
         Args:
-            ranks: Members, including this rank.
-            timeout_s: Seconds to wait for the last member.
             part_of: Collective start that needs the group, if any. Its groups are counted separately.
             subject: Name of the operation, such as a new group or a group of survivors. Each operation's groups are
                 counted separately.

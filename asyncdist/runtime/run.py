@@ -314,7 +314,6 @@ def _host_locally(
     interrupts: Interrupts,
     options: RankOptions,
 ) -> list[RankResult]:
-    """Host all ranks on one new loop in this thread, and return the result of each."""
     hub = LocalHub(ranks)
     with _loop_of(loop) as event_loop, torch_modes.of_ranks(event_loop, ranks) as contexts:
         tasks = [

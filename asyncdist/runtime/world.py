@@ -46,12 +46,10 @@ class WorldStatistics:
 
     Attributes:
         engine: Numbers of polling passes, completed requests and outstanding requests.
-        sent_count: Number of messages sent on channels.
-        received_count: Number of messages received on channels.
+        sent_count, received_count: Numbers of messages sent and received on channels.
         dropped: Number of undelivered frames, by reason.
         drop_examples: Description of the last undelivered frame, by reason.
-        stream_sent_nbytes: Number of bytes sent in bulk streams.
-        stream_received_nbytes: Number of bytes received in bulk streams.
+        stream_sent_nbytes, stream_received_nbytes: Numbers of bytes sent and received in bulk streams.
         events: Number of events of each kind in :mod:`asyncdist.recording.events` except steps and messages. Roles are
             counted by state, such as ``"role giving"``.
     """

@@ -88,7 +88,7 @@ class Capabilities:
         wakes: Whether the transport calls a function, the doorbell, when a message arrives, so that no polling is
             needed.
         tag_max: Largest message tag.
-        misses_wakes: Whether the doorbell may not be called for a message, so that slow periodic polling is needed as
+        misses_wakes: Whether the transport may fail to call the doorbell, so that slow periodic polling is needed as
             well.
         rings_from_threads: Whether threads other than the event loop's may call the doorbell.
         shares_process: Whether all ranks run in this process, and therefore end together.

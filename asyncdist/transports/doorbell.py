@@ -165,7 +165,6 @@ class Doorbell:
         return bells
 
     def _opened(self, address: BellAddress) -> int:
-        """Open the pipe of another rank for writing."""
         if address.board is None:
             raise OSError("a rank of this host has no pipe")
         path = f"/proc/{address.board.pid}/fd/{address.pipe}"

@@ -34,7 +34,6 @@ class LoopWork:
     """Reports whether an iteration of a loop would run anything.
 
     Args:
-        loop: The running loop.
         ready: The loop's queue of ready callbacks.
         timers: The loop's timers, as a set or as a heap.
         tables: The loop's tables of descriptors, transports, servers and processes.
@@ -85,7 +84,7 @@ class LoopWork:
         self.turn_period_s = TURN_PERIOD_S
 
     def spare(self, descriptor: int) -> None:
-        """Ignore ``descriptor``, which the loop already watches, from now on."""
+        """Ignore ``descriptor``, which the loop already watches, in later calls of :meth:`has_work`."""
         if descriptor not in self._spared:
             self._spared.add(descriptor)
             self._own_count += _count_entries(self._tables, [descriptor])

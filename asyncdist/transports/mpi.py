@@ -198,7 +198,6 @@ class MpiMessages(Transport):
         """Raise TransportError if this process can no longer open a world."""
 
     def _meet_bells(self) -> list[PeerBell | None]:
-        """Make this rank's doorbell, and return the bells of all ranks."""
         host = hashlib.sha256(socket.gethostname().encode(errors="surrogateescape")).digest()[:HOST_NBYTES]
 
         def all_gather(own: bytes) -> list[bytes]:

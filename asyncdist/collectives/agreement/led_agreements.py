@@ -52,7 +52,7 @@ class LedAgreements:
     Attributes:
         joins: Received joins of each undecided agreement, by member.
         over: Decisions of failed agreements that some members have not received.
-        withdrawn: Subjects of large agreements from which this rank has withdrawn, as keys for all occurrences.
+        withdrawn: Operations of large groups from which this rank has withdrawn, as keys for all occurrences.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class LedAgreements:
             self._deliver(verdict)
 
     def _tell_others(self, ranks: Collection[int], verdict: Verdict) -> None:
-        """Send a decision along the tree to the members that joined along the tree, and directly to all others."""
+        """Send a decision along the tree to members that joined along the tree, and directly to the other ``ranks``."""
         key, others = verdict.key, [rank for rank in ranks if rank != self._rank]
         if self._relays.carry(key):
             self._called.pop(key, None)

@@ -170,7 +170,7 @@ class Rivals:
                 return
 
     def rival_of(self, key: AgreementKey, refusal: str) -> Rival | None:
-        """Return the rival start that caused the refusal of ``key`` with the text ``refusal``, or None."""
+        """Return the rival start that is the reason for the ``refusal`` of this rank's start ``key``, or None."""
         return self._starts[key].rivals.get(refusal) if key in self._starts else None
 
     def on_reminder(self, reminder: Reminder, leader: int) -> None:

@@ -142,7 +142,6 @@ class Termination:
 
 
 def _keep(kept: dict[AgreementKey, Any], key: AgreementKey, value: object) -> None:
-    """Store ``value`` under ``key``, and remove the oldest entry if there are more than the maximum."""
     kept.pop(key, None)
     kept[key] = value
     if len(kept) > _KEPT_COUNT_MAX:

@@ -38,7 +38,6 @@ class RequestWaiter:
     request, and the engine tests it even if no task waits for it.
 
     Args:
-        engine: Engine that tests the requests.
         owner: Name of the object that the user closes, for errors.
         drives: Whether the engine has no other purpose, and runs only while it must test requests repeatedly.
     """

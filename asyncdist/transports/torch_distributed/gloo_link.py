@@ -221,7 +221,6 @@ class Link:
         return self._posted_count - self._acknowledged_count < WINDOW_COUNT
 
     def _post_queued(self) -> None:
-        """Send queued entries in frames while the window has room."""
         queued = self._queued
         while queued and self._has_room:
             entries = bytearray()
