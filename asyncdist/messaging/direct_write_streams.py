@@ -32,9 +32,9 @@ CHUNK_NBYTES: Final = 2 << 20
 #: Maximum number of chunks before the tail that the sender has posted. They are transferred even if the sender
 #: computes.
 CHUNK_WINDOW_COUNT: Final = 16
-#: Maximum number of bytes to write in one pass, which blocks the writer for a third to half of a millisecond.
+#: Maximum number of bytes to write in one polling pass, which blocks the writer for a third to half of a millisecond.
 PIECE_NBYTES: Final = 4 << 20
-#: Maximum number of bytes to write in one pass while another task of the sender waits.
+#: Maximum number of bytes to write in one polling pass while another task of the sender waits.
 SHARED_PIECE_NBYTES: Final = 1 << 20
 _COUNT_NBYTES: Final = 8
 
@@ -87,7 +87,7 @@ class DirectWriteSender:
 
 
 class Writer(Pollable):
-    """Writes the tails of this rank's direct-write streams in turn, one piece per pass of the engine."""
+    """Writes the tails of this rank's direct-write streams in turn, one piece per polling pass."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

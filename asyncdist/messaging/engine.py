@@ -60,7 +60,7 @@ def yield_to_loop() -> Generator[None, None, None]:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Numbers of an engine's passes and completions so far, and of its outstanding requests."""
+    """Numbers of an engine's polling passes and completions so far, and of its outstanding requests."""
 
     pass_count: int
     completion_count: int
@@ -133,7 +133,7 @@ class Engine(Poller):
             raise self.failure
 
     async def _pass_on(self, budget_s: float) -> None:
-        """Make the remaining passes of a safe point whose first pass completed a request."""
+        """Make the remaining polling passes of a safe point whose first pass completed a request."""
         now = time.perf_counter if self.before_safe_point is None else self.loop.time
         deadline = now() + budget_s
         talk_pass_count = 0
@@ -152,7 +152,8 @@ class Engine(Poller):
     async def drain(self) -> None:
         """Deliver everything that has arrived. Called before a deadline is declared passed.
 
-        The number of passes is bounded, so a peer that never stops sending cannot postpone the deadline forever.
+        The number of polling passes is bounded, so a peer that never stops sending cannot postpone the deadline
+        forever.
         """
         for _ in range(DRAIN_PASS_COUNT_MAX):
             if not self.poll():
@@ -293,7 +294,7 @@ class Engine(Poller):
         """Wait until ``condition()`` is true. Return False if the deadline passes first.
 
         Args:
-            condition: Fast function without side effects, called after each pass that completes a request or
+            condition: Fast function without side effects, called after each polling pass that completes a request or
                 delivers a message, and by :meth:`recheck`. Its exceptions are raised by this method.
             deadline: Time on the loop's clock, in seconds. After it, arrived messages are delivered, and the condition
                 is evaluated once more.
@@ -535,7 +536,7 @@ class Engine(Poller):
         return (*(str(operation.what) for operation in self._operations), *stashed)
 
     def statistics(self) -> EngineStatistics:
-        """Return the numbers of passes and completions so far, and of outstanding requests."""
+        """Return the numbers of polling passes and completions so far, and of outstanding requests."""
         return EngineStatistics(
             pass_count=self._pass_count,
             completion_count=self._completion_count,

@@ -445,9 +445,9 @@ class FrameReceiver(Pollable):
         drop: Function that is called with the source, the reason and the details when a frame is dropped.
         explain: Function that handles a frame whose route has no inbox, given the frame's reader and source, and
             returns whether the tag must stop receiving.
-        ring: Function that requests another pass of the engine.
+        ring: Function that requests another polling pass.
         recheck: Function that makes the engine evaluate the conditions of waiting tasks, called when a test outside a
-            pass has delivered a message.
+            polling pass has delivered a message.
         contacts: Set to which the senders of messages are added.
         flow: Flow control that counts the frames of each source, or None: a function that returns the :class:`Lane` of
             a source, a function that sends the credit of a lane, and the number of frames for one credit.

@@ -123,7 +123,7 @@ class OutboundStream(StreamEnd):
         self.send_more([count, *chunks], is_last=True)
 
     def send_more(self, chunks: Sequence[memoryview], *, is_last: bool) -> None:
-        """Send further chunks of an open stream, which are its last if ``is_last`` is true."""
+        """Send further chunks of an open stream. ``is_last`` ends the stream."""
         self._chunks = [*self._chunks, *chunks]
         self._is_open = not is_last
         self._post_more()

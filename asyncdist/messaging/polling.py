@@ -56,9 +56,10 @@ WARM_PASS_COUNT: Final = 20
 #: about the time to send two chunks. The limit keeps a receive that never completes from slowing training.
 TRANSFER_GIVES_S: Final = 0.01
 IDLE_PERIOD_S: Final = 0.001
-#: Seconds between passes if the transport may fail to ring for a message (ucxx#30).
+#: Seconds between polling passes if the transport may fail to ring for a message (ucxx#30).
 SAFETY_PERIOD_S: Final = 0.05
-#: Number of passes after each ``SAFETY_PERIOD_S``. Open MPI looks for the deaths of other ranks in few of its calls.
+#: Number of polling passes after each ``SAFETY_PERIOD_S``. Open MPI looks for the deaths of other ranks in few of its
+#: calls.
 SAFETY_PASS_COUNT: Final = 8
 #: If a rank spins in vain, goes to sleep and is rung within this number of seconds, its spinning probably kept the
 #: sender from running.
@@ -78,7 +79,7 @@ Peers: TypeAlias = Callable[[], Iterable[int]]
 
 
 class DriverState(enum.Enum):
-    """State of the driver, which determines when it makes the next pass (see the table in the module's docstring)."""
+    """State of the driver, which determines when it makes the next polling pass (see the module's docstring)."""
 
     STOPPED = enum.auto()
     PASSING = enum.auto()  #: the driver is running, and has not set the next state yet
@@ -164,8 +165,8 @@ class Poller:
         self.loop_work: LoopWork | None = None
         self._pollables: tuple[Pollable, ...] = ()
         self._operations: list[PendingRequest] = []
-        self._in_test: list[PendingRequest] = []  # requests of the current pass
-        self._has_disowned = False  # whether the current pass has disowned any request
+        self._in_test: list[PendingRequest] = []  # requests of the current polling pass
+        self._has_disowned = False  # whether the current polling pass has disowned any request
         # Each waiting task's future, with the wait's identity, its begin time, and the ranks that may end it.
         self._waiters: dict[asyncio.Future[None], tuple[WaitId, float, Peers | None]] = {}
         self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
@@ -199,10 +200,10 @@ class Poller:
 
     def poll(self) -> int:
         """Make one polling pass: test every request once, without waiting. Return the number of completions."""
-        if self._in_pass:  # A completion callback of this pass has called this method.
+        if self._in_pass:  # A completion callback of this polling pass has called this method.
             return 0
         self._in_pass = True
-        self._passed_since_tick = True  # A ring during this pass requests another pass.
+        self._passed_since_tick = True  # A ring during this polling pass requests another one.
         try:
             completed = 0
             for pollable in self._pollables:
@@ -218,7 +219,7 @@ class Poller:
         return completed
 
     def pass_quietly(self) -> bool:
-        """Make the first pass of a safe point. Return True if the safe point is over and needs no coroutine.
+        """Make the first polling pass of a safe point. Return True if the safe point is then over without a coroutine.
 
         If False, the caller must await ``safe_point``, which uses the result of this pass.
         """
@@ -233,7 +234,7 @@ class Poller:
         return False
 
     def first_pass(self) -> int:
-        """Return the completions of a safe point's first pass. Make it unless :meth:`pass_quietly` has made it."""
+        """Return the completions of a safe point's first polling pass, which :meth:`pass_quietly` may have made."""
         completed, self._unused_result = self._unused_result, -1
         return self.poll() if completed < 0 else completed
 
@@ -304,7 +305,7 @@ class Poller:
     def is_loop_idle(self) -> bool:
         """Return whether the loop has nothing to run, so that the calling task need not yield.
 
-        The driver's callback is not counted if a safe point has made a pass since the driver last ran.
+        The driver's callback is not counted if a safe point has made a polling pass since the driver last ran.
         """
         if self._must_yield:
             self._must_yield = False
@@ -315,18 +316,18 @@ class Poller:
     # -- pollables ---------------------------------------------------------------------------------------------------
 
     def add_pollable(self, pollable: Pollable) -> None:
-        """Poll ``pollable`` in every pass, and request a pass for messages that have already arrived."""
+        """Poll ``pollable`` in every polling pass, and request a pass for messages that have already arrived."""
         self._pollables = (*self._pollables, pollable)
         self.ring()
 
     def remove_pollable(self, pollable: Pollable) -> None:
-        """Remove ``pollable`` from the objects that each pass polls."""
+        """Remove ``pollable`` from the objects that each polling pass polls."""
         self._pollables = tuple([other for other in self._pollables if other is not pollable])
 
     # -- waiting tasks ----------------------------------------------------------------------------------------------
 
     def recheck(self) -> None:
-        """Evaluate the conditions of all waiting tasks after a change outside a pass."""
+        """Evaluate the conditions of all waiting tasks after a change outside a polling pass."""
         for waiter, condition in self._conditions.items():
             try:
                 if condition():
@@ -341,11 +342,11 @@ class Poller:
             resolve_waiter(waiter, error)
 
     def abandon(self, error: BaseException) -> None:
-        """Stop all passes and make every wait raise ``error``. Called in a fork of the rank's process."""
+        """Stop all polling passes and make every wait raise ``error``. Called in a fork of the rank's process."""
         self._bell = None  # The parent's event loop still watches the bell's descriptor.
         self.stop()
         self.failure = error
-        self._in_pass = True  # Make every further pass return immediately.
+        self._in_pass = True  # Make every further polling pass return immediately.
 
     # -- the driver -------------------------------------------------------------------------------------------------
 
@@ -373,11 +374,11 @@ class Poller:
             self._bell = None
 
     def _watch_bell(self, bell: Doorbell) -> None:
-        """Make a pass when another rank rings, in the context of this method's caller."""
+        """Make a polling pass when another rank rings, in the context of this method's caller."""
         try:
             self.loop.add_reader(bell.fileno(), self._on_bell)
             if self.loop_work is not None:
-                # A ring needs no loop iteration, because a safe point makes a pass.
+                # A ring needs no loop iteration, because a safe point makes a polling pass.
                 self.loop_work.spare(bell.fileno())
         except NotImplementedError:  # The loop is not of asyncio or uvloop.
             bell.withdraw()
@@ -394,8 +395,8 @@ class Poller:
         self._pass_on_ring()
 
     def ring(self) -> None:
-        """Request a pass, because a message has arrived or may have arrived."""
-        if not self._misses_wakes:  # A transport that may miss rings makes one more pass anyway.
+        """Request a polling pass, because a message has arrived or may have arrived."""
+        if not self._misses_wakes:  # A transport that may miss rings makes one more polling pass anyway.
             self._passed_since_tick = False
             if self._state is _PASSING:
                 self._state = _HOT
@@ -406,7 +407,7 @@ class Poller:
             self.loop.call_soon_threadsafe(self._pass_on_ring, context=self._context)
 
     def _pass_on_ring(self) -> None:
-        """Make a pass immediately. :meth:`ring` would first take a loop iteration, which is a system call."""
+        """Make a polling pass immediately. :meth:`ring` would first take a loop iteration, which is a system call."""
         if self._state is not _ASLEEP and self._state is not _IDLE:
             self.ring()
             return
@@ -428,7 +429,7 @@ class Poller:
             self._handle = self.loop.call_soon(self._take_tick, context=self._context)
 
     def _tick(self) -> None:
-        """Run the driver once. Make a pass, unless a safe point has just made one, and set the next state."""
+        """Run the driver once: make a polling pass, unless a safe point has just made one, and set the next state."""
         pass_count = SAFETY_PASS_COUNT if self._state is _ASLEEP and self._bell is not None else 1
         self._state = _PASSING
         began_at = 0.0 if self._wakes else time.perf_counter()
@@ -450,7 +451,7 @@ class Poller:
             self._tick_ended_at = time.perf_counter()
 
     def _poll_for_waiters(self, pass_count: int = 1) -> int:
-        """Make up to ``pass_count`` passes, until one completes something. Raise a pass's error in every wait.
+        """Make up to ``pass_count`` polling passes, until one completes something. Raise their error in every wait.
 
         No task awaits the driver, which would raise the error otherwise.
         """
@@ -465,10 +466,10 @@ class Poller:
             return 0
 
     def _next_tick(self, alone: bool) -> asyncio.Handle | None:
-        """Set the next state and schedule the next pass. If ``alone`` is true, nothing else runs on the loop."""
+        """Set the next state and schedule the next polling pass. ``alone`` says that nothing else runs on the loop."""
         quiet = self._quiet_tick_count
         if self._wakes:
-            # HOT means that a message arrived during the pass.
+            # HOT means that a message arrived during the polling pass.
             if self._state is _HOT or (quiet <= 1 and self._misses_wakes):
                 self._state = _HOT
                 return self.loop.call_soon(self._take_tick)
@@ -506,7 +507,7 @@ class Poller:
                 return self.loop.call_soon(self._take_tick)
         if self._state is _STOPPED:
             return None
-        self._passed_since_tick = False  # Make a pass at the next tick, although arming the bell has made one.
+        self._passed_since_tick = False  # Make a polling pass at the next tick, although arming the bell has made one.
         if not self._operations and self._is_rung_by_all() and not self.transport.is_sending():
             self._state = _ASLEEP
             return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick)

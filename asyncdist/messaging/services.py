@@ -161,7 +161,7 @@ class Services:
             overflow: Effect of a full mailbox: ``"error"`` fails the channel, ``"latest"`` keeps only the newest
                 message of each source, ``"stall"`` stops receiving on the tag.
             peer_scope: Scope of sent messages for peers of a different role, whose scope differs. By default ``scope``.
-            handler: Function called with each arriving message, during a pass, or None to queue messages in the
+            handler: Function called with each arriving message, during a polling pass, or None to queue messages in the
                 mailbox.
             epoch: First epoch, if the protocol has epochs.
             earlier_handler: Function called with each message of an earlier epoch, or None to drop and count these

@@ -32,7 +32,7 @@ CHUNK_NBYTES: Final = 4 << 20
 USER_CHUNK_NBYTES: Final = 16 << 20
 #: Maximum number of outstanding chunks at each end of a stream.
 WINDOW_COUNT: Final = 4
-#: Number of chunks that a :class:`Pacer` receives in one pass if no task waits for anything else.
+#: Number of chunks that a :class:`Pacer` receives in one polling pass if no task waits for anything else.
 BURST_COUNT: Final = 8
 _CHUNK_COUNT_MAX: Final = 2**20
 
@@ -357,7 +357,7 @@ class Pacer(Pollable):
         engine.add_pollable(self)
 
     def add(self, stream: InboundStream) -> None:
-        """Post the next receive of ``stream`` in the next pass."""
+        """Post the next receive of ``stream`` in the next polling pass."""
         self._streams.append(stream)
         self._engine.ring()
 

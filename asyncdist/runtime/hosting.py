@@ -92,9 +92,7 @@ async def host_rank(
                 on_open(world)
             # If ranks share this process, main was checked before they were started.
             if not transport.capabilities.shares_process:
-                validation.main_function(
-                    main, args
-                )  # an error that all ranks raise is reported once if it is raised here
+                validation.main_function(main, args)  # an error here, which all ranks raise, is reported once
             with _loop_named():
                 value = await main(world, *args)
             # A signal that arrived while main blocked the loop raises now, as in asyncio.run.

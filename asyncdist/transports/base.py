@@ -184,7 +184,7 @@ class Transport(abc.ABC):
         return None
 
     def is_sending(self) -> bool:
-        """Return whether a prepared send may need further passes of this rank to send its message."""
+        """Return whether a prepared send may need further polling passes of this rank to send its message."""
         return False
 
     @abc.abstractmethod

@@ -49,7 +49,7 @@ class Comings:
         return True
 
     def end(self, key: AgreementKey) -> None:
-        """Stop waiting for the decision on ``key``. This rank may join a postponed agreement again."""
+        """Stop waiting for the decision of agreement ``key``. This rank may join a postponed agreement again."""
         self._open.pop(key, None)
         if not key.is_second or key in self._told:
             self._direct.discard(key)
@@ -79,7 +79,7 @@ class Comings:
                 self.say_directly(key, leader)
 
     def on_withdrawn(self, source: int, key: AgreementKey) -> None:
-        """Resend joins to ``source``, a leader that has withdrawn from ``key``, to request its decision."""
+        """Resend joins to ``source``, a leader that has withdrawn from agreement ``key``, to request its decision."""
         for each, (_, leader) in list(self._open.items()):
             if leader == source and each.of_all_occurrences == key:
                 self.say_directly(each, leader)

@@ -36,7 +36,7 @@ class Incarnations:
         return AgreementKey.of(self.qualified(subject, ranks), ranks)
 
     def replaced(self, key: AgreementKey) -> tuple[int, ...]:
-        """Return the restarted members for which ``key`` names an earlier process than the current one."""
+        """Return the members of agreement ``key`` that have been restarted since the key was made."""
         if not self._known:
             return ()
         found = _QUALIFIED.search(key.subject)

@@ -1,9 +1,8 @@
 """The leader's side of agreements: records the members that join, decides, and sends the decision.
 
 If an agreement fails before all members have joined, its decision is stored for the missing members, which receive it
-when they join. In a large agreement, whose joins are relayed along a tree
-(:mod:`asyncdist.collectives.agreement.relays`), a join may be late. The leader therefore asks seemingly missing members
-directly before it refuses without them.
+when they join. In a large group, whose joins are relayed along a tree (:mod:`asyncdist.collectives.agreement.relays`),
+a join may be late. The leader therefore asks seemingly missing members directly before it refuses without them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from asyncdist.errors import BusyError
 from asyncdist.transports.rank_sets import RankSet
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds after the timeout that the leader of a large agreement waits for answers of seemingly missing members.
+#: Seconds after the timeout that the leader of a large group waits for answers of seemingly missing members.
 _ROLL_CALL_S: Final = 0.5
 
 
@@ -118,7 +117,7 @@ class LedAgreements:
             self._send(over, source)  # The agreement has already failed without this member.
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Record members that have joined a large agreement. Raise RemoteProtocolError for an invalid message."""
+        """Record members of a large group that have joined an agreement. Raise RemoteProtocolError if invalid."""
         key = gathered.key
         ranks = RankSet.of_bits(self._relays.ranks_of(gathered)) - self._absences.gone
         ranks -= {self._rank, *self._direct.get(key, ())}
@@ -143,14 +142,14 @@ class LedAgreements:
             self._refuse(objection, objector)
 
     def _decided(self, key: AgreementKey) -> Verdict | None:
-        """Return the decision of a large agreement: a refusal if this rank has withdrawn, None if undecided."""
+        """Return the decision of a large group's agreement: a refusal if this rank has withdrawn, None if undecided."""
         heard = self._relays.heard.get((key, self._rank))
         if heard is None and (self._has_left or key.of_all_occurrences in self.withdrawn):
             return Verdict(key.text, gone=(self._rank,))
         return heard
 
     def on_inquiry(self, inquiry: Inquiry) -> None:
-        """Refuse an agreement because a member's timeout has passed. In a large agreement, ask absent members first."""
+        """Refuse an agreement because a member's timeout has passed. In a large group, ask absent members first."""
         joins = self.joins.get(inquiry.key, {})
         missing = tuple(sorted(inquiry.key.members() - joins.keys()))
         if not joins or not missing:

@@ -235,7 +235,7 @@ class Undecided(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Gathered(Keyed):
-    """Message with which a member of a large agreement reports joined ranks of its subtree to its parent in the tree.
+    """Message with which a member of a large group reports joined ranks of its subtree to its parent in the tree.
 
     Attributes:
         ranks: Ranks that have joined, and that the sender has not reported before.
@@ -254,7 +254,7 @@ class Gathered(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Spread(Keyed):
-    """Message that relays a large agreement's decision down the tree, for ``ranks`` in the receiver's subtree."""
+    """Message that relays a large group's decision down the tree, for ``ranks`` in the receiver's subtree."""
 
     verdict: Verdict
     leader: int
@@ -268,7 +268,7 @@ class Spread(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class RollCall(Keyed):
-    """Message with which the leader of a large agreement asks a seemingly missing member whether it has joined.
+    """Message with which the leader of a large group asks a seemingly missing member whether it has joined.
 
     A member whose join is still being relayed along the tree answers by sending its join to the leader directly.
     """

@@ -1,4 +1,4 @@
-"""Relays the joins of a large agreement up to its leader, and the decision down to the members, along a tree.
+"""Relays the joins of a large group up to its leader, and the decision down to the members, along a tree.
 
 The leader is the root (:mod:`asyncdist.collectives.agreement.tree_shape`). A rank reports its subtree's joins to its
 parent when the whole subtree has joined, or after a delay, which doubles each time, if some ranks are late.
@@ -85,7 +85,7 @@ class _Coming:
 
 
 class Relays:
-    """Relays the joins and decisions of large agreements on one rank.
+    """Relays the joins and decisions of large groups on one rank.
 
     Attributes:
         heard: Received decisions, by agreement and leader.

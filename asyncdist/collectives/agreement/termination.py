@@ -10,8 +10,8 @@ Hadzilacos, Goodman, "Concurrency Control and Recovery in Database Systems", 198
 - If all present members have promised, no member can receive the decision, and they start again without the leader. If
   another rank is lost before that, all members are asked again, with this rank among the absent ranks.
 
-In a large agreement (:mod:`asyncdist.collectives.agreement.relays`) a rank stores a decision before it relays it, and
-does not relay a decision that it has promised not to accept.
+In a large group (:mod:`asyncdist.collectives.agreement.relays`) a rank stores a decision before it relays it, and does
+not relay a decision that it has promised not to accept.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Termination:
         self._asking: dict[AgreementKey, _Asking] = {}
 
     def expect(self, key: AgreementKey) -> None:
-        """Record that this rank waits for the decision on ``key``, which is then also stored for other members."""
+        """Record that this rank waits for the decision of agreement ``key``, and will store it for other members."""
         self._open.add(key)
 
     def expect_no_more(self, key: AgreementKey) -> None:
-        """Record that this rank no longer waits for the decision on ``key``."""
+        """Record that this rank no longer waits for the decision of agreement ``key``."""
         self._open.discard(key)
 
     def excludes(self, key: AgreementKey, rank: int) -> bool:
-        """Return whether this rank has promised not to accept a decision on ``key`` from ``rank``."""
+        """Return whether this rank has promised not to accept the decision of agreement ``key`` from ``rank``."""
         return rank in self._excluded.get(key, ())
 
     def takes(self, verdict: Verdict, source: int) -> bool:

@@ -51,7 +51,7 @@ class LateVerdicts:
             self._kept[verdict.key] = _LateVerdict(verdict, absent)
 
     def hear(self, key: AgreementKey, rank: int) -> Verdict | None:
-        """Return the decision for ``rank``, which has just joined ``key``, or None if the agreement has not failed."""
+        """Return the decision for ``rank``, which has just joined agreement ``key``, or None if it has not failed."""
         late = self._kept.get(key)
         if late is None:
             return None
@@ -59,7 +59,7 @@ class LateVerdicts:
         return late.verdict
 
     def on_withdrawn(self, rank: int, key: AgreementKey) -> None:
-        """Stop storing decisions for ``rank``, which has withdrawn from ``key``."""
+        """Stop storing decisions for ``rank``, which has withdrawn from agreement ``key``."""
         self._expect_no_more(rank, [kept for kept in self._kept if kept.of_all_occurrences == key])
 
     def on_gone(self, ranks: RankSet) -> None:
@@ -82,7 +82,7 @@ class LateVerdicts:
 
 
 def check_room(kept: Mapping[AgreementKey, object], key: AgreementKey) -> None:
-    """Raise RemoteProtocolError if ``kept`` has no room for ``key``. Only faulty peers can cause this."""
+    """Raise RemoteProtocolError if ``kept`` has no room for agreement ``key``. Only faulty peers cause this."""
     if len(kept) >= _KEPT_COUNT_MAX and key not in kept:
         raise RemoteProtocolError(
             f"the agreement {str(key)!r:.200} exceeds the limit of {_KEPT_COUNT_MAX} unfinished agreements"
@@ -158,15 +158,15 @@ class Absences:
         return Absentees(meeting.ranks, meeting.bound_to, self.gone, self.lost, withdrawn, replaced)
 
     def lost_to(self, key: AgreementKey) -> set[int]:
-        """Return the lost ranks, and the members of ``key`` that were restarted."""
+        """Return the lost ranks, and the members of agreement ``key`` that were restarted."""
         return self.lost.union(self._incarnations.replaced(key))
 
     def gone_from(self, key: AgreementKey) -> tuple[int, ...]:
-        """Return the members of ``key`` that have left or are lost, in ascending order."""
+        """Return the members of agreement ``key`` that have left or are lost, in ascending order."""
         return tuple(sorted({*filter(key.has_member, self.gone), *self._incarnations.replaced(key)}))
 
     def may_come(self, key: AgreementKey, ranks: Iterable[int]) -> set[int]:
-        """Return those of ``ranks`` that may still join the agreement on ``key``."""
+        """Return those of ``ranks`` that may still join agreement ``key``."""
         withdrawn = self.withdrawn.get(key.of_all_occurrences, ())
         return {rank for rank in ranks if rank not in self.gone and rank not in withdrawn}
 

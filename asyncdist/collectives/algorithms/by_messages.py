@@ -74,7 +74,7 @@ class MessageCollectives:
                 continue
             try:
                 await self._receive_exactly(byte_view(receive[position]), rank, group.tag)
-            except RankLostError as error:  # Continue, because the other members wait for their sends.
+            except RankLostError as error:  # Receive from the other members anyway, because they wait for their sends.
                 lost = lost or error
         if lost is not None:
             raise lost

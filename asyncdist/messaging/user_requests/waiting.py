@@ -1,4 +1,4 @@
-"""Waits for requests of the user's program, which the engine tests in its passes."""
+"""Waits for requests of the user's program, which the engine tests in its polling passes."""
 
 from __future__ import annotations
 
