@@ -99,7 +99,7 @@ class Exchange:
         self._is_ending = False  # whether this member contributes to no further round
         self._is_released = True  # whether the leader permits this member to leave
         self._are_leaving = False  # whether another member was lost, has left, or is ending
-        self._contributed: dict[int, int] = {}  # by fragment: the round in which the last contribution counts
+        self._contributed: dict[int, int] = {}  # by fragment: round in which this member's last contribution counts
         self._orders: list[tuple[int, ExchangeMessage]] = []  # messages that arrived before this newcomer had a state
         self._unread: list[Envelope[ExchangeMessage]] | None = []  # messages before the membership is opened; then None
         self._is_closed = False
@@ -278,7 +278,7 @@ class Exchange:
             in_flight: Rounds to which this member has not contributed, but whose means it receives.
         """
         for number in in_flight:
-            own = self._round(number)  # a census now includes the round
+            own = self._round(number)  # the round now exists, so that a census includes it
             self._contributed[own.fragment] = number
         self._membership.complete_joining()
         orders, self._orders = self._orders, []
@@ -353,7 +353,7 @@ class Exchange:
     def _obey(self, number: int, message: ExchangeMessage) -> None:
         match message:
             case Decided(verdict) if number > self._retired[(number - 1) % len(self._fragments)]:
-                if number not in self._rounds and self.has_merged(number):  # its loaded state includes the mean
+                if number not in self._rounds and self.has_merged(number):  # this member's state includes the mean
                     self._tell_leader(Merged(), number)
                 else:
                     self._take_verdict(self._round(number), verdict)
@@ -390,7 +390,7 @@ class Exchange:
             if verdict.holder == self._services.rank:
                 self._transfers.offer_mean(own, verdict)
             return
-        if own.has_received:  # but has not merged
+        if own.has_received:  # the mean was received but not merged
             self._transfers.stop(own)
         own.verdict = verdict if self._replicas.size == 1 else verdict.among(self._counterparts)
         self._begin(own)
@@ -451,7 +451,7 @@ class Exchange:
             del self._rounds[number]
             if own.has_received and not own.has_merged:
                 self._transfers.merge(own)
-            elif not own.has_received:  # with a quorum, this member is behind
+            elif not own.has_received:  # this member is behind, which only a quorum allows
                 self._transfers.stop(own)
             self._transfers.retire(own)
         self._server.end_rounds(min(self._retired))
@@ -474,7 +474,7 @@ class Exchange:
         if not number or has_merged(self._fragments, number) or not is_waiting:
             return
         holder = self._holders[fragment]
-        if holder in self._membership.living:  # if it is lost, the leader will name another holder
+        if holder in self._membership.living:  # if the holder is lost, the leader will name another one
             self._catch_up.ask(number, holder)
 
     def note_caught_up(self, fragment: int) -> None:

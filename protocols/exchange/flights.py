@@ -52,7 +52,7 @@ class Flights:
 
     def note_step(self, step: int) -> None:
         """Record that the fragments scheduled for a step are due."""
-        for fragment in self._schedule.due(step):  # in most steps no fragment is due
+        for fragment in self._schedule.due(step):
             if self._is_in_turn(fragment) and not (self.skips_late and fragment in self._owed):
                 self._owed.append(fragment)
 

@@ -54,7 +54,7 @@ class Fragment:
         self.layout = layout
         self.version = self.applied_version = 0
         self.mean: Mean | None = None
-        self._values: dict[int, Tensor] = {}  # by vector: merged values to apply
+        self._values: dict[int, Tensor] = {}  # by vector: values of the merged mean, until they are applied
 
     @property
     def holds_mean(self) -> bool:

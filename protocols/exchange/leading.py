@@ -131,7 +131,7 @@ class Leading:
         """Handle a member's message, or keep it until this rank leads."""
         ledger = self._ledger
         if ledger is None:
-            if isinstance(message, Census):  # earlier messages were for a former leader
+            if isinstance(message, Census):  # the sender's earlier messages were for a former leader
                 self._early = [each for each in self._early if each[0] != source]
             self._early.append((source, number, message))
             return

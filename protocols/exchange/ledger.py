@@ -135,12 +135,12 @@ class Quorum:
 class _Round:
     """State of one round until it is retired."""
 
-    captured: dict[int, Report] = field(default_factory=dict)  # by member
+    captured: dict[int, Report] = field(default_factory=dict)  # by member: report on its contribution
     excused: set[int] = field(default_factory=set)  # members admitted after the round had begun
     merged: set[int] = field(default_factory=set)
     attempt: int = 0
     verdict: Verdict | None = None
-    taken: dict[int, Verdict] = field(default_factory=dict)  # by rank that receives the mean, if means differ
+    taken: dict[int, Verdict] = field(default_factory=dict)  # by receiver: its own verdict, if means differ
     grace: int = 0  # number of the grace period; 0 before its start
     is_grace_over: bool = False
 
@@ -187,7 +187,7 @@ class Ledger:
         self._rounds: dict[int, _Round] = {}
         self._newest: dict[int, list[int]] = {}  # by rank: the last round of each fragment whose state the rank has
         self._ending: set[int] = set()  # members that contribute to no further round
-        self._paused: set[int] = set()  # members for which rounds do not wait
+        self._paused: set[int] = set()  # members that asked rounds not to wait for them
         self._holders = [-1] * len(self.retired)  # by fragment: rank that has the state after the last retired round
 
     # -- events -----------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Ledger:
             return []
         self._paused.discard(rank)
         found = self._round(round)
-        if self._quorum is None or found.verdict is None:  # otherwise it is late and will count in a later round
+        if self._quorum is None or found.verdict is None:  # a contribution after the verdict counts in a later round
             found.captured[rank] = Report(weight, norm, scores)
         return self._decisions()
 
@@ -252,7 +252,7 @@ class Ledger:
             return []
         self._awaited.discard(rank)
         self._standings[rank] = tuple(standings)
-        self.retired = list(map(max, self.retired, retired or self.retired))  # without a quorum, the two are equal
+        self.retired = list(map(max, self.retired, retired or self.retired))  # may differ only with a quorum
         self._newest[rank] = list(newest or [0] * len(self.retired))
         return self._end_census()
 
@@ -379,7 +379,7 @@ class Ledger:
             return self._awaited_in(number, each) <= each.captured.keys()
         later = self._later(number)
         missing = self.members - each.excused - later - self._ending - self._paused - each.captured.keys()
-        if not missing and (each.captured or later or each.attempt):  # after an attempt, all its donors may be lost
+        if not missing and (each.captured or later or each.attempt):  # all donors of an earlier attempt may be lost
             return True
         is_grace_over = (
             each.is_grace_over or not self._quorum.grace_s or missing <= self._behind(self._fragment(number))
@@ -453,7 +453,7 @@ class Ledger:
         for number, each in sorted(self._rounds.items()):
             fragment = self._fragment(number)
             if fragment in waiting or not (self.members <= each.merged or self._leaves_behind(number, each)):
-                if self._quorum is None:  # all rounds are retired in order
+                if self._quorum is None:  # without a quorum, rounds are retired in order
                     break
                 waiting.add(fragment)
                 continue
@@ -515,7 +515,7 @@ class Ledger:
                     each.merged.add(rank)
                     if self._is_shared(own.round):  # otherwise each member's mean is different
                         holders.setdefault(own.round, (rank, own))
-        for number, known in self._rounds.items():  # includes contributions reported after the member's answer
+        for number, known in self._rounds.items():  # adds contributions reported after a member's answer
             if number <= self.retired[self._fragment(number)]:
                 continue
             each = rounds.setdefault(number, _Round())

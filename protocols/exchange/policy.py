@@ -97,7 +97,7 @@ class ExchangePolicy(ReplicatedPolicy):
             model, optimizer, replica_size=replica_size, average_every=every, resets_optimizer=resets, **options
         )
         self._shared = shared
-        schedule = replace(schedule, every=self.average_every)  # average_every was converted to int
+        schedule = replace(schedule, every=self.average_every)  # self.average_every is the validated int
         self._flights = Flights(schedule, skips_late=skips_late)
         self._fragment_count = schedule.fragment_count
         self._is_overlapped = schedule.overlap_steps > 0
@@ -265,7 +265,7 @@ class ExchangePolicy(ReplicatedPolicy):
             quorum=self._quorum,
         )
         self._admission = self._new_admission(membership, scopes)
-        if not membership.is_joining:  # a newcomer gets the leader's state instead
+        if not membership.is_joining:  # a newcomer loads the leader's state, not its own checkpoint
             self._contribute_again()
 
     def _opened(self) -> tuple[Exchange, Admission]:
@@ -307,7 +307,7 @@ class ExchangePolicy(ReplicatedPolicy):
         """As the leader, admit a restarted rank that has asked to join, with the state after this step."""
         if self._exchange is None or self._admission is None or not self._admission.is_asked:
             return
-        has_quorum = self._quorum is not None  # then the newcomer could offer this rank's means
+        has_quorum = self._quorum is not None  # with a quorum, a newcomer can pass on this rank's means
         if not self._flights.skips_late and not has_quorum:
             await self._exchange.shared()
         # A rank may have been lost during the wait. No newcomer is admitted during the resulting census.
@@ -556,7 +556,7 @@ class ExchangePolicy(ReplicatedPolicy):
         is_whole = bool(trouble) or is_left_out or fragment in self._unsound_captures
         with self._weights.following():
             own.apply(tensors, is_late=is_late, is_whole=is_whole)
-            if trouble:  # other non-finite fragments would make this one non-finite in the next step
+            if trouble:  # other fragments that are not finite would make this one non-finite in the next step
                 for each in self._fragments:
                     each.begin_again(tensors)
         await self._share(range(self._fragment_count) if trouble else [fragment], tensors)
@@ -595,5 +595,5 @@ class ExchangePolicy(ReplicatedPolicy):
     def _trouble(self) -> str:
         """Describe the part of this rank's weights or optimizer that is not finite. Return "" if all is finite."""
         optimizer = None if self._shared.resets_optimizer else self.optimizer
-        is_known = self._found_finite_at == self.iteration  # this step has already checked them
+        is_known = self._found_finite_at == self.iteration  # this step has already checked the weights
         return trouble_of(None if is_known else self._known_infinities, optimizer)

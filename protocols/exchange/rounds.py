@@ -186,8 +186,8 @@ class RoundTransfers:
             max([1, *(each.layout.memory_nbytes(of_mean=of_mean) for each in fragments if each.is_frequent)])
             for of_mean in (False, True)
         )
-        self._free: dict[int, list[Tensor]] = {nbytes: [] for nbytes in self._block_nbytes}  # by size: free blocks
-        self._lent: dict[int, Tensor] = {}  # by address: blocks in use
+        self._free: dict[int, list[Tensor]] = {nbytes: [] for nbytes in self._block_nbytes}  # by size: free memory
+        self._lent: dict[int, Tensor] = {}  # by address: memory blocks in use
         self._shared: dict[int, SharedMemory] = {}  # by address: blocks that other ranks on this host can map
         self._kept: dict[int, list[Tensor]] = {}  # by fragment: a retired round's mean that is not applied yet
         self._scratch: list[Tensor] = []  # memory for pieces of slices that are read from donors
@@ -215,7 +215,7 @@ class RoundTransfers:
     def _new_block(self, nbytes: int, *, is_kept: bool) -> Tensor:
         """Allocate memory. If it is kept and large, other ranks on this host can map it."""
         if is_kept and nbytes >= neighbours.READ_NBYTES_MIN and self._services.shares_memory:
-            with contextlib.suppress(OSError):  # raised without shared memory or a free file descriptor
+            with contextlib.suppress(OSError):  # no shared memory, or no free file descriptor
                 memory = SharedMemory(nbytes)
                 self._shared[_address(memory.tensor)] = memory
                 return memory.tensor

@@ -37,7 +37,7 @@ Role: TypeAlias = Literal["stepped", "averaged", "copied"]
 # : Copied entries, and vectors in a block of memory, start at multiples of this number of bytes, so that they can be
 # viewed with their own dtype.
 _ALIGNMENT_NBYTES: Final = 16
-_PIECE_COUNT: Final = 1 << 16  # elements averaged at a time: 256 KiB of float32 stay in a core's cache
+_PIECE_COUNT: Final = 1 << 16  # number of elements averaged at a time: 256 KiB of float32 stay in a core's cache
 _EXACT: Final = find_codec("float32")
 _NORM_MAX: Final = 2.0**400  # replaces larger norms, so that sums of their squares are finite
 
@@ -263,7 +263,7 @@ class WireLayout:
         codec = self.codec if is_coded else None
         of_mean = None if codec is None else codec_of_means(codec, self._owner_count, end)
         of_mean = None if of_mean is _EXACT else of_mean
-        total = self._owner_count if role != "copied" else 1  # copied from the first donor, so not divided
+        total = self._owner_count if role != "copied" else 1  # copied from the first donor, so not divided among owners
         bounds = (*(end * number // total // block * block for number in range(total)), end)
         if is_whole:
             bounds = _moved(bounds, self._cuts(places, end, block)[0])
@@ -460,7 +460,7 @@ def write(vector: Vector, values: Tensor, tensor: Tensor) -> None:
     if vector.role == "copied":
         values = values.view(tensor.dtype)
     elif tensor.is_complex():
-        values = torch.complex(values[0::2], values[1::2])  # a view would need an even offset
+        values = torch.complex(values[0::2], values[1::2])  # view_as_complex would need an even offset
     tensor.copy_(values.view(tensor.shape))
 
 

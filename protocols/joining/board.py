@@ -40,7 +40,7 @@ class Board:
         self._left: dict[int, int | None] = {}  # request keys of the policies this rank has left, oldest first
         self._askable: dict[int, tuple[int, Callable[[Request, int], bool]]] = {}  # by policy: request key and handler
         self._serving: set[int] = set()  # policies that this rank has left but may still coordinate
-        self._applications: dict[int, Application] = {}  # by request key
+        self._applications: dict[int, Application] = {}  # by request key: this rank's applications for admission
         self._loop = services.engine.loop
         self._channel: Channel[BoardMessage] = services.open_channel(
             BoardMessage,

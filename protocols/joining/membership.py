@@ -71,8 +71,8 @@ class Membership:
         members: Members in the order in which they may lead, including this rank.
         known: All ranks that may become members; by default the members.
         admitted: Number of restarts of each restarted member.
-        leader: Rank that has answered this newcomer's admission request; None on a member that was never restarted.
-        attempt: Number of this newcomer's attempt to join; 0 on a member that was never restarted.
+        leader: Rank that has answered this newcomer's admission request; None on an initial member.
+        attempt: Number of this newcomer's attempt to join; 0 on an initial member.
         replicas: Replicas of the ranks. Either all ranks are members, or the first rank of each replica. If a rank is
             lost or leaves, all members of its replica are removed.
 
@@ -161,7 +161,7 @@ class Membership:
         return rank == services.rank or is_present
 
     def _identity_of(self, rank: int) -> tuple[int, int]:
-        """Return the incarnation and attempt with which a member was admitted; zeros if it was never restarted."""
+        """Return the incarnation and attempt with which a member was admitted; zeros for an initial member."""
         return self._admitted.get(rank, (0, 0))
 
     def _has_left(self, rank: int) -> bool:

@@ -90,7 +90,7 @@ class JoinablePolicy(SpawnPolicy):
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
         deadline = self._world.time() + self._start_timeout_s
         values = self._shared_values()
-        left = newest_left(self._services, self._members, values)  # read before an attempt can change it
+        left = newest_left(self._services, self._members, values)  # first, since a failed attempt also leaves a policy
         attempt = 1
         try:
             while not await self._has_joined(deadline, values, left, attempt, may_start=was_admitted):
@@ -130,7 +130,7 @@ class JoinablePolicy(SpawnPolicy):
             admission = self._opened_admission()
             self._restore_whole(await admission.take_state(self._flat.nbytes, self._start_timeout_s, deadline))
         except RankLostError as error:
-            await self._stop(error)  # at once: no rank depends on a newcomer without a state
+            await self._stop(error)  # no wait: no other rank needs a newcomer without a state
             return False
         except BaseException as error:
             await self._stop(error)

@@ -236,7 +236,7 @@ class OneSidedPolicy(JoinablePolicy):
                 deadline = self._world.time() + self._averaging.drain_timeout_s
                 await self._services.engine.until(self._is_quiet, WaitId(WaitKind.OWN_READS), deadline=deadline)
         finally:
-            self._task = None  # its exception may keep a donor's memory alive
+            self._task = None  # the task's exception may keep a donor's memory alive
             self._states.clear()
             if not self._leftovers():  # the probe would otherwise keep the model and its buffers alive
                 self._services.leftover_probes.remove(self._leftovers)

@@ -111,9 +111,7 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
             model,
             optimizer,
             average_every=pull.average_every,
-            # The fraction 0.5 only enables the check of this rank's weights: _momentum() returns the fraction of each
-            # pull.
-            # it keeps them.
+            # A momentum above 0 enables the check of this rank's own weights. _momentum() returns each pull's value.
             averaging=AveragingOptions.of({**options, "momentum": 0.5}),
             read_timeout_s=ReadOptions.of(options).read_timeout_s,
             **among(options, MemberOptions),

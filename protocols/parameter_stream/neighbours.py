@@ -49,7 +49,7 @@ class Neighbours:
         self._is_possible = services.shares_memory
         self._readable: set[int] = set()
         self._failures: Counter[int] = Counter()
-        self._asked: dict[int, Reading] = {}  # by slot
+        self._asked: dict[int, Reading] = {}  # by slot: readings that wait for an answer
         self._mapped: dict[int, dict[bytes, torch.Tensor]] = {}  # by donor and packed address, last used at the end
         self._last_slot = 0
 

@@ -407,7 +407,7 @@ class ReplayBuffer:
             self._send(Grant(stream.slot, drawn.nbytes, CHUNK_NBYTES), round=drawn.request)
             try:
                 await stream.whole()
-            except StreamAborted as error:  # its reason has a different tag and may arrive later
+            except StreamAborted as error:  # the server's reason has a different tag and may arrive later
                 await services.engine.until(
                     lambda: self._error is not None,
                     WaitId(WaitKind.REPLAY_END_REASON, name=self._name),
@@ -431,7 +431,7 @@ class ReplayBuffer:
     def _on_message(self, envelope: Envelope[ReplayMessage]) -> None:
         if envelope.source != self._server or not (self._welcome or isinstance(envelope.message, Welcome | Refused)):
             self._refuse_grant(envelope)
-            return  # it is from a different rank, or for an earlier client on this rank
+            return  # the message is from a different rank, or for an earlier client on this rank
         match envelope.message:
             case Welcome() as welcome if welcome.entry == self._entry:
                 self._welcome = welcome

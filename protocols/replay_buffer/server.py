@@ -221,7 +221,7 @@ class _Server:
     def _on_gone(self, rank: int) -> None:
         if rank in self._clients:
             self._finish(self._clients[rank])
-            self._clients[rank] = Client(rank, is_done=True)  # a restarted rank may reuse the entry numbers
+            self._clients[rank] = Client(rank, is_done=True)  # a restarted rank may reuse earlier entry numbers
             self._has_lost_one = True  # other clients' draws may no longer be answerable
 
     def _finish(self, client: Client) -> None:

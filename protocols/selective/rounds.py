@@ -68,7 +68,7 @@ class RoundCoordinator:
         self.migrants = Migrants(self._members, rules.migrate_every, rules.metric_mode)
         self.trend = MetricTrend(rules.metric_mode)
         self.blanks = BlankMetrics()
-        self._window_start: float | None = None  # arrival of the first report since the last decision
+        self._window_start: float | None = None  # arrival time of the first report since the last decision
         self._patience = Patience(rules.grace_s, stream_safe_points)
         self._largest_iteration = -1
         self._acted_at_iteration: int | None = None
@@ -112,7 +112,7 @@ class RoundCoordinator:
             self._ignore("Report from before the average was applied")
             return ()
         member.report = as_record((iteration, value, step_s, now))
-        if member.fresh:  # its earlier report is already counted
+        if member.fresh:  # an earlier report of the member is already counted
             return ()
         roster, patience = self.roster, self._patience
         member.fresh = True
@@ -427,7 +427,7 @@ class RoundCoordinator:
         """Return the round in progress if a message belongs to it. Otherwise count the message as ignored."""
         member, state = self._members.get(rank), self._course.current
         if member is None or not member.live:
-            self._live(rank, kind)  # counts the message
+            self._live(rank, kind)  # counts the message as ignored
             return None
         if state is None or state.number != number:
             self._ignore(f"{kind} of another round")

@@ -33,7 +33,7 @@ LATE_STEPS: Final = 3
 #: Number of the coordinator's messages that each round waits for: assignment, freeze and end.
 _ROUND_ANSWER_COUNT: Final = 3
 _RECENT_COUNT: Final = 8
-_LATE_COUNT: Final = 6  # late answers, among the recent ones, after which a member takes over
+_LATE_COUNT: Final = 6  # number of late answers, among the recent ones, after which a member takes over
 
 
 class Nominate(NamedTuple):

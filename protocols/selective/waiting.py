@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 #: Limit for a round: this many cadences or, if longer, this multiple of its duration with the median rank.
 FREE_CADENCES: Final = 1.25
 FREE_ROUNDS: Final = 2.0
-#: Shorter differences in seconds are ignored, because busy hosts and coarse timers cause them.
+#: Times that differ by fewer seconds count as equal, because busy hosts and coarse timers cause such differences.
 NOISE_S: Final = 0.1
 #: Maximum fraction of the total time by which slow ranks may delay rounds.
 HELD_SHARE: Final = 0.1

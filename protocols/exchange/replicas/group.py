@@ -61,7 +61,7 @@ class ReplicaGroup:
     def __init__(self, world: World, group: Group) -> None:
         self._world = world
         self._group = group
-        self._is_torn = False  # whether a step was interrupted, so that ranks may differ
+        self._is_torn = False  # whether a step was interrupted, so that the ranks' weights may differ
 
     @property
     def group(self) -> Group:

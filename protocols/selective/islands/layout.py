@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeAlias
 from asyncdist import StartTimeoutError, validation
 from asyncdist.protocols.declared import Options, one_of, option, or_none, whole
 
-#: How the destination island of an emigrant is chosen.
+#: Method by which the destination island of an emigrant is chosen.
 MigrationRoute: TypeAlias = Literal["ring", "random"]
 
 

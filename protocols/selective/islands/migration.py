@@ -30,7 +30,7 @@ from asyncdist.protocols.selective.roles.coordination import KnowsCoordinator
 
 logger = logging.getLogger("protocols.selective.islands.migration")
 
-#: Maximum number of islands, at random or along the ring, in which a live rank is searched.
+#: Maximum number of islands, drawn at random or along the ring, that are searched for a live rank.
 _TARGET_COUNT_MAX: Final = 64
 
 

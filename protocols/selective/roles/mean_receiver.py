@@ -113,7 +113,7 @@ class MeanReceiver:
         """
         try:
             for reducer in sorted(self._reducers, key=lambda rank: self._turn_of(rank, frozen)):
-                if not self._place_of(reducer).nbytes:  # empty, because there are more reducers than elements
+                if not self._place_of(reducer).nbytes:  # empty part: there are more reducers than elements
                     continue
                 is_whole = await self._is_received(reducer, frozen, deadline)
                 if not is_whole and self._source_of[reducer] != reducer:
@@ -145,7 +145,7 @@ class MeanReceiver:
         return 1 if reducer in frozen.reducers else 0
 
     async def _is_received(self, reducer: int, frozen: Frozen, deadline: float) -> bool:
-        """Wait for one part from the rank to which it was requested. Return False if that rank has failed."""
+        """Wait for one part from the rank that was asked for it. Return False if that rank has failed."""
         self.donor = source = self._source_of[reducer]
         try:
             return (source != reducer or reducer in frozen.reducers) and await self._receive(reducer, deadline)

@@ -248,7 +248,7 @@ class MemberRoles:
 
     @property
     def is_giving(self) -> bool:
-        """True if this rank is still sending, or has left but its snapshot can still be requested."""
+        """True if this rank is still sending, or is leaving while its snapshot can still be requested."""
         return self._member.state is State.LASTING or not self._channels.server.is_idle
 
     # -- instructions -----------------------------------------------------------------------------------------------

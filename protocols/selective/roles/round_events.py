@@ -39,7 +39,7 @@ class RoundEvents:
             if isinstance(told, Tell) and isinstance(told.message, Decline):
                 declined[told.round] = told.message.reason
             elif isinstance(told, Tell) and isinstance(told.message, Applied) and told.round == self._round:
-                self._role, self._round = "", 0  # the replacer creates AverageApplied
+                self._role, self._round = "", 0  # the replacer itself creates the AverageApplied event
         if self._role == DONOR and not self._gives() and self._round not in declined:
             why = reason or (f"round {round} began" if round else "the policy ended")
             self._end(RoundEnded(self._round, why, self._island))

@@ -120,7 +120,7 @@ class RoundCourse:
         """End the round, and return an `End` message for each live rank that had a role in the round."""
         sends: list[Send] = []
         for rank in sorted(state.waiting_replacers):
-            if state.frozen:  # it may have applied the average, and its answer may be in transit
+            if state.frozen:  # the replacer may have applied the average, and its answer may be in transit
                 self._overdue.setdefault(rank, deque(maxlen=HISTORY_LENGTH)).append(state.number)
                 self.overdue_count += 1
             else:
