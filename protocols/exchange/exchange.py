@@ -258,7 +258,7 @@ class Exchange:
         await self._services.engine.until(lambda: not self.holds_means, WaitId(WaitKind.OWN_ROUND))
 
     async def settle(self, numbers: Sequence[int], progress: Sequence[int]) -> tuple[int, ...]:
-        """Wait until this member has these rounds' means or all members wait here; see :meth:`Membership.settle`."""
+        """Wait until this member has these rounds' means, or until all members wait (:meth:`Membership.settle`)."""
         return await self._membership.settle(lambda: all(map(self.has_merged, numbers)), progress)
 
     def contribution_state(self, number: int) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Standing:
         has_merged: Whether the member has the mean.
         weight, norm: Weight and L2 norm of the member's contribution. 0 if the member was admitted after the round had
         begun, so that it only receives the mean.
-        donors, weights, norms: Those of the verdict if the member has the mean; otherwise empty.
+        donors, weights, norms: Fields of the verdict if the member has the mean; otherwise empty.
         scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
         donor_scores: Scores of the verdict if the member has the mean; otherwise empty.
         late: Late members of the verdict if the member has the mean; otherwise empty.

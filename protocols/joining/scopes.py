@@ -1,4 +1,4 @@
-"""Defines a policy's scopes: numbers that separate its messages from those of all other policies."""
+"""Defines a policy's scopes: numbers that separate its messages from other policies' messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncdist.protocols.joining.newcomers import Welcome
 
 
 class PolicyScopes:
-    """Numbers that separate a policy's messages from those of other policies, equal on all ranks of the policy.
+    """Numbers that separate a policy's messages from other policies' messages. Equal on all ranks of the policy.
 
     Args:
         population: Name that the policies of all islands share.

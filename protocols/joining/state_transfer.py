@@ -125,7 +125,7 @@ def _mapped(change: Any, node: Any) -> Any:
 
 
 def _chunks(state: torch.Tensor | None, nbytes: int) -> list[memoryview] | None:
-    """Return the chunks of the state or of its encoded size, whichever has ``nbytes`` bytes; otherwise None."""
+    """Return the chunks of the state or of its encoded size, whichever has ``nbytes`` bytes, or None."""
     if state is not None and nbytes == _LENGTH_NBYTES:
         return [memoryview(bytearray(state.numel().to_bytes(_LENGTH_NBYTES, "little")))]
     return split(byte_view(state), CHUNK_NBYTES) if state is not None and nbytes == state.numel() else None

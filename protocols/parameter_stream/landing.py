@@ -149,7 +149,7 @@ class Layout:
 
 
 def _pieces(accumulator: FlatBuffers, chunk_nbytes: int) -> list[LandingPiece]:
-    """Return the chunks of the whole state, beginning with those of averaged tensors."""
+    """Return the chunks of the whole state, beginning with the chunks of averaged tensors."""
     pieces = []
     averaged = accumulator.averaged().keys()
     for number, (dtype, tensor) in enumerate(parts_of(accumulator, exact=True)):

@@ -35,7 +35,7 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 logger = logging.getLogger("protocols.parameter_stream.server")
 
-EARLY_COUNT_MAX: Final = 4096  #: Maximum number of requests that wait for an offer; further requests are aborted.
+EARLY_COUNT_MAX: Final = 4096  #: Maximum number of requests that wait for an offer. Further requests are aborted.
 
 
 @dataclass(slots=True, eq=False)
@@ -228,7 +228,7 @@ class SnapshotServer:
             self._refuse(key)
 
     def end_mean(self, round: int, part: Part) -> None:
-        """Abort all requests for the mean of ``part`` in ``round``. This rank does not offer that mean any longer."""
+        """Abort all requests for the mean of ``part`` in ``round``. This rank no longer offers that mean."""
         self._no_means.add((round, part))
         for key, (asked, request) in list(self._early.items()):
             if asked == round and mean_asked(request) == part:

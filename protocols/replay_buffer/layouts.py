@@ -30,7 +30,7 @@ def declare(layout: RowLayout) -> Declare:
 
 
 def declared(message: Declare) -> RowLayout:
-    """Return the layout that a message declares; raise ValueError if the layout is invalid."""
+    """Return the layout that a message declares. Raise ValueError if the layout is invalid."""
     form = FORMS.get(message.form)
     if form is None or not message.names:
         raise ValueError(f"invalid form {message.form!r} of a batch with {len(message.names)} fields")

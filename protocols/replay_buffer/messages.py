@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from asyncdist.messaging.streams import Cancel, Grant
 
-# : Maximum size in bytes of a payload inside a message; larger payloads are streamed. A frame has at most 64 KiB, and a
+# : Maximum size in bytes of a payload inside a message. Larger payloads are streamed. A frame has at most 64 KiB, and a
 # long frame delays the short frames behind it.
 INLINE_NBYTES_MAX = 32 << 10
 

@@ -38,7 +38,7 @@ class RequestLimit:
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     async def acquire(self, what: WaitId) -> None:
-        """Wait until another request may be sent; raise the job's error if the job fails."""
+        """Wait until another request may be sent. Raise the job's error if the job fails."""
         if self._count and not self._waiters:
             self._count -= 1
             return

@@ -1,4 +1,4 @@
-"""Lists a coordinator's members, and counts those that are live and those that have reported."""
+"""Lists a coordinator's members, and counts the live members and the members that have reported."""
 
 from collections.abc import Collection, Iterable, Mapping
 from decimal import ROUND_CEILING, Decimal

@@ -343,7 +343,7 @@ def _sharded_network_load(
 def _least_load(
     candidates: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
 ) -> tuple[int, ...]:
-    """Return all candidates, or those on one host, whichever choice of reducers gives the busiest network less load."""
+    """Choose as reducers all candidates, or one host's, to minimise the load of the busiest host's network."""
     by_host: dict[int, list[int]] = {}
     for rank in candidates:
         by_host.setdefault(hosts[rank], []).append(rank)

@@ -1,8 +1,8 @@
 """Chooses the emigrants of one island, and stores donors from other islands until a round uses them.
 
 After a fixed number of decisions, the best member of an island is announced as a donor to another island, where it is
-called a *guest*. This is the island model of evolutionary computing (Tanese 1989; Whitley, Rana and Heckendorn 1999),
-except that an emigrant stays in its own island and sends only its weights.
+called a *guest*. This is the island model of evolutionary computing (Tanese 1989; Whitley, Rana and Heckendorn 1999).
+Unlike in that model, an emigrant stays in its own island and sends only its weights.
 """
 
 from collections.abc import Mapping

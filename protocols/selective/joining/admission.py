@@ -54,7 +54,7 @@ class Newcomers:
         """After a round, count a failed attempt for each newcomer that the round was meant to admit but did not.
 
         Args:
-            decision_count: Number of decisions so far. The next attempt waits for one more.
+            decision_count: Number of decisions. The next attempt waits for another decision.
             held_s: Duration of the round in seconds if it exceeded its time limit; otherwise 0.
         """
         for rank in ranks:

@@ -118,7 +118,7 @@ class Reducer:
     async def _make(self, state: _Sum, frozen: Frozen, offer: Offer) -> bool:
         """Compute the mean in chunks, in rank order. Return False if infinite values differ between donors.
 
-        Each complete chunk of an averaged tensor is offered immediately. Tensors copied from the best donor come last.
+        Each complete chunk of an averaged tensor is offered immediately. Tensors copied from the best donor are last.
         """
         into, nbytes = state.buffers.mean, 0
         given = {donor: await self._given(state, donor, exact=donor == frozen.best) for donor in frozen.donors}
