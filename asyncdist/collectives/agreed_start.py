@@ -6,9 +6,9 @@ completes. A separate task therefore does the work, and only a failure of the jo
 cancelled, the effect depends on the progress of the start:
 
 - Before this rank has joined, the caller and the work are cancelled, and the other members are notified.
-- Before the decision has arrived, this rank asks the leader to continue without it, and the caller is cancelled
-  immediately or, if ``is_held`` is true, after the leader's answer. If the decision is "go", the work is still done,
-  and its result is released.
+- Before the decision has arrived, this rank asks the leader to continue without it. The caller is cancelled immediately
+  or, if ``is_held`` is true, after the leader's answer. If the decision is "go", the work is still done, and its result
+  is released.
 - After "go", the caller is cancelled when the work is done and its result has been released.
 """
 

@@ -5,9 +5,9 @@ each group. It sends all counts when it leaves the world, and a group's count wh
 with higher numbers, which the departed rank does not join, the other members get ClosedError. All earlier collectives
 continue, because the departed rank completes its part.
 
-The count of a lost member is unknown. A loss therefore ends all current and later collectives of all groups with the
-lost rank, with RankLostError, on each rank that is notified of the loss. The groups of a mesh's axes also end with the
-loss of any rank of the mesh. The survivors make a new group without the lost rank.
+The count of a lost member is unknown. On each rank that is notified of a loss, all current and later collectives of
+groups with the lost rank therefore raise RankLostError. The groups of a mesh's axes also end with the loss of any rank
+of the mesh. The survivors make a new group without the lost rank.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ It gets the complete version, or an :class:`OutdatedError`.
 
 - If the transport has one-sided reads and all members are on one host, slots and records are in memory that all members
   map (:mod:`asyncdist.host_memory.shared_memory`). Before the owner changes a slot, it writes the number of the new
-  version. A reader copies a slot, and then checks that the owner has not begun version k + 2. (This is a sequence lock,
-  after Lameter 2005, over two buffers.) The owner may be computing, or have left.
+  version. A reader copies a slot, and then checks that the owner has not begun version k + 2. This is a sequence lock
+  (Lameter 2005) over two buffers. The owner may be computing, or have left.
 - Otherwise the owner answers reads at its safe points, with a stream of the version or an abort
   (:mod:`asyncdist.messaging.streams`). While a slot is being streamed, the owner does not write a new version into it.
   In small groups, an owner sends its records to all members. In large groups, readers ask for them

@@ -9,7 +9,7 @@ each rank, however. Each start therefore makes two agreements:
    ordering of events in a distributed system", 1978). The numbers define one order of all starts, equal on all ranks.
 2. **All members are ready for the start.** A rank joins this agreement for one start at a time: the first start in this
    order that all members have requested. If an earlier start appears, the rank asks the leader to release it from the
-   agreement, which succeeds unless all members have joined, and joins the earlier start.
+   agreement, and joins the earlier start. The release succeeds unless all members have joined.
 
 No start waits forever, because all members join the first of all requested starts before any other start.
 """

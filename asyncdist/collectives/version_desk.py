@@ -2,7 +2,7 @@
 
 Used by the versioned windows of large groups (:mod:`asyncdist.collectives.one_sided`), in which sending the record of
 each version to all members would be too many messages. A rank has one :class:`VersionDesk` for all its windows. It
-answers questions as long as the world is open, even about windows that are closed or not open yet, so that no reader
+answers questions as long as the world is open, even about windows that are closed or not open yet. No reader therefore
 waits for an answer forever.
 """
 

@@ -356,8 +356,8 @@ class Channel(Generic[MessageT]):
     def on_restarted(self, rank: int) -> None:
         """Expect new sequence numbers from a restarted ``rank``.
 
-        Unless the channel admits restarted ranks, sends to the new process raise RankLostError until it has sent a
-        message on this channel, or :meth:`admit` is called, because the protocol's state refers to the old process.
+        Unless the channel admits restarted ranks, the protocol's state refers to the old process. Sends to the new
+        process then raise RankLostError until it has sent a message on this channel, or :meth:`admit` is called.
         """
         for inbox in (self.inbox, self._earlier_inbox):
             if inbox is not None:

@@ -1,7 +1,7 @@
 """Packs, posts, checks, decodes and queues single messages, without waiting.
 
 An :class:`Outbox` checks, packs and posts a channel's messages. A :class:`FrameReceiver` receives the frames of a tag,
-checks them, and selects the :class:`Inbox` of each frame's channel, which checks the order, decodes the message and
+checks them, and selects the :class:`Inbox` of each frame's channel. The inbox checks the order, decodes the message and
 queues it until a task receives it. :mod:`asyncdist.messaging.channels` adds the waiting.
 
 The module is compiled if a C compiler is available (:mod:`asyncdist.compiled`). C types are in its ``.pxd`` file.
@@ -449,8 +449,8 @@ class FrameReceiver(Pollable):
         recheck: Function that makes the engine evaluate the conditions of waiting tasks, called when a test outside a
             polling pass has delivered a message.
         contacts: Set to which the senders of messages are added.
-        flow: Flow control that counts the frames of each source, or None: a function that returns the :class:`Lane` of
-            a source, a function that sends the credit of a lane, and the number of frames for one credit.
+        flow: Flow control that counts the frames of each source, or None. A function returns the :class:`Lane` of a
+            source, a second function sends the credit of a lane, and a number of frames is worth one credit.
 
     Attributes:
         routes: Stamp, inbox and decoder of each route, by the route's key.

@@ -19,8 +19,8 @@ ASLEEP    after 50 ms if the transport  HOT on a completion, a new wait, or a ri
 A transport *rings* if it calls a function of this module when a message arrives. If a transport cannot ring, but has a
 doorbell (:mod:`asyncdist.transports.doorbell`), other ranks of the host ring in the states IDLE and ASLEEP. The driver
 is then ASLEEP instead of IDLE if no request is outstanding and all ranks of the world can ring. It skips WARM, and
-sometimes HOT: if it spins in vain and is rung soon after it has gone to sleep, it probably kept the sender from
-running, because there are more busy processes than cores. It then sleeps immediately in the next waits.
+sometimes HOT. If it spins in vain and is rung soon after it has gone to sleep, there are probably more busy processes
+than cores, and it kept the sender from running. It then sleeps immediately in the next waits.
 
 In the warm state the driver calls ``time.sleep``, because an asyncio timer below 1 ms takes 1.07 ms, and uvloop turns
 it into a busy loop.

@@ -1,9 +1,9 @@
 """Frame format of messages: a header of fixed size, then one msgpack map with the fields of a frozen dataclass.
 
-A receiver checks the CRC32 of a frame, then the *route*, which identifies the job, the format version, the channel and
-the message type, and then the type of every field. msgspec checks the types in a fifth of the time that Python code
-would take. A failed check raises :class:`FrameError`. Nothing is pickled, and no frame can make this rank allocate more
-memory than the frame's length.
+A receiver checks the CRC32 of a frame, then the *route*, and then the type of every field. The route identifies the
+job, the format version, the channel and the message type. msgspec checks the types in a fifth of the time that Python
+code would take. A failed check raises :class:`FrameError`. Nothing is pickled, and no frame can make this rank allocate
+more memory than the frame's length.
 """
 
 from __future__ import annotations

@@ -117,13 +117,12 @@ def run(
             unread message, a request, a stream slot, a snapshot or a task.
         watchdog_s: Seconds after main's return until a warning lists the spawned tasks, if all of them are still
             waiting, or ``math.inf`` for no warning.
-        stall_s: Seconds after which the waits of all ranks of this host are printed once, with line numbers, if none of
-            them has made a step or received a message (``docs/hangs.md``), or ``math.inf`` for never. The default is
-            the variable ASYNCDIST_STALL_S (``asyncdist run --stall-s``), or 60. If a value is set, a warning is also
-            logged when main has waited in one line for this time (up to twice as long) while other ranks continue. The
-            wait may be for a message, a stream, a collective, or main's own future or event. If no value is set, the
-            warning is logged after 300 s and only for collectives, because a main that waits for messages may be a
-            server.
+        stall_s: Seconds without a step or a received message on any rank of this host, after which the waits of all its
+            ranks are printed once, with line numbers (``docs/hangs.md``). ``math.inf`` means never. The default is the
+            variable ASYNCDIST_STALL_S (``asyncdist run --stall-s``), or 60. If a value is set, a warning is also logged
+            when main has waited in one line for once to twice this time while other ranks continue. The wait may be for
+            a message, a stream, a collective, or main's own future or event. If no value is set, the warning is logged
+            after 300 s and only for collectives, because a main that waits for messages may be a server.
         stall_aborts: Whether to raise StallError instead of logging this warning, if main waits for its peers.
         record: Folder in which each rank records its steps, metrics, rounds, messages and waits.
             :mod:`asyncdist.recording.writer` describes the files, and :func:`asyncdist.recording.reader.read_recording`
@@ -132,9 +131,9 @@ def run(
         record_limit_nbytes: Maximum size of a rank's file, in bytes, at which recording stops.
         metrics: Destination of each rank's counters: ``"tensorboard:FOLDER"``, ``"wandb"``, ``"wandb:PROJECT"``,
             ``"opentelemetry"``, a port or ``"HOST:PORT"`` for Prometheus, or a list of several. For Prometheus, the
-            first rank of a host listens on the given port, the other ranks listen on the following ports, and the
-            default address is 127.0.0.1. The default is the variable ASYNCDIST_METRICS (``asyncdist run --metrics``).
-            If a destination fails, a warning is logged.
+            first rank of a host listens on the given port, and the other ranks on the following ports. The default
+            address is 127.0.0.1. The default is the variable ASYNCDIST_METRICS (``asyncdist run --metrics``). If a
+            destination fails, a warning is logged.
 
     Raises:
         TypeError: ``main`` is not a coroutine function, or cannot be called with a world and ``args``.

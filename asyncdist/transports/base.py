@@ -96,7 +96,7 @@ class Capabilities:
         shares_memory: Whether ranks on one host are processes that may map each other's memory
             (:mod:`asyncdist.host_memory.shared_memory`).
         written_share: Fraction of a large tensor, from 0 to 1, that the sender writes directly into the memory of a
-            receiver on its host (:mod:`asyncdist.host_memory.cross_memory_attach`), while the backend sends the rest.
+            receiver on its host (:mod:`asyncdist.host_memory.cross_memory_attach`). The backend sends the rest.
     """
 
     native_collectives: bool

@@ -2,8 +2,8 @@
 
 The ranks of a host map a common *board* (:mod:`asyncdist.host_memory.shared_memory`) with one cache line per rank,
 which says whether the rank is asleep. Each rank also has a pipe, which its event loop watches. After each message, the
-sender reads the receiver's line. It writes a byte into the receiver's pipe only if the receiver is asleep, so that a
-message to a rank that is awake costs one read of memory.
+sender reads the receiver's line. It writes a byte into the receiver's pipe only if the receiver is asleep. A message to
+a rank that is awake costs one read of memory.
 
 - **No message is missed.** The receiver first writes to its line, then tests for messages once more, and then sleeps.
   The sender first sends, then reads the line. Both complete the first access before the second, so at least one of them
@@ -14,8 +14,8 @@ message to a rank that is awake costs one read of memory.
 - **Permissions.** A pipe has no name. It is opened through ``/proc/PID/fd``, which the kernel allows only to processes
   of the same user. Processes of other users can neither ring nor read the board.
 
-A Unix datagram socket would take as long to ring: 15 to 25 us after a pause, and 40 to 60 us more until the receiver's
-loop runs. But any process that knows the socket's name may send to it.
+A Unix datagram socket would take as long to ring, 15 to 25 us after a pause. The receiver's loop runs 40 to 60 us
+later. But any process that knows the socket's name may send to it.
 
 The module is compiled if possible (:mod:`asyncdist.compiled`), because it runs for each small message.
 """
@@ -249,8 +249,8 @@ def meet(
         all_gather: Function that returns the bytes that each rank has passed to it, in rank order.
 
     Returns:
-        This rank's doorbell or None, the bell of each rank or None if the rank cannot be rung, and the reason why this
-        rank has no doorbell or None.
+        This rank's doorbell or None, the bell of each rank or None, and the reason or None. The bell is None for ranks
+        that cannot be rung. The reason says why this rank has no doorbell.
     """
     nothing: list[Any] = [None] * size
     try:

@@ -1,8 +1,9 @@
 """Reports whether an event loop has anything to run, so that safe points run no iterations that do nothing.
 
 An iteration takes 20 to 50 us after torch has replaced the contents of the caches. :class:`LoopWork` reads the loop's
-own queue of ready callbacks, its timers and its tables of descriptors, so that no callback is delayed. They do not show
-some events, for example the end of ``loop.getaddrinfo``. An iteration is therefore due every 100 ms in any case.
+own queue of ready callbacks, its timers and its tables of descriptors, so that no callback is delayed. These objects do
+not show some events, for example the end of ``loop.getaddrinfo``. An iteration is therefore due every 100 ms in any
+case.
 
 For asyncio's selector loops these objects are attributes. uvloop has no names for them, but :func:`gc.get_referents`
 returns them, and a trial callback and timer identify them. If one is not found, every safe point yields.

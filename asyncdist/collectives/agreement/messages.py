@@ -44,7 +44,7 @@ class AgreementKey:
         return hash((self.subject, self.occurrence, self.ranks[:1]))
 
     def __str__(self) -> str:
-        """Return the subject and the ranks, for example ``barrier on ranks 0,2,4-9``. All occurrences are equal."""
+        """Return the subject and the ranks, for example ``barrier on ranks 0,2,4-9``, equal for all occurrences."""
         return f"{self.subject}{_ON_RANKS}{_in_words(self.ranks)}"
 
     @property
@@ -239,8 +239,8 @@ class Gathered(Keyed):
 
     Attributes:
         ranks: Ranks that have joined, and that the sender has not reported before.
-        values: Named values of these ranks. If members have more than two different sets of values, ranks with a third
-            set are reported with the second set, because only the first difference is needed.
+        values: Named values of these ranks. Ranks with a third different set of values are reported with the second
+            set, because only the first difference is needed.
         taken: Resource numbers, such as group tags, that any of these ranks uses.
     """
 

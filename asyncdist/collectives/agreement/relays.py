@@ -1,7 +1,7 @@
 """Relays the joins of a large group up to its leader, and the decision down to the members, along a tree.
 
 The leader is the root (:mod:`asyncdist.collectives.agreement.tree_shape`). A rank reports its subtree's joins to its
-parent when the whole subtree has joined, or after a delay, which doubles each time, if some ranks are late.
+parent when the whole subtree has joined. If some ranks are late, it reports after a delay, which doubles each time.
 
 All other messages are sent to the leader directly, after the sender has repeated its join there, so that the leader
 receives both in order. A member also repeats its join directly if a rank that may have relayed its join or the decision

@@ -5,8 +5,8 @@ decision therefore asks all others, as in the cooperative termination protocol o
 Hadzilacos, Goodman, "Concurrency Control and Recovery in Database Systems", 1987, section 7.4):
 
 - A member that has received the decision sends it to the asking member.
-- Any other member answers that it is undecided. It promises not to accept the decision from an absent rank (the leader,
-  and all other ranks that are lost or have left), whose messages may still be in transit.
+- Any other member answers that it is undecided. It promises not to accept the decision from an absent rank, whose
+  messages may still be in transit. Absent ranks are the leader, and all other ranks that are lost or have left.
 - If all present members have promised, no member can receive the decision, and they start again without the leader. If
   another rank is lost before that, all members are asked again, with this rank among the absent ranks.
 

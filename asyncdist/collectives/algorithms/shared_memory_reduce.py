@@ -36,9 +36,9 @@ AllGather: TypeAlias = Callable[[Tensor], Awaitable[Sequence[Tensor]]]
 
 #: Largest size in bytes reduced at once. Larger tensors are reduced in pieces, to limit the size of result buffers.
 PIECE_NBYTES: Final = 64 << 20
-#: Smallest size in bytes for shared memory. Relative to messages, its four barriers took, on torch, 2.1 to 2.5 times as
-#: long for 0.4 to 16 KiB, 0.8 to 1.1 times as long for 62 KiB, and half as long for 1 MiB. On MPI they took as long up
-#: to 62 KiB.
+#: Smallest size in bytes for shared memory. Its four barriers were compared with messages. On torch they took 2.1 to
+#: 2.5 times as long for 0.4 to 16 KiB, 0.8 to 1.1 times as long for 62 KiB, and half as long for 1 MiB. On MPI they
+#: took as long up to 62 KiB.
 SHARED_NBYTES_MIN: Final = 64 << 10
 #: Number of result buffers: one that is being written, and one that is being read.
 _RESULT_COUNT: Final = 2

@@ -113,7 +113,7 @@ async def progress() -> AsyncIterator[Progress]:
     Inside a world, use :meth:`asyncdist.World.wait` instead, whose requests share the world's polling.
 
     When the block ends, waits that are still in progress raise ClosedError. If requests have not completed, one warning
-    is logged, and they stay in memory with their buffers until the process ends, because MPI may still write to them.
+    is logged. They stay in memory with their buffers until the process ends, because MPI may still write to them.
 
     Raises:
         LocalProtocolError: The caller is a simulated rank.

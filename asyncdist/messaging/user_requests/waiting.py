@@ -34,8 +34,8 @@ class _Awaited:
 class RequestWaiter:
     """Lets tasks wait for requests of the user's program.
 
-    **Ownership**: from the first wait for a request until a wait has returned its result, this object stores the
-    request, and the engine tests it even if no task waits for it.
+    **Ownership**: this object stores a request from the first wait for it until a wait has returned its result. The
+    engine tests the request even if no task waits for it.
 
     Args:
         owner: Name of the object that the user closes, for errors.

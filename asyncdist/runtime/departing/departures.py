@@ -6,8 +6,8 @@ only the ranks with which it has exchanged messages. This module informs the rem
 
 - A rank notifies its parent as soon as its whole subtree has reached a stage. When all ranks have reached the stage,
   the root announces this down the tree.
-- If some ranks continue, the departures of the others are combined into bitmaps, and sent with a delay up to the root
-  and down to all ranks.
+- If some ranks continue, the departures of the others are combined into bitmaps. They are sent with a delay up to the
+  root, and down to all ranks.
 - After all ranks have ended, each rank acknowledges this to its parent as soon as its whole subtree knows it. Then the
   root announces the stage ``HEARD``, and only then may ranks exit. A rank whose ancestors are lost can thus still be
   notified by any living rank.

@@ -1,9 +1,9 @@
 """Sends messages to one peer over gloo's blocking point-to-point calls, which separate threads wait for.
 
 gloo's requests cannot be polled, because a ``Work`` completes only inside ``wait()`` (pytorch#30723). Threads therefore
-wait, in C++ and without the GIL, and queue the received data for the loop. asyncdist uses two private gloo groups:
-*control* carries frames of at most ``SLOT_NBYTES`` bytes, and *bulk* carries larger messages, so that small messages do
-not wait behind large ones.
+wait, in C++ and without the GIL, and queue the received data for the loop. There are two private gloo groups, so that
+small messages do not wait behind large ones. *Control* carries frames of at most ``SLOT_NBYTES`` bytes, and *bulk*
+carries larger messages.
 
 - **Small messages** are sent inside control frames, which arrive in a ring of posted receives. At most ``WINDOW_COUNT``
   frames are unacknowledged, and messages sent in the meantime share the next frame.

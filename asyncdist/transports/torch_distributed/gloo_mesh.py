@@ -22,8 +22,7 @@ T = TypeVar("T", Send, Receive)
 logger = logging.getLogger("asyncdist.transports.torch_distributed.gloo_mesh")
 
 #: Maximum seconds that the training thread keeps the GIL while a thread of the transport waits for it. Python's default
-#: is 5 ms, and these waits add up, because each end acquires the GIL twice for a frame and four times for a large
-#: message.
+#: is 5 ms. These waits add up, because each end acquires the GIL twice for a frame and four times for a large message.
 _SWITCH_INTERVAL_S: Final = 0.0002
 _GOODBYE_S: Final = 0.5
 #: Maximum seconds for all threads together to end. They take milliseconds once their connections are closed, but longer
