@@ -117,7 +117,7 @@ class Engine(Poller):
         """
         if self.before_safe_point is not None:  # Only simulated ranks have this function.
             await self.before_safe_point()
-        self._note_safe_point_begun()  # This has no effect unless the rank is recorded or replayed.
+        self._note_safe_point_begun()  # Safe points are recorded only if the rank is recorded or replayed.
         completed = self.first_pass()
         self.turn = 1
         if not self.is_loop_idle():

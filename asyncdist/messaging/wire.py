@@ -238,7 +238,7 @@ class Codec:
                 decoded = self.decoders[self._kind](payload)  # The receiver makes the same complete check.
                 self._checked = (
                     message if decoded == message else None
-                )  # unequal if a tuple field holds a list, which may change later
+                )  # they differ if a tuple field holds a list, which may change later
         except Exception as error:  # for example a wrong type, an int over 64 bits, or an error of __post_init__
             raise LocalProtocolError(f"cannot send the message {message!r:.200}: {error}") from error
         if len(payload) > _PAYLOAD_NBYTES_MAX:
