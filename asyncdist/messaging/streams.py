@@ -253,7 +253,7 @@ class InboundStream(StreamEnd):
         """Post the receives of the first ``count`` chunks, except those that are already posted."""
         if count > self._post_limit:
             self._post_limit = count
-        # This call comes from the loop below, because a chunk arrived immediately.
+        # If _posting is true, the loop below has made this call, because a chunk arrived immediately.
         if self._posting or self._is_over():
             return
         self._posting = True
