@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 NAMES: Final = (
+    "ratios",
     "latency",
     "bandwidth",
     "beside",

@@ -107,7 +107,9 @@ async def measure(
                 await _block(policy, other, settings.step_count, steps_us[name], yields_us)
     running.cancel()
     async with policy_of(models[settings.models[0][0]]) as policy:
-        cold = {f"cold {work_ms} ms": await _cold(policy, work_ms, count) for work_ms, count in settings.cold_counts}
+        cold = {
+            f"cold {work_ms} ms": await cold_steps(policy, work_ms, count) for work_ms, count in settings.cold_counts
+        }
     own = {**{name: _figures(values) for name, values in steps_us.items()}, "yield": _figures(yields_us), **cold}
     ranks = await collect(own)
     if ranks is None:
@@ -133,7 +135,7 @@ async def _block(
             yields_us.append((yielded_at - yielding_at) / 1e3)
 
 
-async def _cold(policy: SpawnPolicy, work_ms: int, count: int) -> dict[str, float]:
+async def cold_steps(policy: SpawnPolicy, work_ms: int, count: int) -> dict[str, float]:
     """Time steps, yields in the same loop, and yields in a loop without a world, after ``work_ms`` ms of training."""
     training = Training()
     steps_us: list[float] = []
