@@ -169,6 +169,16 @@ class Holdings:
         if "outer" in state:
             self.outer = self.base.version, state["outer"].clone()
 
+    def begin_joined(self, state: Mapping[str, Any], layouts: Layouts, sequence: int) -> None:
+        """Begin as a newcomer with the leader's anchor, instead of a checkpoint that the newcomer has loaded.
+
+        Args:
+            sequence: Number of the last contribution that the leader knows of this member.
+        """
+        self.begin(state, layouts)
+        self.outstanding = self.answer = self.inherited = None
+        self.sequence = sequence
+
     def load(self, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int], rank: int) -> None:
         """Load the anchors and contributions of a saved policy on ``rank``; see :func:`renumbered` for ``sources``."""
         self.base, self.sequence = HeldAnchor.of(state["base"], layouts, sources), state["sequence"]

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from asyncdist import validation
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.async_diloco.anchor import Anchor
-from asyncdist.protocols.async_diloco.arrivals import weight_of
 from asyncdist.protocols.async_diloco.blocks import Block, Captures, Layouts
 from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings, Outstanding, saved_outer, sources_of
 from asyncdist.protocols.async_diloco.islands.federation import Federation
@@ -68,7 +67,7 @@ from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
 from asyncdist.protocols.selective.islands.layout import Island
 from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
-from asyncdist.protocols.step_info import NOTHING, Contributed, StepInfo
+from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import check_replica_group
 from asyncdist.tensors.flat_state import Entry
 from asyncdist.tensors.infinities import KnownInfinities, trouble_of
@@ -329,10 +328,8 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         state, rank, own = self._saved, self._world.rank, self._holdings
         assert state is not None, "the leader has sent its state"
         self._captures.clear_residuals()
-        own.begin(state["served"], self._layouts)
-        own.outstanding = own.answer = own.inherited = None  # from a checkpoint that this newcomer has loaded
+        own.begin_joined(state["served"], self._layouts, dict(state["reported_to_leader"]).get(rank, 0))
         self._progress = Progress(self.average_every)
-        own.sequence = dict(state["reported_to_leader"]).get(rank, 0)
         self._saved = None
         with self._weights.following():
             self._captures.restore(own.base.block, self._tensors())
@@ -576,34 +573,26 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         if self._resets_optimizer or trouble:
             reset_optimizer_state(self.optimizer)
         self._progress.wanted = report.steps
-        wire_nbytes, unencoded_nbytes = self._sent_nbytes()
+        wire = self._layouts.wire if self._is_first else None  # None if this rank does not contribute
         info = replace(
             result_of(report),
             staleness_steps=self.iteration - self._progress.captured_at,
             seconds=self._world.time() - began_at,
             nbytes=self._layouts.exact.nbytes if self._is_first else 0,
             recovered=trouble,
-            wire_nbytes=wire_nbytes,
-            unencoded_nbytes=unencoded_nbytes,
+            wire_nbytes=0 if wire is None else wire.nbytes,
+            unencoded_nbytes=0 if wire is None else wire.unencoded_nbytes,
             waited_s=waited_s,
             island=-1 if self._island is None else self._island.index,
         )
         self._announce(info, report)
         return info
 
-    def _sent_nbytes(self) -> tuple[int, int]:
-        """Return the encoded and unencoded bytes of this rank's contribution; 0 if this rank does not contribute."""
-        wire = self._layouts.wire if self._is_first else None
-        return (0, 0) if wire is None else (wire.nbytes, wire.unencoded_nbytes)
-
     def _announce(self, info: StepInfo, report: Applied) -> None:
         """Record this rank's contribution, whose round is now known, and the application of the anchor."""
-        own, on_event = self._progress.reported, self._own_options.on_event
-        assert own is not None, "an anchor is applied after a contribution"
-        weight = weight_of(own.tokens, own.steps, self._own_options.weights)
-        facts = info.round, 0, self._progress.captured_at, own.base_version, weight, own.norm, *self._sent_nbytes()
-        event = Contributed(*facts)
+        own = self._own_options
+        event = self._progress.contributed(info.round, own.weights, info.wire_nbytes, info.unencoded_nbytes)
         self._journal.note_contributed(event)
-        if on_event is not None:
-            on_event(event)
-        self._announce_average(on_event, info, report.weights)
+        if own.on_event is not None:
+            own.on_event(event)
+        self._announce_average(own.on_event, info, report.weights)

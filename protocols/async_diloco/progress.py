@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from asyncdist.protocols.async_diloco.arrivals import ArrivalWeighting, weight_of
 from asyncdist.protocols.async_diloco.messages import Arrived
+from asyncdist.protocols.step_info import Contributed
 
 
 @dataclass(slots=True)
@@ -44,6 +46,19 @@ class Progress:
         self.reported, self.is_waiting, self.captured_at = report, True, iteration
         self.steps, self.tokens = 0, 0.0
         self.contribution_count += 1
+
+    def contributed(self, number: int, weights: ArrivalWeighting, nbytes: int, unencoded_nbytes: int) -> Contributed:
+        """Return the event of the last contribution, whose round is now known.
+
+        Args:
+            number: Number of the round.
+            weights: Option that defines the contribution's weight.
+            nbytes, unencoded_nbytes: Size of the contribution.
+        """
+        own = self.reported
+        assert own is not None, "an anchor is applied after a contribution"
+        weight = weight_of(own.tokens, own.steps, weights)
+        return Contributed(number, 0, self.captured_at, own.base_version, weight, own.norm, nbytes, unencoded_nbytes)
 
     def state(self) -> dict[str, Any]:
         """Return a copy for checkpoints."""

@@ -24,8 +24,9 @@ All functions are pure: they map messages and losses to decisions.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, isfinite
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
+from asyncdist import validation
 from asyncdist.protocols.exchange.messages import Standing, Verdict
 
 
@@ -63,6 +64,12 @@ def all_members(number: int, rank: int, members: Sequence[int]) -> None:
 def reported_weights(reports: Mapping[int, Report]) -> dict[int, float]:
     """Return the reported weights of all contributions whose norm is finite."""
     return {rank: report.weight for rank, report in reports.items() if isfinite(report.norm)}
+
+
+def verdict_alone(report: Report, weights: Mapping[int, float]) -> Verdict:
+    """Return the verdict on a round of the only member; ``weights`` is empty if its contribution is left out."""
+    scores = (report.scores,) * len(weights) if report.scores else ()
+    return Verdict(1, tuple(weights), tuple(weights.values()), (report.norm,) * len(weights), scores=scores)
 
 
 class Decide(NamedTuple):
@@ -117,6 +124,17 @@ class Quorum:
     count: int
     grace_s: float
     members_wait: bool
+
+    @classmethod
+    def of_members(cls, members: int, count: int | None, grace_s: float, members_wait: bool) -> Self | None:
+        """Return the quorum that a policy's options ask for, or None if a round waits for all ``members``.
+
+        Raises:
+            ValueError: ``count`` is larger than the number of members.
+        """
+        if count is not None and count > members:
+            validation.refuse("quorum", count, f"None, or from 1 to the number of members ({members})")
+        return None if count is None or count == members else cls(count, grace_s, members_wait)
 
     def is_missed_by_slow(self, missed: int, members: int) -> bool:
         """Return whether a member that has missed the last rounds makes longer steps than the other members.

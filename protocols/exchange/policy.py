@@ -26,7 +26,7 @@ from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.exchange.exchange import Exchange
 from asyncdist.protocols.exchange.flights import Flight, Flights
 from asyncdist.protocols.exchange.fragment import ENTRIES, Fragment, Mean, checksum_of_anchors, restore, state_of
-from asyncdist.protocols.exchange.ledger import Chosen, Quorum, Report, reported_weights
+from asyncdist.protocols.exchange.ledger import Chosen, Quorum, Report, reported_weights, verdict_alone
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, joined_replica
@@ -210,11 +210,8 @@ class ExchangePolicy(ReplicatedPolicy):
         self._known_infinities = KnownInfinities(self._flat)
         self._replicas = Replicas(self._members, 1 if self.is_alone else self._replica_size)
         self._parts = None
-        count, quorum = len(self._members), self._given_quorum
-        if quorum is not None and quorum > count:
-            validation.refuse("quorum", quorum, f"None, or from 1 to the number of members ({count})")
         waits = not self._flights.skips_late
-        self._quorum = Quorum(quorum, self._grace_s, waits) if quorum is not None and quorum < count else None
+        self._quorum = Quorum.of_members(len(self._members), self._given_quorum, self._grace_s, waits)
         self._flights.in_any_order = self._quorum is not None
         self._fragments = list(self._make_fragments())
         self._take_saved()
@@ -503,11 +500,9 @@ class ExchangePolicy(ReplicatedPolicy):
         if self._exchange is not None:
             self._exchange.contribute(self._number_in_exchange(number), encoded, *report)
             return
-        chosen = self.weigh({self._world.rank: report})
-        scores = (report.scores,) * len(chosen) if report.scores else ()
-        verdict = Verdict(1, tuple(chosen), tuple(chosen.values()), (report.norm,) * len(chosen), scores=scores)
-        fragment, mean = (number - 1) % self._fragment_count, [[each] for each in encoded] if chosen else ()
-        self._fragments[fragment].merge(verdict, mean)
+        verdict = verdict_alone(report, self.weigh({self._world.rank: report}))
+        mean = [[each] for each in encoded] if verdict.donors else ()
+        self._fragments[(number - 1) % self._fragment_count].merge(verdict, mean)
 
     async def _apply_due(self, step: int) -> list[StepInfo]:
         """Apply all means that are due in this step. Wait for missing means, unless late means are skipped."""

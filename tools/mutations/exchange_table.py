@@ -349,9 +349,9 @@ EXCHANGE_MUTANTS: Final = (
         "async-numbers-reused",
         "async diloco",
         "a restarted rank numbers its contributions from 1 again",
-        "protocols/async_diloco/policy.py",
-        '        own.sequence = dict(state["reported_to_leader"]).get(rank, 0)\n',
-        "        own.sequence = 0 * rank\n",
+        "protocols/async_diloco/holdings.py",
+        "        self.sequence = sequence\n",
+        "        self.sequence = 0 * sequence\n",
         ASYNC_DILOCO,
     ),
     Mutant(
