@@ -24,6 +24,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
+# During the imports, a third of the time would go into collections that find no garbage; see pytest_collection_finish.
+gc.disable()
 # Several ranks and test processes share few cores.
 torch.set_num_threads(1)
 
@@ -97,5 +99,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 def pytest_collection_finish() -> None:
     """Exclude the imported objects from full garbage collections, because tests and the simulator collect often."""
+    gc.enable()
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """At the end of a file, exclude the objects again that a policy under DDP or many simulated ranks have included."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()

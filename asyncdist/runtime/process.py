@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import sys
 from typing import Final
@@ -23,6 +24,7 @@ def limit_threads() -> None:
         torch.set_num_threads(threads)
 
 
+@functools.cache  # counting frozen objects takes time in proportion to their number
 def spare_collections() -> None:
     """Exclude all existing objects, of which torch makes some 170,000, from garbage collection, once per process.
 
