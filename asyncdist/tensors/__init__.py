@@ -1,4 +1,4 @@
-"""Represents models, pytrees and Python values as flat tensors or bytes. Raises ImportError if torch is too old."""
+"""Converts models, pytrees and Python values to flat tensors or bytes. Raises ImportError if torch is too old."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Copies tensors of a model into one flat tensor and back, piece by piece.
+"""Copies a model's tensors into one flat tensor and back, piece by piece.
 
 Each piece is copied just before it is sent and just after it is reduced, while it is in the CPU's cache.
 """
@@ -20,10 +20,10 @@ class Bucket:
     """Copies tensors to and from one flat tensor.
 
     Args:
-        flat: 1-D tensor for the copies, of the tensors' dtype or a wider dtype.
+        flat: 1-D tensor of the tensors' dtype or a wider dtype.
         pairs: Each tensor, in any memory layout and on any device, with its view of ``flat``. The views are in order
             and leave no gaps.
-        memory: Shared memory of the host's ranks that begins with ``flat``; None if ``flat`` is not shared.
+        memory: Memory shared by the host's ranks that begins with ``flat``; None if ``flat`` is not shared.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Bucket:
             tensor, view = self._tensors[index], self._views[index]
             if tensor.is_contiguous():
                 view.view(-1)[first:last].copy_(tensor.view(-1)[first:last])
-            elif first == 0:  # the tensor is copied as a whole, so its later pieces need no copy
+            elif first == 0:  # the whole tensor is copied with its first piece
                 view.copy_(tensor)
         self._copied_in_count = end
 
     @torch.no_grad()
     def copy_out(self, start: int, values: Tensor) -> None:
-        """Write 1-D ``values`` into the tensors, beginning at offset ``start``; the flat tensor is not changed.
+        """Write 1-D ``values`` into the tensors, beginning at offset ``start``, without changing the flat tensor.
 
-        Calls must be in order. A tensor that is not contiguous is written when its last values arrive.
+        Offsets must be passed in ascending order. A non-contiguous tensor is written when its last values arrive.
         """
         if self._is_rolled_back:
             return
@@ -82,9 +82,9 @@ class Bucket:
 
     @torch.no_grad()
     def rollback(self) -> None:
-        """Restore the values from before the first :meth:`copy_out`; later calls of ``copy_out`` have no effect.
+        """Restore the tensors' values from before the first :meth:`copy_out`, and make later calls of it do nothing.
 
-        Elements that are not in the flat tensor yet are copied into it, since the other ranks still need them.
+        Elements that are not in the flat tensor yet are copied into it, because the other ranks still need them.
         """
         if self._is_rolled_back:
             return
@@ -114,11 +114,11 @@ class Bucket:
             self._rest = None
 
     def _whole(self, start: int, end: int) -> tuple[int, int]:
-        """Return the half-open index range of the tensors that lie entirely between two offsets."""
+        """Return the half-open range of indices of the tensors that lie entirely between two offsets."""
         return bisect.bisect_left(self._starts, start), bisect.bisect_right(self._starts, end) - 1
 
     def _cut(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (index, first element, end element) for the tensors, at most two, that lie partly in the range."""
+        """Yield (index, first element, end element) for each tensor, at most two, that lies partly in the range."""
         low, high = self._whole(start, end)
         if self._starts[low] > start:
             first = self._starts[low - 1]

@@ -20,14 +20,13 @@ ALIGNMENT_NBYTES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of a chunk whose elements all have the same dtype.
+    """A part of a chunk whose elements all have the same dtype.
 
     Attributes:
-        dtype: Dtype of the elements in the model.
         first: Index of the piece's first element in the flat tensor of this dtype.
         count: Number of elements.
         offset: Offset of the piece in the chunk, in bytes.
-        averaged: Whether the values are averaged instead of copied from the best rank.
+        averaged: Whether the elements are averaged instead of copied from the best rank.
     """
 
     dtype: torch.dtype
@@ -58,10 +57,10 @@ class _Segment:
 
 
 class Packing:
-    """Layout of a model's flat state in one block of memory: one segment for each dtype.
+    """The layout of a model's flat state in one block of memory, with one segment per dtype.
 
     Attributes:
-        nbytes: Total size in bytes, including the padding between segments.
+        nbytes: Size of the block in bytes, including the padding between segments.
         averaged_nbytes: Size in bytes of the prefix that contains all averaged entries.
     """
 
@@ -95,7 +94,7 @@ class Packing:
         return FlatBuffers(self._entries, tensors, views)
 
     def pieces(self, start: int, end: int) -> Iterator[Piece]:
-        """Yield the pieces between two byte offsets, each a multiple of ``ALIGNMENT_NBYTES`` or the total size."""
+        """Yield the pieces between two byte offsets. Each offset is a multiple of ``ALIGNMENT_NBYTES`` or the end."""
         for segment in self._segments:
             first, last = max(start, segment.start), min(end, segment.end)
             if first < last:

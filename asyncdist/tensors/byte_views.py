@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def oddity_of(tensor: Tensor) -> str | None:
-    """Describe a tensor without plain values in memory, as in "a nested tensor"; return None for a plain tensor."""
+    """Return None for a plain dense tensor, or a description such as "a nested tensor" for any other tensor."""
     if tensor.is_meta:
         return "a meta tensor (it has no values)"
     if tensor.is_quantized:
@@ -28,7 +28,7 @@ def oddity_of(tensor: Tensor) -> str | None:
 
 
 def check_dense(tensor: Any, name: str = "tensor") -> None:
-    """Raise TypeError unless ``tensor`` is a dense tensor; ``name`` is its name in the error."""
+    """Raise TypeError, with ``name`` in its message, unless ``tensor`` is a dense tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a dense tensor, got a {type(tensor).__qualname__}")
     oddity = oddity_of(tensor)
@@ -48,7 +48,7 @@ def check_writable(tensor: Any, name: str = "tensor") -> None:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's values as a contiguous CPU tensor outside any graph, without a copy if possible."""
+    """Return a dense tensor's values as a contiguous, detached CPU tensor, without a copy if possible."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
@@ -63,7 +63,7 @@ def byte_view(tensor: Tensor) -> memoryview:
         )
     if not tensor.nbytes:
         return memoryview(bytearray())
-    # After a transfer the caches are cold, so that detach and view(torch.uint8) would take several microseconds each.
+    # Right after a transfer, CPU caches are cold. Then detach and view(torch.uint8) take several microseconds each.
     if tensor.requires_grad:
         tensor = tensor.detach()
     try:
@@ -92,7 +92,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def write(tensor: Tensor, values: Tensor) -> None:
-    """Copy ``values`` into a tensor, which may be a parameter or an inference tensor."""
+    """Copy ``values`` into a tensor of any kind, including parameters and inference tensors."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(values)
 
@@ -103,5 +103,5 @@ def empty_stack(like: Tensor, count: int) -> Tensor:
 
 
 def split(view: memoryview, chunk_nbytes: int) -> list[memoryview]:
-    """Split ``view`` into chunks of ``chunk_nbytes`` bytes; sender and receiver must use the same size."""
+    """Split ``view`` into chunks of ``chunk_nbytes`` bytes. Sender and receiver must use the same size."""
     return [view[start : start + chunk_nbytes] for start in range(0, len(view), chunk_nbytes)]

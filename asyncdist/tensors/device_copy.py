@@ -10,27 +10,26 @@ import torch
 
 
 class DeviceCopy:
-    """An unfinished copy from devices to host memory, which the engine polls like a transport's request."""
+    """A pending copy from devices to host memory, which the engine polls like a transport's request."""
 
     cancelled: Final = False
     source: Final = -1
     nbytes: Final = 0
-    #: Whether a transport wakes the loop when the copies complete.
+    #: Whether a transport wakes the event loop when the copy completes.
     rings: Final = False
 
     def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
-        """Store the events."""
         self._events = events
 
     def test(self) -> bool:
-        """Return whether all copies are complete, without waiting."""
+        """Return whether the copy is complete, without waiting."""
         return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def cancel(self) -> None:
-        """Do nothing, since a copy cannot be cancelled, and completes on its own."""
+        """Do nothing. A copy cannot be cancelled, and completes on its own."""
 
 
 @functools.cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the device's stream for copies, which training does not use."""
+    """Return the CUDA stream that is reserved for copies from this device."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

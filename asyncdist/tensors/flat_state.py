@@ -1,9 +1,9 @@
 """Represents a model's state as a few contiguous tensors, to snapshot, send, average and restore it.
 
-`FlatState` finds parameters and persistent buffers once, and then copies between them and `FlatBuffers`, which contain
-one 1-D tensor per dtype. Weights are written in place: the model's tensors remain the same objects.
+`FlatState` copies between a model's parameters and persistent buffers and `FlatBuffers`, which contain one 1-D tensor
+per dtype. Weights are written in place, so that the model's tensors remain the same objects.
 
-- If several names share memory, they are one entry with all these names. Entries never overlap.
+- Tensors that share memory are one entry with several names. Entries never overlap.
 - The layout depends only on names, shapes and dtypes, so that equal fingerprints mean equal layouts.
 - Every arithmetic step is elementwise and rounded separately, so that results do not depend on the chunk size.
 """
@@ -35,8 +35,8 @@ from asyncdist.tensors.model_tensors import (
 )
 from asyncdist.tensors.optimizers.weights import AveragedStates
 
-_PIECE_COUNT: Final = 1 << 16  # elements per temporary tensor; 256 KiB of float32 took half the time of 1 MiB
-_SAMPLE_COUNT: Final = 16  # values of each entry in the checksum that detects different weights
+_PIECE_COUNT: Final = 1 << 16  # elements per temporary tensor; pieces of 256 KiB took half the time of 1 MiB
+_SAMPLE_COUNT: Final = 16  # number of values of each entry in the checksum that detects different weights
 _CHANGED: Final = (
     "the model must keep its names, shapes, dtypes and sharing after its policy has started. To continue with the "
     "changed model, as after adding adapters, leave the policy and enter a new one on all ranks"
@@ -45,13 +45,13 @@ _CHANGED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Parameter or buffer of the model, and its place in the flat tensors.
+    """A parameter or buffer of the model, and its place in the flat tensors.
 
     Attributes:
-        names: All names of the entry, in the order of the modules; several for tied weights.
-        averaged: Whether the values are averaged (floating and complex) or copied from the best rank (integer and
-            bool).
-        offset: Index of the first element in the flat tensor.
+        names: All names, in the order of the modules. Tied weights have several.
+        averaged: Whether the values are averaged (floating and complex dtypes) instead of copied from the best rank
+            (integers and bool).
+        offset: Index of the first element in the flat tensor of this dtype.
     """
 
     names: tuple[str, ...]
@@ -63,12 +63,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Identifies a layout, which must be equal on all ranks: (names, shape, dtype) of each entry, in order."""
+    """Identifies a layout by the (names, shape, dtype) of each entry, in order. It must be equal on all ranks."""
 
     lines: tuple[tuple[tuple[str, ...], tuple[int, ...], str], ...]
 
     def to_text(self) -> str:
-        """Return the fingerprint as one line of JSON, to be sent in a message."""
+        """Return the fingerprint as JSON without line breaks, to be sent in a message."""
         return json.dumps(self.lines, separators=(",", ":"))
 
     @classmethod
@@ -117,11 +117,12 @@ def first_difference(mine: Fingerprint, theirs: Fingerprint) -> str | None:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class FlatBuffers:
-    """One contiguous 1-D tensor for each dtype of a model, and a view of each entry; made by `FlatState.new_buffers`.
+    """One contiguous 1-D tensor for each dtype of a model, and a view of each entry.
 
     Attributes:
-        tensors: Flat tensor for each dtype of the model, in an order that is equal on all ranks. Tensors for sums may
-            have a wider dtype than their key.
+        tensors: Flat tensor for each dtype of the model, in the same order on all ranks. Tensors for sums may have a
+            wider dtype than their key.
+        views: View of each entry's elements, in the entry's shape.
     """
 
     entries: tuple[Entry, ...]
@@ -134,33 +135,33 @@ class FlatBuffers:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def averaged(self) -> dict[torch.dtype, Tensor]:
-        """Return the tensors that are averaged, by dtype."""
+        """Return the flat tensors to average, by dtype."""
         return {dtype: tensor for dtype, tensor in self.tensors.items() if _is_averaged(dtype)}
 
     def exact(self) -> dict[torch.dtype, Tensor]:
-        """Return the tensors that are copied from the best rank instead of being averaged, by dtype."""
+        """Return the flat tensors to copy from the best rank instead of averaging them, by dtype."""
         return {dtype: tensor for dtype, tensor in self.tensors.items() if not _is_averaged(dtype)}
 
     def by_name(self) -> dict[str, Tensor]:
-        """Return the tensors by the names of the model's dtypes, such as `"float32"`."""
+        """Return the flat tensors by the name of the model's dtype, such as `"float32"`."""
         return {_dtype_name(dtype): tensor for dtype, tensor in self.tensors.items()}
 
 
 class FlatState:
     """Copies a model's parameters and persistent buffers to and from flat tensors.
 
-    Each copy looks up the model's tensors again (a millisecond for a thousand modules) and checks that names, shapes,
-    dtypes and sharing have not changed: a module may replace a buffer in its forward, and a user may replace `p.data`
-    or a whole submodule.
+    Each copy looks up the model's tensors again, because a module may replace a buffer in its forward, and a user may
+    replace `p.data` or a whole submodule. It raises an error if names, shapes, dtypes or sharing have changed. The
+    look-up takes a millisecond for a thousand modules.
 
     Args:
-        model: Any module. It is not changed.
-        takes_shards: Whether DTensors are allowed; the state then contains only this rank's shard of each.
-        trained_only: Whether to leave out parameters that require no gradient; these must be equal on all ranks.
-        states: Optimizer states that are averaged with the weights; they become the last entries.
+        model: Module to copy; not changed by the constructor.
+        takes_shards: Whether DTensors are allowed. The state contains only this rank's shard of each.
+        trained_only: Whether to leave out parameters that require no gradient, which must be equal on all ranks.
+        states: Optimizer states to average with the weights, as the last entries.
 
     Attributes:
-        fingerprint: Digest that identifies the layout. For a DTensor it includes the placement and the global shape.
+        fingerprint: Identity of the layout. For a DTensor it includes the placement and the global shape.
         mesh_ranks: Global torch.distributed ranks over which entries are sharded; empty if no entry is sharded.
 
     Raises:
@@ -176,15 +177,14 @@ class FlatState:
         trained_only: bool = False,
         states: AveragedStates | None = None,
     ) -> None:
-        """Find, check and lay out the model's tensors."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
         self._model = model
         self._states = states
         self.trained_only = trained_only
-        # The context is reused, since creating it takes as long as entering it. It is never held across an await.
+        # The context manager is reused, because creating it takes as long as entering it. No await occurs inside it.
         self._no_grad = torch.no_grad()
-        # Keys and names are in the order of the modules. An entry's places are the indices of its names.
+        # Keys and names are in the order of the modules. The "places" of an entry are the indices of its names.
         self._keys: list[str | None] = []
         tensors: list[Tensor] = []
         gather(model, self._keys, tensors)
@@ -223,7 +223,7 @@ class FlatState:
         )
 
     def _group(self, tensors: Sequence[Tensor]) -> list[list[int]]:
-        """Check the model's tensors, and return the name indices of each entry, several if names share memory."""
+        """Check the model's tensors, and return each entry's indices into the names (several if names share memory)."""
         left_out = set(self._left_out)
         shared: dict[tuple[Any, ...], list[int]] = {}
         for place, (name, tensor) in enumerate(zip(self._names, tensors, strict=True)):
@@ -234,7 +234,7 @@ class FlatState:
         return list(shared.values())
 
     def follow(self, model: nn.Module) -> None:
-        """Copy to and from ``model``, which has the same layout, from now on."""
+        """Switch to ``model``, which must have the same layout."""
         self._model = model
 
     @property
@@ -255,13 +255,13 @@ class FlatState:
         device: torch.device | str = "cpu",
         new: Callable[..., Tensor] | None = None,
     ) -> FlatBuffers:
-        """Allocate buffers for one state, filled with zeros.
+        """Allocate zeroed buffers for one state.
 
         Args:
-            accumulate: Whether the buffers are used for sums: floating dtypes are widened to at least float32, complex
-                dtypes to at least complex64.
+            accumulate: Whether to widen floating dtypes to at least float32, and complex dtypes to at least complex64,
+                so that the buffers can hold sums.
             device: Device of the buffers. Host memory is pinned if the model is in CUDA memory.
-            new: Allocator that replaces `torch.zeros(size, dtype=...)` for a model in host memory. It need not
+            new: Allocator to use instead of `torch.zeros(size, dtype=...)` if the model is in host memory. It need not
                 initialise the memory.
         """
         pinned = bool(self._devices) and torch.device(device).type == "cpu"
@@ -280,19 +280,19 @@ class FlatState:
     def snapshot(self, into: FlatBuffers) -> None:
         """Copy the model's current state into the buffers. Raise ValueError if the model's layout has changed."""
         tensors = self.tensors(into)
-        # One call for all entries, since for a small model separate calls take longer than the copies.
+        # All entries are copied by one call. For a small model, separate calls would take longer than the copies.
         with self._no_grad:
             torch._foreach_copy_(into.views, tensors)
 
     def start_snapshot(self, into: FlatBuffers) -> "DeviceCopy | None":
-        """Start copying the model's current state into buffers in pinned host memory, without waiting for a device.
+        """Start to copy the model's current state into buffers in pinned host memory, without waiting for a device.
 
-        CUDA tensors are copied on a separate stream, after the work queued on the current stream. Later work waits for
-        the copy, so that the next optimizer step cannot change the weights too early. The buffers must not be used
-        before the copy is complete.
+        CUDA tensors are copied on a separate stream, after the work already queued on the current stream. Work queued
+        later waits for the copy, so that the next optimizer step cannot change the weights too early. The buffers must
+        not be used before the copy is complete.
 
         Returns:
-            The copy, to be tested for completion; None if the model is not in CUDA memory and the snapshot is complete.
+            The pending copy; None if the model is not in CUDA memory, so that the snapshot is already complete.
 
         Raises:
             ValueError: The buffers were made for a different layout, or the model's layout has changed.
@@ -322,18 +322,18 @@ class FlatState:
         """Write a state into the model's tensors, in place.
 
         Averaged entries become momentum * own + (1 - momentum) * average, where own is the model's current value. Both
-        products and the sum are rounded separately in the accumulation dtype, then once to the entry's dtype. The
-        result is clamped to the interval between own and average, so that equal values stay equal and finite values
-        stay finite. Momentum 0 copies the average bit for bit, and momentum 1 keeps the own values. Integer and bool
-        entries are always copied.
+        products and the sum are rounded separately in the accumulation dtype, and the sum is clamped to the interval
+        between own and average before it is rounded to the entry's dtype. Equal values therefore stay equal, and finite
+        values stay finite. Momentum 0 copies the average bit for bit, and momentum 1 keeps the model's values. Integer
+        and bool entries are always copied.
 
         Args:
-            buffers: Values for every entry: a snapshot or a mean. They are not changed.
-            momentum: Weight of the model's own values, 0 to 1.
+            buffers: A snapshot or a mean; not changed.
+            momentum: Weight of the model's own values, from 0 to 1.
 
         Raises:
             ValueError: Momentum is out of range, the buffers were made for a different layout, or the model's layout
-                has changed. The model is then unchanged.
+                has changed. The model is unchanged.
         """
         if not 0.0 <= momentum <= 1.0:
             raise ValueError(f"momentum must be from 0 to 1, got {momentum!r}")
@@ -345,18 +345,18 @@ class FlatState:
                         _mix(tensor, view, momentum)
                 exact = [place for place, entry in enumerate(self.entries) if not entry.averaged]
                 tensors, views = [tensors[place] for place in exact], [views[place] for place in exact]
-            if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):  # _foreach_copy_ cannot write these
+            if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):  # _foreach_copy_ rejects such tensors
                 for tensor, view in zip(tensors, views, strict=True):
                     tensor.copy_(view)
             elif tensors:
                 torch._foreach_copy_(tensors, views)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an error unless the optimizer trains this model, or a part of it, without steps in backward hooks.
+        """Check that the optimizer has only parameters of this model, and does not update them in backward hooks.
 
         Raises:
             TypeError: The optimizer has no parameter groups.
-            ValueError: The optimizer has a parameter that is not in the model, or steps in hooks of the backward pass.
+            ValueError: The optimizer has a parameter that is not in the model, or updates them in backward hooks.
         """
         groups = getattr(optimizer, "param_groups", None)
         if groups is None:
@@ -410,7 +410,7 @@ class FlatState:
         if self._states is not None:
             found += self._states.tensors()
         tensors = [found[place] for place in self._firsts]
-        # All entries are compared at once: separate checks took a third of the time of a small model's snapshot.
+        # All entries are compared at once. Separate checks took a third of the time of a small model's snapshot.
         dtypes = [tensor.dtype for tensor in tensors[: len(self._dtypes)]]
         if [tensor.shape for tensor in tensors] != self._shapes or dtypes != self._dtypes:
             self._refuse_changed(tensors)
@@ -433,7 +433,7 @@ class FlatState:
         return [now[name] for name in names]
 
     def left_out_digest(self) -> str:
-        """Return a hash of the names, shapes, dtypes and values of the left-out parameters."""
+        """Return a hash of the names, shapes, dtypes and values of the parameters that ``trained_only`` leaves out."""
         keys: list[str | None] = []
         tensors: list[Tensor] = []
         gather(self._model, keys, tensors)
@@ -441,7 +441,7 @@ class FlatState:
 
     @torch.no_grad()
     def sample_checksum(self) -> int:
-        """Return a checksum over some values of each averaged entry, with one transfer per device."""
+        """Return a checksum over a few values of each averaged entry, with one transfer per device."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for entry, tensor in zip(self.entries, self._present(), strict=True):
             if entry.averaged and tensor.numel():
@@ -450,7 +450,7 @@ class FlatState:
         return functools.reduce(lambda found, sample: zlib.crc32(sample, found), samples, 0)
 
     def trained(self) -> set[str]:
-        """Return the names of the entries that currently require a gradient."""
+        """Return all names of the model's parameters that currently require a gradient."""
         return trained_names(self._model)
 
     def _refuse_changed(self, tensors: Sequence[Tensor]) -> None:
@@ -471,9 +471,9 @@ def _steps_in_hooks(optimizer: Any) -> bool:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether a floating or complex tensor is finite, in one pass and without large temporaries.
 
-    If the L2 norm is finite, all values are finite. Otherwise the norm may have overflowed, so the smallest and the
-    largest value are tested; both are NaN if any value is NaN. For 64 MiB of float32 in one thread, the norm took 6.3
-    ms, the smallest and the largest value 8.8 ms.
+    If the L2 norm is finite, all values are finite. Otherwise the norm may have overflowed, so the minimum and the
+    maximum are tested. Both are NaN if any value is NaN. For 64 MiB of float32 in one thread, the norm took 6.3 ms, and
+    minimum and maximum took 8.8 ms.
     """
     real = _as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     if real.itemsize >= 2:
@@ -490,7 +490,7 @@ def _bounds_are_finite(tensor: Tensor) -> bool:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums of `dtype`: float32, complex64 or wider; an integer dtype unchanged."""
+    """Return the dtype for sums of `dtype`: at least float32 or complex64, or an integer dtype unchanged."""
     if dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
     if dtype.is_floating_point:
@@ -499,7 +499,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class SnapshotPool:
-    """Reuses flat buffers for the layout of ``state``, so that no memory is allocated after the first uses."""
+    """Reuses flat buffers for the layout of ``state``, to avoid allocating memory for each snapshot."""
 
     def __init__(self, state: FlatState, *, accumulate: bool = False) -> None:
         self._state = state
@@ -509,12 +509,12 @@ class SnapshotPool:
 
     @property
     def in_use(self) -> int:
-        """Number of buffers in use."""
+        """Number of acquired buffers."""
         return len(self._used)
 
     @property
     def allocated(self) -> int:
-        """Number of buffers that exist."""
+        """Number of acquired and free buffers."""
         return len(self._used) + len(self._free)
 
     def acquire(self) -> FlatBuffers:
@@ -544,7 +544,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _mix(tensor: Tensor, average: Tensor, momentum: float) -> None:
-    """Move an entry towards the average, in pieces along its longest dimension to keep temporary tensors small."""
+    """Mix the average into an entry, in pieces along the entry's longest dimension to keep temporaries small."""
     tensor, wide = tensor.detach(), accumulate_dtype(tensor.dtype)
     if tensor.is_complex():  # treated as pairs of real numbers, which can be compared
         if tensor.is_conj():

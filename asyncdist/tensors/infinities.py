@@ -33,16 +33,16 @@ class KnownInfinities:
         }
 
     def unsound_entry(self, buffers: FlatBuffers) -> str | None:
-        """Return the name of an averaged entry with an unexpected non-finite value in ``buffers``, or None."""
+        """Return the name of the first averaged entry with an unsound value in ``buffers``, or None."""
         if all(is_finite(tensor) for tensor in buffers.averaged().values()):
-            return None  # this is the usual case, and faster than a check of each entry
+            return None  # testing one flat tensor per dtype is faster than testing each entry
         return self._first_unsound(zip(buffers.entries, buffers.views, strict=True))
 
     def unsound_entry_of_model(self, skipped: Collection[int] = ()) -> str | None:
-        """Return the name of an averaged entry of the model with an unexpected non-finite value, or None.
+        """Return the name of the model's first averaged entry with an unsound value, or None.
 
         Args:
-            skipped: Indices of entries that are not checked.
+            skipped: Indices of the entries to leave unchecked.
         """
         return self._first_unsound(pair for index, pair in enumerate(self._own()) if index not in skipped)
 
@@ -64,11 +64,11 @@ class KnownInfinities:
 
 
 def trouble_of(known: KnownInfinities | None, optimizer: torch.optim.Optimizer | None) -> str:
-    """Describe the part of a model, and of its optimizer if one is passed, that is not finite; "" if all is finite.
+    """Describe the part of a model or its optimizer that is not finite; return "" if all values are sound.
 
     Args:
-        known: Infinities that belong to the model; None if the model is known to be finite.
-        optimizer: The model's optimizer, if its state is checked.
+        known: The model and its known infinities; None to skip the model.
+        optimizer: The optimizer whose state to check; None to skip it.
     """
     name = None if known is None else known.unsound_entry_of_model()
     if name is not None:
@@ -82,7 +82,7 @@ def all_finite(values: Any) -> bool:
     """Return whether all tensors in nested mappings, sequences and sets, such as an optimizer's state, are finite."""
     if isinstance(values, Tensor):
         values = local_part(values)  # for a DTensor, torch would communicate with the other ranks
-        # For example states of 8-bit optimizers, which support few operations.
+        # The states of 8-bit optimizers are such wrappers, which support few operations.
         if is_traceable_wrapper_subclass(values):
             return all(all_finite(getattr(values, name)) for name in values.__tensor_flatten__()[0])
         if not (values.is_floating_point() or values.is_complex()) or values.is_meta:
@@ -94,7 +94,7 @@ def all_finite(values: Any) -> bool:
 
 
 def _stored(tensor: Tensor) -> Sequence[Tensor]:
-    """Return dense tensors that contain all values that ``tensor`` stores."""
+    """Return dense tensors that together contain all values stored in ``tensor``."""
     if tensor.is_nested:
         return torch.unbind(tensor)
     if tensor.layout == torch.strided:
@@ -106,7 +106,7 @@ def _stored(tensor: Tensor) -> Sequence[Tensor]:
 
 @torch.no_grad()
 def _infinities(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor that contains the tensor's infinities, and zeros instead of all other values."""
+    """Return a CPU copy in which all values except infinities are zero."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     wide = real.detach().to(device="cpu", dtype=torch.float32 if real.itemsize < 4 else real.dtype)
     return torch.where(wide.isinf(), wide, 0.0)

@@ -1,19 +1,19 @@
-"""Computes weighted means of tensors, element by element, for tensors that arrive in chunks or all at once.
+"""Computes elementwise weighted means of tensors that arrive in chunks or all at once.
 
 Tensors are summed in the given order, in the accumulator's dtype (float32 or wider), and the sum is divided by the sum
-of the weights. Product, sum and quotient are rounded separately, so that the result depends neither on the chunks nor
+of the weights. Product, sum and quotient are rounded separately, so that the mean depends neither on the chunks nor
 on the width of vector instructions. Two rules are added:
 
-- **The mean of finite values is finite.** When a sum overflows, it is continued with values scaled by 2^-64, and its
-  divisor is scaled as well. Scaling by a power of two is exact here, so the result is the same as without overflow.
-  (Without this rule, two attention masks of ``finfo.min`` would add up to -inf.)
-- **The mean of equal values is that value.** If the quotient equals the quotient for tensors that all equal the last
-  tensor, the mean is the last tensor's value. (In float32, (x + x + x) / 3 differs from x for one x in seven.) If the
-  tensors differ but the quotients are equal, the change is within rounding.
+- **The mean of finite values is finite.** When a sum overflows, the summation continues with values and divisor scaled
+  by 2^-64. Scaling by a power of two is exact here, so the mean is the same as without overflow. (Without this rule,
+  two attention masks of ``finfo.min`` would add up to -inf.)
+- **The mean of equal values is that value.** If an element's quotient equals the quotient of tensors that all equal
+  the last tensor, the mean is the last tensor's value. (In float32, (x + x + x) / 3 differs from x for one x in seven.)
+  If the tensors differ but the quotients are equal, the change is within rounding.
 
-Only the ratios of weights matter. Weights are scaled by a power of two, which changes no bit of the mean, so that
-products underflow or overflow only if the values do: with weights near 1e-6, products of values near 1e-33 would lose
-most of their digits. A weight below 2^-100 of the largest weight counts as 2^-100 of it.
+Only the ratios of weights matter. Weights are scaled by a power of two, which changes no bit of the mean. Products
+then underflow or overflow only if the values do. Unscaled weights near 1e-6 would take most digits from products with
+values near 1e-33. A weight below 2^-100 of the largest weight counts as 2^-100 of it.
 
 Complex values are averaged as pairs of real and imaginary parts.
 """
@@ -27,7 +27,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: Number of elements per piece: 256 KiB of float32, which stay in a core's private cache during all passes.
+#: Number of elements processed at a time: 256 KiB of float32, which stay in a core's private cache during all passes.
 _PIECE_COUNT: Final = 1 << 16
 #: Number of elements for which the mean of equal values is computed at a time, to limit the size of temporaries.
 _STRETCH_COUNT: Final = 12 << 10
@@ -39,16 +39,16 @@ _INTEGERS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
 #: Largest exponent of 2 by which a weight may exceed the first weight before the sums are scaled down.
 _WEIGHT_EXPONENT_MAX: Final = 20
 _WEIGHT_MIN: Final = 2.0**-100
-#: Numbers of equal values whose sum, divided by the number, is always the value. With four, the rounding error of 3x is
-#: at most half a unit in the last place of 4x, and if it is exactly half, 3x + x is rounded to the even 4x.
+#: Numbers n for which (x + ... + x) / n is always exactly x. For n = 4, the rounding error of 3x is at most half a unit
+#: in the last place of 4x. If it is exactly half, 3x + x is rounded to the even 4x.
 _EXACT_COUNTS: Final = (2, 4)
 
 
 class WeightedMean:
     """Computes the weighted mean of tensors that arrive in sequence, each in chunks.
 
-    Pass the tensors in rank order. Call :meth:`begin` for each tensor, then :meth:`add` for each of its chunks. When a
-    chunk of the last tensor has been added, that part of the accumulator contains the mean. The computation allocates
+    Pass the tensors in rank order. Call :meth:`begin` for each tensor, then :meth:`add` for each of its chunks. After
+    a chunk of the last tensor is added, that part of the accumulator contains the mean. The computation allocates
     one temporary piece of a chunk, and more only if sums overflow.
 
     Args:
@@ -56,7 +56,7 @@ class WeightedMean:
         keeps_equal: Whether the mean of equal values is exactly that value.
 
     Attributes:
-        is_agreed: Whether all tensors so far have the same infinity at each non-finite element.
+        is_agreed: Whether, at each non-finite element, all tensors added until now contain the same infinity.
     """
 
     def __init__(self, count: int, *, keeps_equal: bool = True) -> None:
@@ -70,7 +70,7 @@ class WeightedMean:
         self._scaled: dict[int, Tensor] = {}  # masks of the scaled sums, by address of the accumulator
 
     def begin(self, weight: float) -> None:
-        """Begin the next tensor, with a weight that is finite and above 0."""
+        """Begin the next tensor. Its ``weight`` must be finite and above 0."""
         assert len(self._weights) < self._count, f"a mean of {self._count} tensors has all of them"
         exponent = math.frexp(weight)[1] - 1
         self._shrinking = 1.0
@@ -88,8 +88,8 @@ class WeightedMean:
         Args:
             into: Contiguous 1-D slice of the accumulator, of float32, complex64 or wider. The first tensor overwrites
                 it.
-            chunk: 1-D tensor of the same length, of any dtype that fits into the accumulator's; not
-                changed. None if ``into`` already contains the first tensor's values.
+            chunk: 1-D tensor of the same length, of any dtype that fits into the accumulator's; not changed. None if
+                ``into`` already contains the first tensor's values.
         """
         if into.requires_grad or (chunk is not None and chunk.requires_grad):
             into, chunk = into.detach(), None if chunk is None else chunk.detach()
@@ -116,8 +116,7 @@ class WeightedMean:
             into.mul_(self._shrinking)
         wide = values if values.dtype == into.dtype else values.to(into.dtype)
         product = wide if weight == 1.0 else wide * weight
-        # After the first value that is too large, all sums are checked for overflow. Earlier sums cannot have
-        # overflowed.
+        # After the first product that is large enough to overflow a sum, all sums are checked for overflow.
         self._is_careful = self._is_careful or not _is_within(product, _SAFE[into.dtype])
         if self._is_careful:
             self._add_carefully(into, wide, product)
@@ -131,7 +130,7 @@ class WeightedMean:
                 _prefer_last(into, wide, self._weights, is_careful=self._is_careful)
 
     def _add_carefully(self, into: Tensor, wide: Tensor, product: Tensor) -> None:
-        """Add the current tensor, and scale down each sum of finite values that would overflow."""
+        """Add the current tensor, scaling down each sum of finite values that would overflow."""
         is_first = len(self._weights) == 1
         total = product if is_first else into + product
         leaves = torch.isfinite(wide) & ~torch.isfinite(total)
@@ -164,11 +163,11 @@ class WeightedMean:
         scaled = self._scaled_sums(into)
         if scaled is not None:
             quotient = torch.where(scaled, into / (divisor * _SCALE), quotient)
-        largest = _LARGEST[into.dtype]  # rounding may raise a mean of the largest values above the range
+        largest = _LARGEST[into.dtype]  # rounding may raise the mean of the largest values to infinity
         into.copy_(torch.where(is_finite, quotient.clamp(-largest, largest), quotient))
 
     def _scaled_sums(self, into: Tensor, *, make: bool = False) -> Tensor | None:
-        """Return a mask of the scaled sums among the elements of ``into``; None if the accumulator never had any."""
+        """Return the mask of the elements of ``into`` that are scaled sums; None if the accumulator has no mask yet."""
         storage = into.untyped_storage()
         found = self._scaled.get(storage.data_ptr())
         if found is None:
@@ -182,16 +181,16 @@ class WeightedMean:
 def weighted_mean_into(
     result: Tensor, parts: Sequence[Tensor], weights: Sequence[float], *, keeps_equal: bool = True
 ) -> bool:
-    """Write the weighted mean of tensors that are all available, in rank order.
+    """Write the weighted mean of ``parts``, tensors in rank order, into ``result``.
 
     Args:
-        result: Contiguous 1-D tensor of float32, complex64 or wider, which is not one of the parts.
+        result: Contiguous 1-D tensor of float32, complex64 or wider; must not be one of the parts.
         parts: One or more tensors of the result's length.
         weights: Weight of each part, finite and above 0.
         keeps_equal: Whether the mean of equal values is exactly that value.
 
     Returns:
-        Whether each non-finite value is the same infinity in all parts.
+        Whether all parts contain the same infinity at each non-finite element.
     """
     mean = WeightedMean(len(parts), keeps_equal=keeps_equal)
     for part, weight in zip(parts, weights, strict=True):
@@ -201,9 +200,7 @@ def weighted_mean_into(
 
 
 def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write the unweighted mean of two or more tensors into ``result``.
-
-    The mean is bitwise equal to the mean of :class:`WeightedMean`.
+    """Write the unweighted mean of two or more tensors into ``result``, bitwise equal to that of :class:`WeightedMean`.
 
     ``result`` must be a contiguous 1-D tensor of dtype float32, complex64 or wider, and must not be one of ``parts``.
     """
@@ -218,13 +215,14 @@ def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def mean_of_sum(total: Tensor, last: Tensor, count: int) -> bool:
-    """Divide a sum of tensors in place to get their mean, with the same bits as :func:`mean_into`.
+    """Divide a sum of ``count`` tensors in place to get their mean, bitwise equal to that of :func:`mean_into`.
 
-    ``total`` is a contiguous 1-D tensor of float32, complex64 or wider, and ``last`` is the last of the ``count``
-    tensors.
+    Args:
+        total: Contiguous 1-D tensor of float32, complex64 or wider.
+        last: The last of the added tensors.
 
     Returns:
-        False if the sum is not finite: ``total`` is unchanged, and the mean must be computed from all tensors.
+        Whether the sum is finite. If not, ``total`` is unchanged, and the mean must be computed from all tensors.
     """
     total, last = _real(total), _real(last)
     if not _is_within(total, _LARGEST[total.dtype]):
@@ -235,18 +233,15 @@ def mean_of_sum(total: Tensor, last: Tensor, count: int) -> bool:
 
 
 def divide(total: Tensor, divisor: float) -> None:
-    """Divide in place, rounding once; a divisor of exactly 1 leaves the values unchanged."""
+    """Divide in place, rounding once. A divisor of exactly 1 leaves the values unchanged."""
     if divisor != 1.0:
-        # CUDA would replace a division by a Python scalar by a multiplication with the reciprocal.
+        # For a Python scalar, CUDA would multiply by the reciprocal instead.
         on_device = total.device.type != "cpu"
         total.div_(torch.tensor(divisor, dtype=total.dtype, device=total.device) if on_device else divisor)
 
 
 def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_careful: bool) -> None:
-    """Write the last tensor's value for each element whose mean equals the mean of equal values.
-
-    Comparisons and `where` would take ten times as long as the integer arithmetic used here.
-    """
+    """Write the last tensor's value to each element whose mean equals the mean of tensors that all equal the last."""
     if len(weights) in _EXACT_COUNTS and all(weight == 1.0 for weight in weights):
         return
     for its_mean, its_last in zip(torch.split(mean, _STRETCH_COUNT), torch.split(last, _STRETCH_COUNT), strict=True):
@@ -259,16 +254,17 @@ def _prefer_last_here(mean: Tensor, last: Tensor, weights: Sequence[float], *, i
         weighted_mean_into(of_equal, [last] * len(weights), weights, keeps_equal=False)
     else:
         of_equal = _mean_of_equal(last, weights)
+    # Comparisons and `where` would take ten times as long as integer arithmetic.
     bits, last_bits = mean.view(_INTEGERS[mean.dtype]), last.view(_INTEGERS[mean.dtype])
     differs = of_equal.view(bits.dtype)
     torch.ne(bits, differs, out=differs)
     if not differs.min():
         bits *= differs
-        bits -= differs.sub_(1).mul_(last_bits)  # adds the last tensor's bits where the means are equal
+        bits -= differs.sub_(1).mul_(last_bits)  # adds the last tensor's bits to the elements that are now zero
 
 
 def _mean_of_equal(values: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return the mean, with its rounding errors, of tensors that all contain these values. No sum may overflow."""
+    """Return the mean, including rounding errors, of tensors that all equal ``values``. No sum may overflow."""
     if weights[0] == weights[1] == 1.0:
         total, others = values + values, weights[2:]
     else:
@@ -284,7 +280,7 @@ def _is_within(values: Tensor, bound: float) -> bool:
 
     ``bound`` must exceed the square root of the dtype's largest value.
     """
-    # A sum of squares takes a fifth of the time. It is finite for values up to 1e18, and never for NaN.
+    # The sum of squares takes a fifth of the time of `aminmax`. It is finite for values up to 1e18, and never for NaN.
     if math.isfinite(torch.dot(values, values).item()):
         return True
     low, high = torch.aminmax(values)
@@ -292,16 +288,16 @@ def _is_within(values: Tensor, bound: float) -> bool:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a flat tensor, viewed as real numbers if it is complex."""
+    """Return a flat tensor unchanged if it is real, or viewed as a flat tensor of real numbers if it is complex."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def running_mean_into(result: Tensor, mean: Tensor, values: Tensor, count: int) -> None:
-    """Write the mean of ``count`` tensors, whose mean is ``mean``, and one more tensor.
+    """Update the mean of ``count`` tensors with one more tensor, and write it into ``result``.
 
     Each element is mean * count / (count + 1) + values / (count + 1). Both products and the sum are rounded separately,
-    and the result is clamped to the interval between ``mean`` and ``values``. So equal values stay equal, and finite
-    values stay finite.
+    and the sum is clamped to the interval between ``mean`` and ``values``. Equal values therefore stay equal, and
+    finite values stay finite.
 
     Args:
         result: Contiguous 1-D tensor of the mean's dtype; may be ``mean``.

@@ -1,7 +1,7 @@
 """Keeps flat tensors and layouts of a model from one collective to the next.
 
-Allocation is slow, because the kernel provides memory page by page: 64 MiB took 34 ms to allocate, 8 ms to fill and 30
-ms to reduce. Only the most recently used models are cached, since shared memory needs file descriptors.
+Allocation is slow, because the kernel provides memory page by page. 64 MiB took 34 ms to allocate, 8 ms to fill and 30
+ms to reduce. Only the most recently used models are cached, because shared memory needs file descriptors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MODEL_COUNT_MAX: Final = 64
 
 
 class Scratch:
-    """Cache of one rank for objects that belong to a model, by model and purpose.
+    """Caches objects that one rank derives from its models, by model and purpose.
 
     The objects must not refer to their model, except weakly, so that the model can be freed.
     """

@@ -21,20 +21,20 @@ _ALLOWED: Final = (
 
 
 def gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> None:
-    """Append the parameters and persistent buffers of a module and its submodules, under all their names.
+    """Append the parameters and persistent buffers of a module and its submodules, each as often as it has names.
 
-    This takes a third of the time of `named_modules`, which took most of a round of a small model.
+    This takes a third of the time of `named_modules`, which took most of the time of a small model's averaging round.
 
     Args:
-        keys: List to which keys are appended: the keys of the module's tensors; None; for each submodule its key, and
-            recursively the keys inside it; None. `names_of` computes the names from this list.
-        tensors: List to which the tensors are appended, in the order of their keys.
+        keys: Output list, from which `names_of` computes the names. It receives the keys of the module's tensors, None,
+            each submodule's key followed recursively by the keys inside the submodule, and None.
+        tensors: Output list, which receives the tensors in the order of their keys.
     """
     for key, tensor in module._parameters.items():
         if tensor is not None:
             keys.append(key)
             tensors.append(tensor)
-    if module._buffers:  # most modules have no buffers, and this test is faster than an empty loop
+    if module._buffers:  # most modules have no buffers, and testing is faster than entering the loop
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 keys.append(key)
@@ -49,7 +49,7 @@ def gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> 
 
 
 def names_of(keys: Sequence[str | None]) -> list[str]:
-    """Return the names of the tensors whose keys `gather` has found, in the same order."""
+    """Return the tensors' names, in order, from the keys that `gather` has collected."""
     names, path = [], [""]
     among_tensors = True
     for key in keys:
@@ -66,22 +66,22 @@ def names_of(keys: Sequence[str | None]) -> list[str]:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor, without importing the module of DTensor, which takes most of a second."""
+    """Return whether a tensor is a DTensor, without importing DTensor, which takes most of a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Any) -> Any:
-    """Return this rank's shard of a DTensor (the same object at each call), or any other tensor unchanged."""
+    """Return this rank's shard of a DTensor (the same object each time), or any other value unchanged."""
     return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
 def take_local_parts(names: Sequence[str], tensors: list[Tensor]) -> tuple[dict[str, str], set[int]]:
-    """Replace DTensors in ``tensors`` by this rank's shards. Raise ValueError for a partial placement.
+    """Replace each DTensor in ``tensors`` with this rank's shard. Raise ValueError for a partial placement.
 
     Returns:
-        A description of each DTensor's sharding by name, and the global ranks of torch.distributed over which any
-        tensor is sharded.
+        A description of each DTensor's sharding by name, and the global torch.distributed ranks over which any tensor
+        is sharded.
     """
     shardings: dict[str, str] = {}
     meshes: set[int] = set()
@@ -99,7 +99,7 @@ def trained_names(module: nn.Module) -> set[str]:
 
 
 def frozen_places(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the indices of parameters that require no gradient and share no memory with a parameter that does."""
+    """Return the indices of the parameters that require no gradient, except those tied to a tensor that is kept."""
     frozen = [isinstance(tensor, nn.Parameter) and not tensor.requires_grad for tensor in tensors]
     plain = (nn.Parameter, Tensor)  # a subclass may not have its own memory
     trained = {
@@ -115,7 +115,7 @@ def frozen_places(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a hash of names, shapes, dtypes and values; for a wrapper subclass, the values of the wrapped tensors."""
+    """Return a hash of names, shapes, dtypes and values. The values of a wrapper are those of its inner tensors."""
     found = hashlib.sha256()
     for name, tensor in named:
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
@@ -135,14 +135,14 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _sharding_of(name: str, tensor: Any) -> str:
-    """Return a description of a DTensor's sharding; equal shardings have equal descriptions."""
+    """Return a description of a DTensor's sharding, which is equal for equal shardings."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(f"the placements of {name!r} must be Shard or Replicate, got {tensor.placements}")
     return f"{tuple(tensor.placements)} of {tuple(tensor.shape)} over {tuple(tensor.device_mesh.shape)}"
 
 
 def check_supported(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if the tensor has no plain memory that can be copied."""
+    """Raise ValueError unless the tensor has plain memory that can be read and written."""
     trouble = None
     if _is_lazy(tensor):
         trouble = "is not initialised; run one forward pass first"
@@ -167,7 +167,7 @@ def check_supported(name: str, tensor: Tensor) -> None:
 
 
 def check_gradient(name: str, parameter: Tensor) -> None:
-    """Raise ValueError if the parameter has a gradient without plain memory that can be copied."""
+    """Raise ValueError if the parameter's gradient is sharded, sparse or without values."""
     if _is_lazy(parameter):
         raise ValueError(f"the parameter {name!r} is not initialised; run one forward pass first")
     gradient, trouble = parameter.grad, None
@@ -216,7 +216,7 @@ def identity_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Return whether each stride exceeds the extent of the inner dimensions, which excludes overlapping elements."""
+    """Return whether each stride exceeds the extent of the inner dimensions, so that no elements overlap."""
     if tensor.is_contiguous():
         return True
     span = 0
@@ -237,14 +237,13 @@ def _extent_nbytes(tensor: Tensor) -> int:
 
 
 def _mark(mask: np.ndarray[Any, np.dtype[np.bool_]], tensor: Tensor, start: int) -> np.ndarray[Any, Any]:
-    """Return the view of a byte mask that corresponds to a tensor's bytes. The mask begins at address `start`."""
+    """Return the part of a byte mask for memory from address `start` that corresponds to a tensor's bytes."""
     strides = (*(stride * tensor.itemsize for stride in tensor.stride()), 1)
     where = tensor.data_ptr() - start
     return np.lib.stride_tricks.as_strided(mask[where:], (*tensor.shape, tensor.itemsize), strides)
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether two elements of a tensor share a byte."""
     mask = np.zeros(_extent_nbytes(tensor), dtype=np.bool_)
     _mark(mask, tensor, tensor.data_ptr())[...] = True
     return int(mask.sum()) < tensor.nbytes
@@ -271,7 +270,7 @@ def check_overlap(entries: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _check_cluster(cluster: Sequence[tuple[str, Tensor]], start: int, end: int) -> None:
-    """Raise ValueError if two entries in one address range share a byte."""
+    """Raise ValueError if two of the entries between two addresses share a byte."""
     if len(cluster) < 2:
         return
     mask = np.zeros(end - start, dtype=np.bool_)
@@ -284,7 +283,6 @@ def _check_cluster(cluster: Sequence[tuple[str, Tensor]], start: int, end: int) 
 
 
 def _overlap(one: Tensor, two: Tensor, start: int, end: int) -> bool:
-    """Return whether two tensors share a byte."""
     mask = np.zeros(end - start, dtype=np.bool_)
     _mark(mask, one, start)[...] = True
     return bool(_mark(mask, two, start).any())

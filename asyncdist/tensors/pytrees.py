@@ -1,7 +1,7 @@
 """Describes and compares trees of tensors, and packs their leaves into one flat tensor per dtype.
 
-A tree is a pytree of `optree`: a tensor, or dicts, lists, tuples, named tuples and registered dataclasses of trees.
-optree sorts the keys of dicts, so equal outlines imply equal layouts of the flat tensors on all ranks.
+A tree is a pytree of `optree`: a tensor, or a dict, list, tuple, named tuple or registered dataclass of trees. optree
+sorts the keys of dicts, so equal outlines imply equal layouts of the flat tensors on all ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]] | str
 #: A tree's nodes and leaves in order, each as its path and a description.
 Lines: TypeAlias = tuple[tuple[str, str], ...]
 
-_CACHED_COUNT: Final = 64  # number of outlines; programs reduce few different trees, repeatedly
+_CACHED_COUNT: Final = 64  # number of cached outlines; most programs reduce few different trees, repeatedly
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Describes the structure of a tree and the kinds of its leaves, without their values."""
+    """The structure of a tree and the kinds of its leaves, without their values."""
 
     spec: optree.PyTreeSpec
     kinds: tuple[Kind, ...]
@@ -47,7 +47,7 @@ class Outline:
         return _digest(self.spec, self.kinds)
 
     def first_leaf(self, is_wrong: Callable[[Kind], bool]) -> tuple[str, str] | None:
-        """Return the path and description of the first leaf that ``is_wrong`` rejects; None if it rejects no leaf."""
+        """Return the path and description of the first leaf for which ``is_wrong`` returns true, or None."""
         for index, kind in enumerate(self.kinds):
             if is_wrong(kind):
                 return _leaf_path(self.spec, index), _kind_in_words(kind)
@@ -55,7 +55,7 @@ class Outline:
 
 
 def outline(tree: Any) -> tuple[list[Any], Outline]:
-    """Return the leaves of a tree, and its outline. :func:`is_foreign` recognises leaves that are not tensors."""
+    """Return the leaves and the outline of a tree, whose leaves need not be tensors."""
     leaves, spec = optree.tree_flatten(tree)
     return leaves, Outline(spec, tuple(_kind(leaf) for leaf in leaves))
 
@@ -70,7 +70,7 @@ def flatten_tensors(tree: Any, name: str) -> tuple[list[Tensor], optree.PyTreeSp
 
 
 def is_foreign(kind: Kind) -> bool:
-    """Return whether a leaf cannot be sent, because it is not a tensor or has no plain memory."""
+    """Return whether a leaf cannot be sent, because it is not a dense tensor."""
     return isinstance(kind, str)
 
 
@@ -85,7 +85,7 @@ def leaf_paths(spec: optree.PyTreeSpec, name: str) -> list[str]:
 
 
 def lines_to_text(lines: Lines) -> str:
-    """Return the lines as one line of JSON, to be sent in a message."""
+    """Return the lines as JSON without line breaks, to be sent in a message."""
     return json.dumps(lines, separators=(",", ":"))
 
 
@@ -101,9 +101,9 @@ def lines_from_text(text: str) -> Lines:
 
 
 def first_difference(lines: Sequence[Lines], ranks: Sequence[int]) -> tuple[str, str]:
-    """Return the first path at which a rank's tree differs from the first rank's, and a description of the difference.
+    """Return the path of the first difference from the first rank's tree, and a description of the difference.
 
-    ``lines`` contains the lines of each rank's tree; at least one element must differ from the first.
+    ``lines`` contains the lines of each rank's tree, of which at least one must differ from the first.
     """
     first = lines[0]
     rank, other = next((r, found) for r, found in zip(ranks, lines, strict=True) if found != first)
@@ -132,13 +132,13 @@ def pack(leaves: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
 def _joined(parts: list[Tensor]) -> Tensor:
     if len({part.device for part in parts}) > 1:
         parts = [part.to("cpu") for part in parts]
-    return torch.cat(parts).to("cpu")  # leaves on one device are copied to the CPU in one transfer
+    return torch.cat(parts).to("cpu")  # one transfer if all leaves are on one device
 
 
 def unpack(flats: dict[torch.dtype, Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
     """Split flat tensors from ``pack(leaves)`` into one tensor per leaf, with the leaf's shape and device.
 
-    Results on the CPU are views of the flat tensors. For a flat tensor of shape [m, n], the results have an additional
+    The returned CPU tensors are views of the flat tensors. For a flat tensor of shape [m, n], they have an additional
     leading dimension m. A flat tensor's dtype may differ from its key.
     """
     offsets = dict.fromkeys(flats, 0)
@@ -174,7 +174,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _walk(spec: optree.PyTreeSpec, path: str = "tree") -> Iterator[tuple[str, str | None]]:
-    """Yield (path, description of its type) for each node and (path, None) for each leaf, parents first."""
+    """Yield (path, type description) for each inner node and (path, None) for each leaf, parents first."""
     if spec.is_leaf():
         yield path, None
         return

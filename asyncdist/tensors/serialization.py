@@ -1,9 +1,9 @@
 """Encodes the Python values that ranks exchange as bytes, preserving their exact types.
 
-Unpickling can execute arbitrary code, and msgpack has no tuples, no integers beyond 64 bits and no tensors. A value is
-therefore written as msgpack, and each type that msgpack lacks as a map whose only key is an integer that identifies the
-type. Instances of subclasses raise an error, since they would be decoded as their base type. Decoding checks all data,
-and allocates at most as much memory as the data.
+Pickle is not used, because unpickling can execute arbitrary code. Values are written as msgpack. Types that msgpack
+lacks, such as tuples and tensors, become a map whose only key is an integer that identifies the type. Instances of
+subclasses raise an error, because they would be decoded as their base type. Decoding checks all data, and allocates at
+most as much memory as the data.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ ALLOWED: Final = (
     "numpy arrays and scalars of numbers (exactly these types, not subclasses)"
 )
 DEPTH_MAX: Final = 100
-#: Maximum sizes of an exception's message and class name, in bytes.
+#: Maximum size of an exception's message, in bytes.
 _TEXT_NBYTES_MAX: Final = 800
+#: Maximum size of an exception's class name, in bytes.
 _KIND_NBYTES_MAX: Final = 150
 
 _BIG_INT, _TEXT, _COMPLEX, _BYTEARRAY, _TUPLE, _DICT, _SET, _FROZENSET, _TENSOR, _ARRAY, _SCALAR = range(11)
@@ -35,13 +36,13 @@ _NUMPY_KINDS: Final = "biufc"
 _DTYPES: Final = {
     str(value).removeprefix("torch."): value
     for name, value in vars(torch).items()
-    if isinstance(value, torch.dtype) and not name.startswith("q")  # quantised dtypes need more than their bytes
+    if isinstance(value, torch.dtype) and not name.startswith("q")  # quantised tensors also need scale and zero point
 }
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder().decode
 
-#: Position of a nested value: its container's position, and its index or key there. None for the outermost value.
+#: Position of a nested value: the position of its container, and its index or key there. None for the outermost value.
 _Where: TypeAlias = "tuple[_Where, Any] | None"
 
 
@@ -49,8 +50,8 @@ def encode(value: Any) -> bytes:
     """Encode a value as bytes.
 
     Args:
-        value: Value of the types in :data:`ALLOWED`, nested at most 100 levels deep. Tensors may be on any device; only
-            their values are encoded, not their device or autograd graph.
+        value: Value of the types in :data:`ALLOWED`, nested at most 100 levels deep. Tensors may be on any device.
+            Device and autograd graph are not encoded.
 
     Raises:
         TypeError: The value contains another type.
@@ -89,7 +90,7 @@ def words_of(error: BaseException) -> tuple[str, str]:
     """Return an exception's class name and message, cut to less than a thousand bytes in total."""
     try:
         text = str(error)
-    except Exception as second:  # this function must not raise, since other ranks wait for the report
+    except Exception as second:  # raising here would lose the report for which other ranks wait
         text = f"(its __str__ raised {type(second).__name__})"
     return cut_text(type_name(type(error)), _KIND_NBYTES_MAX), cut_text(text, _TEXT_NBYTES_MAX)
 
@@ -169,7 +170,7 @@ def _int_to_bytes(value: int) -> bytes:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a string can be encoded in UTF-8. Lone surrogates, which occur in file names, cannot."""
+    """Return whether a string can be encoded in UTF-8, that is, has no lone surrogates, as some file names have."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -234,13 +235,13 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def _bytes(content: Any) -> bytes:
-    if type(content) is not bytes:  # bytearray(number) would allocate this many bytes
+    if type(content) is not bytes:  # for a malicious integer n, bytearray(n) would allocate n bytes
         raise TypeError(f"the content must be bytes, got a {type(content).__name__}")
     return content
 
 
 def _check_size(shape: list[int], itemsize: int, data: bytes) -> None:
-    """Raise ValueError if the shape does not match the number of bytes. Call this before allocating memory."""
+    """Raise ValueError if the shape does not match the number of bytes. Must be called before allocating memory."""
     if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) * itemsize != len(data):
         raise ValueError(f"{len(data)} bytes do not match shape {shape} with {itemsize} bytes per element")
 

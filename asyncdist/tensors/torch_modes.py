@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 _DEVICES: Final = ("cpu", "cuda")
-#: Inference mode guards that are kept alive, since deleting them would change the thread's mode.
+#: Guards of inference mode. They are kept alive because deleting a guard would change the thread's mode.
 _kept: Final[list[Any]] = []
 
 
@@ -27,17 +27,19 @@ class _Casts(NamedTuple):
     caches: bool = True
 
 
-#: Modes of a thread: whether gradients are recorded, whether inference mode is on, the number of nested autocast
-#: contexts, and the autocast settings. A plain tuple, since one is made at each switch between ranks.
+#: Torch modes of a thread: whether gradients are recorded, whether inference mode is on, the number of nested autocast
+#: contexts, and the autocast settings. This is a plain tuple because every switch between ranks creates one.
 Modes: TypeAlias = tuple[bool, bool, int, _Casts]
-#: Modes of a new thread.
+#: Torch modes of a new thread.
 FRESH: Final[Modes] = (True, False, 0, _Casts())
 
 
 def modes_now(casts_outside: _Casts | None = None) -> Modes:
-    """Return the thread's current modes.
+    """Return the current thread's torch modes.
 
-    ``casts_outside`` are the autocast settings outside any autocast context, if known, because querying them is slow.
+    Args:
+        casts_outside: Autocast settings outside any autocast context, if known. They need not be queried then, which
+            is slow.
     """
     torch.autocast_increment_nesting()
     depth = torch.autocast_decrement_nesting()
@@ -54,7 +56,7 @@ def _casts_now() -> _Casts:
 
 
 class RankModes:
-    """Stores the modes of all ranks of a thread, and switches the thread between them."""
+    """Stores the torch modes of all ranks that share a thread, and switches the thread between ranks."""
 
     def __init__(self, size: int, first: Modes) -> None:
         self.outside = size
@@ -65,7 +67,7 @@ class RankModes:
         self._guard: Any = None
 
     def switch(self, rank: int) -> None:
-        """Save the current rank's modes, and give the thread the modes of ``rank``."""
+        """Save the current rank's torch modes, and set the thread to the modes of ``rank``."""
         current = self.current
         if rank == current:
             return
@@ -76,19 +78,19 @@ class RankModes:
             self._set(modes[rank], now)
 
     def reset(self, rank: int) -> None:
-        """Reset the modes of ``rank``, which must not be the current rank, to the initial modes."""
+        """Set the torch modes of ``rank``, which must not be the current rank, to the initial modes."""
         self._modes[rank] = self._first
 
     def restore(self) -> None:
-        """Restore the modes that the thread had before the ranks were started. Must be the last call."""
+        """Restore the torch modes that the thread had before the ranks were started. Must be the last method called."""
         self.switch(self.outside)
         if self._guard is not None:
             _kept.append(self._guard)
 
     def _set(self, modes: Modes, now: Modes) -> None:
-        """Set the thread's modes. Inference mode is set first, since leaving it resets the other modes."""
         grad, inference, depth, casts = modes
         depth_now = now[2]
+        # Inference mode is set first, because leaving it resets the other modes.
         if self._guard is not None:
             self._guard.__exit__(None, None, None)
             self._guard = None
@@ -105,17 +107,17 @@ class RankModes:
         for _ in range(depth_now - depth):
             torch.autocast_decrement_nesting()
         if depth or depth_now:
-            torch.clear_autocast_cache()  # cached casts of another rank's weights may be outdated
+            torch.clear_autocast_cache()  # it may contain outdated casts of another rank's weights
 
 
-# -- on a loop of asyncio ---------------------------------------------------------------------------------------------
+# -- on an asyncio event loop -----------------------------------------------------------------------------------------
 
-#: Modes and rank for the tasks that are created in this context.
+#: Torch modes of all ranks, and the rank whose modes the tasks created in this context use.
 _rank_here: ContextVar[tuple[RankModes, int]] = ContextVar("asyncdist_rank_modes")
 
 
 class _InItsModes(Coroutine[Any, Any, Any]):
-    """Wraps a coroutine to switch to the modes of its rank before each resumption."""
+    """Wraps a coroutine to switch the thread to its rank's torch modes before each resumption."""
 
     __slots__ = ("_coroutine", "_modes", "_rank")
 
@@ -140,12 +142,12 @@ class _InItsModes(Coroutine[Any, Any, Any]):
     def __await__(self) -> Generator[Any, Any, Any]:
         raise NotImplementedError("this coroutine must be run by a task; it cannot be awaited")
 
-    def __getattr__(self, name: str) -> Any:  # code that inspects tasks reads the frame and name
+    def __getattr__(self, name: str) -> Any:  # asyncio reads the coroutine's frame and name to describe a task
         return getattr(self._coroutine, name)
 
 
 def _create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """Task factory that gives each task the modes of the rank that creates the task."""
+    """Create a task that runs in the torch modes of the rank that creates it; this is the loop's task factory."""
     context = options.get("context")
     place = _rank_here.get(None) if context is None else context.get(_rank_here)
     return asyncio.Task(coroutine if place is None else _InItsModes(coroutine, *place), loop=loop, **options)
@@ -153,9 +155,9 @@ def _create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
 
 @contextmanager
 def of_ranks(loop: asyncio.AbstractEventLoop, size: int) -> Iterator[list[Context]]:
-    """Give each rank on a loop its own modes; yield one context per rank, in which to start the rank's first task.
+    """Give each rank on an event loop its own torch modes, initially those of the caller.
 
-    Each rank's initial modes are the caller's. The loop must run nothing else.
+    Yields one context per rank, in which the rank's first task must be started. The loop must run nothing else.
     """
     contexts = [copy_context() for _ in range(size)]
     if size == 1:

@@ -1,8 +1,8 @@
-"""Codecs for the wire: encode vectors of float32 in fewer bytes, with a stated error, and decode them.
+"""Codecs that encode vectors of float32 in fewer bytes for sending, with a bounded error, and decode them.
 
-Codecs are pure functions without any transport. All of them are deterministic: equal values give equal bytes, and equal
-bytes give equal values, on the CPU and on CUDA devices, except for the bits of NaNs. On a CUDA device they run on that
-device and never wait for it. Only float32 and bfloat16 are for whole states; all others are for differences.
+Codecs know nothing of transports. They are deterministic: equal values give equal bytes, and equal bytes give equal
+values, on the CPU and on CUDA devices, except for the bits of NaNs. CUDA tensors are processed on their device, without
+waiting for it. Only float32 and bfloat16 are precise enough for whole states. All other codecs are for differences.
 
 ======== =============== =======================================================================
 name     bytes per value error of a decoded value
@@ -15,9 +15,9 @@ q4       0.516           a factor of sqrt(2), or 2^-6.5 of the block's largest m
 topk     6 * share       none, but only the largest values of each block are kept
 ======== =============== =======================================================================
 
-Ranks that average send encoded contributions, and then the encoded mean. The error of a contribution is that of the
-table, and error feedback sends it later. The mean of decoded contributions has a codec of its own
-(:func:`codec_of_means`) and a second error, which is not sent later:
+Averaging ranks send encoded contributions, and then the encoded mean. A contribution has the error stated above, which
+error feedback sends later. The mean of decoded contributions has a codec of its own (:func:`codec_of_means`) and a
+second error, which is not sent later:
 
 ======== ======================= =================================================================
 name     bytes per value of mean error of a value of the mean

@@ -1,4 +1,4 @@
-"""The common part of codecs that encode blocks of values: pieces of whole blocks, and a scale in front of each block.
+"""Base class and functions of the codecs that encode blocks of values with a scale in front of each block.
 
 A block with a NaN or an infinity has the scale NaN, so that all of its values are decoded to NaN. Finite garbage would
 pass every check of the receiver.
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from asyncdist.tensors.codecs.codec import checked, piece_count
 
-#: Number of bytes of a scale, a float32 in front of its block.
+#: Size in bytes of a scale, a float32 in front of its block.
 SCALE_NBYTES: Final = 4
 
 
 class BlockCodec(ABC):
-    """Divides vectors into blocks for its subclasses, which encode matrices with one block per row."""
+    """Base class that divides vectors into blocks. Subclasses encode matrices with one block per row."""
 
     __slots__ = ()
     name: ClassVar[str]
@@ -30,37 +30,37 @@ class BlockCodec(ABC):
     @property
     @abstractmethod
     def block(self) -> int:
-        """Number of values of a block; the last block of a vector may be shorter."""
+        """Number of values per block. The last block of a vector may be shorter."""
 
     @abstractmethod
     def _block_nbytes(self, count: int) -> int:
-        """Return the number of bytes of a block with ``count`` >= 1 values."""
+        """Return the encoded size in bytes of a block of ``count`` >= 1 values."""
 
     @abstractmethod
     def _encode_rows(self, values: Tensor, out: Tensor) -> None:
-        """Encode the rows of a contiguous matrix of float32 into the rows of a matrix of uint8."""
+        """Encode each row of a contiguous float32 matrix into the corresponding row of a uint8 matrix."""
 
     @abstractmethod
     def _decode_rows(self, encoded: Tensor, out: Tensor) -> None:
-        """Decode the rows of a matrix of uint8 into the rows of a contiguous matrix of float32."""
+        """Decode each row of a uint8 matrix into the corresponding row of a contiguous float32 matrix."""
 
     def nbytes(self, count: int) -> int:
-        """Return the number of bytes of an encoded vector of ``count`` values."""
+        """Return the encoded size in bytes of a vector of ``count`` values."""
         blocks, rest = divmod(count, self.block)
         return (blocks * self._block_nbytes(self.block) if blocks else 0) + (self._block_nbytes(rest) if rest else 0)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        """Encode each block."""
+        """Encode ``values`` into ``out``, block by block."""
         for rows, encoded_rows in self._matrices(*checked(self, values, out)):
             self._encode_rows(rows, encoded_rows)
 
     def decode(self, encoded: Tensor, out: Tensor) -> None:
-        """Decode each block."""
+        """Decode ``encoded`` into ``out``, block by block."""
         for rows, encoded_rows in self._matrices(*checked(self, out, encoded)):
             self._decode_rows(encoded_rows, rows)
 
     def _matrices(self, values: Tensor, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield matrices of whole blocks and their bytes, and then the shorter last block, as views."""
+        """Yield views of values and their bytes: matrices with one block per row, then the shorter last block."""
         block, count = self.block, len(values)
         whole = count - count % block
         edges = sorted({*range(0, whole, piece_count(block, values.device)), whole, count})
@@ -71,12 +71,12 @@ class BlockCodec(ABC):
 
 
 def write_scale(encoded: Tensor, scale: Tensor, largest: Tensor) -> None:
-    """Write a column of scales in front of the blocks, and NaN if a block's largest magnitude is not finite."""
-    scale = scale + (largest - largest)  # which is 0 or NaN; `isfinite` and `where` would take ten operations
+    """Write each block's scale in front of the block, or NaN if the block's largest magnitude is not finite."""
+    scale = scale + (largest - largest)  # adds 0 or NaN; `isfinite` and `where` would take ten operations
     encoded[:, :SCALE_NBYTES].copy_(scale.view(torch.uint8))
 
 
 def read_scale(encoded: Tensor) -> Tensor:
     """Return the scales in front of the blocks as a column."""
-    # A copy begins at an aligned address, as a view with another dtype must.
+    # A float32 view needs an aligned address, which a copy has.
     return encoded[:, :SCALE_NBYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)

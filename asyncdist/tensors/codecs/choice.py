@@ -32,12 +32,13 @@ def find_codec(wire: str | Codec) -> Codec:
 def codec_of_means(codec: Codec, contribution_count: int, count: int) -> Codec:
     """Return the codec for the weighted mean of vectors that ``codec`` has decoded.
 
-    The mean of top-k vectors contains the values of all vectors, and is sent without a further error. With the other
-    codecs, the mean is encoded like a contribution, which adds the codec's error a second time.
+    The mean of top-k vectors is sent without a further error, because its codec keeps the values of all vectors. With
+    the other codecs, the mean is encoded like a contribution, which adds the codec's error a second time.
 
     Args:
-        contribution_count: Largest number of vectors.
-        count: Number of values of the mean.
+        codec: Codec of the averaged vectors.
+        contribution_count: Maximum number of averaged vectors.
+        count: Number of elements of the mean.
     """
     if not isinstance(codec, TopK) or contribution_count == 1:
         return codec

@@ -1,4 +1,4 @@
-"""The interface of codecs, the check of their arguments, and the number of values that they process at a time."""
+"""Defines the interface of codecs, and functions that check and divide their arguments."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from asyncdist.validation import refuse
 
-#: Number of values that are processed at a time: 256 KiB on the CPU, which stay in a core's private cache during all
-#: passes, and 16 MiB on other devices, which bound the temporary memory there.
+#: Number of values processed at a time on the CPU: 256 KiB, which stay in a core's private cache during all passes.
 _PIECE_COUNT: Final = 1 << 16
+#: Number of values processed at a time on other devices: 16 MiB, to limit the size of temporaries.
 _DEVICE_PIECE_COUNT: Final = 1 << 22
 
 
@@ -19,44 +19,42 @@ _DEVICE_PIECE_COUNT: Final = 1 << 22
 class Codec(Protocol):
     """Encodes vectors of float32 as bytes.
 
-    A vector consists of blocks that are encoded independently. Slices of a vector whose borders are multiples of the
-    block are encoded to the corresponding slices of the encoded vector: ``nbytes(start)`` is the place of the slice
-    that begins at ``start``.
+    A vector consists of blocks that are encoded independently. A slice of whole blocks that begins at ``start`` is
+    therefore encoded in the bytes from ``nbytes(start)``.
     """
 
     @property
     def name(self) -> str:
-        """The name by which :func:`~asyncdist.tensors.codecs.find_codec` finds the codec."""
+        """The codec's name, as :func:`~asyncdist.tensors.codecs.find_codec` accepts it."""
 
     @property
     def for_states(self) -> bool:
-        """Whether the error is small enough for whole states; other codecs are for differences only."""
+        """Whether the codec is precise enough for whole states, and not only for differences."""
 
     @property
     def block(self) -> int:
-        """Number of values of a block."""
+        """Number of values per block."""
 
     def nbytes(self, count: int) -> int:
-        """Return the number of bytes of an encoded vector of ``count`` values."""
+        """Return the encoded size in bytes of a vector of ``count`` values."""
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        """Write the encoded values into ``out``.
+        """Encode ``values`` into ``out``.
 
         Args:
             values: Contiguous 1-D tensor of float32; not changed.
-            out: Contiguous 1-D tensor of ``nbytes(len(values))`` uint8 on the device of ``values``. It may begin at
-                any address.
+            out: Contiguous 1-D tensor of ``nbytes(len(values))`` uint8 on the device of ``values``, at any address.
 
         Raises:
             ValueError: If a tensor has another dtype, shape, stride or device.
         """
 
     def decode(self, encoded: Tensor, out: Tensor) -> None:
-        """Write the values of an encoded vector into ``out``.
+        """Decode a vector into ``out``.
 
         Args:
             encoded: Contiguous 1-D tensor of uint8 that :meth:`encode` has written; not changed.
-            out: Contiguous 1-D tensor of float32, with as many elements as the vector, on the device of ``encoded``.
+            out: Contiguous 1-D tensor of float32, with the length of the vector, on the device of ``encoded``.
 
         Raises:
             ValueError: If a tensor has another dtype, shape, stride or device.
@@ -64,7 +62,7 @@ class Codec(Protocol):
 
 
 def checked(codec: Codec, values: Tensor, encoded: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a vector and its encoded bytes, detached and with stride 1. Raise ValueError if they do not fit."""
+    """Return both tensors, detached and with stride 1. Raise ValueError if they do not fit the codec or each other."""
     for name, tensor, dtype in (("values", values, torch.float32), ("encoded", encoded, torch.uint8)):
         if tensor.dtype != dtype or tensor.ndim != 1 or not tensor.is_contiguous():
             got = f"{tensor.dtype}, shape {tuple(tensor.shape)}, stride {tensor.stride()}"
@@ -74,7 +72,7 @@ def checked(codec: Codec, values: Tensor, encoded: Tensor) -> tuple[Tensor, Tens
     if len(encoded) != codec.nbytes(len(values)):
         wanted = f"{codec.nbytes(len(values))} bytes for {len(values)} values encoded as {codec.name}"
         refuse("encoded", f"{len(encoded)} bytes", wanted)
-    # A contiguous tensor with at most one element may have any stride, but a view with another dtype needs stride 1.
+    # A view with another dtype needs stride 1. A contiguous tensor with at most one element may have any other stride.
     return values.detach().as_strided((len(values),), (1,)), encoded.as_strided((len(encoded),), (1,))
 
 

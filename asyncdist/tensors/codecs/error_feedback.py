@@ -1,4 +1,4 @@
-"""Error feedback: adds the error of each encoded difference to the next difference, so that no part of it is lost."""
+"""Adds the encoding error of each difference to the next difference, so that no part of a difference is lost."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from asyncdist.tensors.codecs.codec import Codec, checked, piece_count
 
 
 class ErrorFeedback:
-    """Keeps the residual of one vector: the part of its differences that has not been sent yet.
+    """Encodes the successive differences of one vector, and keeps their residual: the part that encoding has lost.
 
-    This is EF14 (Seide et al. 2014; Karimireddy et al., 1901.09847). A call of :meth:`encode` sends C(e + D) for the
-    residual e and the difference D, and sets e to ``decay`` * (e + D - decoded). With ``decay`` 1 the decoded
+    This is EF14 (Seide et al. 2014; Karimireddy et al., 1901.09847). For the residual e and the difference D,
+    :meth:`encode` encodes e + D, and sets e to ``decay`` * (e + D - decoded). With ``decay`` 1, the decoded
     differences and the residual add up to the sum of all differences, within rounding. MuLoCo and SparseLoCo
     (2508.15706) use a ``decay`` of 0.9 to 0.95.
 
-    The residual counts a difference as sent. If a round fails, its differences did not count: save a clone of
-    ``residual`` before the round, and copy it back. A block of differences with a NaN or an infinity makes the
-    corresponding residual NaN, which also needs this.
+    An encoded difference is assumed to be received. To undo this when a round fails, save a clone of ``residual``
+    before the round, and copy it back. Do the same if a difference contained a NaN or an infinity, which makes the
+    residual of its block NaN.
 
     Args:
         count: Number of values of the vector.
         decay: Factor of the residual, from 0 to 1.
-        device: Device of the residual, and of the differences.
+        device: Device of the residual and the differences.
 
     Attributes:
         residual: 1-D tensor of ``count`` float32, initially zero.
@@ -35,10 +35,10 @@ class ErrorFeedback:
         self.residual = torch.zeros(validation.count("count", count, least=0), dtype=torch.float32, device=device)
 
     def encode(self, codec: Codec, difference: Tensor, out: Tensor) -> None:
-        """Write the encoded sum of the residual and a difference into ``out``, and update the residual.
+        """Encode the sum of the residual and a difference into ``out``, and update the residual.
 
         Args:
-            codec: Codec of this round; it may change between rounds.
+            codec: Codec to use, which may differ between calls.
             difference: Contiguous 1-D tensor of ``count`` float32 on the device of the residual; not changed.
             out: Contiguous 1-D tensor of ``codec.nbytes(count)`` uint8 on the same device.
 

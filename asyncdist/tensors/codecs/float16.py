@@ -1,4 +1,4 @@
-"""The codec that rounds values to half precision, with a power of two as the scale of each block."""
+"""Defines the codec that rounds values to half precision, with a power of two as the scale of each block."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from torch import Tensor
 
 from asyncdist.tensors.codecs.blocks import SCALE_NBYTES, BlockCodec, read_scale, write_scale
 
-#: The fraction bits of a float32, which precede the exponent, and the largest biased exponent of a finite value.
+#: Number of fraction bits of a float32, which are below its exponent bits.
 _FRACTION_BITS: Final = 23
+#: Largest biased exponent of a finite float32.
 _EXPONENT_MAX: Final = 254
-#: The scale brings a block's largest magnitude to at least 2^14, and below 2^15: float16 ends at 65504.
+#: Exponent of a block's largest magnitude after scaling. The magnitude is below 2^15, and float16 ends at 65504.
 _ROOM: Final = 14
-#: The largest float32 that has the 11 significant bits of a float16; larger values would round to infinity.
+#: The largest float32 with the 11 significant bits of a float16. Larger values would round to infinity.
 _LARGEST: Final = torch.finfo(torch.float16).max * 2.0**112
 
 
 @dataclass(frozen=True, slots=True)
 class Float16(BlockCodec):
-    """Rounds each value to the nearest float16 times its block's scale, and halfway cases to even.
+    """Rounds each value to the nearest float16 times its block's scale, with ties to even.
 
     A block has 256 values. Its scale is the power of two that brings the largest magnitude between 2^14 and 2^15, so
     that no finite value overflows. The error of a value is at most 2^-11 of the value, or 2^-39 of the block's largest
-    magnitude if that is more. A largest magnitude below 2^-112 counts as 2^-112. Finite values above 3.401e38, the
-    largest float32 with 11 significant bits, are rounded to it. Blocks with NaNs or infinities are decoded to NaN. A
-    block needs 4 bytes and 2 per value: 2.016 bytes per value. Source: IEEE 754 binary16; the scale is that of loss
-    scaling (1710.03740), chosen per block.
+    magnitude, whichever is larger. A largest magnitude below 2^-112 counts as 2^-112. Finite values above 3.401e38, the
+    largest float32 with 11 significant bits, are rounded to it. Blocks with NaNs or infinities are decoded to NaN.
+    Including 4 bytes per block for the scale, a value takes 2.016 bytes.
+
+    Source: IEEE 754 binary16, with the scale of loss scaling (1710.03740) chosen per block.
     """
 
     name: ClassVar[str] = "float16"
@@ -48,6 +50,6 @@ class Float16(BlockCodec):
         out[:, SCALE_NBYTES:].copy_(scratch.to(torch.float16).view(torch.uint8))
 
     def _decode_rows(self, encoded: Tensor, out: Tensor) -> None:
-        # A copy begins at an aligned address, as a view with another dtype must.
+        # A float16 view needs an aligned address, which a copy has.
         halves = encoded[:, SCALE_NBYTES:].clone(memory_format=torch.contiguous_format).view(torch.float16)
         torch.mul(halves, read_scale(encoded), out=out)

@@ -1,4 +1,4 @@
-"""The codec that rounds values to 255 equally spaced levels per block."""
+"""Defines the codec that rounds values to 255 equally spaced levels per block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncdist.tensors.codecs.blocks import SCALE_NBYTES, BlockCodec, read_scale, write_scale
 
 _LEVEL_MAX: Final = 127
-#: Least scale: the least normal float32, so that blocks of zeros and of denormal values need no special rule.
+#: Smallest scale: the smallest normal float32, so that blocks of zeros and of denormal values need no special case.
 _SCALE_MIN: Final = torch.finfo(torch.float32).tiny
 #: Largest scale: the largest float32 whose product with 127 is finite.
 _SCALE_MAX: Final = float.fromhex("0x1.020406p+121")
@@ -19,12 +19,14 @@ _SCALE_MAX: Final = float.fromhex("0x1.020406p+121")
 
 @dataclass(frozen=True, slots=True)
 class Int8(BlockCodec):
-    """Rounds each value to the nearest multiple of its block's scale, and halfway cases to even.
+    """Rounds each value to the nearest multiple of its block's scale, with ties to even.
 
     A block has 256 values. Its scale is its largest magnitude / 127, at least 2^-126. The error of a value is at most
-    half of the scale, and 2^-16 of the scale for the rounding of float32. A block needs 4 bytes and 1 per value: 1.016
-    bytes per value. Blocks with NaNs or infinities are decoded to NaN. The relative L2 error of normally distributed
-    values is 0.7 %. Source: Dettmers et al., 8-bit optimizers via block-wise quantization (2110.02861).
+    half of the scale, plus 2^-16 of the scale from float32 rounding. Blocks with NaNs or infinities are decoded to NaN.
+    Including 4 bytes per block for the scale, a value takes 1.016 bytes. The relative L2 error of normally distributed
+    values is 0.7 %.
+
+    Source: Dettmers et al., 8-bit optimizers via block-wise quantization (2110.02861).
     """
 
     name: ClassVar[str] = "int8"
@@ -36,7 +38,7 @@ class Int8(BlockCodec):
     def _encode_rows(self, values: Tensor, out: Tensor) -> None:
         scratch = values.abs()
         largest = scratch.amax(dim=1, keepdim=True)
-        # CUDA would replace a division by a Python scalar by a multiplication with the reciprocal.
+        # For a Python scalar, CUDA would multiply by the reciprocal instead.
         scale = largest.div(torch.full_like(largest, _LEVEL_MAX)).clamp_(_SCALE_MIN, _SCALE_MAX)
         write_scale(out, scale, largest)
         torch.div(values, scale, out=scratch).round_()

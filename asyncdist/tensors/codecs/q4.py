@@ -1,4 +1,4 @@
-"""The codec that rounds values to 4 bits: a sign and one of 7 powers of two, or zero."""
+"""Defines the codec that rounds values to 4 bits: a sign and one of 7 powers of two, or zero."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LEVEL_MAX: Final = 7
 #: Adding this to a level gives the biased exponent of the level's float32.
 _BIAS: Final = 127 - _LEVEL_MAX
 _FRACTION_BITS: Final = 23
-#: Least scale, so that the lowest level is a normal float32, and blocks of zeros need no special rule.
+#: Smallest scale. It keeps the lowest level a normal float32, and blocks of zeros need no special case.
 _SCALE_MIN: Final = 2.0**-120
 
 
@@ -22,11 +22,13 @@ _SCALE_MIN: Final = 2.0**-120
 class Q4(BlockCodec):
     """Rounds each value to E3M0: a sign and a level L from 1 to 7 for 2^(L-7) of the block's scale, or L = 0 for zero.
 
-    A block has 256 values. Its scale is its largest magnitude, at least 2^-120. The level is the nearest one by the
-    logarithm: magnitudes above 2^-6.5 of the scale change by a factor of at most sqrt(2), and smaller ones become zero.
-    Two values share a byte, the first one in the lower 4 bits. A block needs 4 bytes and half a byte per value: 0.516
-    bytes per value. Blocks with NaNs or infinities are decoded to NaN. The relative L2 error of normally distributed
-    values is 20 %. Source: Streaming DiLoCo (2501.18512), which found no loss with it for differences.
+    A block has 256 values. Its scale is its largest magnitude, at least 2^-120. The level is the nearest on a
+    logarithmic scale. Magnitudes above 2^-6.5 of the block's scale change by a factor of at most sqrt(2), and smaller
+    magnitudes become zero. Two values share a byte, with the first in the lower 4 bits. Blocks with NaNs or infinities
+    are decoded to NaN. Including 4 bytes per block for the scale, a value takes 0.516 bytes. The relative L2 error of
+    normally distributed values is 20 %.
+
+    Source: Streaming DiLoCo (2501.18512), which found no loss when differences were sent in this format.
     """
 
     name: ClassVar[str] = "q4"
@@ -39,13 +41,13 @@ class Q4(BlockCodec):
         largest = values.abs().amax(dim=1, keepdim=True)
         scale = largest.clamp(min=_SCALE_MIN)
         write_scale(out, scale, largest)
-        # The exponent of a ratio times sqrt(2) is the ratio's logarithm, rounded to the nearest integer.
+        # The exponent of sqrt(2) times a ratio is the ratio's binary logarithm, rounded to the nearest integer.
         exponents = values.div(scale).mul_(2.0**0.5).view(torch.int32).bitwise_right_shift_(_FRACTION_BITS)
         count = values.shape[1]
         codes = torch.zeros(len(values), count + count % 2, dtype=torch.uint8, device=values.device)
         signs = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
         signs.copy_(exponents >> 8).bitwise_and_(8)
-        codes[:, :count].copy_(exponents).clamp_(min=_BIAS).sub_(_BIAS).bitwise_or_(signs)  # each copy keeps 8 bits
+        codes[:, :count].copy_(exponents).clamp_(min=_BIAS).sub_(_BIAS).bitwise_or_(signs)  # copy_ keeps the low 8 bits
         pairs = codes.view(torch.int16)  # the first value is in the lower byte
         out[:, SCALE_NBYTES:].copy_(pairs | (pairs >> 4))
 
@@ -57,7 +59,7 @@ class Q4(BlockCodec):
 
 
 def _pairs(device: torch.device) -> Tensor:
-    """Return the ratios of the two values in each of the 256 bytes, as the parts of a complex number."""
+    """Return, for each of the 256 bytes, the ratios of its two values as one complex number."""
     place = torch.arange(256, dtype=torch.int32, device=device)
     codes = torch.stack((place & 15, place >> 4), dim=1)
     levels, signs = codes & 7, (codes & 8) << 28

@@ -1,4 +1,4 @@
-"""The codec that keeps the values with the largest magnitudes of each block, and drops the others."""
+"""Defines the codec that keeps the values with the largest magnitudes of each block, and drops the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncdist import validation
 from asyncdist.tensors.codecs.blocks import BlockCodec
 
-#: Largest number of values of a block: a place within it takes 16 bits.
+#: Maximum number of values per block, since the index of a value in its block is sent as 16 bits.
 _BLOCK_MAX: Final = 1 << 16
 _VALUE_NBYTES: Final = 4
 _PLACE_NBYTES: Final = 2
@@ -20,19 +20,19 @@ _PLACE_NBYTES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class TopK(BlockCodec):
-    """Keeps the share of the values with the largest magnitudes of each block; the other values are decoded to zero.
+    """Keeps the values with the largest magnitudes of each block. The other values are decoded to zero.
 
-    Among equal magnitudes, the first ones are kept. With x for a vector and C(x) for the decoded vector, |x - C(x)|^2
-    <= (1 - ``share``) |x|^2. A kept value needs 4 bytes for its float32 and 2 for its place in the block: 6 * ``share``
-    bytes per value. Its error is zero; bfloat16 would need 4 * ``share`` bytes, but the bound would not hold. NaNs and
-    infinities are larger than all numbers, so that a block with any of them has some after decoding.
+    Among equal magnitudes, the first are kept. With x for a vector and C(x) for the decoded vector, |x - C(x)|^2
+    <= (1 - ``share``) |x|^2. A kept value takes 4 bytes for its float32 and 2 for its index in the block. In bfloat16
+    it would take 4 bytes in total, but the bound would not hold. NaNs and infinities count as larger than all numbers,
+    so a block that contains any also contains some after decoding.
 
-    Use it with :class:`~asyncdist.tensors.codecs.ErrorFeedback`, since dropped values are lost otherwise. Source:
+    Use this codec with :class:`~asyncdist.tensors.codecs.ErrorFeedback`, which sends the dropped values later. Source:
     SparseLoCo (2508.15706), which keeps 1 to 3 % of blocks of 4096 values.
 
     Args:
-        share: Share of the values to keep, above 0 and at most 1; rounded up to whole values of each block.
-        block: Number of values of a block, from 1 to 65536.
+        share: Share of the values to keep, above 0 and at most 1. The number of values is rounded up for each block.
+        block: Number of values per block, from 1 to 65536.
     """
 
     share: float = 0.03
@@ -45,12 +45,12 @@ class TopK(BlockCodec):
         block = validation.count("block", self.block)
         if block > _BLOCK_MAX:
             validation.refuse("block", block, f"an integer from 1 to {_BLOCK_MAX}")
-        # Equal options have equal representations, whatever their types: ranks compare them.
+        # Ranks compare the text of their options, so 1 and 1.0 must have the same representation.
         object.__setattr__(self, "share", share)
         object.__setattr__(self, "block", block)
 
     def _kept_count(self, count: int) -> int:
-        """Return the number of kept values of a block with ``count`` values."""
+        """Return the number of values to keep of a block of ``count`` values."""
         return math.ceil(self.share * count)
 
     def _block_nbytes(self, count: int) -> int:
@@ -59,33 +59,33 @@ class TopK(BlockCodec):
     def _encode_rows(self, values: Tensor, out: Tensor) -> None:
         count = values.shape[1]
         kept, reversed_places = self._kept_count(count), _BLOCK_MAX - 1 - torch.arange(count, device=values.device)
-        # Bit patterns of magnitudes have the order of the magnitudes. With the place below them, no two keys are equal.
+        # Magnitudes and their bit patterns have the same order. The place in the lower bits makes all keys different.
         keys = values.abs().view(torch.int32).long().bitwise_left_shift_(16).bitwise_or_(reversed_places)
         found = keys.topk(kept, dim=1, sorted=False).values
         places = (_BLOCK_MAX - 1 - (found & (_BLOCK_MAX - 1))).sort(dim=1).values
         edge = _VALUE_NBYTES * kept
         out[:, :edge].copy_(values.gather(1, places).view(torch.uint8))
-        out[:, edge:].copy_(places.to(torch.int16).view(torch.uint8))  # which keeps the lower 16 bits
+        out[:, edge:].copy_(places.to(torch.int16).view(torch.uint8))  # the conversion keeps the lower 16 bits
 
     def _decode_rows(self, encoded: Tensor, out: Tensor) -> None:
         edge = _VALUE_NBYTES * self._kept_count(out.shape[1])
-        # Copies begin at aligned addresses, as views with another dtype must.
+        # Views with a wider dtype need aligned addresses, which copies have.
         values = encoded[:, :edge].clone(memory_format=torch.contiguous_format).view(torch.float32)
         places = encoded[:, edge:].clone(memory_format=torch.contiguous_format).view(torch.int16).long()
-        # Damaged bytes give wrong values, as with other codecs. On CUDA a place outside the row would end the process.
+        # Corrupted bytes may decode to wrong values, but on CUDA an index outside the row would end the process.
         places = places.bitwise_and_(_BLOCK_MAX - 1).clamp_(max=out.shape[1] - 1)
         out.zero_().scatter_(1, places, values)
 
 
 @dataclass(frozen=True, slots=True)
 class UnionOfTopK(TopK):
-    """Keeps all values of a sum or mean of vectors that a :class:`TopK` has decoded, so that its error is zero.
+    """Encodes, without error, a sum or mean of vectors that a :class:`TopK` has decoded.
 
-    Each decoded vector has at most the kept number of values per block, and so the sum has at most
-    ``contribution_count`` times this number. TopK itself would drop most of them.
+    A block of the sum has at most ``contribution_count`` times as many nonzero values as a block of one vector. All of
+    them are kept, while :class:`TopK` would drop most.
 
     Args:
-        contribution_count: Largest number of added vectors.
+        contribution_count: Maximum number of added vectors.
     """
 
     contribution_count: int = 1

@@ -30,24 +30,24 @@ def named_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def load_named(model: nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Load the result of :func:`named_state` of another rank; ValueError if its optimizer has other parameters."""
+    """Load another rank's :func:`named_state`. Raise ValueError if its optimizer has different parameters."""
     load_exactly(optimizer, arranged(saved["state"], saved["names"], parameter_names(model, optimizer)))
 
 
 def arranged(
     state: Mapping[str, Any], names: Sequence[Sequence[str]], own: Sequence[Sequence[str]]
 ) -> Mapping[str, Any]:
-    """Return an optimizer's state in the order of another optimizer's groups and parameters.
+    """Return an optimizer's state, rearranged in the order of another optimizer's groups and parameters.
 
     Args:
-        state: Result of ``state_dict()``.
+        state: State as returned by ``state_dict()``.
         names: Names of the parameters in ``state``, by group.
-        own: Names of the parameters of the other optimizer, by group. Parameters without a name keep their order; a
-            warning is logged if a group has several.
+        own: Names of the parameters of the other optimizer, by group. Parameters without a name keep their order, and
+            a warning is logged if a group has several.
 
     Raises:
-        ValueError: The groups have different parameters, or the state depends on their order: the optimizer keeps a
-            state of its own beside that of torch, or one state for all parameters, like LBFGS.
+        ValueError: The groups have different parameters, or the state cannot be rearranged: it has entries that torch
+            does not define, or is one state for all parameters, as in LBFGS.
     """
     if any(list(group).count("") > 1 for group in own):
         _warn_of_order()
@@ -130,6 +130,6 @@ def load_exactly(optimizer: Any, state: Mapping[str, Any]) -> None:
         for name, value in entries.items():
             now = held.get(name)
             if name == "step" or not isinstance(value, Tensor) or not isinstance(now, Tensor):
-                continue  # torch keeps step counts, or needs them as float32 on the GPU
+                continue  # load_state_dict keeps the dtype of step counts, or converts them as the GPU needs
             if now.dtype != value.dtype:
                 held[name] = value.to(now.device)

@@ -1,8 +1,8 @@
 """Finds copies of the weights, by name and value, among the tensors that an optimizer stores.
 
-A mirror equals the weights after each optimizer step, whatever its name. Slow weights, origins and compensations are
-recognised by their names. Any other tensor that closely resembles the weights is assumed to follow them in an unknown
-way.
+Mirrors, which equal the weights after each optimizer step, are recognised by their values. Slow weights, origins and
+compensations are recognised by their names. Any other tensor that closely resembles the weights is assumed to follow
+them in an unknown way.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ _MOMENTS: Final = frozenset(
 )
 _SAMPLE_COUNT: Final = 2048
 _SAMPLE_TENSORS: Final = 64
-#: Minimum number of values that proves a match; fewer may match by chance.
+#: Minimum number of matching values. Fewer values may match by chance.
 PROOF_COUNT: Final = 16
 
 
 def has_stepped(optimizer: Any) -> bool:
-    """Return whether an optimizer has made a step, judging by its step counts and moments."""
+    """Return whether an optimizer's step counts and moments show that it has made a step."""
     for each in wrapped_optimizers(optimizer):
         for parameter, state in each.state.items():
             if isinstance(parameter, Tensor) and isinstance(state, Mapping) and _shows_step(parameter, state):
@@ -101,7 +101,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """A tensor that must be updated when its parameter is replaced; ``kind`` selects the rule."""
+    """A tensor that an optimizer stores, which must be updated according to ``kind`` when its parameter is replaced."""
 
     parameter: Tensor
     tensor: Tensor
@@ -109,7 +109,7 @@ class Copy:
 
 
 def kind_of(key: str, held: Sequence[Held]) -> Kind | None:
-    """Return the rule by which an optimizer's tensors named ``key`` follow the weights; None if no rule is known."""
+    """Return how an optimizer's tensors named ``key`` follow the weights, or None if this is unknown."""
     if key in _MASTERS or (key not in _MOMENTS and _is_mirror(held)):
         return "mirror"
     if key in SLOW:
@@ -120,12 +120,12 @@ def kind_of(key: str, held: Sequence[Held]) -> Kind | None:
 
 
 def follows_unknown(key: str, held: Sequence[Held]) -> bool:
-    """Return whether the tensors named ``key``, for which no rule is known, seem to follow the weights."""
+    """Return whether the tensors named ``key``, for which :func:`kind_of` returns None, seem to follow the weights."""
     return key in _LAGGING or (key not in _KEPT | _MOMENTS and _tracks(held))
 
 
 def _is_mirror(held: Sequence[Held]) -> bool:
-    """Return whether all tensors equal their parameters, and at least one parameter has different values in it."""
+    """Return whether all tensors equal their parameters, and at least one parameter is not constant."""
     return all(_are_equal(each.tensor, local_part(each.parameter)) for each in held) and any(
         _varies(local_part(each.parameter)) for each in held
     )
@@ -133,7 +133,7 @@ def _is_mirror(held: Sequence[Held]) -> bool:
 
 def _are_equal(tensor: Tensor, parameter: Tensor) -> bool:
     few = parameter.detach().reshape(-1)[:8]
-    if not torch.equal(tensor.reshape(-1)[:8].to(few), few):  # a quick test that rules out nearly all tensors
+    if not torch.equal(tensor.reshape(-1)[:8].to(few), few):  # eight values suffice to rule out nearly all tensors
         return False
     return torch.equal(tensor.to(parameter), parameter.detach())
 
@@ -144,7 +144,7 @@ def _varies(parameter: Tensor) -> bool:
 
 
 def _tracks(held: Sequence[Held]) -> bool:
-    """Return whether the tensors as a whole are close to their parameters."""
+    """Return whether the RMS distance of all tensors to their parameters is below half of the parameters' spread."""
     own = sample_of([local_part(each.parameter) for each in held])
     other = sample_of([each.tensor for each in held])
     if own.numel() < PROOF_COUNT or not (own.isfinite().all() and other.isfinite().all()):
@@ -154,7 +154,7 @@ def _tracks(held: Sequence[Held]) -> bool:
 
 
 def held_by(optimizer: Any, model: nn.Module) -> Iterator[tuple[str, str, list[Held]]]:
-    """Yield the tensors that an optimizer, or an optimizer inside it, stores, as (description, name, tensors)."""
+    """Yield (description, name, tensors) for the tensors that an optimizer and the optimizers inside it store."""
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     seen = set(parameters)
     for each in wrapped_optimizers(optimizer):
@@ -186,7 +186,7 @@ def _tensor_attributes(optimizer: Any) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def _matched(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Held]:
-    """Return pairs of a parameter and its equal tensor. A flat tensor is split into parts for all parameters."""
+    """Pair parameters with equal tensors. A flat tensor of all trained parameters is split into its parts."""
     left = [parameter for parameter in parameters if parameter.is_floating_point()]
     found: list[Held] = []
     for tensor in tensors:
@@ -202,7 +202,7 @@ def _matched(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[He
 
 
 def _parts_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Held]:
-    """Return the view of each parameter in a flat tensor; empty if the tensor is not all parameters in order."""
+    """Return each parameter's view of a flat tensor; empty unless the tensor equals all parameters in order."""
     locals_ = [local_part(parameter) for parameter in parameters]
     if flat.ndim != 1 or len(locals_) < 2 or flat.numel() != sum(each.numel() for each in locals_):
         return []
@@ -238,7 +238,10 @@ def _leaves(value: Any, depth: int) -> Iterator[Tensor]:
 
 
 def sample_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return evenly spaced values of evenly spaced tensors, as float32 on the host, with one transfer per device."""
+    """Return a sample of the tensors' values as float32 on the host, with one transfer per device.
+
+    Evenly spaced values are taken from evenly spaced tensors.
+    """
     chosen = tensors[:: max(1, len(tensors) // _SAMPLE_TENSORS)]
     count = max(1, _SAMPLE_COUNT // max(1, len(chosen)))
     by_device: dict[torch.device, list[Tensor]] = {}

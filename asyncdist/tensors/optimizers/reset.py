@@ -1,4 +1,4 @@
-"""Resets an optimizer's state, which describes the old weights, after the weights were replaced."""
+"""Resets an optimizer's state after the weights that it describes were replaced."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,12 +11,13 @@ from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
 
 def reset_optimizer_state(optimizer: Any) -> None:
-    """Clear moments and step counts in place; parameter groups and hyperparameters are kept.
+    """Clear the moments and step counts of an optimizer and of those that it wraps, in place.
 
-    Wrapped optimizers are reset as well. A wrapper's slow weights are kept, since only its constructor creates them.
+    Parameter groups and hyperparameters are kept. A wrapper's slow weights are kept, because only its constructor
+    creates them.
     """
     states: list[Any] = []
-    for each in reversed(wrapped_optimizers(optimizer)):  # a wrapper is handled after the optimizers inside it
+    for each in reversed(wrapped_optimizers(optimizer)):  # inner optimizers first, before their wrappers
         if any(each.state is state for state in states):
             continue
         if isinstance(each, torch.optim.Adagrad):
@@ -26,14 +27,14 @@ def reset_optimizer_state(optimizer: Any) -> None:
                 for key, value in state.items():
                     if key not in SLOW and isinstance(value, Tensor):
                         value.zero_()
-        else:  # some optimizers also store numbers here, under string keys
+        else:  # some optimizers also store numbers under string keys, which are kept
             for parameter in [key for key in each.state if isinstance(key, Tensor)]:
                 _reset_entry(each.state, parameter)
         states.append(each.state)
 
 
 def _reset_entry(states: Any, parameter: Tensor) -> None:
-    """Delete a parameter's state, except the boolean mask with which SaRA's constructor has selected weights."""
+    """Delete a parameter's state, except the boolean mask of the weights that SaRA's constructor has selected."""
     state = states[parameter]
     mask = state.get("mask") if isinstance(state, Mapping) else None
     del states[parameter]
@@ -46,7 +47,7 @@ def _has_slow_weights(optimizer: Any) -> bool:
 
 
 def _reset_adagrad(optimizer: torch.optim.Adagrad) -> None:
-    """Restore the state that the constructor created, since Adagrad's step needs it up to torch 2.12."""
+    """Restore the state that the constructor created. Up to torch 2.12, Adagrad's step needs it."""
     for group in optimizer.param_groups:
         start = group["initial_accumulator_value"]
         for parameter in group["params"]:

@@ -1,11 +1,11 @@
 """Updates the weights that an optimizer stores when an average replaces the model's weights.
 
-An average replaces the model's weights. An optimizer with its own copy of the weights would restore the old ones at its
-next step. :mod:`asyncdist.tensors.optimizers.recognition` finds the copies, of which there are five kinds:
+An optimizer with its own copy of the weights would undo an average at its next step.
+:mod:`asyncdist.tensors.optimizers.recognition` finds the copies, of which there are five kinds:
 
 - **The z of schedule-free optimizers**, the point at which gradient steps are made. It is averaged with the weights, as
-  a part of the flat state. (If z were set to the averaged weights, it would lose its lead over them: with an average
-  every 10 steps, the loss of schedule-free SGD ended at 0.084 instead of 0.020.)
+  a part of the flat state. (If z were set to the averaged weights, it would lose its lead over them. With an average
+  every 10 steps, the loss of schedule-free SGD then ended at 0.084 instead of 0.020.)
 - **Mirrors**, which equal the weights after each step, such as float32 masters of a bfloat16 model. They become the new
   weights but keep their additional precision, so that averages do not lose small updates.
 - **Slow weights** of Lookahead: an average or a copy of the weights. They become the new weights.
@@ -13,8 +13,8 @@ next step. :mod:`asyncdist.tensors.optimizers.recognition` finds the copies, of 
   weights.
 - **Compensations** of Kahan summation, the rounding errors of the old weights. They become zero.
 
-Any other tensor that follows the weights is logged once and left unchanged. An optimizer creates its state at its first
-step, so this module searches the state only when needed; only the layout of :class:`AveragedStates` is known earlier.
+Any other tensor that follows the weights is logged once and left unchanged. Because an optimizer creates its state at
+its first step, the state is searched at each average. Only the layout of :class:`AveragedStates` is known earlier.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
 Verdict: TypeAlias = Literal["kept", "undone", "unknown"]
 
-#: Start of an averaged state's name; the name of its parameter follows.
+#: Prefix of an averaged state's name, before the name of its parameter.
 STATE_PREFIX: Final = "optimizer's z of "
-#: Ratio of the distance between old and new weights to the length of a step. Above this ratio, a return to the old
+#: Minimum ratio of the distance between old and new weights to the length of a step, above which a return to the old
 #: values proves that the optimizer has restored them.
 _LENGTH_RATIO: Final = 4.0
 
@@ -47,7 +47,7 @@ class AveragedStates:
     """Optimizer states that are averaged with the weights: the z of a schedule-free optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        """Find the parameters that will have a state; the optimizer creates the states at its first step."""
+        """Find the parameters for which the optimizer will create a state at its first step."""
         source = _schedule_free_of(optimizer)
         named: list[tuple[str, Tensor]] = []
         if source is not None:
@@ -59,7 +59,7 @@ class AveragedStates:
         self._source = source
 
     def tensors(self) -> list[Tensor]:
-        """Return the states in the order of the names; a missing state is represented by a copy of its parameter."""
+        """Return the states in the order of ``names``. A copy of the parameter represents a state not created yet."""
         found = []
         for parameter in self.parameters:
             z = self._source.state.get(parameter, {}).get("z")
@@ -67,7 +67,7 @@ class AveragedStates:
         return found
 
     def change(self, model: nn.Module, optimizer: Any) -> None:
-        """Use the states of a different optimizer from now on. Raise ValueError if their names differ."""
+        """Switch to the states of a different optimizer. Raise ValueError if their names differ."""
         other = AveragedStates(model, optimizer)
         if other.names != self.names:
             raise ValueError(
@@ -89,7 +89,6 @@ class OptimizerWeights:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, states: AveragedStates, *, is_reset: bool = False) -> None:
-        """Store the optimizer, which is inspected only at the first replacement."""
         self.optimizer = optimizer
         self.is_watching = False
         self._model = model
@@ -102,7 +101,7 @@ class OptimizerWeights:
         self._hooks: list[RemovableHandle] = []
 
     def begin(self) -> None:
-        """Watch the optimizer's steps if its state is reset, to detect that a different optimizer trains the model."""
+        """Start to watch the steps of an optimizer that is reset, to detect that another optimizer trains the model."""
         if self._is_reset:
             self._replaced = self._replaced or _Replaced(self._model)
             self._hooks = [
@@ -132,7 +131,7 @@ class OptimizerWeights:
             self.begin()
 
     def follow(self, model: nn.Module, optimizer: Any) -> None:
-        """Use a different model of the same layout, and its optimizer, from now on."""
+        """Switch to a different model of the same layout, and its optimizer."""
         is_watched = bool(self._hooks)
         self.end()
         self._model, self._replaced, self.is_watching = model, None, False
@@ -159,14 +158,14 @@ class OptimizerWeights:
         self._has_stepped = False
 
     def look(self) -> None:
-        """Warn once of weights in the optimizer's state that cannot be updated. Do nothing before its first step."""
+        """Warn once of unknown copies of the weights in the optimizer's state. Do nothing before its first step."""
         if not self._has_looked and any(each.state for each in wrapped_optimizers(self.optimizer)):
             self._has_looked = True
             self._warn_of_evaluation()
             self._copies()
 
     def check_kept(self) -> None:
-        """Warn once if the optimizer's step has restored the old weights. Call this at each step while watching."""
+        """Warn once if the optimizer has restored the old weights. Must be called at each step if ``is_watching``."""
         verdict = self._replaced.judge() if self._replaced is not None else "kept"
         self.is_watching = verdict == "unknown"
         if verdict == "undone":
@@ -178,7 +177,7 @@ class OptimizerWeights:
             )
 
     def _copies(self) -> list[Copy]:
-        """Return the copies of the weights to update, and warn of tensors that follow the weights in an unknown way."""
+        """Return the copies of the weights to update, and warn of other tensors that seem to follow the weights."""
         copies = []
         for label, key, held in held_by(self.optimizer, self._model):
             if key == "z" and self._states.names:
@@ -204,7 +203,7 @@ class OptimizerWeights:
             )
 
     def _warn_of_another(self) -> None:
-        """Log a warning, once, if the weights have changed without a step of this optimizer."""
+        """Warn once if the weights have changed without a step of this optimizer."""
         is_still = not self._hooks or self._has_stepped or self._replaced is None
         if not is_still and self._replaced is not None and self._replaced.have_changed_since():
             self._report(
@@ -231,7 +230,6 @@ class _Replaced:
         self._back: Tensor | None = None  # weights after the step that seemed to restore the old weights
 
     def note_new(self) -> None:
-        """Sample the weights after the replacement."""
         self._new = self._sample()
 
     def have_changed_since(self) -> bool:
@@ -239,10 +237,10 @@ class _Replaced:
         return not torch.equal(self._sample(), self._new)
 
     def judge(self) -> Verdict:
-        """Return whether the optimizer keeps the new weights. Called after each step until the result is known.
+        """Return whether the optimizer keeps the new weights. Called after each step until the verdict is known.
 
-        A return to the old values proves nothing if a single step is as long as the distance to them, for example if
-        all ranks train in the same way and one rank is a step behind. The next step shows how long a step is.
+        A return to the old values proves nothing if the distance to them is as short as a single step, for example when
+        one of several identically trained ranks is a step behind. The next step shows how long a step is.
         """
         now, back = self._sample(), self._back
         if back is None:
@@ -281,14 +279,14 @@ def _follow(copy: Copy, before: Tensor | None) -> None:
 
 
 def _schedule_free_of(optimizer: Any) -> Any:
-    """Return the first schedule-free optimizer among an optimizer and the ones that it wraps, or None."""
+    """Return the first schedule-free optimizer among an optimizer and those that it wraps, or None."""
     return next((each for each in wrapped_optimizers(optimizer) if _is_schedule_free(each)), None)
 
 
 def _is_schedule_free(optimizer: Any) -> bool:
-    """Return whether an optimizer is schedule-free, judging by its class names and parameter groups.
+    """Return whether an optimizer's class names or parameter groups show that it is schedule-free.
 
-    Reference implementations are excluded, since they also store x and y.
+    Reference implementations are excluded, because they also store x and y.
     """
     names = [kind.__name__ for kind in type(optimizer).__mro__]
     if any("Reference" in name for name in names):
@@ -301,9 +299,9 @@ def _is_schedule_free(optimizer: Any) -> bool:
 
 @contextlib.contextmanager
 def kept_mode(optimizer: Any) -> Iterator[None]:
-    """Restore, at the end of the block, the train() or eval() mode of schedule-free optimizers.
+    """Restore the train() or eval() mode of schedule-free optimizers at the end of the ``with`` block.
 
-    The weights are not changed: the caller restores them.
+    The caller must restore the weights.
     """
     wrapped = wrapped_optimizers(optimizer)
     groups = [group for each in wrapped for group in getattr(each, "param_groups", ()) if "train_mode" in group]
@@ -319,7 +317,7 @@ def kept_mode(optimizer: Any) -> Iterator[None]:
 
 
 def _is_evaluating(optimizer: Any) -> bool:
-    """Return whether a schedule-free optimizer is in eval() mode, so that the model contains its averaged weights."""
+    """Return whether a schedule-free optimizer is in eval() mode, in which the model has its averaged weights."""
     for each in wrapped_optimizers(optimizer):
         if callable(getattr(each, "eval", None)) and each.state:
             modes = [group["train_mode"] for group in each.param_groups if "train_mode" in group]

@@ -1,4 +1,4 @@
-"""Finds the optimizers inside a wrapper, such as a wrapper of Accelerate, Lookahead or mixed precision."""
+"""Finds the optimizers inside wrappers such as those of Accelerate, Lookahead and mixed precision."""
 
 from __future__ import annotations
 
