@@ -1,4 +1,4 @@
-"""Simulates the network: obeys the transport contract, but exploits all the freedom that the contract allows.
+"""Simulates the network: follows the transport contract, but uses all the freedom that the contract allows.
 
 The network may delay messages, reorder messages that differ in source or tag, complete requests late, choose which
 sender a wildcard receive matches, and send a message eagerly or by rendezvous. It never lets a message overtake an
@@ -31,7 +31,7 @@ _EAGER_CHOICES: Final = (256, 4096, 65536)
 
 
 class Receive:
-    """A receive request. :meth:`start` posts the request, and may be called again after the request has completed."""
+    """A receive request. :meth:`start` posts it, and may be called again after its completion."""
 
     __slots__ = (
         "_fabric",
@@ -70,7 +70,7 @@ class Receive:
         if self.done:
             return self.source, self.nbytes
         if self.error is not None:
-            self.test()  # raises the error of the request, if any
+            self.test()  # raises the error
         return None
 
     def start(self) -> None:
@@ -93,7 +93,7 @@ class _Path:
         self.bandwidth = link.bandwidth_nbytes_per_s
         self.free_at = 0.0
         self.last_arrival: dict[int, float] = {}  # by tag
-        self.last_entry: dict[int, float] = {}  # by tag: the last time at which a message has entered the host
+        self.last_entry: dict[int, float] = {}  # by tag: the time at which the last message entered the host
 
 
 class Fabric:
@@ -123,7 +123,7 @@ class Fabric:
         self._eager_nbytes = rng.choice(_EAGER_CHOICES) if network.eager_nbytes is None else network.eager_nbytes
         self._is_pushed = (
             rng.random() < 0.5
-        )  # if true, large messages need an idle sender, which pushes them; otherwise the receiver fetches them
+        )  # true if a large message waits until its sender is idle; otherwise the receiver fetches it
         self._paths: list[dict[int, _Path]] = [{} for _ in range(size)]
         self._posted: list[dict[int, deque[Receive]]] = [{} for _ in range(size)]
         self._unexpected: list[dict[int, ArrivalQueue]] = [{} for _ in range(size)]
@@ -151,10 +151,8 @@ class Fabric:
         self._finish = self._complete
 
     def connect(self, turns: Sequence[Turns]) -> None:
-        """Set the ranks' turns, which let the network delay work until a busy rank is idle."""
+        """Set the ranks' turns, which allow delaying work until a busy rank is idle."""
         self._turns = list(turns)
-
-    # -- sending ----------------------------------------------------------------------------------------------------
 
     def send(self, buffer: Buffer, source: int, dest: int, tag: int) -> Message:
         data = buffer if type(buffer) is bytes or type(buffer) is bytearray else as_bytes(buffer)
@@ -177,7 +175,7 @@ class Fabric:
         if self._has_message_faults and source not in self._dead:
             message.data, delay = self._faults.apply(source, dest, tag, message.data)
         if source in self._dead:
-            message.done = False  # the sender was killed during this send, so none of its tasks may resume
+            message.done = False  # killed during this send, so none of the sender's tasks may resume
             return message
         arrival = self._arrival(message, delay)
         scheduler = self._scheduler
@@ -199,7 +197,7 @@ class Fabric:
         return path
 
     def _sent_at(self, path: _Path, source: int, nbytes: int, transfer: float) -> float:
-        """Queue bytes behind earlier bytes on the link, and return the time at which the last byte leaves.
+        """Queue bytes behind earlier bytes on the link, and return the time at which the last byte leaves the sender.
 
         Between hosts, return the time at which the first byte leaves, because the receiving interface adds the time of
         the transfer.
@@ -212,7 +210,7 @@ class Fabric:
         return begins_at if path.is_shared else path.free_at
 
     def _enter(self, message: Message) -> None:
-        """Deliver a message from another host when the receiving interface has carried it."""
+        """Deliver a message from another host after the network interface has received it."""
         path = self._paths[message.source][message.dest]
         nbytes = message.nbytes if message.eager else 64
         done_at = self._interfaces.enter(message.dest, self._scheduler.time(), nbytes)
@@ -223,7 +221,7 @@ class Fabric:
         self._scheduler.at(done_at, self._take_in, (message,))
 
     def _enter_whole(self, receive: Receive, message: Message) -> None:
-        """Deliver the data of a large message from another host when the receiving interface has carried it."""
+        """Deliver the data of a large message from another host after the network interface has received it."""
         done_at = self._interfaces.enter(message.dest, self._scheduler.time(), message.nbytes)
         self._scheduler.at(done_at, self._take_whole, (receive, message))
 
@@ -296,8 +294,6 @@ class Fabric:
             inbox = unexpected[message.tag] = ArrivalQueue()
         inbox.add(message)
 
-    # -- receiving --------------------------------------------------------------------------------------------------
-
     def post(self, receive: Receive) -> None:
         waiting = self._unexpected[receive.dest].get(receive.tag)
         if waiting is not None and not waiting.is_empty():
@@ -349,7 +345,7 @@ class Fabric:
             self._scheduler.at(complete_at, self._take_whole, (receive, message))
 
     def _arrive_whole(self, receive: Receive, message: Message) -> None:
-        """Complete a large message as soon as its receiver is idle, because the receiver must copy the last bytes."""
+        """Complete the receive of a large message when the receiver is idle, because it must copy the last bytes."""
         self._turns[message.dest].attend(self._finish, (receive, message))
 
     def fail_send(self, message: Message) -> None:
@@ -396,8 +392,6 @@ class Fabric:
             posted.remove(receive)
             receive.done = receive.cancelled = True
             self._ring(receive.dest)
-
-    # -- lost and restarted ranks -----------------------------------------------------------------------------------
 
     def kill(self, rank: int) -> None:
         """Kill the process of ``rank``; each peer detects the loss at a different time."""
@@ -447,8 +441,6 @@ class Fabric:
     def mute(self) -> None:
         """Stop sending messages, because the remaining tasks are only being cleaned up."""
         self._muted = True
-
-    # -- the ends ---------------------------------------------------------------------------------------------------
 
     def set_doorbell(self, rank: int, ring: Callable[[], None]) -> None:
         self._doorbells[rank] = ring

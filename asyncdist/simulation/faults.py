@@ -1,7 +1,7 @@
 """Describes the faults of a simulation: killed, slow and restarted ranks, and delayed or corrupted messages.
 
-A fault plan is a list of faults. The simulation's report says how often each fault fired, so that a test can check that
-every fault of its plan occurred.
+A fault plan is a list of faults. The simulation's report counts how often each fault fired, so that a test can check
+that all of them did.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class SlowRank:
     """Makes computations and turns of ``rank`` take ``factor`` times as long from ``at_s`` on.
 
     A computation in progress is not slowed. A turn, in which a rank receives and answers messages, takes at most 2
-    microseconds. For a rank that only answers messages, a factor below a few hundred is therefore hardly noticeable.
+    microseconds. Slowing a rank that only answers messages is therefore hardly noticeable for factors below a few
+    hundred.
     """
 
     rank: int
@@ -79,7 +80,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Separates ``ranks`` from all other ranks from ``at_s`` on; messages between them are held until ``until_s``."""
+    """Separates ``ranks`` from all other ranks from ``at_s`` on. Messages between them are held until ``until_s``."""
 
     ranks: tuple[int, ...]
     at_s: float
@@ -179,7 +180,7 @@ Fault: TypeAlias = Kill | Restart | Join | Interrupt | Stall | SlowRank | SlowLi
 
 
 def _check(fault: Fault, *names: str) -> None:
-    """Raise an error if a number is out of range; convert numpy integers to int, so that the plan prints cleanly."""
+    """Raise an error if a number is out of range. Convert numpy integers to int, so that the plan prints cleanly."""
     for name in names:
         value, what = getattr(fault, name), f"{fault!r}: {name}"
         if name in ("at_turn", "at_message", "number"):

@@ -59,9 +59,9 @@ class Network:
             between its ranks and other hosts. By default only the links limit the bandwidth, so a rank receives from
             many ranks as fast as from one.
         links: Links that differ from ``link`` and ``cross_link``, keyed by (source, dest).
-        eager_nbytes: Maximum size in bytes of a send that completes immediately. A larger send waits for its receive,
-            for an idle receiver (in half of the simulations also for an idle sender), and for the transfer. If None,
-            each simulation chooses 256 bytes, 4 KiB or 64 KiB.
+        eager_nbytes: Maximum size in bytes of a send that completes immediately. A larger send waits for a matching
+            receive, for an idle receiver (in half of the simulations also for an idle sender), and for the transfer. If
+            None, each simulation chooses 256 bytes, 4 KiB or 64 KiB.
         loss_detection_s: Seconds from a rank's death until its peers detect it.
     """
 
@@ -143,7 +143,7 @@ class Interfaces:
 
 @dataclass(slots=True)
 class _Interface:
-    """One direction of a host's interface: the times at which it has carried all messages, and all small messages."""
+    """One direction of a host's interface, with the times at which it is free for any and for small messages."""
 
     free_at: float = 0.0
     free_of_small_at: float = 0.0
@@ -161,5 +161,5 @@ class _Interface:
 
 
 def _after(done_at: float, last: float) -> float:
-    """Return ``done_at``, or the next float after ``last`` if the transfer is too short to be seen."""
+    """Return ``done_at``, or the next float after ``last`` if ``done_at`` is not later."""
     return max(done_at, math.nextafter(last, math.inf))

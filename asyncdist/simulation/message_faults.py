@@ -11,8 +11,8 @@ from asyncdist.tags import BULK_FIRST, BULK_LAST, COLLECTIVE_FIRST, COLLECTIVE_L
 class MessageFaults:
     """Counts the messages of each rank, and applies the faults that affect messages and links.
 
-    :class:`Kill` counts all messages of a sender; the other faults count the messages from one sender to one receiver.
-    When a fault fires, ``on_fired`` is called with its index in the plan; to kill a rank, ``on_kill`` is called with
+    :class:`Kill` counts all messages of a sender. The other faults count the messages from one sender to one receiver.
+    When a fault fires, ``on_fired`` is called with its index in the plan. To kill a rank, ``on_kill`` is called with
     the rank and that index. :meth:`apply` need only be called if ``has_message_faults`` is true, and the other methods
     only if ``has_link_faults`` is true.
     """
@@ -37,7 +37,7 @@ class MessageFaults:
         for index, fault in enumerate(faults):
             match fault:
                 case Kill(rank, at_message=int(number)):
-                    # Only the first of several kills at the same message fires, because a rank dies once.
+                    # If several faults kill the sender at the same message, only the first fires.
                     self._kills.setdefault((rank, number), index)
                 case Delay(source, dest, number):
                     self._delays.setdefault((source, dest, number), []).append((index, fault))
@@ -53,7 +53,7 @@ class MessageFaults:
     def apply(
         self, source: int, dest: int, tag: int, data: bytes | bytearray | memoryview
     ) -> tuple[bytes | bytearray | memoryview, float]:
-        """Apply faults to the next message from ``source``; return its data and its additional delay in seconds."""
+        """Apply faults to the next message from ``source``. Return its data and its additional delay in seconds."""
         pair = (source, dest)
         self._sent_counts[source] += 1
         kill = self._kills.get((source, self._sent_counts[source]))
@@ -68,7 +68,7 @@ class MessageFaults:
                 changed = bytearray(data)
                 for index, corruption in corruptions:
                     place = corruption.byte % len(changed)
-                    # Adding a number, unlike XOR, still changes the byte if two faults corrupt it.
+                    # Adding a number twice, unlike XOR, changes the byte even if two faults corrupt it.
                     changed[place] = (changed[place] + 0x55) % 256
                     self._on_fired(index)
                 data = bytes(changed)
@@ -88,7 +88,7 @@ class MessageFaults:
         return factor
 
     def after_partitions(self, pair: tuple[int, int], now: float, arrival: float) -> float:
-        """Return the arrival time of a message, delayed by partitions; ``arrival`` is the time without partitions."""
+        """Return the arrival time of a message. ``arrival`` is its arrival time without partitions."""
         between = [
             (index, fault)
             for index, fault in self._partitions

@@ -4,8 +4,8 @@ Every rank has an event loop with ready callbacks and timers. In a *turn* the ra
 iteration of asyncio's loop does. The :class:`~asyncdist.simulation.scheduler.Scheduler` decides when turns happen.
 
 A rank that computes is *busy*: none of its tasks, timers or callbacks run until the computing time has passed, even if
-messages arrive. A callback that blocks (``time.sleep``) runs to its end at one instant of the scheduler. Its own clock
-and the times of its messages are later than that instant by the blocked time, and its rank is busy until then.
+messages arrive. The scheduler's time stands still while a callback blocks (``time.sleep``). The callback's own clock
+and the times of its messages advance by the blocked time, and its rank is then busy for this time.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from asyncdist.simulation.scheduler import EndlessLoopError, Handle, Scheduler, 
 
 logger = logging.getLogger("asyncdist.simulation")
 
-#: Consecutive turns of a rank, without an outside event, after which the rank is assumed to be in an endless loop.
+#: Number of consecutive turns of a rank, without an outside event, after which an endless loop is assumed.
 TURN_COUNT_MAX: Final = 1_000_000
-#: Consecutive turns of all ranks, if no other event is left, after which they are assumed to be in an endless loop.
+#: Number of consecutive turns of all ranks, while no other event is pending, after which an endless loop is assumed.
 IDLE_TURN_COUNT_MAX: Final = 100_000
-#: With many ranks, the limit on idle turns is this number per rank.
+#: Number per rank that replaces :data:`IDLE_TURN_COUNT_MAX` in simulations of many ranks.
 _IDLE_TURN_COUNT_OF_A_RANK: Final = 100
 #: Number of clock reads in one callback that take no time.
 _FREE_READ_COUNT: Final = 1000
 #: Initial duration, in seconds, of each further clock read. The duration grows with every 1000 reads.
 _READ_S: Final = 1e-5
-#: Clock reads and sleeps in one callback after which it is assumed to loop forever; the reads take 450 s.
+#: Number of clock reads and sleeps in one callback after which an endless loop is assumed. The reads alone take 450 s.
 READ_COUNT_MAX: Final = 300_000
 #: Prefixes of modules that read clocks on behalf of user code.
 _READERS: Final = ("asyncdist.", "asyncio.")
-#: Maximum time between consecutive turns, in seconds. The time is random; messages may arrive during it.
+#: Maximum time between consecutive turns of a rank, in seconds. The time is random, and messages may arrive during it.
 TURN_S: Final = 2e-6
 
 
@@ -69,8 +69,7 @@ class Turns:
 
     Args:
         before_turn: Function called with the rank before each turn, or None.
-        enter: Function called with the rank before a callback that may run user code, if another rank's user code ran
-            last.
+        enter: Function called with the rank before its user code runs, if another rank's user code ran last.
         background: Unbound method whose calls run no user code.
 
     Attributes:
@@ -99,12 +98,12 @@ class Turns:
         self._background = background
         self._ready: list[Handle] = []
         self._put_off: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-        self._sleeper: Handle | None = None  # the step of a task that runs first when the computation ends
+        self._sleeper: Handle | None = None  # the step of the task that resumes first when its computation ends
         self._has_sleeper = False
         self._debug = False
         self._busy = False
-        self._stalled_s = 0.0  # seconds by which the current busy period is to be extended
-        self._ready_count_before = 0  # number of ready callbacks when the rank became busy
+        self._stalled_s = 0.0  # seconds by which to extend the current busy period
+        self._ready_count_before = 0  # number of callbacks that were ready when the rank became busy
         self._has_turn = False
         self._running = False
         self._turns_in_a_row = 0
@@ -112,8 +111,6 @@ class Turns:
         self._take_turn = self._turn  # methods are bound once, because binding them for each turn would be slower
         self._take_up = self._resume
         self._take_timer = self._fire
-
-    # -- turns ------------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> None:
         """Schedule a turn after an outside event has made a callback ready."""
@@ -129,7 +126,7 @@ class Turns:
         return self._scheduler.now + TURN_S * self.slowness * self._scheduler.random()
 
     def _goes_on(self) -> bool:
-        """Return whether the next turn can run now, before all other events; otherwise schedule this turn."""
+        """Return whether the next turn can run now, before all other events. Otherwise schedule this turn."""
         scheduler = self._scheduler
         self._turns_in_a_row += 1
         scheduler.idle_turn_count += 1
@@ -247,7 +244,7 @@ class Turns:
         return seconds
 
     def _become_busy(self, seconds: float) -> None:
-        """Prevent turns for ``seconds`` from the current time of the running callback."""
+        """Prevent turns for ``seconds``, counted from the running callback's own clock."""
         scheduler = self._scheduler
         seconds += scheduler.ahead_s
         scheduler.ahead_s = 0.0
@@ -272,7 +269,7 @@ class Turns:
             action(*args)
 
     def do_first(self, action: Callable[[], bool]) -> None:
-        """Call ``action()``; if it returns True, the callbacks that it made ready run before all others."""
+        """Call ``action()``. If it returns True, the callbacks that it made ready run before all others."""
         others, self._ready = self._ready, []
         comes_first = False
         try:
@@ -281,7 +278,7 @@ class Turns:
             self._ready = self._ready + others if comes_first else others + self._ready
 
     def _resume(self) -> None:
-        """End the busy period and run a turn. If the rank was stalled meanwhile, extend the busy period instead."""
+        """End the busy period and run a turn, or extend the busy period if the rank was stalled meanwhile."""
         if self._stalled_s:
             self._scheduler.at(self._scheduler.now + self._stalled_s, self._take_up)
             self._stalled_s = 0.0
@@ -315,7 +312,7 @@ class Turns:
             action(*args)
 
     def die(self) -> None:
-        """Stop taking turns. Ready callbacks stay, because a task whose wake-up is dropped could not be cancelled."""
+        """Stop taking turns. Ready callbacks are kept, because a task that has lost its wake-up cannot be cancelled."""
         self.dead = True
         self._do_what_was_put_off()
 
@@ -325,10 +322,8 @@ class Turns:
         if self._ready and not self._running:
             self._schedule()
 
-    # -- what asyncio needs on each turn ----------------------------------------------------------------------------
-
     def time(self) -> float:
-        """Return virtual seconds since the start; many reads in one callback also advance the time."""
+        """Return virtual seconds since the start. Many reads in one callback also advance the time."""
         self._read_count += 1
         if self._read_count > _FREE_READ_COUNT and self._running:
             if self._read_count > READ_COUNT_MAX:

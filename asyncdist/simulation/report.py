@@ -18,9 +18,9 @@ class SimReport(Generic[T_co]):
     """Reports how a simulation ended.
 
     Attributes:
-        results: Return value of each rank's main, or the exception that ended it: with ``return_exceptions`` any
-            exception, otherwise one that the fault plan explains (:meth:`check_ranks`). None for a rank that was killed
-            or had not ended when the simulation stopped.
+        results: Return value of each rank's main, or the exception that ended it. Without ``return_exceptions``, the
+            fault plan explains each exception (:meth:`check_ranks`). None for a rank that was killed or had not ended
+            when the simulation stopped.
         seed: Seed of the simulation.
         packed_trace: Last events, in packed form; :attr:`trace` unpacks them.
         trace_digest: Hexadecimal digest of all events and message contents; equal for equal arguments.
@@ -34,7 +34,7 @@ class SimReport(Generic[T_co]):
         killed_ranks: Ranks whose most recent process was killed.
     """
 
-    # Any instead of BaseException and None, so that users need not check the type of every value.
+    # Any instead of BaseException and None, which users would have to exclude by a type check
     results: tuple[T_co | Any, ...]
     seed: int
     packed_trace: bytes = field(repr=False)
@@ -68,8 +68,8 @@ class SimReport(Generic[T_co]):
     def check_ranks(self) -> None:
         """Raise the first failure of a rank that the fault plan does not explain, with causes before consequences.
 
-        The plan explains the exit of a rank that received a signal of the plan. If the plan has killed a rank or sent a
-        signal, it also explains a :class:`RankLostError`; if it has restarted a rank or let it join, a
+        The plan explains the exit of a rank that received a signal of the plan. A plan that has killed a rank or sent a
+        signal also explains a :class:`RankLostError`. A plan that has restarted a rank or let it join explains a
         :class:`LateError`. :func:`simulate` calls this method, unless ``return_exceptions`` is set.
         """
         failure = self.unexplained_failure()
@@ -77,7 +77,7 @@ class SimReport(Generic[T_co]):
             raise failure
 
     def unexplained_failure(self) -> BaseException | None:
-        """Return the exception that :meth:`check_ranks` raises, with a note that names the rank; None if it passes."""
+        """Return the exception that :meth:`check_ranks` would raise, with a note that names the rank, or None."""
         failures = {rank: error for rank, error in self._failures().items() if not self._is_explained(rank, error)}
         if not failures:
             return None
@@ -110,7 +110,7 @@ class SimReport(Generic[T_co]):
         return isinstance(self.results[rank], (SystemExit, KeyboardInterrupt)) and rank in self.interrupted_ranks()
 
     def check_faults(self) -> None:
-        """Raise AssertionError, naming the faults, if any fault of the plan did not fire and thus tested nothing."""
+        """Raise AssertionError with the faults of the plan that did not fire, and therefore tested nothing."""
         idle = [fault for fault, count in zip(self.faults, self.faults_fired, strict=True) if not count]
         if idle:
             raise AssertionError(

@@ -1,6 +1,6 @@
 """Runs a script in the simulator: the command ``asyncdist sim``.
 
-The script runs as ``__main__``, as under ``python script.py``; its call of ``asyncdist.run`` simulates all ranks and
+The script runs as ``__main__``, as under ``python script.py``. Its call of ``asyncdist.run`` simulates all ranks and
 returns rank 0's value. The random states of Python, numpy and torch and the system's random bytes follow from the seed,
 and PYTHONHASHSEED is 0 unless it is set. A run is therefore a function of script, arguments, ranks, seed and faults.
 """
@@ -52,9 +52,9 @@ from asyncdist.simulation.simulate import STOPPED, simulate
 #: Maximum number of lines for the results of all ranks.
 _RESULT_LINE_COUNT: Final = 10
 _PROGRESS_LINE_EVERY_S: Final = 5.0
-#: Maximum lag of a file's modification time behind the clock, in nanoseconds.
+#: Maximum time by which a file's modification time lags behind the clock, in nanoseconds.
 _FILE_CLOCK_NS: Final = 20_000_000
-#: tqdm's progress bar format, but always with seeds per second instead of seconds per seed.
+#: tqdm's progress bar format, but always in seeds per second, never in seconds per seed.
 _BAR: Final = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
 
@@ -65,7 +65,7 @@ class Script:
     Attributes:
         faults: Fault plan of every seed.
         until_s: Virtual time, in seconds, by which all ranks must have ended; None for no limit.
-        record: Absolute path of the folder for recordings; None for no recording.
+        record: Absolute path of the folder for recordings, or None.
         has_safe_path: Whether the user has kept the script's folder out of the module path. The process that runs the
             script cannot read this from ``sys.flags``, because :func:`explore` starts all processes with a safe path.
     """
@@ -81,7 +81,7 @@ class Script:
     def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
         """Run the script once, as a :class:`asyncdist.simulation.Scenario`.
 
-        A fault that does not fire is a failure. The exception of a signal of the plan is not.
+        A fault that does not fire is a failure. An exception that a signal of the plan raises is not.
         """
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             ended = execute(self, seed, self.faults if faults is None else tuple(faults))
@@ -121,7 +121,7 @@ class Script:
         return False
 
     def begin_process(self, rank: int) -> None:
-        """Do nothing, because a script needs no preparation except its random states."""
+        """Do nothing, because a script needs no preparation beyond its random states."""
 
     def on_world_opened(self, rank: int) -> None:
         """Do nothing when a script without a main opens its world."""
@@ -141,9 +141,6 @@ class Script:
 def _command() -> str:
     own = Path(sys.executable).with_name("asyncdist")
     return "asyncdist" if shutil.which("asyncdist") == str(own) else f"{python_command()} -m asyncdist"
-
-
-# -- one run ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +190,7 @@ class _Host:
         self._states = _random_states()
 
     def _seeded(self) -> list[str]:
-        """Return the names of the generators that the script has seeded or used."""
+        """Return the names of the generators whose state has changed since the beginning of the script."""
         now = _random_states()
         return [name for name, state in self._states.items() if state != now[name]]
 
@@ -216,7 +213,7 @@ def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
     )
     try:
         with _program(script), entropy_from(random.Random(f"{seed} entropy").randbytes):
-            number = random.Random(f"{seed} script").getrandbits(63)  # differs from any seed that the script would use
+            number = random.Random(f"{seed} script").getrandbits(63)  # differs from any seed that the script may set
             random.seed(number)
             np.random.seed(number % 2**32)
             torch.manual_seed(number)
@@ -325,8 +322,8 @@ def _ran_twice(script: Script) -> ScriptError:
 def run_once(script: Script, seed: int) -> int:
     """Run ``asyncdist sim``: run the script once, print how it ended, and return the exit code.
 
-    The code is 1 if the script or a rank failed or a fault did not fire, otherwise 0. Raise ScriptError if the script
-    does not call ``asyncdist.run`` exactly once.
+    The code is 1 if the script or a rank failed or a fault did not fire, and 0 otherwise. Raise ScriptError if the
+    script does not call ``asyncdist.run`` exactly once.
     """
     torch.set_num_threads(1)
     began_ns = time.time_ns()
@@ -366,7 +363,7 @@ def _how_to_see(script: Script, began_ns: int) -> list[str]:
 
 
 def print_out(*lines: str) -> None:
-    """Print lines and flush standard output; raise ScriptError if this fails. A broken pipe is ignored."""
+    """Print lines and flush standard output. Raise ScriptError if this fails, but ignore a broken pipe."""
     try:
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
@@ -374,7 +371,7 @@ def print_out(*lines: str) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)  # prevents a second error when Python flushes the output at exit
         os.close(null)
-        if not isinstance(error, BrokenPipeError):  # a reader such as ``head`` may close the pipe before the end
+        if not isinstance(error, BrokenPipeError):  # a reader such as ``head`` may close the pipe early
             raise ScriptError(f"standard output cannot be written: {error.strerror}") from error
 
 
@@ -388,10 +385,10 @@ def _exit_before_run(script: Script, error: SystemExit | None) -> int:
 
 
 def print_failures(report: SimReport[Any] | None, error: BaseException | None, command: str = "sim") -> bool:
-    """Print the first failure with its traceback, for the subcommand ``command``; return whether one occurred."""
+    """Print the first failure and its traceback, for the subcommand ``command``. Return whether there was a failure."""
     results = () if report is None else report.results
     failed = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
-    if error is None:  # the script may have caught the error of its run
+    if error is None:  # the script may have caught the error that a rank raised
         error = next((result for result in failed.values() if not is_good_end(result)), None)
     if error is None:
         return False
@@ -413,7 +410,7 @@ def print_failures(report: SimReport[Any] | None, error: BaseException | None, c
 
 
 def results_of(report: SimReport[Any], without: str = "None") -> list[str]:
-    """Describe how each rank ended, one line per run of equal results; ``without`` is shown if there is no result."""
+    """Describe how each rank ended, one line per range of equal results. ``without`` stands for no result."""
     texts = [without if result is None else _brief(result) for result in report.results]
     for rank in report.killed_ranks:
         texts[rank] = "killed"
@@ -454,9 +451,6 @@ def _abbreviated(lines: list[str]) -> list[str]:
     return [*lines[: _RESULT_LINE_COUNT - 2], f"... {len(lines) - _RESULT_LINE_COUNT + 1} more ...", lines[-1]]
 
 
-# -- many seeds -------------------------------------------------------------------------------------------------------
-
-
 def run_many(script: Script, seeds: range, processes: int | None) -> int:
     """Run ``asyncdist sim --explore``: run the script with each seed until one fails, with a progress bar.
 
@@ -477,7 +471,7 @@ def run_many(script: Script, seeds: range, processes: int | None) -> int:
             quick = replace(script, record=None)
             report = explore(quick, seeds, processes=processes, on_progress=on_progress, quiet=True)
     except KeyboardInterrupt:
-        print_out(*map(str, so_far))  # prints the summary so far, because the exploration may have taken hours
+        print_out(*map(str, so_far))  # the summary so far, because the exploration may have taken hours
         raise
     if report.failure is not None and report.failure.kind == ScriptError.__qualname__:
         raise ScriptError(report.failure.message)
@@ -500,7 +494,7 @@ def _bar(count: int) -> Iterator[Callable[[ExploreReport], None]]:
     with tqdm(total=count, file=sys.stderr, dynamic_ncols=True, bar_format=_BAR, unit=" seeds") as bar:
 
         def show(report: ExploreReport) -> None:
-            bar.start_t = time.time() - report.seconds  # excludes the startup time of the processes from the rate
+            bar.start_t = time.time() - report.seconds  # excludes the processes' startup time from the rate
             bar.last_print_t = max(bar.last_print_t, bar.start_t)
             bar.set_postfix_str(report.in_short, refresh=False)
             bar.update(report.seed_count - bar.n)

@@ -18,18 +18,18 @@ from asyncdist.errors import LocalProtocolError
 
 #: Number of events at one instant after which the simulation is assumed to be in an endless loop.
 EVENT_COUNT_MAX: Final = 1_000_000
-#: Number of events between two garbage collections. Python's automatic collections would not be deterministic.
+#: Number of events between two garbage collections, because Python's automatic collections are not deterministic.
 _COLLECT_EVERY: Final = 10_000
 #: Number of collections of the youngest generation for each collection of the middle generation.
 _MIDDLE_EVERY: Final = 16
-#: With many ranks, the number of events between two collections is multiplied by the number of ranks over this number.
+#: Number of ranks above which the number of events between two collections grows, in proportion to the number of ranks.
 _RANK_COUNT_OF_COLLECTIONS: Final = 32
 #: Minimum number of cancelled timers in the heap before they are removed, as in asyncio.
 _CANCELLED_COUNT_MIN: Final = 100
 
 
 class EndlessLoopError(LocalProtocolError):
-    """Tasks loop endlessly without waiting; ``rank`` is set if all of them belong to one rank.
+    """Tasks loop endlessly without waiting. ``rank`` is set if all of them belong to one rank.
 
     The error raised by :func:`asyncdist.simulate` lists the tasks, and its ``report`` is the SimReport so far.
     """
@@ -82,7 +82,7 @@ class Scheduler:
         heappush(self._heap, (when if when > now else now, self.random(), self._pushed_count, action, args))
 
     def add_timer(self, when: float, fire: Callable[..., object], timer: Timer) -> None:
-        """Schedule ``fire(timer)`` at ``when``; it is not called if ``timer`` is cancelled before."""
+        """Schedule ``fire(timer)`` at ``when``. If ``timer`` is cancelled before, the call is skipped."""
         timer.scheduler = self
         self.at(when, fire, (timer,))
 
@@ -95,7 +95,7 @@ class Scheduler:
             self._cancelled_count = 0
 
     def _next_when(self) -> float:
-        """Return the time of the next event that is not a cancelled timer; infinity if there is no such event."""
+        """Return the time of the next event that is not a cancelled timer, or infinity."""
         heap = self._heap
         while heap:
             first = heap[0]
@@ -106,7 +106,7 @@ class Scheduler:
         return math.inf
 
     def soon(self, action: Callable[[], object]) -> None:
-        """Schedule ``action`` at this instant, after the current event; faster than :meth:`at`."""
+        """Schedule ``action`` at this instant, after the current event. This is faster than :meth:`at`."""
         self._now.append(action)
 
     def time(self) -> float:
@@ -114,7 +114,7 @@ class Scheduler:
         return self.now + self.ahead_s
 
     def run(self, until_s: float = math.inf, after_event: Callable[[], object] | None = None) -> bool:
-        """Run events until ``stopped`` is set or ``until_s`` is reached; return False if no event is left."""
+        """Run events until ``stopped`` is set or ``until_s`` is reached. Return False if no event is left."""
         self._until_s = until_s
         self._after_event = after_event
         try:
@@ -175,20 +175,20 @@ class Scheduler:
             gc.freeze()
 
     def _is_enough(self) -> bool:
-        """Call the ``after_event`` function of :meth:`run` outside all loops; return whether to stop."""
+        """Call the ``after_event`` function of :meth:`run` outside all loops, and return whether to stop."""
         if self._after_event is None:
             return False
         self.switch_loop(None)
         return bool(self._after_event())
 
     def switch_loop(self, loop: object) -> None:
-        """Set asyncio's running loop, which stays set after a turn because each change costs a system call."""
+        """Set asyncio's running loop. It stays set after a turn, because each change costs a system call."""
         if loop is not self._running_loop:
             self._running_loop = loop
             set_running_loop(loop)  # type: ignore[arg-type]
 
     def go_on_until(self, when: float) -> bool:
-        """Advance to ``when`` and count one event, unless another event comes first; return whether time advanced."""
+        """Advance to ``when`` and count one event, unless another event is earlier. Return whether time advanced."""
         if self._now or self._next_when() <= when or when > self._until_s or self.stopped:
             return False
         if self._is_enough():
@@ -244,7 +244,7 @@ class Handle:
 
 
 class Timer(Handle):
-    """Replaces asyncio's timer handle; ``scheduler`` is the scheduler whose heap contains the timer, if any."""
+    """Replaces asyncio's timer handle. ``scheduler`` is the scheduler whose heap contains the timer, or None."""
 
     when_s: float
     scheduler: Scheduler | None

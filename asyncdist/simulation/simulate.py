@@ -57,16 +57,16 @@ logger = logging.getLogger("asyncdist.simulation")
 
 T = TypeVar("T")
 
-#: Exceptions that stop a simulation early. Each contains the report so far.
+#: Exceptions that stop a simulation early. Each has an attribute ``report``, the report so far.
 STOPPED: Final = (DeadlockError, TimeLimitError, EndlessLoopError)
 
-#: Number of ranks above which garbage is not collected more rarely, because it would take too much memory.
+#: Number of ranks above which the intervals between collections no longer grow, to limit memory use.
 _COLLECTING_RANKS_MAX: Final = 1024
-#: If set, called when a simulation begins, with the fault plan, the trace and the list of results; used by explore.
+#: Function called when a simulation begins, with its fault plan, trace and outcomes. :func:`explore` sets it.
 observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, RankResult]], None] | None] = ContextVar(
     "observer", default=None
 )
-#: If set, called with a rank's transport and loop, and returns a replacement for the rank's recording; used by replays.
+#: Function that returns a replacement for a rank's recording, given the rank's transport and loop. A replay sets it.
 instrument: ContextVar[Callable[[Transport, Any], Any] | None] = ContextVar("instrument", default=None)
 
 
@@ -151,7 +151,7 @@ def _run_alone(
     inherited_random: Collection[str],
     run: Callable[[_Simulation], SimReport[Any]],
 ) -> SimReport[Any]:
-    """Run a simulation with patched modules and random states, and return its report; restore them afterwards."""
+    """Run a simulation with patched modules and random states, restore them, and return the report."""
     states = RandomStates(arguments.size, arguments.seed, inherited_random)
     simulation = _Simulation(arguments, states)
 
@@ -173,7 +173,7 @@ def _no_time() -> Generator[None, None, None]:
 
 
 class _Clock:
-    """Charges a simulated rank the virtual time of its computations at safe points and in threads."""
+    """Makes a simulated rank spend virtual time on its computations at safe points and in threads."""
 
     def __init__(self, simulation: _Simulation, loop: RankLoop) -> None:
         self._simulation = simulation
@@ -242,7 +242,7 @@ class _Simulation:
         }
         self._compute = compute
         self._loops = [self._new_loop(rank) for rank in range(size)]
-        self._earlier_loops: list[RankLoop] = []  # loops of dead processes that were replaced
+        self._earlier_loops: list[RankLoop] = []  # loops of the killed processes of restarted ranks
         self._fabric.connect(self._loops)
         self._interrupts = [Interrupts() for _ in range(size)]
         self._hosts: dict[int, asyncio.Task[None]] = {}
@@ -279,7 +279,7 @@ class _Simulation:
             observe(self._faults, self._trace, self._outcomes)
         for index, fault in enumerate(self._faults):
             if isinstance(fault, (Stall, SlowRank)) and not fault.at_s:
-                self._strike(index, fault)  # applies before the rank begins
+                self._strike(index, fault)  # before the rank begins
             elif isinstance(fault, (Kill, Restart, Join, Interrupt, Stall, SlowRank)) and fault.at_s is not None:
                 self._scheduler.at(fault.at_s, self._strike, (index, fault))
         self._start = functools.partial(self._start_rank, main=main, args=args, options=options)
@@ -318,11 +318,11 @@ class _Simulation:
         finally:
             try:
                 self._clear()
-            finally:  # a task may raise KeyboardInterrupt during the clean-up
+            finally:  # even if a task raises KeyboardInterrupt during the clean-up
                 self._states.restore()
 
     def _let_happen(self, until_s: float | None, after_event: Callable[[], object] | None) -> bool:
-        """Run events; return False if no event is left. If tasks loop endlessly, name them in an EndlessLoopError."""
+        """Run events. Return False if no event is left, or raise EndlessLoopError with a list of the looping tasks."""
         try:
             return self._scheduler.run(until_s=math.inf if until_s is None else until_s, after_event=after_event)
         except EndlessLoopError as error:
@@ -370,7 +370,7 @@ class _Simulation:
             error = interrupts.error(rank)
             if error is None:
                 raise
-            outcome = RankResult(error=error)  # a signal ends the rank even if its main has returned
+            outcome = RankResult(error=error)  # a signal ends the rank even after its main has returned
         if not self.has_died(loop) and not self._scheduler.stopped:
             self._outcomes[rank] = outcome
             self._trace.add(self._scheduler.now, "end", rank, 0, 0, 0)
@@ -403,8 +403,6 @@ class _Simulation:
         self._trace.add(self._scheduler.time(), "compute", rank, 0, 0, 0)
         return self._compute_samplers[rank]() * self._slowdowns[rank]
 
-    # -- faults of ranks --------------------------------------------------------------------------------------------
-
     def _strike(self, index: int, fault: Kill | Restart | Join | Interrupt | Stall | SlowRank) -> None:
         """Apply a fault that is due, unless the rank has died or ended."""
         rank, loop = fault.rank, self._loops[fault.rank]
@@ -424,7 +422,7 @@ class _Simulation:
             case Interrupt() if self._interrupts[rank].received is None:
                 self._interrupts[rank].received = getattr(signal, fault.signal)
                 loop.call_soon(self._hosts[rank].cancel)
-            case _:  # an Interrupt after the first ends the process
+            case _:  # a second signal ends the process
                 self._kill(rank, index)
                 return
         self._fire(index)
@@ -466,10 +464,8 @@ class _Simulation:
         self._states.restart(rank, self._fabric.liveness.incarnation_of(rank))
         self._hosts[rank] = self._start(rank)
 
-    # -- the end ----------------------------------------------------------------------------------------------------
-
     def _whereabouts(self, what: str, of_whom: str) -> str:
-        """Return a description of the event ``what`` and of the waits of each rank's tasks, in several lines."""
+        """Describe the event ``what`` and, in one line per task, what the unfinished ranks wait for."""
         lines = [f"{what} at {self._scheduler.now:.9f} s of virtual time, {of_whom}:"]
         for rank in self._unended_ranks():
             lines += self._waiting(rank)
@@ -479,7 +475,7 @@ class _Simulation:
         return [rank for rank in range(self._size) if rank not in self._outcomes and rank not in self._killed]
 
     def _waiting(self, rank: int) -> list[str]:
-        """Return one line for each task of ``rank`` that describes its wait."""
+        """Return one line for each task of ``rank``, with its name and what it waits for."""
         world = self._worlds.get(rank)
         tasks = self._loops[rank].unfinished_tasks()
         texts = [f", {task.get_name()}: {what_awaits(task, world)}" for task in tasks]
@@ -495,7 +491,7 @@ class _Simulation:
         loops = [*self._earlier_loops, *self._loops]
         if any(loop.unfinished_tasks() for loop in loops):
             self._is_being_cleared = True
-            self._killed.update(range(self._size))  # no rank can be killed from now on
+            self._killed.update(range(self._size))  # prevents further kills and restarts
             clear_away(loops, self._scheduler)
 
     def _report(self) -> SimReport[Any]:

@@ -23,7 +23,7 @@ _CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
 
 
 class TraceEvent(NamedTuple):
-    """One event of a simulation; the meaning of ``a``, ``b``, ``tag`` and ``nbytes`` depends on the event's kind.
+    """One event of a simulation. The meaning of ``a``, ``b``, ``tag`` and ``nbytes`` depends on the event's kind.
 
     For a send or a receive, ``a`` is the source and ``b`` is the destination; otherwise ``a`` is usually a rank.
     """
@@ -104,5 +104,5 @@ class Trace:
 
 
 def unpack(data: bytes) -> tuple[TraceEvent, ...]:
-    """Unpack the result of :meth:`Trace.tail`; return the events, oldest first."""
+    """Unpack the events that :meth:`Trace.tail` returned, oldest first."""
     return tuple(TraceEvent(time_s, _KINDS[code], *rest) for time_s, code, *rest in _EVENT.iter_unpack(data))

@@ -2,9 +2,8 @@
 
 ``os.urandom``, ``secrets``, ``uuid.uuid4``, ``random.Random()``, ``random.SystemRandom``, ``random.seed()``,
 ``numpy.random.default_rng()``, ``numpy.random.seed()`` and ``torch.seed()`` normally give different numbers in each
-run. In a simulation they use a generator that is seeded with the simulation's seed and the rank. Two cases still
-use real random bytes: a function that was imported by name before the simulation (``from os import urandom``), and
-``torch.Generator().seed()``.
+run. In a simulation they use a generator that is seeded with the simulation's seed and the rank. Functions imported by
+name before the simulation (``from os import urandom``) and ``torch.Generator().seed()`` still use real random bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _NAMES: Final[tuple[tuple[Any, str], ...]] = (
     (random, "_urandom"),
     *([(os, "getrandom")] if hasattr(os, "getrandom") else []),
 )
-#: Value for ``torch.seed()`` to return if it is known in advance, as in a replay; otherwise None.
+#: Value that ``torch.seed()`` must return, for example in a replay; None for a value from the seeded generator.
 known_torch_seed: ContextVar[int | None] = ContextVar("asyncdist_known_torch_seed", default=None)
 
 

@@ -16,7 +16,7 @@ _is_inside: Final[ContextVar[bool]] = ContextVar("asyncdist_is_simulating", defa
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Wait until no other thread runs a simulation; raise LocalProtocolError if the caller is inside a simulation."""
+    """Wait until no other thread runs a simulation. Raise LocalProtocolError if the caller is inside a simulation."""
     if _is_inside.get():
         raise LocalProtocolError(
             "a simulation cannot be started inside another simulation, and a simulation is already running in this "

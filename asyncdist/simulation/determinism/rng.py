@@ -91,7 +91,8 @@ class RandomStates:
         self._torch.append(torch.get_rng_state())
         self._modes = RankModes(size, FRESH)
         self._generators.append(np.random.get_bit_generator())
-        # Calls to numpy's global instance use the running rank's generator, even in other threads.
+        # numpy's global instance uses the running rank's generator, even in other threads. Code outside the ranks
+        # therefore has its own instance.
         numpy_outside = np.random.RandomState(self._generators[-1])
         numpy_outside.set_state(
             np.random.mtrand._rand.get_state(legacy=False)
@@ -99,7 +100,6 @@ class RandomStates:
         self._numpy.append(numpy_outside)
         self._random.append(random._inst)
         self._entropy: dict[int, random.Random] = {}
-        # The names of the ranks' processes are part of their seeds.
         self._processes = [str(rank) for rank in range(size)]
         self._thread = get_ident()
         self._names_outside: tuple[dict[str, Any], ...] = ()

@@ -23,7 +23,8 @@ from typing import Any, Final, NoReturn
 
 from asyncdist.errors import LocalProtocolError
 
-#: Owner, name and description of each refused call. Objects are refused on construction: half-made objects log errors.
+#: Owner, name and description of each refused call. Objects are refused on construction, because half-made ones log
+#: errors.
 _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
     (threading.Thread, "start", "starting a thread"),
     (socket.socket, "__init__", "a socket"),
@@ -35,7 +36,7 @@ _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
 )
 #: Top-level packages that may start threads and processes and read the real clock in a simulation.
 TRUSTED: Final = frozenset({"numpy", "torch", "tqdm"})
-#: Other packages that may start threads, which only display progress bars or write logs and checkpoints.
+#: Other packages that may start threads. Their threads only display progress bars or write logs and checkpoints.
 _TELLING_NOTHING: Final = frozenset({"lightning", "pytorch_lightning", "rich", "tensorboard"})
 #: Modules that start processes or threads on behalf of their caller, so the caller determines whether this is allowed.
 _SERVANTS: Final = ("torch.multiprocessing", "torch.distributed", "tqdm.contrib", __name__)

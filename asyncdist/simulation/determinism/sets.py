@@ -54,7 +54,7 @@ def ordered_sets() -> Iterator[None]:
         return _InOrder(found.unfinished_tasks()) if isinstance(found, RankLoop) else all_tasks(loop)
 
     names: Any = tasks.__dict__
-    names["set"] = _InOrder  # shadows the builtin in the copied functions
+    names["set"] = _InOrder  # shadows the builtin ``set`` in asyncio.tasks
     modules: tuple[Any, Any] = (asyncio, tasks)
     for module in modules:
         module.all_tasks = all_tasks_in_order

@@ -1,4 +1,4 @@
-"""Runs a scenario with many seeds until one fails, then shrinks its fault plan and prints a command that repeats it.
+"""Runs a scenario with many seeds until one fails, shrinks its fault plan, and prints a command to repeat the failure.
 
 A scenario is a module-level function, ``scenario(seed, faults=None) -> SimReport``, that runs a simulation and raises
 if the result is wrong. ``faults`` replaces the fault plan that the scenario would derive from the seed, so that the
@@ -42,7 +42,7 @@ _SHRINK_RUN_COUNT: Final = 300
 #: Seconds of work that a process receives at a time: short enough for a progress bar, long enough to be efficient.
 _CHUNK_S: Final = 0.5
 _CHUNK_SEED_COUNT_MAX: Final = 64
-#: Number of initial characters of assertion messages, without numbers, that must match in equal failures.
+#: Number of leading characters, without numbers, that the assertion messages of equal failures must share.
 _PREFIX_LENGTH: Final = 40
 
 
@@ -150,7 +150,7 @@ class ExploreReport:
 
 
 def _covered(events: Mapping[str, int]) -> str:
-    """Return a summary of the events in averaging rounds; empty if there were no such events."""
+    """Summarise the events of averaging rounds; return an empty string if there were none."""
     words = {"decided": "rounds", "applied": "applied", "abandoned": "abandoned", "coordinator": "failovers"}
     found = [f"{text} {events[kind]}" for kind, text in words.items() if events.get(kind)]
     roles = [f"{kind.removeprefix('role ')} {count}" for kind, count in sorted(events.items()) if kind[:5] == "role "]
@@ -212,9 +212,6 @@ def _checked(seeds: Iterable[int]) -> Iterator[int]:
 
 def _seed(seed: Any) -> int:
     return validation.whole("a seed", seed)
-
-
-# -- one seed ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,9 +308,6 @@ def _run_chunk(payload: bytes, seeds: Sequence[int]) -> _Chunk:
 
 def _run_plan(payload: bytes, seed: int, faults: Sequence[Fault]) -> _Passed | _Failed:
     return _attempt(unpack(payload), seed, faults)
-
-
-# -- the search -------------------------------------------------------------------------------------------------------
 
 
 class _Progress:

@@ -160,7 +160,7 @@ def _sigint_blocked() -> Iterator[None]:
 
 
 def _modules_of_others_ignored() -> contextlib.AbstractContextManager[None]:
-    """Return a context manager; processes started in its body import no modules of the working directory.
+    """Prevent processes that are started in this context from importing modules of the working directory.
 
     The directory may be shared, and the processes may import modules before they receive this process's module path.
     """

@@ -1,4 +1,4 @@
-"""Models the processes of simulated ranks: event loops, deaths and restarts, memory, and the clean-up after a death."""
+"""Models the processes of simulated ranks: event loops, deaths, restarts, memory, and the clean-up after a death."""
 
 from asyncdist import compiled
 

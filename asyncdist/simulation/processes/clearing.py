@@ -17,7 +17,7 @@ from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.scheduler import Scheduler
 from asyncdist.waits import WaitId, WaitKind
 
-#: Maximum number of events during the clean-up; tasks that are then unfinished are dropped.
+#: Maximum number of events during the clean-up. Tasks that are still unfinished are then dropped.
 _EVENT_COUNT: Final = 100_000
 _CANCEL_COUNT: Final = 10
 
@@ -39,7 +39,8 @@ def clear_away(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
                 waiting.pop()
             return not waiting or scheduler.event_count >= end
 
-        for _ in range(_CANCEL_COUNT):  # awaits in finally blocks never complete, so they are cancelled, too
+        # a finally block may await something that never completes, and is then cancelled again
+        for _ in range(_CANCEL_COUNT):
             for task in waiting:
                 task.cancel()
             with contextlib.suppress(Exception):
@@ -58,7 +59,7 @@ def clear_away(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
 
 
 def forget_earlier(world: World, options: RecordOptions | None) -> None:
-    """Remove the recording of an earlier simulation with the same seed, but keep the new file of ``world``."""
+    """Remove the recording of an earlier simulation with the same seed, except the new file of ``world``."""
     if options is not None:
         job = job_name(world)
         remove_earlier(options.folder, job, file_name(job, world.rank, world.incarnation))
@@ -67,7 +68,7 @@ def forget_earlier(world: World, options: RecordOptions | None) -> None:
 def end_recording(world: World | None, main: asyncio.Task[None] | None = None) -> None:
     """End the recording of a rank, so that the clean-up of its tasks is not recorded.
 
-    If ``main``, the rank's main task, has not ended, the recording notes what this task waits for.
+    If the rank's main task ``main`` is given, what it waits for is recorded.
     """
     if world is None or world.services.end_recording is None:
         return

@@ -65,7 +65,7 @@ class RankDebugger(pdb.Pdb):
 
 
 def _may_read_commands(folder: Path, user: int) -> bool:
-    """Return whether pdb may execute the commands in the current folder, possibly shared by all users as ``/tmp``."""
+    """Return whether pdb may execute ``.pdbrc`` in the current folder, which all users may share (``/tmp``)."""
     try:
         owner = (folder / _COMMANDS).lstat().st_uid
     except OSError:

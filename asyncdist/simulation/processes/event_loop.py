@@ -27,7 +27,7 @@ def _fall_asleep() -> Generator[None, None, None]:
 
 
 class SimTask(asyncio.Task[Any]):
-    """A task hashed by a counter, because asyncio cancels and returns tasks in the order of sets."""
+    """A task whose hash is a counter, because asyncio cancels and returns tasks in the order of sets."""
 
     def __init__(self, coro: Coroutine[Any, Any, Any], number: int, **options: Any) -> None:
         self.number = number
@@ -99,7 +99,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         return False
 
     def get_exception_handler(self) -> Callable[[RankLoop, dict[str, Any]], object] | None:  # type: ignore[override]
-        """Return the exception handler that the program has set; None if it has set none."""
+        """Return the exception handler that the program has set, or None."""
         return self._exception_handler
 
     def set_exception_handler(self, handler: Callable[[RankLoop, dict[str, Any]], object] | None) -> None:
@@ -181,7 +181,8 @@ def _not_for_ranks(name: str) -> Any:
     return method
 
 
-#: Methods that reach outside the simulation. They are refused with a reason, which asyncio's NotImplementedError lacks.
+#: Methods that reach outside the simulation. They raise an error that states the reason, unlike asyncio's
+#: NotImplementedError.
 _OUTSIDE: Final = (
     "add_reader",
     "add_signal_handler",

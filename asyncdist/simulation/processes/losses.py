@@ -1,10 +1,10 @@
 """Tracks the deaths and restarts of simulated ranks, and the connections between their processes.
 
-A restarted rank is a new process with the same rank number, and its *incarnation* is higher by one. As with TCP
+A restarted rank is a new process with the same rank number and an *incarnation* that is higher by one. As with TCP
 connections, a message belongs to the two processes between which it was sent, and never reaches a later process. A rank
-detects a new process in one of its own turns, after it has detected the death of the previous process; messages from
-the new process are held until then. Only then is the new process connected to the rank. If one process ends before it
-has accepted a connection, the other process detects a loss.
+detects a new process in one of its own turns, after it has detected the death of the previous process. Until the rank
+accepts the connection, messages from the new process are held. If one process ends before it has accepted a connection,
+the other process detects a loss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Liveness:
         died_at: Virtual time of each dead rank's death, in seconds.
         closed: Ranks whose process has ended normally.
         known_lost: Set of the ranks that each rank regards as lost, indexed by rank.
-        stale_count: Number of messages dropped because a later process has replaced their receiver.
+        stale_count: Number of messages dropped because their sender or receiver was restarted.
     """
 
     def __init__(
@@ -54,12 +54,10 @@ class Liveness:
         self._held: dict[tuple[int, int], list[Any]] = {}
         self._introduced: list[dict[int, int]] = [
             {} for _ in range(size)
-        ]  # for each rank, the new processes that it has detected but not accepted yet
+        ]  # by rank: the new processes that it has detected but not accepted yet
         self.closed: set[int] = set()
         self._loss_listeners: list[Callable[[int], object] | None] = [None] * size
         self._return_listeners: list[Callable[[int, int], object] | None] = [None] * size
-
-    # -- listeners --------------------------------------------------------------------------------------------------
 
     def set_loss_listener(self, rank: int, listen: Callable[[int], object]) -> None:
         """Call ``listen(lost)`` for each rank whose loss ``rank`` detects, including earlier losses."""
@@ -74,15 +72,13 @@ class Liveness:
             listen(other, incarnation)
 
     def close(self, rank: int) -> None:
-        """Record that the process of ``rank`` has ended, and report a loss to ranks that it has not accepted yet."""
+        """Record that the process of ``rank`` has ended, and report its loss to ranks that it has not accepted yet."""
         self.closed.add(rank)
         self._loss_listeners[rank] = self._return_listeners[rank] = None
         incarnation = self._incarnations[rank]
         for other in range(self._size if incarnation else 0):
             if other in self.known_lost[rank] and self._met.get((other, rank), 0) == incarnation:
                 self._find_out(self._detect, other, rank, incarnation)
-
-    # -- losses -----------------------------------------------------------------------------------------------------
 
     def kill(self, rank: int) -> list[Any]:
         """Kill the process of ``rank``, and return the messages held for it. Each peer detects the loss separately."""
@@ -95,7 +91,7 @@ class Liveness:
         return held
 
     def empty(self, rank: int) -> None:
-        """Mark ``rank`` as lost from the beginning for all ranks, because its first process joins later."""
+        """Mark ``rank`` as lost from the beginning, because its first process joins later."""
         self.dead.add(rank)
         self.died_at[rank] = 0.0
         for observer in range(self._size):
@@ -114,15 +110,13 @@ class Liveness:
         if observer in self.dead or lost in self.known_lost[observer]:
             return
         if self.connection(observer, lost)[1] != incarnation:
-            return  # the rank was restarted, and the observer has already been notified of both events
+            return  # the rank was restarted, and the observer has been notified of its loss and return
         self.known_lost[observer].add(lost)
         self._trace.add(self._scheduler.now, "lost", lost, observer, 0, 0)
         listen = self._loss_listeners[observer]
         if listen is not None:
             listen(lost)
         self._on_lost(observer, lost)
-
-    # -- restarted ranks --------------------------------------------------------------------------------------------
 
     def incarnation_of(self, rank: int) -> int:
         """Return how often ``rank`` has been restarted."""
@@ -176,12 +170,12 @@ class Liveness:
             listen(other, incarnation)
 
     def _is_there(self, observer: int, other: int, incarnation: int) -> bool:
-        """Return whether both processes exist. An ended process of ``other`` exists while its messages are held."""
+        """Return whether both processes exist. A process that has ended counts while its messages are held."""
         has_ended = observer in self.closed or (other in self.closed and (other, observer) not in self._held)
         return not (has_ended or {observer, other} & self.dead or self._incarnations[other] != incarnation)
 
     def accept(self, observer: int, other: int, incarnation: int) -> bool:
-        """Connect ``observer`` to a process of ``other``; return whether it exists and was not yet connected."""
+        """Connect ``observer`` to a process of ``other``. Return whether it exists and was not yet connected."""
         self._introduced[observer].pop(other, None)
         if other not in self.known_lost[observer] or not self._is_there(observer, other, incarnation):
             return False

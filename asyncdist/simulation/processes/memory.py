@@ -4,11 +4,11 @@ Garbage is collected only at fixed points (see :class:`asyncdist.simulation.sche
 because Python's automatic collections would take half of the time. With many ranks, the objects that survive some of
 these collections are *frozen*: later collections skip them.
 
-Each message accesses more memory pages than the processor's translation lookaside buffer holds. Therefore the objects
-of many ranks are allocated in huge pages, of 2 MiB instead of 4 KiB.
+Handling a message accesses more memory pages than the processor's translation lookaside buffer holds. Simulations of
+many ranks therefore allocate objects in huge pages, of 2 MiB instead of 4 KiB.
 
 This module is compiled if a C compiler is available (:mod:`asyncdist.compiled`). The functions that allocate huge pages
-are written in C in its ``.pxd`` file. Without them, simulations of many ranks are slower.
+are C code in its ``.pxd`` file.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Final
 
 #: Minimum number of ranks for which huge pages save more time than their setup takes.
 MANY_RANKS: Final = 256
-#: Number of new objects, and of new objects per rank, after which Python collects garbage even between fixed points, to
-#: limit memory use.
+#: Number of new objects, in total and per rank, after which Python collects garbage even between fixed points, to limit
+#: memory use.
 _OBJECT_COUNT_MAX: Final = 2_000_000
 _OBJECT_COUNT_OF_RANK: Final = 5_000
 _IS_COMPILED: Final = not __file__.endswith(".py")

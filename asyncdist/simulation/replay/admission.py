@@ -17,9 +17,9 @@ from asyncdist.transports.base import ANY_SOURCE
 class Admission:
     """Admits messages to a replayed rank's receives in the recorded order.
 
-    A receive may return a message that a recorded polling pass received up to now, or that a recorded task received
-    directly, outside a polling pass. ``on_late`` is called if a task tries to receive a message that has not arrived
-    yet, and ``on_taken`` when a message is received.
+    A receive may return a message that was recorded up to this point, received either by a polling pass or by a task
+    directly. ``on_late`` is called if a task tries to receive a message that has not arrived yet, and ``on_taken`` when
+    a message is received.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Admission:
     def open(self, engine: ObservedEngine) -> None:
         """Begin to admit messages in the recorded order, just before main starts."""
         self._engine = engine
-        self._early.clear()  # drops messages recorded before main, because a simulated start may use fewer messages
+        self._early.clear()  # messages before main: a replay may need fewer of them to start
 
     @property
     def has_permitted(self) -> bool:
@@ -60,7 +60,7 @@ class Admission:
         self._permitted.clear()
 
     def next_key(self, source: int, tag: int) -> Key | None:
-        """Return the key of the message that a receive may return now; None if there is no such message."""
+        """Return the key of the message that a receive may return now, or None."""
         for key in self._permitted:
             if fits(key, source, tag):
                 return key if self._mailbox.count(key) else None
@@ -78,19 +78,19 @@ class Admission:
         if isinstance(self._agenda.next(), Lost):
             first = next((sight for sight in self._agenda.sights() if not isinstance(sight, Lost)), None)
             if isinstance(first, TakenByTask) and fits(first.keys[0], source, tag):
-                # In the recorded run, the rank detected these losses when the task tested for this message.
+                # In the recorded run, testing for this message revealed these losses.
                 self._see_losses()
         late: list[TakenByTask] = []
         for sight in self._agenda.sights():
             if tag not in COLLECTIVE_TAGS and self._agenda.is_seen_at_point(sight):
-                continue  # this message is received at the user's next safe point instead
+                continue  # the message is received at the user's next safe point instead
             if not isinstance(sight, TakenByTask) or (late and not sight.is_beside(late[0])):
                 break
             (key,) = sight.keys
             if fits(key, source, tag):
                 if not late and self._mailbox.count(key):
                     return key
-                late.append(sight)  # the task received these late messages in turn, and now waits for them
+                late.append(sight)  # in the recorded run, the task received these messages in turn without waiting
         for sight in late:
             sight.late_for = asyncio.current_task(self._engine.loop)
         if late:
@@ -109,7 +109,7 @@ class Admission:
         return self._mailbox.pop(key)
 
     def _leave_no_more_to_task(self, taken: TakenByTask) -> None:
-        """Deliver the messages that the task received just after ``taken``, since it tests less often in a replay."""
+        """Deliver the messages that the task received just after ``taken``, because it tests less often in a replay."""
         for sight in itertools.takewhile(taken.is_beside, self._agenda.sights()):
             if not isinstance(sight, TakenByTask) or sight.keys[0][1] != taken.keys[0][1]:
                 break

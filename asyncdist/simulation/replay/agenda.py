@@ -1,8 +1,8 @@
 """Stores the remaining recorded inputs of a replayed rank, and decides which of them are due.
 
-An input is a message, the end of a timer or deadline, or a loss. It is due when the replayed rank has reached the point
-at which it was recorded: the same turn of the same safe point, or, between two safe points, the same numbers of begun
-waits, ended waits and sent messages.
+An input is a message, the end of a timer or deadline, or the loss of a rank. It is due when the replayed rank has
+reached the point at which it was recorded. This point is a turn of a safe point or, between two safe points, a number
+of begun waits, ended waits and sent messages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLLECTIVE_TAGS: Final = range(tags.COLLECTIVE_FIRST, tags.COLLECTIVE_LAST + 1)
 
 
 class Agenda:
-    """Remaining inputs in a replayed rank's record, and the rank's current point in the record.
+    """Stores a replayed rank's remaining recorded inputs, and the point that the rank has reached in its record.
 
     Attributes:
         is_open: Whether the rank's world is open. Before that, no input is delivered.
@@ -45,7 +45,7 @@ class Agenda:
         progressed_at_s: Virtual time at which ``progress_count`` last grew.
         catch_up: Function that delivers all inputs that are due. Its argument is the number of inputs, from the start
             of the record, that must not be deferred.
-        seen_count: Number of delivered inputs of the kinds that clock readings count.
+        seen_count: Number of delivered inputs, without messages that tasks received directly.
     """
 
     def __init__(
@@ -66,15 +66,13 @@ class Agenda:
         self._sent_count = 0
         self._time_s = 0.0
         self._named = Counter(sight.what for sight in _all_of(log) if isinstance(sight, (Fired, Left)))
-        self._engine: ObservedEngine  # counts the waits that have ended
+        self._engine: ObservedEngine  # counts the ended waits
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin to count waits and messages, just before main starts."""
+        """Begin to count waits and messages, just before the user's ``main`` starts."""
         self._engine = engine
         self._sent_count = engine.woken_count = engine.begun_count = 0
         self.is_open = True
-
-    # -- next inputs -------------------------------------------------------------------------------------------------
 
     @property
     def is_done(self) -> bool:
@@ -92,15 +90,15 @@ class Agenda:
         return self._point is not None
 
     def next(self) -> Sight | None:
-        """Return the next recorded input; None if user code must begin or end a safe point first."""
+        """Return the next recorded input, or None if user code must begin or end a safe point first."""
         return next(self.sights(), None)
 
     def next_entry(self) -> Entry | None:
-        """Return the next recorded input or safe point; None at the end of the record."""
+        """Return the next recorded input or safe point, or None at the end of the record."""
         return self.next() or next(iter(self._log.entries), None)
 
     def sights(self) -> Iterator[Sight]:
-        """Yield the recorded inputs up to the beginning of the next safe point, or up to the end of the current one."""
+        """Yield the recorded inputs up to the next safe point, or up to the end of the current turn of a safe point."""
         for sight in self._all_sights():
             if isinstance(sight, SafePoint) or (self._point is not None and sight.turn > self._turn):
                 return
@@ -138,10 +136,8 @@ class Agenda:
         self.progressed_at_s = self._now()
         self.progress_count += 1
 
-    # -- safe points ------------------------------------------------------------------------------------------------
-
     def is_point_due(self) -> bool:
-        """Return whether the numbers of ended waits and sent messages have reached those of the next safe point."""
+        """Return whether as many waits have ended and messages were sent as before the next recorded safe point."""
         point = self._log.entries[0] if self._log.entries else None
         return not isinstance(point, SafePoint) or (
             point.woken_count <= self._engine.woken_count and point.sent_count <= self._sent_count
@@ -155,21 +151,21 @@ class Agenda:
         return point is not None and point.woken_count <= self._engine.woken_count
 
     def first_late(self) -> TakenByTask | None:
-        """Return the first message received after the next safe point if a task already waits for it, else None."""
+        """Return the first message recorded after the next safe point if a task already waits for it, or None."""
         first = next((sight for sight in self.sights() if not self.is_seen_at_point(sight)), None)
         return first if isinstance(first, TakenByTask) and first.late_for is not None else None
 
     def wakes_one_before_point(self, sight: Taken) -> bool:
-        """Return whether the record has exactly one ended wait between this next input and the next safe point."""
+        """Return whether exactly one wait ended between ``sight``, the next input, and the next recorded safe point."""
         if self._point is not None or len(sight.keys) == 1:
             return False
         entry = next(iter(self._log.entries), None)
         return isinstance(entry, SafePoint) and entry.woken_count == self._engine.woken_count + 1
 
     def exit_after(self, sight: Sight) -> tuple[Left, bool] | None:
-        """Return the recorded end of a collective after which a task continued before this input woke another task.
+        """Return the recorded end of a collective that resumed a task before this input resumed another one.
 
-        The second item of the result tells whether that end can be replayed now. Return None if there is no such end.
+        The second item of the result tells whether this end can be replayed now. None if there is no such end.
         """
         if type(sight) not in (Taken, Fired):
             return None
@@ -184,14 +180,14 @@ class Agenda:
         return None
 
     def has_late_timer_after(self, sight: Sight) -> bool:
-        """Return whether a timer that is not set yet must fire before this message wakes a task."""
+        """Return whether a timer must fire before this message wakes a task, but has not been set yet."""
         if type(sight) is not Taken:
             return False
         beside = itertools.takewhile(sight.is_beside, self.sights())
         return any(isinstance(other, Fired) and not self.is_possible(other) for other in beside)
 
     def begin_point(self) -> int:
-        """Begin the next safe point; return its number of turns."""
+        """Begin the next safe point, and return its recorded number of turns."""
         entries = self._log.entries
         point = entries.popleft() if entries else SafePoint()
         assert isinstance(point, SafePoint), f"{point} has to be seen before this safe point"
@@ -208,16 +204,14 @@ class Agenda:
         """End the safe point."""
         self._point = None
 
-    # -- points in the record ---------------------------------------------------------------------------------------
-
     def note_sent(self, tag: int) -> None:
         """Count a message sent by the rank."""
         self._sent_count += not (self._log.is_native and tag in COLLECTIVE_TAGS)
 
     def is_due(self, sight: Sight, ending_count: int = 0) -> bool:
-        """Return whether the rank has reached the point at which an input was recorded."""
+        """Return whether the rank has reached the point at which this input was recorded."""
         if not isinstance(sight, Taken) and not self.is_possible(sight):
-            return False  # this input first needs a timer or a wait of this rank
+            return False  # the rank must first set a timer or begin a wait
         return (
             sight.woken_count <= self._engine.woken_count + ending_count
             and sight.begun_count <= self._engine.begun_count
@@ -234,7 +228,7 @@ class Agenda:
         )
 
     def must_be_there(self, sight: Sight, ending_count: int = 0) -> bool:
-        """Return whether an input must arrive, without this rank's help, before the rank's next step."""
+        """Return whether an input must arrive before the rank's next step, without further messages from this rank."""
         return self.is_due(sight, ending_count + isinstance(sight, TakenByTask))
 
     def is_possible(self, sight: Sight) -> bool:
@@ -256,7 +250,7 @@ class Agenda:
         return {key[0] for key, count in self._keys_with(sight).items() if self._mailbox.count(key) < count}
 
     def _keys_with(self, first: Taken) -> Counter[Key]:
-        """Return the number of messages, by key, of this input and of the tasks' receives in the following step."""
+        """Return the number of messages, by key, in this input and in the tasks' direct receives that follow it."""
         keys = Counter(first.keys)
         for sight in self.sights():
             if isinstance(sight, TakenByTask) and sight is not first:
@@ -270,8 +264,6 @@ class Agenda:
                 break
         return keys
 
-    # -- the clock --------------------------------------------------------------------------------------------------
-
     def seen_before_reading(self) -> int:
         """Return the number of recorded inputs before the next recorded clock reading."""
         firsts = (readings[0] for readings in self._log.clock.values() if readings)
@@ -279,7 +271,7 @@ class Agenda:
         return 0 if reading is None else reading.seen_count
 
     def read_clock(self) -> float:
-        """Return the recorded time for the calling line of code, or the virtual time before the world is open."""
+        """Return the time recorded for the calling line of code, or the virtual time if the world is not open yet."""
         if not self.is_open:
             return self._now()
         readings = self._log.clock[sys._getframe(1).f_lineno]
@@ -287,14 +279,14 @@ class Agenda:
             # In the recorded run, the rank received more inputs before this reading, and the caller may depend on them.
             self.catch_up(readings[0].seen_count)
         while len(readings) > 1 and readings[0].seen_count < self.seen_count >= readings[1].seen_count:
-            readings.popleft()  # made by a task that ran only in the recorded run, without any effect
+            readings.popleft()  # read by a task that ran only in the recorded run, without any effect
         if readings and readings[0].seen_count <= self.seen_count:
             self._time_s = readings.popleft().seconds
         return self._time_s
 
 
 def _may_bring(sight: Taken, left: Left) -> bool:
-    """Return whether these recorded messages may be the cause of ``left``, the end or failure of a collective."""
+    """Return whether these recorded messages may have caused ``left``, the end or failure of a collective."""
     tags_of = [tag for _, tag in sight.keys if tag in COLLECTIVE_TAGS]
     return bool(tags_of) if left.what == FAILED else any(left.what == end_of_collective(tag) for tag in tags_of)
 

@@ -49,7 +49,7 @@ class Comparison:
         event = Event(time_s, kind, fields)
         decisions = self._log.decisions[kind]
         if not decisions:
-            if self._log.is_over and not has_stopped:  # events after the end of main may differ
+            if self._log.is_over and not has_stopped:  # after the end of main, events may differ
                 raise self.divergence(f"the recording has no further {kind}, but the replay has [{event}]")
             return
         expected = decisions.popleft()
@@ -61,7 +61,7 @@ class Comparison:
         if isinstance(error, asyncio.CancelledError):
             return
         now, recorded = "" if error is None else type(error).__name__, self._log.error.partition(":")[0]
-        # The job failed on another rank while this main returned.
+        # The job failed on another rank while main was returning.
         came_late = recorded == RankLostError.__name__ and not now
         if self._log.is_over and not self._found and now != recorded and not came_late:
             told = now if error is None else f"{now}: {error}".partition("\n")[0]
@@ -105,7 +105,7 @@ def _name_of(tag: int) -> str:
 
 
 def _essence(event: Event) -> tuple[str, list[Any]]:
-    """Return an event's kind and the fields that a replay must repeat, with NaN replaced by a string."""
+    """Return an event's kind and the fields that a replay must repeat, with NaN replaced by a comparable string."""
     named = zip(KINDS[event.kind], event.fields, strict=False)
     plain = ((name, list(field) if isinstance(field, (tuple, list)) else field) for name, field in named)
     return event.kind, [field if field == field else "nan" for name, field in plain if name not in _NOT_REPEATED]

@@ -16,12 +16,12 @@ from typing import Final
 from asyncdist.recording.events import Event
 from asyncdist.simulation.replay.log import Key
 
-#: Errors of a main that was ended by a signal.
+#: Errors with which a signal ended the user's ``main``.
 _SIGNALS: Final = (f"SystemExit: {128 + signal.SIGTERM}", "KeyboardInterrupt")
 
 
 def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence[Event]]:
-    """Cut each rank's events before a signal that ended the rank, and before receives whose send was cut off."""
+    """Return each rank's events up to a signal that ended the rank, or up to a receive whose send was cut off."""
     ends = {rank: _end(events) for rank, events in records.items()}
     if any(ends[rank] < len(events) for rank, events in records.items()):
         _make_consistent(ends, {rank: _Messages.of(events) for rank, events in records.items()})
@@ -66,7 +66,7 @@ class _Messages:
         return found
 
     def first_received_after(self, ends: Mapping[int, int], rank: int, messages: Mapping[int, _Messages]) -> int | None:
-        """Return the index of the first receive of a message sent after its source's end; None if there is none."""
+        """Return the index of the first receive of a message that was sent after its source's end, or None."""
         counts: Counter[Key] = Counter()
         for place, (source, tag) in self.received:
             if place >= ends[rank]:

@@ -21,9 +21,10 @@ T = TypeVar("T")
 
 
 class ReplayedEngine(ObservedEngine):
-    """Polls the requests of a replayed rank, and ends waits at the same points as in the recorded run."""
+    """Polls a replayed rank's requests, and ends waits at the same points as in the recorded run."""
 
-    holds_sends: ClassVar[bool] = False  # a send takes no time, and its task waits as long as in the recorded run
+    # a replayed send takes no time, but its task waits as long as in the recorded run
+    holds_sends: ClassVar[bool] = False
 
     def __init__(self, transport: Transport, loop: RankLoop, gate: Gate) -> None:
         super().__init__(transport, loop)
@@ -43,8 +44,6 @@ class ReplayedEngine(ObservedEngine):
         if self.failure is not None:
             raise self.failure
 
-    # -- waits ------------------------------------------------------------------------------------------------------
-
     async def until(
         self,
         condition: Callable[[], bool],
@@ -61,7 +60,7 @@ class ReplayedEngine(ObservedEngine):
             await gate.see_all_before_begin(condition)
         if deadline is None or gate.agenda.is_done:
             if gate.agenda.is_cut_short:
-                deadline = None  # the wait never ends, because the rank stops at the end of its record
+                deadline = None  # wait forever, because the rank stops at the end of its record
             return await super().until(condition, what, deadline=deadline, is_of_request=is_of_request, peers=peers)
         with gate.deadlines.waiting(what, deadline, self.recheck) as entry:
             gate.lookout.look_soon()
@@ -110,7 +109,7 @@ class ReplayedEngine(ObservedEngine):
                 await waiter
                 return
         if task is tasks.main and not waiter.done():
-            tasks.main = None  # main waits for something other than a safe point
+            tasks.main = None  # the task waits for something other than a safe point
         tasks.waiters[task] = waiter
         tasks.counted |= set() if is_of_request else {task}
         try:
@@ -135,8 +134,6 @@ class ReplayedEngine(ObservedEngine):
             self._gate.on_wait_ended(counts)
         super()._note_wait_ended(counts)
 
-    # -- timers, work in threads, tasks -----------------------------------------------------------------------------
-
     def call_later(self, delay_s: float, what: WaitId, call: Callable[..., object], *args: Any) -> Timer:
         if not self.has_begun:
             return super().call_later(delay_s, what, call, *args)
@@ -154,7 +151,7 @@ class ReplayedEngine(ObservedEngine):
         await yield_to_loop()
 
     async def repeat_sent(self, what: WaitId, dest: int) -> bool:
-        """Wait, because a replayed send takes no time, until the recorded point at which the sending task continued."""
+        """Wait until the recorded point at which the sending task continued. A replayed send takes no time."""
         if not self._gate.agenda.is_to_come(what):
             return False
         waiter: asyncio.Future[None] = self.loop.create_future()
@@ -163,13 +160,11 @@ class ReplayedEngine(ObservedEngine):
             resolve_waiter(waiter, gone(dest) if dest in self.transport.lost_ranks() else None)
 
         self._gate.wakings.wake_by(what, wake)
-        if is_end_of_stream(what):  # the task waited for a condition, not for a request
+        if is_end_of_stream(what):  # the recorded task waited for a condition instead of a request
             await super().until(waiter.done, what, is_of_request=True)
         else:
             await self.park(waiter, what, is_of_request=True)
         return True
-
-    # -- collectives ------------------------------------------------------------------------------------------------
 
     async def note_failed(self) -> None:
         if self.has_begun and self.failure is None:
@@ -182,7 +177,7 @@ class ReplayedEngine(ObservedEngine):
         if self.failure is None or self._gate.agenda.is_to_come(what):
             await self._leave(what)
         elif self._gate.log.tells_collectives:
-            raise self.failure  # the job failed before the end of this collective
+            raise self.failure  # the job failed before this collective ended
 
     async def _leave(self, what: WaitId) -> None:
         """Wait for the point at which the task continued after the collective in the recorded run."""
@@ -194,7 +189,7 @@ class ReplayedEngine(ObservedEngine):
         wake = functools.partial(resolve_waiter, waiter, None)
         with gate.deadlines.waiting(what, self.loop.time(), wake):
             gate.lookout.look_soon()
-            if not is_to_come:  # the job's failure ended the collective, or main ended first
+            if not is_to_come:  # the collective did not end: the job failed, or main ended first
                 await self.park(waiter, what, is_of_request=True)
                 return
             if asyncio.current_task() is gate.tasks.main:
@@ -202,8 +197,6 @@ class ReplayedEngine(ObservedEngine):
             gate.hold.begin_if_late()
             await waiter
         self._note_wait_ended(True)
-
-    # -- numbers ----------------------------------------------------------------------------------------------------
 
     def measured(self, what: WaitId, value: int) -> int:
         values = self._gate.log.measured.get(what)

@@ -27,9 +27,9 @@ from asyncdist.waits import WaitId, WaitKind
 
 #: Virtual seconds for which a message is deferred until a safe point that followed it in the recorded run.
 _DEFERRAL_S: Final = 1.0
-#: Virtual seconds for which a message is deferred until work in a thread ends; the work may sleep in virtual time.
+#: Virtual seconds for which a message is deferred until work in a thread ends. The work may sleep in virtual time.
 _WORK_S: Final = 100.0
-#: Maximum number of times that the rank's other tasks run, to reach the point at which an input was recorded.
+#: Maximum number of attempts to reach the point at which an input was recorded, by letting the other tasks run.
 _TRY_COUNT: Final = 20
 
 
@@ -42,7 +42,7 @@ class Tasks:
         counted: Tasks whose waits are counted in the record.
         woken_late: Tasks that wait for a message in the replay, but did not wait for it in the recorded run.
         user: Task that reached the last safe point.
-        main: Task ``user``; None while this task waits for something other than a safe point.
+        main: The same task, or None while it waits for something other than a safe point.
     """
 
     waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = field(default_factory=dict)
@@ -57,9 +57,9 @@ class Gate:
 
     Args:
         found: List to which differences from the record are appended.
-        is_cut_off: Function that returns whether a rank has stopped at the end of its own record, or at the end of the
-            record of a rank that it needs. If the second argument is true, ranks that wait at the end of their record
-            count as stopped.
+        is_cut_off: Function that returns whether a rank has stopped at the end of its own record, or of the record of a
+            rank that it needs. If the second argument is true, a rank that waits at the end of its record counts as
+            stopped.
 
     Attributes:
         has_stopped: Whether the rank has reached the end of its record or of its main.
@@ -101,18 +101,16 @@ class Gate:
         mailbox.ring = self._on_arrival
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin to deliver the recorded inputs, just before main starts."""
+        """Begin to deliver the recorded inputs, just before the user's ``main`` starts."""
         self._engine = engine
         for part in (self.agenda, self.admission, self.hold, self.lookout, self.wakings):
             part.open(engine)
         if self.log.tells_sleeps:
             set_sleeps_by(self._loop, self.wakings.set_sleep)
 
-    # -- progress ----------------------------------------------------------------------------------------------------
-
     @property
     def has_stopped_at_cut(self) -> bool:
-        """Whether the rank has stopped at the end of its own record or of the record of a rank that it needs."""
+        """Whether the rank has stopped at the end of its own record, or of the record of a rank that it needs."""
         return self._goes_no_further or (self.has_stopped and not self.log.is_over)
 
     @property
@@ -140,8 +138,6 @@ class Gate:
         time_s = math.inf if entry is None else entry.time_s
         return time_s, f"rank {self.rank}, {self.comparison.where()}: {in_words(self.agenda.next())}"
 
-    # -- messages ---------------------------------------------------------------------------------------------------
-
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         """Set the function to call when a message may have arrived for the rank."""
         self._ring = ring
@@ -162,8 +158,6 @@ class Gate:
         self.hold.begin_if_late()
         self.lookout.look_soon()
 
-    # -- showing ----------------------------------------------------------------------------------------------------
-
     def _show(self, sight: Sight) -> None:
         """Deliver a recorded input to the rank, and wake the tasks that wait for it."""
         self.agenda.remove(sight)
@@ -180,7 +174,7 @@ class Gate:
                     self._loop.do_first(functools.partial(self._bring_late, late_for))
             case Lost(rank=rank):
                 self._mailbox.lose(rank)
-                self._engine.poll()  # receives from the lost rank fail
+                self._engine.poll()  # fails the receives from the lost rank
             case Fired(what=what):
                 self.timers.fire(what)
                 self._engine.recheck()
@@ -188,7 +182,7 @@ class Gate:
                 self.deadlines.expire(what)
 
     def _bring_late(self, task: asyncio.Task[Any]) -> bool:
-        """Deliver a message that ``task`` received without a wait in the recorded run; return whether its wait ends."""
+        """Deliver a message for which ``task`` did not wait when recorded. Return whether its wait ends."""
         self._engine.poll()
         if task in self.tasks.woken_late or (waiter := self.tasks.waiters.get(task)) is None or not waiter.done():
             return False
@@ -197,7 +191,7 @@ class Gate:
         return True
 
     def _end_streams(self, taken: Taken) -> None:
-        """End the streams whose last part was sent in this pass, so that tasks resume in the order of their waits."""
+        """End the streams whose last part was sent in this polling pass, so that tasks resume in the recorded order."""
         for sight in list(itertools.takewhile(taken.is_beside, self.agenda.sights())):
             if not isinstance(sight, Fired) or not is_end_of_stream(sight.what) or not self.timers.has(sight.what):
                 return
@@ -226,7 +220,8 @@ class Gate:
             left = self.agenda.exit_after(sight)
             if left is not None and self.agenda.is_due(left[0]):
                 self._show(left[0])
-                sight.woken_count += 1  # the tasks that this input wakes continued after the collective's end
+                # in the recorded run, the collective ended before the tasks that this input wakes continued
+                sight.woken_count += 1
                 continue
             self._show(sight)
 
@@ -237,11 +232,11 @@ class Gate:
         return any(request.is_for(sight.keys[0]) for request in requests if hasattr(request, "is_for"))
 
     def _is_deferred(self, sight: Sight) -> bool:
-        """Return whether to defer a recorded input until a task other than the one that it wakes has continued.
+        """Return whether to defer an input until another task than the one that it wakes has continued.
 
-        The other task reaches a safe point, or continues after a collective, a sleep or work in a thread. In the
-        recorded run, it was ready when a polling pass received the message. The deferral ends after a limited time, in
-        case user code waits for the input.
+        In the recorded run, the other task was ready when a polling pass received the message. It reaches a safe point,
+        or continues after a collective, a sleep or work in a thread. The deferral is limited in time, in case user code
+        waits for the input.
         """
         left = self.agenda.exit_after(sight)
         is_late = self.agenda.has_late_timer_after(sight)
@@ -256,12 +251,12 @@ class Gate:
         return True
 
     def on_wait_begun(self) -> None:
-        """Check whether the next recorded input is due now that a wait has begun."""
+        """Deliver the next recorded input if it has become due because a wait has begun."""
         self.hold.begin_if_late()
         self.lookout.look_soon()
 
     async def before_wait_ends(self) -> None:
-        """Deliver all inputs that were recorded before the end of this wait and did not end a wait themselves."""
+        """Deliver all inputs that were recorded before the current wait ended, unless they ended a wait themselves."""
         if asyncio.current_task(self._loop) in self.tasks.woken_late:  # the task did not wait in the recorded run
             return
         for _ in range(_TRY_COUNT):
@@ -275,7 +270,7 @@ class Gate:
                 return  # the input is deferred or never arrives
 
     async def see_all_before_begin(self, is_ready: Callable[[], bool]) -> None:
-        """Deliver all messages and timers that were recorded before the next wait, until ``is_ready`` returns True."""
+        """Deliver all messages and timers recorded before the rank's next wait, unless ``is_ready`` returns True."""
         for _ in range(_TRY_COUNT):
             sight = self.agenda.next()
             if is_ready() or sight is None or not self.agenda.is_before_next_begin(sight):
@@ -300,16 +295,14 @@ class Gate:
             self.tasks.woken_late.remove(task)
             self._engine.woken_count -= counts
         self.hold.begin_if_late(counts)
-        self.lookout.look_soon()  # the next recorded input may be due after this wait
+        self.lookout.look_soon()  # the next recorded input may now be due
 
     def _is_main_running(self) -> bool:
-        """Return whether the current task is main, whose next safe point will wait for earlier inputs."""
+        """Return whether the current task is main. If so, earlier inputs are delivered at its next safe point."""
         return self.tasks.main is not None and asyncio.current_task(self._loop) is self.tasks.main
 
-    # -- safe points ------------------------------------------------------------------------------------------------
-
     async def pass_safe_point(self) -> None:
-        """Poll and yield as often as the recorded safe point did."""
+        """Poll and yield as often as in the recorded safe point."""
         self.tasks.main = self.tasks.user = asyncio.current_task()
         if self._engine.before_safe_point is not None:
             await self._engine.before_safe_point()
@@ -326,7 +319,7 @@ class Gate:
                 self._engine.poll()
                 self.agenda.set_turn(turn + 1)
                 await self._wait_for_next()
-                self._loop.call_soon(self._on_turn)  # the tasks that this call wakes must continue after this one
+                self._loop.call_soon(self._on_turn)  # the woken tasks must continue after the current task
                 await yield_to_loop()
                 await self._see_turn(turn + 1)
         finally:
@@ -353,7 +346,7 @@ class Gate:
             await yield_to_loop()
 
     async def _until_changed(self, sight: Sight | None) -> bool:
-        """Let other tasks run until the next input changes or can be delivered; return False if neither happens."""
+        """Let other tasks run until ``sight`` is not next or can be delivered. Return False if neither happens."""
         for try_count in range(_TRY_COUNT):
             self._engine.poll()
             self._engine.recheck()
@@ -377,12 +370,12 @@ class Gate:
                 await self._see(sight)
 
     async def _wait_for_next(self) -> None:
-        """If the next recorded input is due, pause the rank until this input can be delivered."""
+        """Pause the rank until the next recorded input can be delivered, if this input is due."""
         while (sight := self.agenda.next()) is not None and self.agenda.must_be_there(sight):
             await self._until_possible(sight)
             if not isinstance(sight, Passed):
                 return
-            self._show(sight)  # recorded by the task that continues in this turn
+            self._show(sight)  # the input was recorded by the task that continues in this turn
             self._engine.recheck()
 
     async def _see(self, sight: Sight) -> None:
@@ -412,7 +405,7 @@ class Gate:
         await self._loop.create_future()
 
     async def see_without_wait(self, waiter: asyncio.Future[None]) -> None:
-        """Before user code waits, deliver the messages for which it did not wait in the recorded run."""
+        """Deliver the messages for which user code did not wait in the recorded run, before it begins to wait."""
         while not waiter.done() and (sight := self.agenda.next()) is not None:
             is_there = self.agenda.is_seen_at_point(sight) and self.agenda.is_due(sight)
             if not is_there or not await self._until_possible(sight):
@@ -421,12 +414,10 @@ class Gate:
                 self._show(sight)
 
     async def see_all_before_reading(self) -> None:
-        """Deliver the inputs recorded before the next clock reading, which the starting task is about to make."""
+        """Deliver the inputs recorded before the next clock reading, which the current task is about to make."""
         seen_count = self.agenda.seen_before_reading()
         while self.agenda.seen_count < seen_count and (sight := self.agenda.next()) and self.agenda.is_due(sight):
             await self._see(sight)
-
-    # -- what it does -----------------------------------------------------------------------------------------------
 
     def on_event(self, time_s: float, kind: str, fields: tuple[Field, ...]) -> None:
         """Compare an event of the rank with its record."""
@@ -434,7 +425,7 @@ class Gate:
             self.comparison.on_event(time_s, kind, fields, self.has_stopped)
 
     def repeat_reduction(self, tag: int, result: memoryview) -> None:
-        """Overwrite the result of a reduction with the recorded result, because MPI's order of additions may differ."""
+        """Overwrite the result of a reduction with the recorded result, because MPI may add in a different order."""
         results = self.log.results.get(tag)
         if not results:
             return
@@ -449,7 +440,7 @@ class Gate:
 
     def note_end(self, error: BaseException | None) -> None:
         """Compare the end of main with the recorded end."""
-        if not isinstance(error, asyncio.CancelledError):  # tasks are cancelled when the simulation is over
+        if not isinstance(error, asyncio.CancelledError):  # tasks are also cancelled after the end of the simulation
             self.has_stopped = True
             self.lookout.note_end()
         self.comparison.on_end(error)
@@ -461,5 +452,5 @@ def is_end_of_stream(what: WaitId) -> bool:
 
 
 def _is_left_to_task(sight: Sight) -> bool:
-    """Return whether a task must receive this message outside polling passes, and has not tried to receive it."""
+    """Return whether a task must receive this message directly, outside polling passes, and has not tried to yet."""
     return isinstance(sight, TakenByTask) and sight.late_for is None

@@ -34,7 +34,7 @@ class ReplayedJob:
 
     Attributes:
         decision_count: Number of recorded decisions.
-        left_count: Number of recorded decisions that the replay has not reached; final when the simulation is over.
+        left_count: Number of recorded decisions that the replay has not reached, counted when the simulation is over.
         cut_ranks: Ranks whose record ends before main returns.
     """
 
@@ -54,7 +54,7 @@ class ReplayedJob:
         self.cut_ranks = tuple(rank for rank, log in sorted(self._logs.items()) if not log.is_over)
 
     def open_rank(self, transport: Transport, loop: RankLoop) -> ReplayedRank:
-        """Return the object that replays a rank, instead of an object that records it."""
+        """Return the object that replays a rank, which replaces the object that records it."""
         rank = transport.rank
         gate = Gate(rank, self._logs[rank], self._mailboxes[rank], loop, self._found, self._is_cut_off)
         self._gates[rank] = gate
@@ -66,20 +66,20 @@ class ReplayedJob:
             self._on_open(world)
 
     def is_over(self) -> bool:
-        """Return whether the replay is over; called after each event."""
+        """Return whether the replay is over. Called after each event."""
         return bool(self._found) or (bool(self.cut_ranks) and self._have_all_stopped()) or self._watch.is_over()
 
     def _have_all_stopped(self) -> bool:
         return len(self._gates) == self._size and all(gate.has_stopped for gate in self._gates.values())
 
     def check(self) -> None:
-        """Raise DivergenceError if a rank differs from its record; called when the simulation is over."""
+        """Raise DivergenceError if a rank differs from its record. Called when the simulation is over."""
         self._judge()
         if self._difference is not None:
             raise self._difference
 
     def _judge(self) -> None:
-        """Find the first difference from the records; only the first call counts: cancelled ranks decide again."""
+        """Find the first difference from the records. Only the first call does so: cancelled ranks decide again."""
         if self._is_judged:
             return
         self._is_judged = True
@@ -102,7 +102,7 @@ class ReplayedJob:
         )
 
     def _cut_off(self, ranks: Collection[int]) -> set[int]:
-        """Return the set of these stopped ranks and all ranks that need their messages, directly or indirectly."""
+        """Return the stopped ranks ``ranks`` and all ranks that need their messages, directly or indirectly."""
         cut_off = set(ranks)
         while more := {
             rank
@@ -116,7 +116,7 @@ class ReplayedJob:
         return sum(log.decision_count for log in self._logs.values())
 
     def _first_missing(self, ranks: Iterable[int]) -> DivergenceError:
-        """Return an error that names the first recorded event that is missing in these ranks' replay."""
+        """Return an error that names the first recorded event that these ranks have not replayed."""
         missing = {rank: self._gates[rank].missing() for rank in ranks}
         first = min(missing, key=lambda rank: (self._recorded[rank].unix_s(missing[rank][0]), missing[rank][1]))
         others = [rank for rank in sorted(missing) if rank != first]

@@ -26,7 +26,7 @@ Key: TypeAlias = tuple[int, int]
 
 @dataclass(slots=True)
 class Sight:
-    """A recorded input of a rank: a message arrived, a timer or deadline expired, or a rank was lost.
+    """A recorded input of a rank: a message, the end of a timer or deadline, or the loss of a rank.
 
     ``woken_count``, ``begun_count`` and ``sent_count`` are the numbers of waits ended, waits begun and messages sent
     since the last safe point began. ``turn`` is the turn of the safe point, or 0 outside safe points. ``time_s`` is on
@@ -54,7 +54,7 @@ class Taken(Sight):
 
 @dataclass(slots=True)
 class TakenByTask(Taken):
-    """A message that a task received outside a polling pass. In the replay, task ``late_for`` waits for the message."""
+    """A message that a task received outside a polling pass. In the replay, task ``late_for`` waits for it."""
 
     late_for: asyncio.Task[Any] | None = None
     counts: ClassVar[bool] = False
@@ -87,7 +87,7 @@ FAILED: Final = WaitId(WaitKind.COLLECTIVE_FAILURE)
 
 @dataclass(slots=True)
 class Left(Sight):
-    """A task continued after a collective that failed (``what`` is :data:`FAILED`) or that MPI carried out."""
+    """A task continued after a collective that failed (``what`` is :data:`FAILED`) or that MPI completed."""
 
     what: WaitId
 
@@ -113,7 +113,7 @@ class SafePoint:
     Attributes:
         woken_count, sent_count: Numbers of ended waits and sent messages since the previous safe point.
         sights: Inputs recorded during the safe point.
-        turn_count: Number of polling passes and yields in the safe point.
+        turn_count: Number of polling passes and yields to other tasks.
         has_ended: Whether the end of the safe point is recorded.
     """
 
@@ -135,13 +135,13 @@ class RankLog:
     Attributes:
         entries: Inputs and safe points, oldest first.
         early: Number of messages received before the rank's world was open, by source and tag.
-        clock: Readings of the clock, by the line of code that read it.
-        decisions: Decisions, by kind, because the order between kinds depends on the order of tasks.
+        clock: Clock readings, keyed by the line number of the code that read the clock.
+        decisions: Decisions, by kind. The order between kinds depends on the order of tasks.
         is_over: Whether the end of main is recorded.
         is_native: Whether MPI carried out collectives.
-        results: Results of MPI's reductions, by the group's tag. Each is a pair of the number of bytes and the bytes,
-            which are b"" if there were too many to record.
-        measured: Recorded numbers that depend on timing, by their identity.
+        results: Results of MPI's reductions, by the group's tag, as pairs of size in bytes and content. The content is
+            b"" if it was too large to record.
+        measured: Measured numbers, which depend on timing, by their identity.
         tells_sleeps: Whether the record says when asyncio's timers fired.
         tells_collectives: Whether the record says when tasks continued after collectives.
     """
@@ -165,7 +165,7 @@ class RankLog:
 
     @property
     def decision_count(self) -> int:
-        """Number of decisions that the replay has not reached."""
+        """Number of recorded decisions that the replay has not reached."""
         return sum(map(len, self.decisions.values()))
 
 
@@ -179,8 +179,8 @@ def log_of(
 ) -> RankLog:
     """Sort the recorded events of a rank into the inputs and the decisions of its record.
 
-    ``events`` ends at a signal that ended the rank. ``sent_before_count`` messages were sent before its world was open.
-    The other arguments are attributes of :class:`RankLog`.
+    If a signal ended the rank, ``events`` must end at the signal. ``sent_before_count`` is the number of messages sent
+    before the rank's world was open. The other arguments are attributes of :class:`RankLog`.
     """
     events = list(events)
     log = RankLog(is_native=is_native, tells_sleeps=tells_sleeps, tells_collectives=tells_collectives)
@@ -192,12 +192,12 @@ def log_of(
 
 
 class _Reader:
-    """Fills a RankLog event by event. With ``tells_ends``, ends of collectives replace the collectives' messages."""
+    """Adds events to a RankLog. With ``tells_ends``, the log has the ends of collectives instead of their messages."""
 
     def __init__(self, log: RankLog, sent_before_count: int, *, tells_ends: bool) -> None:
         self._log = log
         self._tells_ends = tells_ends
-        self._sights: deque[Any] = log.entries  # or the inputs during the safe point in progress
+        self._sights: deque[Any] = log.entries  # during a safe point, its inputs
         self._point: SafePoint | None = None
         self._last_pass = -1
         self._sent_count = -sent_before_count

@@ -53,12 +53,12 @@ class Lookout:
         self._engine: ObservedEngine
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin to deliver the recorded inputs, just before main starts."""
+        """Begin to deliver the recorded inputs, just before the user's ``main`` starts."""
         self._engine = engine
         self.look_soon()
 
     def note_end(self) -> None:
-        """Record that main has ended; from now on, inputs are delayed only briefly."""
+        """Record that main has ended. From now on, inputs are delayed only briefly."""
         self._has_main_ended = True
         self.look_soon()
 
@@ -75,7 +75,7 @@ class Lookout:
         """Deliver the next recorded input, unless user code must reach a safe point first."""
         self._timer = None
         if self._agenda.is_done:
-            if not self._agenda.is_cut_short:  # a rank whose record is cut short stops here
+            if not self._agenda.is_cut_short:  # a rank whose record is cut short stays paused
                 self._release()
             return
         if self._agenda.is_in_point:
@@ -97,7 +97,7 @@ class Lookout:
             self._show_all()
 
     def _has_no_patience(self) -> bool:
-        """Return whether no input has been delivered for PATIENCE_S seconds; if not, schedule the next check."""
+        """Return whether no input was delivered for PATIENCE_S seconds. Otherwise schedule the next check."""
         ends_at_s = self._agenda.progressed_at_s + PATIENCE_S
         if self._loop.time() >= ends_at_s:
             return True
@@ -137,19 +137,19 @@ class Hold:
         self._context: contextvars.Context
 
     def open(self, engine: ObservedEngine) -> None:
-        """Store the engine and the current context, in which main is about to start."""
+        """Store the engine and the context in which the user's ``main`` is about to start."""
         self._engine = engine
         self._context = contextvars.copy_context()
 
     def begin_if_late(self, ending_count: int = 0) -> None:
-        """Pause the rank if its next recorded message has not arrived, although it is due."""
+        """Pause the rank if its next recorded message is due but has not arrived."""
         if self.is_on or not self._agenda.is_open or not self._may_begin():
             return
         sight = self._agenda.next()
         if sight is None or not self._agenda.must_be_there(sight, ending_count) or self._agenda.is_possible(sight):
             return
         if self._agenda.exit_after(sight) is not None:
-            return  # a collective must end first, and other ranks may need this rank for it
+            return  # a collective must end first, and other ranks may need this rank to end it
         self.is_on = True
         self._until_s = self._loop.time() + PATIENCE_S
         self._go_on(PAUSE_S)

@@ -1,4 +1,4 @@
-"""Stores the messages of a replay until their receiver may receive them."""
+"""Stores the messages that have arrived at a replayed rank until the rank may receive them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncdist.transports.base import ANY_SOURCE
 
 
 class Mailbox:
-    """Stores messages that have arrived at a replayed rank until the rank may receive them.
+    """Queues the messages that have arrived at one replayed rank, by source and tag.
 
     ``ring`` is called with the tag of each arriving message, and ``listen`` with each lost rank.
     """
@@ -39,7 +39,7 @@ class Mailbox:
         return len(self._messages[key])
 
     def first(self, source: int, tag: int) -> Key | None:
-        """Return the key of the oldest message that matches a receive; None if no message matches."""
+        """Return the key of the oldest message that matches a receive, or None."""
         if source != ANY_SOURCE:
             return (source, tag) if self._messages[source, tag] else None
         waiting = ((queue[0][0], key) for key, queue in self._messages.items() if key[1] == tag and queue)

@@ -61,7 +61,7 @@ def replay(
         on_open: Function called with the world of each rank before the rank's main begins.
 
     Raises:
-        DivergenceError: A rank differs from its record; the error names the first difference.
+        DivergenceError: A rank differs from its record. The message describes the first difference.
         RecordingError: A rank has no file, or was restarted in the recorded run.
     """
     check_replayable(recording)

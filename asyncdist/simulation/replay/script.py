@@ -75,7 +75,7 @@ class _ReplayedScript(Script):
             if self.debugger is not None:
                 self.debugger.watch(main, world.rank)
 
-        known_torch_seed.set(None)  # each rank sets its own value from now on
+        known_torch_seed.set(None)  # each rank sets its own seed from now on
         replayed = replay(main, *args, recording=self.recording, on_open=on_open)
         self.ended.append(replayed)
         return replayed.report
@@ -87,7 +87,7 @@ class _ReplayedScript(Script):
         return self.recording.ranks[0].conditions().capabilities.shares_process
 
     def begin_process(self, rank: int) -> None:
-        """Seed torch so that it generates the recorded numbers before the world is open.
+        """Seed torch so that it generates the recorded numbers until the world opens.
 
         ``torch.seed()`` returns the recorded seed, unless another seed was set before the rank opened its world.
         """
@@ -106,7 +106,7 @@ class _ReplayedScript(Script):
 
 
 def _why_foreign(script: Path, folder: Path, user: int) -> str | None:
-    """Return the reason why a script that only a recording names may be another user's; None if it may be run.
+    """Return why a script that is named only by a recording may belong to another user, or None if it may be run.
 
     Args:
         script: Path of the script, which might not exist.
@@ -122,7 +122,7 @@ def _why_foreign(script: Path, folder: Path, user: int) -> str | None:
 def _script_of(
     recording: Recording, path: str | os.PathLike[str] | None, arguments: Sequence[str], debugger: RankDebugger | None
 ) -> _ReplayedScript:
-    """Return the script to replay; raise RecordingError if it does not exist or is not in the current folder."""
+    """Return the script to replay. Raise RecordingError if it does not exist or is not in the current folder."""
     header = recording.ranks[0].header
     name = os.fspath(path or header.script)
     if not name:
@@ -231,7 +231,7 @@ def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
     finally:
         if ran.debugger is not None:
             ran.debugger.close()
-    if ran.debugger is not None and ran.debugger.quitting:  # later differences are due to the debugger
+    if ran.debugger is not None and ran.debugger.quitting:  # the debugger causes later differences
         return 1
     if isinstance(ended.error, DivergenceError):
         print(f"asyncdist replay: the replay differs: {printable(ended.error.message)}", file=sys.stderr)
@@ -243,7 +243,7 @@ def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
         return 1
     replayed = ran.ended[0]
     failed = print_failures(replayed.report, ended.error, "replay")
-    without = "no result" if replayed.cut_ranks else "None"  # shown for a rank that has not ended
+    without = "no result" if replayed.cut_ranks else "None"  # for a rank that has not ended
     print_out(*results_of(replayed.report, without), *_summary(replayed))
     return 1 if failed else 0
 
@@ -260,7 +260,7 @@ def _summary(replayed: Replayed) -> list[str]:
 
 
 def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
-    """Write a test and, into a folder next to it, a copy of the recording; return the lines to print."""
+    """Write a test and, into a folder next to it, a copy of the recording. Return the lines to print."""
     if path.suffix != ".py":
         raise ScriptError(f"--to-test must be a path that ends with .py, got {str(path)!r}")
     if path.exists():

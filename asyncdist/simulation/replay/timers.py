@@ -15,7 +15,7 @@ from asyncdist.waits import WaitId
 
 
 class _Timer:
-    """Scheduled call. Its virtual time ``when_s`` is used only after the end of the record."""
+    """A scheduled call. Its virtual time ``when_s`` is used only after the end of the record."""
 
     __slots__ = ("_args", "_call", "_context", "_is_cancelled", "is_over", "what", "when_s")
 
@@ -54,7 +54,7 @@ class _Timer:
 
 
 class Timers:
-    """The timers of a replayed rank, which fire at the same points as in the recorded run instead of by the clock."""
+    """The timers of a replayed rank, which fire at the recorded points instead of by the clock."""
 
     def __init__(self, loop: RankLoop) -> None:
         self._loop = loop
@@ -118,7 +118,7 @@ class Wakings:
         self._engine: ObservedEngine
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin to wake tasks, just before main starts."""
+        """Begin to wake tasks, just before the user's ``main`` starts."""
         self._engine = engine
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
@@ -152,7 +152,7 @@ class Wakings:
 
 @dataclass(slots=True, eq=False)
 class Deadline:
-    """Deadline of one task's wait; its virtual time ``when_s`` is used only after the end of the record."""
+    """Deadline of a task's wait. Its virtual time ``when_s`` is used only after the end of the record."""
 
     what: WaitId
     when_s: float
@@ -169,7 +169,7 @@ class Deadlines:
 
     @contextlib.contextmanager
     def waiting(self, what: WaitId, when_s: float, on_passed: Callable[[], object]) -> Iterator[Deadline]:
-        """Store a deadline during the body of the ``with`` statement; ``on_passed`` wakes the task."""
+        """Store a deadline while the context is entered. ``on_passed`` is called when it expires, to wake the task."""
         deadline = Deadline(what, when_s, on_passed)
         self._waiting.append(deadline)
         try:
@@ -179,11 +179,11 @@ class Deadlines:
                 self._waiting.remove(deadline)
 
     def has(self, what: WaitId) -> bool:
-        """Return whether a task waits with this identity and a deadline."""
+        """Return whether a task waits for ``what`` with a deadline."""
         return any(each.what == what for each in self._waiting)
 
     def expire(self, what: WaitId) -> None:
-        """Let the earliest deadline of the waits with this identity expire."""
+        """Expire the earliest deadline of the waits for ``what``."""
         self._expire(min((each for each in self._waiting if each.what == what), key=lambda each: each.when_s))
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Transports the messages of a replay. They arrive at once; each rank's gate decides when they are received."""
+"""Transports the messages of a replay. They arrive at once, and each rank's gate decides when they are received."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncdist.transports.base import (
 
 
 class ReplayTransport(Transport):
-    """Transport of one rank of a replay. Messages bypass the simulated transport ``inner``, which does the rest."""
+    """Transport of a replayed rank. Messages bypass the simulated transport ``inner``, which does everything else."""
 
     def __init__(
         self, inner: Transport, gate: Gate, mailboxes: Sequence[Mailbox], header: Header, conditions: Conditions
@@ -48,8 +48,6 @@ class ReplayTransport(Transport):
             shares_memory=capabilities.shares_memory,
             written_share=capabilities.written_share,
         )
-
-    # -- messages ---------------------------------------------------------------------------------------------------
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         self._gate.see_losses()
@@ -76,8 +74,6 @@ class ReplayTransport(Transport):
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         self._gate.set_doorbell(ring)
-
-    # -- everything else --------------------------------------------------------------------------------------------
 
     @property
     def hostname(self) -> str:
@@ -131,7 +127,7 @@ class _SentToLost(_Sent):
 
 
 class _Receive:
-    """Receive that completes when a matching message is admitted, or fails when its rank is notified of a loss."""
+    """Receive that completes when a message is admitted, or fails when its rank is notified of a loss."""
 
     def __init__(self, admission: Admission, lost: Collection[int], buffer: memoryview, source: int, tag: int) -> None:
         self._admission = admission
