@@ -2,13 +2,12 @@
 
 All tensors of one dtype are averaged in one collective. Sums are computed in float32 or wider, in rank order, and
 divided by the group's size, so results are bitwise identical on all transports. Equal values stay unchanged, and the
-mean of finite values is finite, even if their sum is not (:mod:`asyncdist.tensors.means`). Before data is sent, the
-members compare their models. If they differ, all members raise an error that names the first difference.
+mean of finite values is finite, even if their sum is not (:mod:`asyncdist.tensors.means`). The members first compare
+their models. If they differ, all members raise an error that names the first difference.
 
 Tensors are read and written in pieces, so no other task may use the model during the call. For 64 KiB or more,
-processes on one host, with MPI or torch, read each other's memory instead of sending messages
-(:mod:`asyncdist.collectives.algorithms.shared_memory_reduce`). If that is not possible, they send messages; the result
-is the same.
+processes on one host, with MPI or torch, read each other's memory instead of sending messages, if they can
+(:mod:`asyncdist.collectives.algorithms.shared_memory_reduce`). The result is the same.
 
 **Cancellation**: the collectives end in the background, and this rank's tensors keep their values.
 """
@@ -52,10 +51,9 @@ _DIGEST_LENGTH: Final = 64
 async def average_models(model: nn.Module, training_group: Group | None = None, *, world: World | None = None) -> None:
     """Replace the model's state on every member with the mean over the group, in place.
 
-    Floating and complex parameters and persistent buffers become the sum divided by the group's size, rounded once to
-    their dtype. Integer and bool entries (BatchNorm's counter) are copied from the first member. Tied weights count
-    once. In a group of one, nothing changes. One flat copy of the state is kept for the next call, as long as the model
-    exists.
+    Floating and complex parameters and persistent buffers are averaged and rounded once to their dtype. Integer and
+    bool entries (BatchNorm's counter) are copied from the first member. Tied weights count once. One flat copy of the
+    state is kept for later calls, as long as the model exists.
 
     Args:
         model: Model with the same names, shapes, dtypes and tied weights on all members; on any device.
@@ -63,7 +61,7 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
         world: World of the call; by default the current one.
 
     Raises:
-        DisagreementError: The models differ; the error names the first difference on every member.
+        DisagreementError: The models differ. Every member raises the error, which names the first difference.
         TypeError, ValueError: ``model`` is not a module, has no state, or has an entry that cannot be averaged. The
             other members get RemoteError.
         LocalProtocolError: This rank is not in the group.
@@ -76,8 +74,8 @@ async def average_state(
 ) -> None:
     """Average ``state``, a part of the model's and possibly of the optimizer's state, over the group, in place.
 
-    If ``state`` is None, the whole model is averaged. Otherwise, ``state`` is kept for the next call until the world's
-    scratch memory drops the model. Means and errors are the same as for :func:`average_models`.
+    If ``state`` is None, the whole model is averaged. Otherwise, ``state`` is kept for later calls, until the world's
+    scratch memory drops the model. Means and errors are those of :func:`average_models`.
     """
     world, group = place(world, training_group)
     outcome = await attempt(lambda: _Models(model, world, state), lambda models: models.summary)
@@ -101,7 +99,7 @@ async def average_gradients(model: nn.Module, group: Group | None = None, *, wor
     """Replace every gradient on every member with the mean over the group, in place.
 
     If only some members have a gradient for a parameter, a missing gradient counts as zero, and is then set to the
-    mean. If no member has one, the gradient remains None. One flat copy of the gradients is kept for the next call, as
+    mean. If no member has one, the gradient remains None. One flat copy of the gradients is kept for later calls, as
     long as the model exists.
 
     Args:
@@ -110,7 +108,7 @@ async def average_gradients(model: nn.Module, group: Group | None = None, *, wor
         world: World of the call; by default the current one.
 
     Raises:
-        DisagreementError: The parameters differ; the error names the first difference on every member.
+        DisagreementError: The parameters differ. Every member raises the error, which names the first difference.
         TypeError, ValueError: ``model`` is not a module, has no parameters, or has a sparse or DTensor gradient. The
             other members get RemoteError.
         LocalProtocolError: This rank is not in the group.
@@ -151,7 +149,7 @@ async def _settle_or_restore(
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Layout of a model, and buffers in wide dtypes for its state, kept for the next call."""
+    """Layout of a model, and flat buffers in accumulation dtypes for its state, kept for the next call."""
 
     state: FlatState
     is_whole: bool
@@ -201,7 +199,7 @@ class _Models:
         """Return the model's layout and buffers, reused if the layout is unchanged, and pairs of tensors and views."""
         kept: _Kept | None = self._scratch.take(self._model, "state")
         if kept is not None and (kept.state is state if state is not None else kept.is_whole):
-            with contextlib.suppress(ValueError):  # layers or dtypes have changed since the last call
+            with contextlib.suppress(ValueError):  # ValueError: layers or dtypes have changed since the last call
                 return kept, kept.state.pairs(kept.buffers)
         is_whole = state is None
         if state is None:
@@ -302,7 +300,7 @@ class _Gradients:
         self._scratch.give_back(self._model, "gradients", kept)
 
     def _flat(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a flat tensor for the elements of these tensors; the previous flat tensor if it fits."""
+        """Return a flat tensor for the elements of these tensors. Reuse the previous flat tensor if it fits."""
         kept = self._flats.get(dtype)
         count = sum(tensor.numel() for tensor in tensors)
         if kept is not None and kept.numel() == count:
@@ -313,7 +311,7 @@ class _Gradients:
 
 
 def _views(kept: list[Tensor] | None, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return consecutive views of ``flat`` with the tensors' shapes; the previous views if they fit."""
+    """Return consecutive views of ``flat`` with the tensors' shapes. Reuse the previous views if they fit."""
     if kept and kept[0].data_ptr() == flat.data_ptr() and [k.shape for k in kept] == [t.shape for t in tensors]:
         return kept
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])

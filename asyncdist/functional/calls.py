@@ -1,4 +1,4 @@
-"""Requests and replies between ranks, on one tag."""
+"""Provides requests and replies between ranks, on one message tag."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class _Failed:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """Message that notifies all ranks that the sender no longer answers."""
+    """Message that notifies another rank that the sender no longer answers."""
 
 
 class Calls(Generic[AskT, AnswerT]):
-    """Lets ranks ask each other questions. All ranks that take part enter it as an async context manager.
+    """Lets ranks ask each other questions. Each participating rank enters it as an async context manager.
 
     ::
 
-        async with ad.Calls(Ask, Answer, tag=50, answer=lambda ask, source: Answer(2 * ask.number)) as calls:
-            reply = await calls.ask(Ask(21), dest=1)
-            await ad.barrier()                            # others may still be asking this rank
+        async with ad.Calls(Ask, Answer, tag=50, answer=lambda ask, source: Answer(2 * ask.number)) as calls: reply =
+            await calls.ask(Ask(21), dest=1) await ad.barrier()                            # others may still be asking
+            this rank
 
     Questions are answered while this rank awaits something, or is at a safe point. If ``answer`` is a coroutine
     function, several questions are answered concurrently.
@@ -53,8 +53,8 @@ class Calls(Generic[AskT, AnswerT]):
         ask_type: Frozen dataclass for questions.
         answer_type: Frozen dataclass for answers; must differ from ``ask_type``.
         tag: Tag of the messages, as for :meth:`asyncdist.World.channel`.
-        answer: Function or coroutine function that takes a question and the asking rank, and returns the answer.
-            If None, this rank only asks.
+        answer: Function or coroutine function that takes a question and the asking rank, and returns the answer. If
+            None, this rank only asks.
         group: Ranks that take part; by default all.
         world: World of the calls; by default the current one.
 
@@ -82,7 +82,7 @@ class Calls(Generic[AskT, AnswerT]):
         self._world = world
         self._count = 0
         self._waiting: dict[int, tuple[int, asyncio.Future[Any]]] = {}
-        self._deaf: set[int] = set()  # the ranks that no longer answer
+        self._deaf: set[int] = set()  # ranks that no longer answer
         self._channel: Channel[Any] | None = None
         self._reader: asyncio.Task[None]
 
@@ -121,9 +121,9 @@ class Calls(Generic[AskT, AnswerT]):
         **Cancellation**: the answer is dropped when it arrives.
 
         Raises:
-            RemoteError: The answering function raised, or that rank has no ``answer``.
-            ClosedError: That rank has left, or ``ask`` was called outside the ``async with`` block.
-            RankLostError: That rank is lost, or the job has failed.
+            RemoteError: The answering function raised, or rank ``dest`` has no ``answer``.
+            ClosedError: Rank ``dest`` has left its block, or ``ask`` was called outside the ``async with`` block.
+            RankLostError: Rank ``dest`` is lost, or the job has failed.
         """
         channel, world = self._channel, self._world
         if channel is None or world is None:
@@ -143,8 +143,6 @@ class Calls(Generic[AskT, AnswerT]):
             return answer
         finally:
             self._waiting.pop(number, None)
-
-    # -- the other end ------------------------------------------------------------------------------------------------
 
     async def _read(self, channel: Channel[Any]) -> None:
         while True:
@@ -186,13 +184,13 @@ class Calls(Generic[AskT, AnswerT]):
         try:
             await channel.send(answer, envelope.source, round=envelope.round)
         except (ClosedError, RankLostError):
-            return  # the asking rank is lost or has left, or this rank has left the block
+            return  # the asking rank is lost or has left its block, or this rank has
 
     def _send_nowait(self, channel: Channel[Any], message: Any, dest: int, number: int) -> None:
         try:
             channel.send_nowait(message, dest, round=number)
         except (BusyError, ClosedError, RankLostError):
-            return  # the asking rank is lost or has left, or does not receive
+            return  # the receiver is lost, has left its block, or does not receive
 
     def _on_gone(self, rank: int) -> None:
         is_deaf = rank in self._deaf

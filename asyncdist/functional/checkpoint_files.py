@@ -1,7 +1,7 @@
 """Writes and reads checkpoint files.
 
-Each file is written under a temporary name and then renamed; the manifest is last. The docstring of
-:mod:`asyncdist.functional.population_checkpoint` shows the folder's structure. All functions block on disk I/O.
+Each file is written under a temporary name and then renamed, the manifest last.
+:mod:`asyncdist.functional.population_checkpoint` describes the folder's structure. All functions block on disk I/O.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def read_model(folder: Path, index: int, entry: Mapping[str, Any]) -> Mapping[st
 
 
 def load_mapped(path: Path) -> Any:
-    """Return the content of a file of ``torch.save``; its tensors are memory-mapped if the file's format allows it."""
+    """Return the content of a file of ``torch.save``, with memory-mapped tensors if the file's format allows it."""
     is_mapped = zipfile.is_zipfile(path)  # before torch 1.6, files had another format
     return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
 
@@ -159,7 +159,7 @@ def _save(state: Mapping[str, Any], path: Path) -> None:
 
 
 def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
-    """Write a file under a temporary name and rename it; return its size and checksum. Delete it if writing fails."""
+    """Write a file under a temporary name, rename it, and return its size and checksum. Delete it if writing fails."""
     beside = path.with_name(f"{path.name}.part")
     try:
         write(beside)
@@ -279,7 +279,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def saved_rank(entry: Mapping[str, Any], index: int) -> int:
-    """Return the rank that saved the file at position ``index``; entries without it are of a group of all ranks."""
+    """Return the rank that saved the file at position ``index``. Entries without a rank are of a group of all ranks."""
     rank = entry.get("rank")
     return index if rank is None else int(rank)
 
@@ -287,20 +287,20 @@ def saved_rank(entry: Mapping[str, Any], index: int) -> int:
 def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
     """Return, for each of ``size`` ranks, the saved rank whose file it loads.
 
-    These are the best ranks, repeated if there are too few. If the saved ranks were replicas of several ranks, whole
-    replicas are chosen, by the means of their ranks' metrics.
+    The best ranks are chosen, and repeated if there are too few. If the saved population had replicas of several ranks,
+    whole replicas are chosen by the mean metric of their ranks.
     """
     count: int = files[0].get("replica_size", 1)
     if size == len(files):
         return list(range(size))
     if len(files) % count or size % count:
-        count = 1  # the policy refuses this number of ranks, or is another one
+        count = 1  # the policy refuses this number of ranks, or is not the saved one
     units = [files[first : first + count] for first in range(0, len(files), count)]
     return [unit * count + place for unit in _chosen(units, size // count) for place in range(count)]
 
 
 def _chosen(units: Sequence[Sequence[Mapping[str, Any]]], size: int) -> list[int]:
-    """Return, for each of ``size`` replicas, the saved replica that it loads; a replica is its ranks' entries."""
+    """Return, for each of ``size`` replicas, the saved replica that it loads. A replica is a list of ranks' entries."""
 
     def quality(source: int) -> tuple[bool, float]:
         values = [each["metric"] for each in units[source]]

@@ -1,4 +1,4 @@
-"""Collects one rank's state for a checkpoint, and compares a loaded state with the current one."""
+"""Collects one rank's state for a checkpoint, and compares a loaded state with the current state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stateful(Protocol):
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Replace the state with a saved one."""
+        """Replace the state with a saved state."""
 
 
 def state_of(
@@ -37,7 +37,7 @@ def state_of(
     extra: Any,
     metric: float | None,
 ) -> dict[str, Any]:
-    """Return this rank's state, with its manifest entry as "entry". Raise TypeError if a value could not be loaded."""
+    """Return this rank's state, with its manifest entry as "entry". Raise TypeError if a part could not be loaded."""
     state = {
         "model": model.state_dict(),
         "optimizer": None if optimizer is None else _map_leaves(_plain_number, optimizer.state_dict()),
@@ -53,7 +53,7 @@ def state_of(
 
 
 def copy_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy in CPU memory. Tensors that share memory share memory in the copy, too."""
+    """Return a copy in CPU memory. Tensors that share memory also share memory in the copy."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copied(value: Any) -> Any:
@@ -87,7 +87,7 @@ def _map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _plain_number(value: Any) -> Any:
-    """Convert a NumPy scalar, such as a learning rate, to a Python number, since torch could not load the scalar."""
+    """Convert a NumPy scalar, such as a learning rate, to a Python number, because torch could not load the scalar."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -123,7 +123,7 @@ def policy_state(state: dict[str, Any], sources: Mapping[int, int], *, is_copy: 
     """Return the state for a policy. A copy gets no random state, so that it does not repeat the original's numbers.
 
     Args:
-        sources: By rank, the saved rank as which it continues, for policies whose state has numbers of ranks.
+        sources: Saved rank whose role each rank takes over, by rank; for policies whose state has rank numbers.
     """
     changed: dict[str, Any] = {"sources": tuple(sources.items())}
     if is_copy:
@@ -168,7 +168,7 @@ def check_parts(state: Any) -> None:
         optimizer["state"].items()
         if (named := state.get("optimizer_names")) is not None:
             for group, names in zip(optimizer["param_groups"], named, strict=True):
-                "".join(name for _, name in zip(group["params"], names, strict=True))  # raises for other values
+                "".join(name for _, name in zip(group["params"], names, strict=True))  # raises unless all are strings
     states = state["random"]
     random.Random().setstate(states["python"])
     name, words, position, has_gauss, gauss = states["numpy"]
@@ -181,7 +181,7 @@ def check_parts(state: Any) -> None:
 
 
 def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names the first difference, if any, between the current state and the saved one."""
+    """Raise a ValueError that names the first difference, if any, between the current and the saved state."""
     here, saved = model.state_dict(), loaded["model"]
     for name, value in here.items():
         if name not in saved:
@@ -214,7 +214,7 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
 def arranged_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> Any:
     """Return the loaded optimizer's state in the order of this optimizer's parameters.
 
-    Files of earlier versions lack the parameters' names; their order is kept.
+    Without parameter names, which older files lack, the saved order is kept.
 
     Raises:
         ValueError: The optimizers have different parameters in their groups.

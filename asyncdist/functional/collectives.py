@@ -22,12 +22,13 @@ from asyncdist.transports.base import ReduceOp
 T = TypeVar("T")
 
 _NO_AXIS: Final[Any] = object()
-#: Largest group in which a barrier detects a member that makes a different call, by sending from all members to all.
+#: Maximum size of a group in which a barrier detects a member that calls another function. The check sends messages
+#: between all pairs.
 _COMPARED_SIZE_MAX: Final = 64
 
 
 def place(world: World | None, group: Group | None) -> tuple[World, Group]:
-    """Return a collective call's world and group, after filling in defaults. Raise if this rank must not call it."""
+    """Return a collective call's world and group, with defaults filled in. Raise if this rank must not call it."""
     world = world or current_world()
     world.check()
     if group is None:
@@ -37,20 +38,20 @@ def place(world: World | None, group: Group | None) -> tuple[World, Group]:
 
 
 async def new_group(ranks: Sequence[int], *, world: World | None = None) -> Group:
-    """Make a group of ``ranks``. Collective among them; see :meth:`World.new_group`."""
+    """Make a group of ``ranks``. All of them must call this function. See :meth:`World.new_group`."""
     return await (world or current_world()).new_group(ranks)
 
 
 async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0, world: World | None = None) -> Group:
     """Make a group of the members of ``group`` that were not lost and have not left the world.
 
-    Collective among these members, in a job that survives losses. All get the same group, even if a member is lost
-    during the call. Collectives of the old group raise RankLostError, but the new group can be used. Several tasks may
-    call this at the same time for different groups.
+    All these members must call this function, in a job that survives losses. All get the same group, even if a member
+    is lost during the call. Collectives of the old group raise RankLostError. Several tasks may call this function at
+    the same time for different groups.
 
-    A member that was restarted since the group was made is left out, because it may never reach the call. On a
-    restarted rank, the call for the group of all ranks logs a warning and returns a group of this rank alone. To
-    include restarted ranks, list all members: ``await ad.new_group(ranks)``.
+    Members that were restarted since the group was made are left out, because they may never reach the call. On a
+    restarted rank, the call for all ranks logs a warning and returns a group of this rank alone. To include restarted
+    ranks, list all members: ``await ad.new_group(ranks)``.
 
     Args:
         group: Group, possibly freed, whose surviving members form the new group; by default all ranks.
@@ -60,7 +61,7 @@ async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0
     Raises:
         TypeError: ``group`` is not a group.
         StartTimeoutError: Some members did not join in time.
-        RankLostError, ClosedError, DisagreementError: The members did not agree on a list in time.
+        RankLostError, ClosedError, DisagreementError: The members did not agree on a list of survivors in time.
     """
     world = world or current_world()
     group = world.group if group is None else group
@@ -72,8 +73,8 @@ async def barrier(*, group: Group | None = None, world: World | None = None) -> 
     """Wait until every member of the group has called this function.
 
     Raises:
-        DisagreementError: A member has called a different function instead. Raised on every member; groups of more than
-            64 ranks do not detect this, since the check would be slow.
+        DisagreementError: A member has called a different function instead. Raised on every member of a group of at
+            most 64 ranks. Larger groups do not check, to save time.
         ClosedError: A member has left.
     """
     world, group = place(world, group)
@@ -90,7 +91,7 @@ async def barrier(*, group: Group | None = None, world: World | None = None) -> 
 async def broadcast(
     tensor: torch.Tensor, root: int = 0, *, group: Group | None = None, world: World | None = None
 ) -> torch.Tensor:
-    """Write ``root``'s values into every member's ``tensor``, in place, and return it.
+    """Copy the values of rank ``root`` into every member's ``tensor``, in place, and return it.
 
     Args:
         tensor: Tensor of equal shape and dtype on all members, on any device; only read on ``root``.
@@ -103,7 +104,7 @@ async def broadcast(
 async def gather(
     tensor: torch.Tensor, root: int = 0, *, group: Group | None = None, world: World | None = None
 ) -> list[torch.Tensor] | None:
-    """Return all members' tensors, in the group's order, on rank ``root``; None on other ranks.
+    """Return all members' tensors, in the group's order, on rank ``root``, and None on other ranks.
 
     Args:
         tensor: Tensor of equal shape and dtype on all members, on any device.
@@ -137,13 +138,12 @@ def all_gather(
 ) -> Coroutine[Any, Any, Any]:
     """Return, as an awaitable, every member's tensor: a list for a group, or one tensor along a mesh axis.
 
-    Without an axis name, the members are those of ``group``, and the list is in the group's order. With an axis name,
-    the members are the ranks along that mesh axis, and each leaf of the tree is stacked or concatenated over them
-    (:func:`asyncdist.spmd.tree_collectives.all_gather`).
+    Without an axis name, return the list in the order of ``group``. With an axis name, stack or concatenate each leaf
+    of the tree over the ranks along that mesh axis (:func:`asyncdist.spmd.tree_collectives.all_gather`).
 
     Args:
         tensor: Tensor of equal shape and dtype on all members, on any device; with an axis name a tree of tensors.
-        axis_name: Name of a mesh axis; None returns the tree unchanged.
+        axis_name: Name of a mesh axis. With None, the tree is returned unchanged.
         axis: Dimension of the results for the ranks' leaves; only with an axis name.
         tiled: Whether to concatenate the leaves instead of stacking them; only with an axis name.
         mesh: Mesh with the axis, by default the newest open mesh; only with an axis name.
@@ -152,7 +152,7 @@ def all_gather(
 
     Raises:
         TypeError: Arguments for a group and for a mesh axis were both passed.
-        Exception: With an axis name, an error of :func:`asyncdist.psum`.
+        Exception: With an axis name, any error that :func:`asyncdist.psum` raises.
     """
     if axis_name is _NO_AXIS:
         if axis != 0 or tiled or mesh is not None:
@@ -206,8 +206,8 @@ async def all_to_all(
     """Send the i-th of ``tensors`` to member i, and return the tensors received from the members, in their order.
 
     Args:
-        tensors: One tensor per member, all of equal shape and dtype; or a single tensor, of equal shape and dtype on
-            all members, whose first dimension is split evenly among them. The result has the same form.
+        tensors: One tensor per member, all of equal shape and dtype. A single tensor, of equal shape and dtype on all
+            members, is split evenly along its first dimension. The result has the same form.
         group: Ranks that take part; by default all. For torch.distributed process groups, with gradients, use
             :func:`asyncdist.launch.process_groups.all_to_all`.
 

@@ -1,12 +1,12 @@
 """Runs several helper calls as one unit that all members complete, even if the caller is cancelled on some rank.
 
-A cancelled helper completes in the background, since the other members have entered it. If a function simply called
-several helpers in a row, a rank whose caller is cancelled would stop after the first, and the others would wait in the
-next. With joint work, the members first meet in one exchange in the caller's group. A separate task then completes the
-work, in a separate group that no other call uses.
+A cancelled helper completes in the background, because the other members have entered it. But a rank whose caller is
+cancelled between two helpers would not call the second, and the other members would wait for it forever. With joint
+work, the members first meet in one exchange in the caller's group. A separate task then completes the work, in a group
+that no other call uses.
 
-**Cancellation** of the caller is recorded, and the others get RemoteError at the work's next :meth:`JointWork.check` on
-this rank. After the last check, the work is completed on all ranks.
+**Cancellation** of the caller is recorded. At the work's next :meth:`JointWork.check` on this rank, it becomes a
+RemoteError for the other members. After the last check, the work is completed on all ranks.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from asyncdist.waits import WaitId, WaitKind
 
 T = TypeVar("T")
 
-#: Timeout in seconds for making the work's group. All members have joined, but one may block its event loop.
+#: Seconds to wait for the work's group. All members have already joined the work, but one may block its event loop.
 _GROUP_TIMEOUT_S: Final = 600.0
 
 
 class JointWork(Generic[T]):
-    """This rank's part in a group's joint work. Errors name the called function, ``operation``."""
+    """This rank's part in a group's joint work. ``operation``, the name of the called function, appears in errors."""
 
     def __init__(self, world: World, group: Group, operation: str) -> None:
         self._world = world
@@ -53,19 +53,19 @@ class JointWork(Generic[T]):
             future.add_done_callback(_mark_retrieved)
         self._is_given_up = False
         self._is_held = False
-        self._released: asyncio.Future[None] | None = None  # done when :meth:`hold` no longer applies
+        self._released: asyncio.Future[None] | None = None  # set when :meth:`hold` no longer applies
         self._is_over = False
 
     async def begin(
         self, prepare: Callable[[], Coroutine[Any, Any, Any]], work: Callable[[Group, Any], Coroutine[Any, Any, T]]
     ) -> Any:
-        """Start the work when all members have joined and earlier joint works have ended. Return the prepared value.
+        """Start the work when all members have joined and earlier joint work has ended. Return the prepared value.
 
         Args:
             prepare: Coroutine function that every member awaits before it joins. Its exception is raised unchanged on
                 this rank, and as RemoteError on the others.
-            work: Coroutine function that is called with a group for the work, and with the prepared value: the first
-                member's result of ``prepare``.
+            work: Coroutine function that does the work. Its arguments are a group for the work and the prepared value,
+                which is the first member's result of ``prepare``.
         """
         previous, self._group.lease.joint_work = self._group.lease.joint_work, self
         self._previous = previous if isinstance(previous, JointWork) else None
@@ -118,28 +118,24 @@ class JointWork(Generic[T]):
         """Whether the work has ended, successfully or not."""
         return self._is_over
 
-    # -- called by the work -------------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Raise CancelledError if the caller was cancelled. In a helper's function, this notifies the other ranks."""
         if self._is_given_up:
             raise asyncio.CancelledError(f"{self._operation} was cancelled")
 
     def hold(self) -> None:
-        """Delay a cancellation of the caller until the work has ended, since the work changes the caller's objects."""
+        """Delay a cancellation of the caller until the end of the work, which changes the caller's objects."""
         self._is_held = True
         self._released = self._engine.loop.create_future()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Delay a cancellation of the caller until the body has ended, because the body reads the caller's objects."""
+        """Delay a cancellation of the caller until the end of the context, which reads the caller's objects."""
         self.hold()
         try:
             yield
         finally:
             self._release()
-
-    # -- implementation ----------------------------------------------------------------------------------------------
 
     async def _new_group(self) -> Group:
         """Return a new group of the same members, or the group itself if it has one rank."""
@@ -151,8 +147,8 @@ class JointWork(Generic[T]):
         return await self._world.peers.groups.new_group(self._group.ranks, _GROUP_TIMEOUT_S, subject=subject)
 
     async def _run(self, work: Callable[[Group, Any], Coroutine[Any, Any, T]], prepared: Any) -> None:
-        # If the group were made in the exchange of `begin`, the others would see a cancellation of this rank, not its
-        # loss.
+        # The group is not made in the exchange of `begin`, because the other members would then report a loss of this
+        # rank as a cancellation.
         own = self._group
         try:
             own = await self._new_group()
@@ -198,7 +194,7 @@ class JointWork(Generic[T]):
         while self._is_held and not self._is_over:
             assert self._released is not None, "it is held"
             with contextlib.suppress(asyncio.CancelledError):  # only the first cancellation is raised
-                await asyncio.wait([self._released])  # waiting through the engine would raise after a failure
+                await asyncio.wait([self._released])  # a wait through the engine would raise after a failure
 
 
 def _mark_retrieved(outcome: asyncio.Future[Any]) -> None:

@@ -1,8 +1,8 @@
 """Prints tables of step times: how long the steps of each rank took, and how long ranks waited for the slowest.
 
-The input is one dict per rank, which maps step names to seconds per iteration. A step that some ranks lack is reported
-for the ranks that have it. If ranks have different numbers of iterations, only iterations that all ranks have are
-compared. The tables mention missing ranks and ignored iterations.
+The input is one dict per rank, which maps step names to seconds per iteration. A step is reported for the ranks that
+have it. Only iterations that all these ranks have are compared. The tables mention missing ranks and ignored
+iterations.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StepBalance:
 
     @property
     def remark(self) -> str:
-        """Note about missing ranks and ignored iterations; "" if nothing is missing or ignored."""
+        """Note about missing ranks and ignored iterations, or ""."""
         remarks = [f"not on {ranks_in_words(self.missing)}"] if self.missing else []
         if self.iteration_count < self.iteration_count_max:
             remarks.append(f"first {self.iteration_count} of up to {self.iteration_count_max} iterations")
@@ -159,8 +159,7 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
 def report_time_info(all_timing_dict: Sequence[Timing], world_size: int | None = None) -> TimeInfo:
     """Print and return each step's mean and total time on each rank, and the largest and mean total over the ranks.
 
-    The arguments are the same as for :func:`report_load_imbalance`: one dict per rank, and optionally the number of
-    dicts to use.
+    The arguments are those of :func:`report_load_imbalance`.
     """
     timings = _checked(all_timing_dict, world_size)
     times = tuple(
@@ -182,10 +181,10 @@ def _balance(step: str, timings: Sequence[Mapping[str, Sequence[float]]]) -> Ste
     ranks, missing = _present(step, timings)
     rows = [timings[rank][step] for rank in ranks]
     useful_s = waiting_s = 0.0
-    for seconds in zip(*rows, strict=False):  # ignores iterations that some rank lacks
+    for seconds in zip(*rows, strict=False):  # stops at the last iteration that all ranks have
         mean = sum(seconds) / len(seconds)
         useful_s += mean
-        waiting_s += max(0.0, max(seconds) - mean)  # rounding may make the mean of equal numbers exceed their maximum
+        waiting_s += max(0.0, max(seconds) - mean)  # because of rounding, the mean of equal numbers may exceed them
     lengths = [len(row) for row in rows]
     return StepBalance(step, useful_s, waiting_s, min(lengths), max(lengths), ranks, missing)
 

@@ -1,11 +1,11 @@
 """Everyday helpers: one rank computes for all, all ranks compute for one, or one rank runs first.
 
-Each helper is collective in its group, by default the whole world; other ranks take no part. An exception in a rank's
-function is raised unchanged on that rank, and on every other member as a RemoteError with rank, type and message. A
-value of a type that cannot be sent also causes these errors. Values arrive with their exact type and content
-(:mod:`asyncdist.tensors.serialization` lists the types; nothing is pickled), and tensors arrive in CPU memory.
+Each helper is collective in its group, by default the whole world. An exception in a rank's function is raised
+unchanged on that rank, and as a RemoteError with rank, type and message on every other member. A value of a type that
+cannot be sent also causes these errors. Values arrive with their exact type and content, and tensors arrive in CPU
+memory. Nothing is pickled (:mod:`asyncdist.tensors.serialization` lists the types).
 
-All helpers also work with a single rank. **Cancellation** of a member notifies the others, like an exception.
+All helpers also work with a single rank. **Cancellation** of a member is reported to the others like an exception.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _SCALARS: Final = (bool, int, float, complex)
 
 
 def is_distributed() -> bool:
-    """Return whether this task runs in a world of several ranks; False outside ``run`` and ``open_world``."""
+    """Return whether this task runs in a world of several ranks. Outside ``run`` and ``open_world``, return False."""
     world = _world_or_none()
     return world is not None and world.size > 1
 
 
 def is_main_process(*, group: Group | None = None) -> bool:
-    """Return whether this rank is the first of ``group`` (by default the world); True outside a world."""
+    """Return whether this rank is the first of ``group``, by default of the world. Outside a world, return True."""
     world = _world_or_none()
     if group is not None:
         check_group(group)
@@ -83,7 +83,7 @@ async def compute_and_broadcast(
     """Compute a value on one rank, and return it on all. Other ranks get an equal value of the same type.
 
     Args:
-        fn: Function or coroutine function without arguments; called only on ``root``.
+        fn: Function or coroutine function without arguments, called only on ``root``.
         root: World rank of a member; by default the group's first.
         group: Ranks that get the value; by default all.
         world: World of the call; by default the current one.
@@ -136,18 +136,18 @@ async def gather_from_all_ranks(
     group: Group | None = None,
     world: World | None = None,
 ) -> list[Any] | None:
-    """Compute a value on every rank. Return all values, in the group's order, on ``root``; None on other ranks.
+    """Compute a value on every rank, and return all values on ``root`` and None on other ranks.
 
     Args:
-        fn: Function or coroutine function without arguments; called on every member.
+        fn: Function or coroutine function without arguments, called on every member.
         world_size: None, or the group's size; for compatibility with torchgfn.
-        root: Rank that gets the values; by default the group's first.
+        root: Rank that gets the values, in the group's order; by default the group's first.
         group: Ranks that compute; by default all.
         world: World of the call; by default the current one.
 
     Raises:
-        RemoteError: ``fn`` raised on another member, or its result cannot be sent. The first such member in the group's
-            order is named; it raises the exception itself.
+        RemoteError: ``fn`` raised on another member, or its result cannot be sent. The error names the first such
+            member in the group's order, which raises the exception itself.
         LocalProtocolError: This rank, or ``root``, is not in the group.
         ValueError: ``world_size`` is not the group's size.
     """
@@ -188,11 +188,11 @@ async def gather_scalar_from_all_ranks(
 ) -> list[Any] | None:
     """Compute one number on every rank. Return all numbers on ``root``, and None on other ranks.
 
-    A number is a bool, int, float or complex, a NumPy scalar, or a tensor with one element; each keeps its type.
-    Arguments and errors are the same as for :func:`gather_from_all_ranks`.
+    A number is a bool, int, float or complex, a NumPy scalar, or a tensor with one element, and keeps its type.
+    Arguments and further errors are those of :func:`gather_from_all_ranks`.
 
     Raises:
-        TypeError: ``fn`` did not return a number on this rank; the other members get RemoteError.
+        TypeError: ``fn`` did not return a number on this rank. The other members get RemoteError.
     """
     world, group, root = _place(world, group, root)
     outcome = await attempt(fn, _encode_scalar, checks=_checks(group, root, world_size, fn=fn))
@@ -247,7 +247,7 @@ async def reduce_and_broadcast(
 ) -> U: ...
 
 
-# mypy does not infer that generic functions such as sum accept a list of T.
+# mypy does not infer that generic functions such as ``sum`` accept a list of T.
 @overload
 async def reduce_and_broadcast(
     fn1: Callable[[], Any],
@@ -272,8 +272,8 @@ async def reduce_and_broadcast(
     """Compute a value on every rank, reduce all values on one, and return the result on all.
 
     Args:
-        fn1: Function or coroutine function without arguments; called on every member.
-        fn2: Function or coroutine function; called only on ``root``, with the list of values in the group's order.
+        fn1: Function or coroutine function without arguments, called on every member.
+        fn2: Function or coroutine function, called only on ``root`` with the list of values in the group's order.
         world_size: None, or the group's size; for compatibility with torchgfn.
         root: Rank that reduces; by default the group's first.
         group: Ranks that take part; by default all.
@@ -310,12 +310,12 @@ async def zero_first(is_main: bool, *, group: Group | None = None, world: World 
     """Run the block first on the ranks where ``is_main`` is true, and then on the others.
 
     For example, with ``async with zero_first(world.rank == 0)`` rank 0 downloads a file, which the others then find.
-    Several ranks may be main, for example one per host. The block must not use collectives of the group, since its
-    members enter the block at different times; such a call raises DisagreementError.
+    Several ranks may be main, for example one per host. Collectives of the group raise DisagreementError in the block,
+    because its members enter the block at different times.
 
     Raises:
-        RemoteError: The block raised on a main rank; the other ranks then do not enter their blocks. An exception in
-            the block of a non-main rank affects only that rank.
+        RemoteError: The block raised on a main rank, so the other ranks do not enter their blocks. An exception in the
+            block of another rank affects only that rank.
         LocalProtocolError: No rank is main, or this rank is not in the group.
         TypeError: ``is_main`` is not a bool.
     """
@@ -347,8 +347,8 @@ async def zero_only(
 ) -> AsyncIterator[bool]:
     """Let one rank do some work while the others wait for it.
 
-    ``async with zero_only() as is_main:`` enters the block on all ranks, since a ``with`` statement cannot skip its
-    block; put the main rank's work under ``if is_main:``. At the end of the block, all members wait for each other.
+    ``async with zero_only() as is_main:`` enters the block on all ranks, because a ``with`` statement cannot skip its
+    block. Put the main rank's work under ``if is_main:``. At the end of the block, all members wait for each other.
 
     Args:
         root: Rank on which ``is_main`` is true; by default the group's first.
@@ -369,9 +369,6 @@ async def zero_only(
     except BaseException as caught:
         error = caught
     raise_first_error(await _exchange(world, group, LocalResult(payload=b"", error=error), call))
-
-
-# -- shared -----------------------------------------------------------------------------------------------------------
 
 
 async def _gather(world: World, group: Group, call: Call, outcome: LocalResult) -> list[Any] | None:
@@ -398,7 +395,7 @@ def _place(world: World | None, group: Group | None, root: int | None) -> tuple[
 
 
 def _checks(group: Group, root: Any, world_size: Any, **functions: Any) -> list[Callable[[], None]]:
-    """Return functions that check a helper's arguments, and whose errors the caller reports to all members."""
+    """Return functions that check a helper's arguments. Their errors are reported to all members."""
 
     def check_root() -> None:
         if type(root) is not int or root not in group.ranks:

@@ -1,6 +1,6 @@
 """Divides ranks into model, pipeline and data parallel groups.
 
-The ranks form an array with the axes data, pipeline and model; the model axis varies fastest, as in Megatron-LM. Ranks
+The ranks form an array with the axes data, pipeline and model, of which model varies fastest, as in Megatron-LM. Ranks
 that split a layer communicate most, so they have adjacent numbers, usually on one host. With 8 ranks, model parallelism
 2 and pipeline parallelism 2::
 
@@ -68,7 +68,7 @@ class ParallelLayout:
         return [list(range(first, first + width)) for first in range(0, self.world_size, width)]
 
     def pipeline_groups(self) -> list[list[int]]:
-        """Return the ranks that have the stages of one copy, first stage first."""
+        """Return the ranks that have the stages of one copy, first stage first, a list for each shard of each copy."""
         replica_size = self.model_parallelism * self.pipeline_parallelism
         return [
             list(range(copy + shard, copy + replica_size, self.model_parallelism))
@@ -77,7 +77,7 @@ class ParallelLayout:
         ]
 
     def data_groups(self) -> list[list[int]]:
-        """Return the ranks that have the same weights."""
+        """Return the ranks that have the same weights, one list for each shard of each stage."""
         replica_size = self.model_parallelism * self.pipeline_parallelism
         return [list(range(place, self.world_size, replica_size)) for place in range(replica_size)]
 
@@ -94,7 +94,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroups(Generic[G]):
-    """Three parallel groups that contain one rank.
+    """The three parallel groups that contain one rank.
 
     Attributes:
         layout: Layout of all ranks.
@@ -116,19 +116,19 @@ current_groups: ContextVar[ParallelGroups[Any]] = ContextVar("current_groups")
 async def new_parallel_groups(
     model_parallelism: int = 1, pipeline_parallelism: int = 1, *, world: World | None = None
 ) -> ParallelGroups[Group]:
-    """Make the model, pipeline and data groups of this rank. Collective among all ranks of the world.
+    """Make the model, pipeline and data groups of this rank. All ranks of the world must call this function.
 
     In this task, :func:`parallel_groups` returns the same groups from now on.
 
     Args:
         model_parallelism: Number of ranks that share one stage of a model.
-        pipeline_parallelism: Number of stages of a model. The product of both numbers must divide the world size.
+        pipeline_parallelism: Number of stages of a model.
         world: World of the call; by default the current one.
 
     Raises:
         ValueError: A number is not a positive integer, or their product does not divide the world size. The other ranks
             get RemoteError.
-        DisagreementError: Ranks pass different numbers; the error names the first difference.
+        DisagreementError: Ranks pass different numbers. The error names the first difference.
         StartTimeoutError: Some ranks did not join in time.
     """
     world = world or current_world()
@@ -152,7 +152,7 @@ async def new_parallel_groups(
 
 
 def parallel_groups() -> ParallelGroups[Any]:
-    """Return this rank's parallel groups: groups of its world in a coroutine, process groups in a plain function.
+    """Return this rank's parallel groups: groups of the world in a coroutine, process groups in a plain function.
 
     Raises:
         LocalProtocolError: No groups have been made.

@@ -1,13 +1,11 @@
 """Saves the training state of all ranks to files, and continues from them on any number of ranks.
 
 Each rank writes a separate file. When all files exist, the manifest that lists them is written, which makes the
-checkpoint valid atomically. A killed save leaves a folder without a manifest, which loading ignores; earlier
-checkpoints are unchanged.
+checkpoint valid atomically. A killed save leaves a folder without a manifest, which loading ignores.
 
 A folder looks like this::
 
-    checkpoints/
-        checkpoint-000003/
+    checkpoints/ checkpoint-000003/
             manifest.json       number of ranks; size, CRC-32 and metric for each rank's file
             rank-00000.pt       a file for torch.load(..., weights_only=True): a dictionary with "model",
             rank-00001.pt       "optimizer", "optimizer_class", "optimizer_names",
@@ -48,7 +46,7 @@ from asyncdist.tensors.trained_models import TrainedModels
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
-#: Timeout in seconds for making the group of the surviving ranks.
+#: Seconds to wait for the group of the surviving ranks.
 _SURVIVORS_TIMEOUT_S: Final = 60.0
 
 
@@ -59,8 +57,7 @@ class LoadedPopulation:
     Attributes:
         folder: Folder of the checkpoint.
         source: Rank whose file was loaded.
-        is_copy: Whether another rank has loaded the same file and continues as the source rank. If so, this rank has
-            kept its own random states.
+        is_copy: Whether another rank continues as the source rank. If so, this rank has kept its own random states.
         metric: Metric of the source rank; None if unknown.
         extra: Value that the source rank passed to :func:`save_population` as ``extra``.
     """
@@ -87,23 +84,23 @@ async def save_population(
 ) -> Path:
     """Save the state that each rank needs to continue: model, optimizer, policy, random states and ``extra``.
 
-    Collective among the ranks of ``group``. A thread writes the files, while this rank continues to send its snapshots.
-    Model and optimizer must not change before the call returns. If the call raises, the checkpoint is not valid, and
-    earlier checkpoints are unchanged.
+    All ranks of ``group`` must call this function. A thread writes the files, while this rank continues to send its
+    snapshots. Model and optimizer must not change before the call returns. If the call raises, the checkpoint is not
+    valid, and earlier checkpoints are unchanged.
 
     Args:
         path: Folder for all checkpoints, accessible to all ranks. It is created if it does not exist.
         model, optimizer: Model and optimizer of this rank; any torch module and optimizer.
         policy: Policy of this rank, or another object with a ``state_dict``.
         extra: Further state of this rank: tensors, numbers, strings, and lists and dictionaries of these. NumPy numbers
-            are loaded as Python numbers.
-        metric: Metric by which :func:`load_population` chooses ranks; by default the policy's newest. Larger is better,
-            unless ``policy`` has ``metric_mode="min"``.
-        keep: Number of checkpoints to keep, including this one; older checkpoints are deleted. None keeps all.
+            become Python numbers.
+        metric: Metric by which :func:`load_population` chooses ranks; by default the policy's newest metric. Larger is
+            better, unless ``policy`` has ``metric_mode="min"``.
+        keep: Number of newest checkpoints to keep, including this one, or None for all.
         format: ``"torch"``, or ``"safetensors"`` for a separate weights file per rank, which
             ``safetensors.torch.load_file`` opens. Requires ``pip install 'asyncdist[safetensors]'``.
-        group: Ranks to save; by default all ranks that were never lost. A restarted rank does not know which save the
-            other ranks reach next. By default, it saves nothing, logs a warning, and returns ``path``.
+        group: Ranks to save; by default all ranks that were never lost. By default, a restarted rank saves nothing,
+            because it does not know which save the others reach next. It logs a warning and returns ``path``.
         world: World of the call; by default the current one.
 
     Returns:
@@ -118,7 +115,7 @@ async def save_population(
         ModuleNotFoundError: The package safetensors is missing.
 
     **Cancellation**: before this rank's file is complete, the others get RemoteError, and the checkpoint is not valid.
-    After that, the others complete the checkpoint. The cancellation is raised when no file is being written.
+    After that, the others complete the checkpoint. The cancellation is raised once this rank no longer writes a file.
     """
     save = _Save(path, model, keep, format, group, world)
     await _settle(policy)
@@ -129,8 +126,9 @@ async def save_population(
 
 
 async def _settle(policy: Stateful | None) -> None:
-    """Let a policy receive the data in flight, if it has a method ``settle``, so that its state can be saved."""
-    settle = getattr(getattr(policy, "awaited", policy), "settle", None)  # of the policy that a blocking one wraps
+    """Let a policy with a method ``settle`` receive the data in flight, so that its state can be saved."""
+    # a blocking policy wraps the one with ``settle``
+    settle = getattr(getattr(policy, "awaited", policy), "settle", None)
     if settle is not None:
         await settle()
 
@@ -150,17 +148,17 @@ async def async_save_population(
 ) -> PendingSave:
     """Copy the state of each rank, and save it while training continues, like torch's ``async_save``.
 
-    Collective among the ranks of ``group``. The call returns when all of them have copied model and optimizer to CPU
-    memory; training may then change both. A thread then writes the files. Await the result to get the folder::
+    All ranks of ``group`` must call this function. It returns when all of them have copied model and optimizer to CPU
+    memory. Training may then continue, while a thread writes the files. Await the result to get the folder::
 
         save = await ad.async_save_population("checkpoints", model, optimizer, policy=policy, keep=3)
         ...  # training continues
         folder = await save
 
-    A second save by the group copies nothing until the first one has ended. A rank whose ``main`` returns completes the
-    save before it ends. If the rank or the job fails, the save is abandoned with a warning.
+    A second save by the group begins when the first has ended. A rank whose ``main`` returns completes the save before
+    it ends. If the rank or the job fails, the save is abandoned with a warning.
 
-    The arguments are the same as for :func:`save_population`.
+    The arguments are those of :func:`save_population`.
 
     Raises:
         TypeError, ValueError, OSError: The errors of :func:`save_population`. An error in writing a file is logged, and
@@ -179,7 +177,7 @@ async def async_save_population(
 class PendingSave:
     """A running save by :func:`async_save_population`. Await it to get the checkpoint's folder.
 
-    This object may be awaited several times, or not at all. ``folder`` is not valid before the save has ended.
+    The object may be awaited several times, or never. ``folder`` is not valid before the save has ended.
     **Cancellation**: the save continues.
     """
 
@@ -202,7 +200,7 @@ class PendingSave:
 
 
 class _Save:
-    """Saves this rank once. With ``is_beside``, training continues while a thread writes a copy of the state."""
+    """Saves this rank once. With ``is_beside``, a thread writes a copy of the state while training continues."""
 
     def __init__(
         self,
@@ -236,8 +234,8 @@ class _Save:
     async def begin(self, take_state: Callable[[], dict[str, Any]]) -> str:
         """Take this rank's state, begin the save when all ranks have joined, and return the folder's name.
 
-        By default, if a rank was lost, the ranks that were never lost save. Ranks may detect the loss at different
-        times: a rank that begins in the group of all ranks gets RankLostError, and then joins the survivors as well.
+        By default, after a loss, only the ranks that were never lost save. A rank that has not detected the loss yet
+        begins in the group of all ranks, gets RankLostError, and then joins the survivors.
         """
         world = self._world
         if self._is_default_group and world.peers.attendance.loss_count:
@@ -255,7 +253,7 @@ class _Save:
                 raise
 
     async def _move_to_survivors(self) -> None:
-        """Replace the group by the group of the ranks that were never lost. The save still waits for earlier saves."""
+        """Use the group of the ranks that were never lost. The save still waits for earlier saves."""
         everyone = self._world.group
         groups = self._world.peers.groups
         self._group = await groups.surviving_group(everyone, _SURVIVORS_TIMEOUT_S)
@@ -331,19 +329,19 @@ async def load_population(
 ) -> LoadedPopulation:
     """Load the newest complete checkpoint in ``path``, or the checkpoint ``path`` itself.
 
-    Collective among the ranks of ``group``. Everything is read and compared before anything is changed: if one rank
-    raises, all do, and no model has changed. With as many ranks as were saved, each gets its own state and continues
-    bitwise identically. With fewer ranks, the saved ranks with the best metrics are chosen, and assigned in rank order.
-    If the policy has replicas of several ranks, whole replicas are chosen, by the means of their ranks' metrics.
-    With more ranks, some get copies and keep their own random states; a warning is logged.
+    All ranks of ``group`` must call this function. Everything is read and compared before anything is changed. If one
+    rank raises, all do, and no model has changed. With as many ranks as were saved, each gets its own state and
+    continues bitwise identically. With fewer ranks, the saved ranks with the best metrics are chosen, and assigned in
+    rank order. If the policy has replicas of several ranks, whole replicas are chosen by the mean metric of their
+    ranks. With more ranks, some get copies and keep their own random states, and a warning is logged.
 
-    Without ``group``, a restarted rank (``world.incarnation`` above 0) does not wait for the others, which train
-    already. It raises FileNotFoundError at once. The policy that it then enters gives it the state of another rank.
+    Without ``group``, a restarted rank (``world.incarnation`` above 0) raises FileNotFoundError at once, because the
+    others already train. The policy that it then enters gives it the state of another rank.
 
     Args:
         path: Path passed to :func:`save_population`, or its result.
         model, optimizer: Model and optimizer with the same layout as the saved ones; changed in place.
-        policy: Policy of the same class; it must be loaded before ``async with``.
+        policy: Policy of the same class, not yet entered with ``async with``.
         group: Ranks that load; by default all.
         world: World of the call; by default the current one.
 
@@ -351,7 +349,7 @@ async def load_population(
         FileNotFoundError: There is no complete checkpoint. All members raise it, so each may catch it and start from
             the beginning. Also raised on a restarted rank without ``group``.
         ValueError: The checkpoint has a different model (the error names the first difference), optimizer, policy or
-            version, or a file is damaged.
+            version, or a damaged file.
         LocalProtocolError: The policy was already entered.
         RemoteError: Another member raised one of the other errors.
 
@@ -370,7 +368,7 @@ async def load_population(
     async def prepare() -> tuple[str, str]:
         try:
             return _choose(Path(path), group.size) if group.index == 0 else ("", "")
-        except FileNotFoundError as error:  # all ranks raise this error, so that they may start again
+        except FileNotFoundError as error:  # every rank raises this error, so that all may start from the beginning
             return "", str(error)
 
     async def work(own: Group, chosen: tuple[str, str]) -> LoadedPopulation:
@@ -391,7 +389,7 @@ async def _load(
     optimizer: torch.optim.Optimizer | None,
     policy: Stateful | None,
 ) -> LoadedPopulation:
-    """Read this rank's file, check that it fits, and apply it; all members complete a step before the next begins."""
+    """Read this rank's file, check that it fits, and apply it. All members complete a step before the next begins."""
     folder, facts = Path(chosen[0]), json.loads(chosen[1])
     source, entry = facts["plan"][group.index], facts["files"][group.index]
     is_copy = source in facts["plan"][: group.index]
@@ -418,7 +416,7 @@ async def _load(
 
     def go_on() -> None:
         loading.check()
-        loading.hold()  # from now on, the work must be completed on all ranks
+        loading.hold()  # from now on, all ranks must complete the work
         if policy is not None:
             policy.load_state_dict(checkpoint_state.policy_state(loaded["policy"], sources, is_copy=is_copy))
 
@@ -437,7 +435,7 @@ async def _load(
 
 
 def _choose(path: Path, size: int) -> tuple[str, str]:
-    """Return the newest checkpoint's folder, and the saved rank and manifest entry for each loading rank as JSON."""
+    """Return the newest checkpoint's folder, and as JSON the saved rank and manifest entry for each loading rank."""
     folder, manifest = checkpoint_files.find_newest(path)
     plan, saved = checkpoint_files.plan(manifest["files"], size), len(manifest["files"])
     if size > saved:

@@ -1,4 +1,4 @@
-"""Gathers data of different sizes on different ranks: tensors with different first dimensions, or lists."""
+"""Gathers data whose size differs between ranks: tensors with different first dimensions, or lists."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ async def gather_distributed_data(
     """Concatenate every member's data, in the group's order, on the group's first rank. Other ranks get None.
 
     Args:
-        local_tensor: Dense tensor of shape (n, ...), of any dtype, on any device. n may be 0, and may differ between
-            members; the other dimensions and the dtype must be equal. Alternatively, on all members, a list of any
-            length with values that can be sent (:data:`asyncdist.tensors.serialization.ALLOWED`). The result is a list,
-            or a tensor on the device of the first rank's tensor.
+        local_tensor: Dense tensor of shape (n, ...), of any dtype, on any device. n may be 0 and may differ between
+            members. The other dimensions and the dtype must be equal. Alternatively, on all members, a list of values
+            that can be sent (:data:`asyncdist.tensors.serialization.ALLOWED`). The result is a list, or a tensor on the
+            first rank's device.
         world_size: None, or the group's size; for compatibility with torchgfn.
         rank: None, or this rank; for compatibility with torchgfn.
         training_group: Ranks that take part; by default all.
         world: World of the call; by default the current one.
 
     Raises:
-        DisagreementError: Trailing dimensions or dtypes differ, or only some members pass a list. Raised on every
-            member; the error names two ranks that differ.
+        DisagreementError: Trailing dimensions or dtypes differ, or only some members pass a list. Every member raises
+            the error, which names two ranks that differ.
         TypeError, ValueError: This rank's data is not a tensor or list, or an argument is wrong. The other members get
             RemoteError.
         LocalProtocolError: This rank is not in the group.
@@ -87,7 +87,7 @@ async def gather_distributed_data(
 
 
 def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
-    """Return the data's kind, dtype and shape (for a list, its encoded size), and its bytes as a uint8 tensor."""
+    """Return the data's kind, dtype and shape (of a list, its encoded size), and its bytes as a uint8 tensor."""
     if isinstance(data, list):
         payload = serialization.encode(data)
         return ("list", "", [len(payload)]), torch.frombuffer(bytearray(payload), dtype=torch.uint8)

@@ -1,10 +1,10 @@
 """Assigns roles to ranks: agent groups that train, replay buffers, and a coordinator that does neither.
 
-:class:`RankLayout` is the plan, computed from numbers or host names, or written by the user.
-:func:`initialize_distributed_compute` turns it into groups in the current world, as a :class:`DistributedContext`.
+A :class:`RankLayout` is computed from numbers or host names, or written by the user.
+:func:`initialize_distributed_compute` makes its groups in the current world, as a :class:`DistributedContext`.
 
-Invariants of a layout: Every rank has one role. Agent groups are of equal size and not empty. If there are buffers,
-each serves at least one training rank, and every training rank has exactly one buffer.
+In a layout, every rank has one role, and all agent groups have the same size, at least 1. If there are buffers, each
+serves at least one training rank, and every training rank has exactly one buffer.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class RankLayout:
 
     Attributes:
         world_size: Number of ranks.
-        agent_groups: Training ranks of each agent group. Groups have equal sizes and need not be contiguous. Lists are
-            allowed.
+        agent_groups: Training ranks of each agent group, as tuples or lists. Groups have equal sizes and need not be
+            contiguous.
         clients: Training ranks that each buffer rank serves, by buffer rank; empty without buffers.
         coordinator: Rank that neither trains nor serves a buffer; None if there is none.
 
     Raises:
         TypeError: A field is not a list or dict.
-        ValueError: The roles are inconsistent. The error names the ranks or numbers, and the allowed values.
+        ValueError: The roles are inconsistent.
     """
 
     world_size: int
@@ -113,7 +113,7 @@ class RankLayout:
     ) -> RankLayout:
         """Assign training ranks first, in contiguous groups, then buffer ranks, which serve the training ranks in turn.
 
-        A reserved coordinator is skipped in the numbering. Raises ValueError if the numbers are inconsistent.
+        The coordinator is skipped in the numbering. Raises ValueError if the numbers are inconsistent.
         """
         training_count = _check_counts(world_size, num_remote_buffers, num_agent_groups, coordinator)
         ranks = [rank for rank in range(world_size) if rank != coordinator]
@@ -138,17 +138,17 @@ class RankLayout:
         """Place each agent group, and each buffer with its clients, on one host if possible.
 
         Each buffer in turn is placed on the last rank of the host with the most training ranks per buffer. Each host is
-        then filled with whole agent groups; the remaining ranks form the other groups. A training rank uses a buffer on
-        its own host if there is one, otherwise the buffer with the fewest clients.
+        then filled with whole agent groups, and the remaining ranks form the other groups. A training rank uses a
+        buffer on its own host if there is one, otherwise the buffer with the fewest clients.
 
         Args:
             hosts: Host name of each rank.
             num_remote_buffers: Number of buffer ranks.
             num_agent_groups: Number of agent groups.
-            coordinator: Rank that neither trains nor serves a buffer; or None.
+            coordinator: Rank that neither trains nor serves a buffer, or None.
 
         Raises:
-            ValueError: The numbers are inconsistent. The error names them, and the allowed values.
+            ValueError: The numbers are inconsistent.
         """
         training_count = _check_counts(len(hosts), num_remote_buffers, num_agent_groups, coordinator)
         training: dict[str, list[int]] = {}
@@ -175,7 +175,7 @@ class RankLayout:
         return len(self.agent_groups[0])
 
     def agent_group_of(self, rank: int) -> int | None:
-        """Return the index of a rank's agent group; None if the rank does not train."""
+        """Return the index of a rank's agent group, or None if the rank does not train."""
         return next((index for index, group in enumerate(self.agent_groups) if rank in group), None)
 
     def buffer_of(self, rank: int) -> int | None:
@@ -194,8 +194,8 @@ class RankLayout:
 class DistributedContext:
     """Roles and groups of a world's ranks, as seen by one rank.
 
-    A group that includes this rank can be used for any collective, on any transport; its ``communicator`` is the
-    backend's native communicator, if any. Other groups only have ``ranks``.
+    A group that includes this rank supports every collective on every transport. Its ``communicator`` is the backend's
+    native communicator, or None. Other groups only have ``ranks``.
 
     Attributes:
         layout: Roles of all ranks.
@@ -230,12 +230,12 @@ class DistributedContext:
 
     @property
     def buffer_group(self) -> Group | None:
-        """Group of all buffer ranks; None if there are no buffers."""
+        """Group of all buffer ranks, or None if there are no buffers."""
         return self._group(self.layout.buffer_ranks) if self.layout.clients else None
 
     @property
     def agent_group(self) -> Group | None:
-        """This rank's agent group; None if the rank does not train."""
+        """This rank's agent group, or None if the rank does not train."""
         return None if self.agent_group_id is None else self.agent_groups[self.agent_group_id]
 
     @property
@@ -256,7 +256,7 @@ class DistributedContext:
         return self.my_rank == self.layout.coordinator
 
     async def cleanup(self) -> None:
-        """Free the groups, without waiting for other ranks. Afterwards, this rank can no longer use these groups.
+        """Free the groups without waiting for other ranks. This rank can no longer use them.
 
         A second call does nothing.
         """
@@ -285,23 +285,23 @@ async def initialize_distributed_compute(
     dist_backend: str | None = None,
     world: World | None = None,
 ) -> DistributedContext:
-    """Assign a role to every rank of the world, and make the groups. Collective among all ranks.
+    """Assign a role to every rank of the world, and make the groups. All ranks must call this function.
 
     Args:
-        num_remote_buffers: Number of buffer ranks; at most one per training rank.
+        num_remote_buffers: Number of buffer ranks, at most one per training rank.
         num_agent_groups: Number of agent groups, which must divide the number of training ranks.
         coordinator: Rank that neither trains nor serves a buffer, for example for ``protocols.coordinate``.
         placement: ``"arithmetic"`` (:meth:`RankLayout.arithmetic`) or ``"host"`` (:meth:`RankLayout.by_host`).
         hostname: Host of this rank, for ``"host"``; by default ``world.hostname``.
         layout: Layout to use instead of the arguments above.
-        dist_backend: None, or the transport of the world (``world.transport_name``, or gloo); for compatibility with
-            torchgfn. The transport is chosen when the world is started.
+        dist_backend: None, or the world's transport (``world.transport_name``, or gloo); for compatibility with
+            torchgfn.
         world: World of the call; by default the current one.
 
     Raises:
         ValueError, TypeError: The numbers, the layout or ``dist_backend`` do not fit this world. The other ranks get
             RemoteError.
-        DisagreementError: The ranks request different roles; the error names the first difference.
+        DisagreementError: The ranks request different roles. The error names the first difference.
         StartTimeoutError: Some ranks did not join in time.
     """
     world = world or current_world()
@@ -331,7 +331,7 @@ async def initialize_distributed_compute(
         groups = await world.peers.groups.new_groups(own, start.left_s(_TIMEOUT_S), part_of=start)
         return DistributedContext(world, plan, dict(zip(own, groups, strict=True)))
 
-    # The caller must wait until the host names have been exchanged, because the exchange uses the world's group.
+    # The caller must wait for the exchange of host names, which uses the world's group.
     is_held = placement == "host" and layout is None
     return await start_together(
         world.services,
@@ -345,7 +345,7 @@ async def initialize_distributed_compute(
     )
 
 
-#: Names used by code written for mpi4py. The same class and function support every transport.
+#: Names used by code written for mpi4py. The class and the function support every transport.
 DistributedContextmpi4py = DistributedContext
 initialize_distributed_compute_mpi4py = initialize_distributed_compute
 
@@ -373,7 +373,7 @@ async def _all_hosts(world: World, hostname: str) -> list[str]:
 
 
 def _in_words(layout: RankLayout) -> str:
-    """Return a one-line description of a layout. A long description is cut off, and followed by a digest."""
+    """Return a one-line description of a layout. A long description is cut off and followed by a digest."""
     text = str(layout).replace("\n", "; ")
     if len(text) <= _WORDS_LENGTH_MAX:
         return text
@@ -416,7 +416,7 @@ def _choose_buffers(training: dict[str, list[int]], count: int) -> dict[str, lis
     """Choose ``count`` buffers, remove them from their hosts' training ranks, and return them by host."""
     buffers: dict[str, list[int]] = {host: [] for host in training}
     for _ in range(count):
-        # Among equal hosts, the first is chosen. Hosts that would have no clients left are chosen last.
+        # Among equal hosts, the first is chosen. Hosts that would have no training rank left are chosen last.
         host = max(training, key=lambda name: (len(training[name]) > 1, len(training[name]) / (len(buffers[name]) + 1)))
         buffers[host].insert(0, training[host].pop())
     return buffers
@@ -448,7 +448,7 @@ def _assign(training: Mapping[str, Sequence[int]], buffers: Mapping[str, Sequenc
     for rank in strangers:
         clients[min(clients, key=lambda buffer: len(clients[buffer]))].append(rank)
     for buffer, served in clients.items():
-        if not served:  # no training rank without a buffer is on this buffer's host
+        if not served:  # no training rank was left for this buffer
             busiest = max(clients, key=lambda other: len(clients[other]))
             clients[buffer].append(clients[busiest].pop())
     return {buffer: tuple(sorted(served)) for buffer, served in sorted(clients.items())}

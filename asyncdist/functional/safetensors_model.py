@@ -1,8 +1,9 @@
 """Writes and reads a model's state as a safetensors file, which ``safetensors.torch.load_file`` also opens.
 
-The format stores dense tensors by name, without sharing. Tied weights are written under their first name; the other
-names are stored in the file's metadata, as by ``safetensors.torch.save_model``, so ``safetensors.torch.load_model``
-also works. Unsupported entries (``get_extra_state``, sparse or quantized tensors, complex128) are returned separately.
+The format stores dense tensors by name, without sharing. Tied weights are written under their first name. The other
+names are stored in the file's metadata, as ``safetensors.torch.save_model`` does, so that
+``safetensors.torch.load_model`` also works. Unsupported entries (``get_extra_state``, sparse or quantized tensors,
+complex128) are returned separately.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def read_foreign(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return these contiguous tensors without overlaps: a tensor that begins inside another tensor is copied."""
+    """Return these contiguous tensors without overlaps. A tensor that begins inside another tensor is copied."""
     apart: dict[str, torch.Tensor] = {}
     ends: dict[torch.device, int] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):

@@ -22,8 +22,8 @@ def seed_all(seed: int, *, world: World | None = None) -> int:
         world: World of the call; by default the current one.
 
     Returns:
-        The seed of this rank's generators, derived from ``seed`` and rank with NumPy's ``SeedSequence``. Seeds of
-        different ranks, or from adjacent values of ``seed``, are unrelated.
+        The seed of this rank's generators, derived from ``seed`` and rank with NumPy's ``SeedSequence``. Different
+        ranks and adjacent values of ``seed`` give unrelated seeds.
 
     Raises:
         ValueError: ``seed`` is not an integer >= 0.

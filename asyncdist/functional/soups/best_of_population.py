@@ -1,11 +1,11 @@
 """Gives every rank the best model of the population: the best rank's model, or a mean of several ranks' models.
 
-All ranks measure their own models, and then the same trial means. Each mean is streamed: the ranks send their weights
-in turn, in pieces, and every rank computes the mean of the pieces that have arrived. A rank needs memory for its own
-weights, to restore them after an error, for the mean, and for one piece.
+All ranks measure their own models, and then the same trial means. To compute a mean, the ranks broadcast their weights
+in turn, in pieces, and every rank averages the pieces that it receives. Besides the model, a rank needs memory for a
+copy of its own weights, for the mean, and for one piece.
 
-The rank with the best model decides: its metric of a mean is compared with its metric of the best model, because both
-are measured with the same data. The other ranks measure the means too, so that different data on the ranks is detected.
+The rank with the best model decides, because it has measured both the best model and the means on the same data. The
+other ranks also measure the means, so that different data on the ranks is detected.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ logger = logging.getLogger("asyncdist.soups")
 
 #: Elements per broadcast: 16 MiB of float32.
 _PIECE_COUNT: Final = 1 << 22
-#: Relative and absolute difference between ranks' metrics of equal weights up to which no warning is logged.
+#: Relative and absolute difference between ranks' metrics of equal weights above which a warning is logged.
 _TOLERANCE: Final = (1e-2, 1e-8)
-#: Timeout in seconds for making the group of the surviving ranks.
+#: Seconds to wait for the group of the surviving ranks.
 _SURVIVORS_TIMEOUT_S: Final = 60.0
 
 
@@ -63,29 +63,28 @@ async def best_of_population(
 ) -> Soup:
     """Write the best weights of the population into every rank's model, and return how they were chosen.
 
-    Collective among the ranks of ``group``; call it after the policy has ended. The candidates are the model of each
+    All ranks of ``group`` must call this function, after the policy has ended. The candidates are the model of each
     rank, the mean of all models (the uniform soup), and the greedy soup. The greedy soup starts with the best model,
-    and adds each other model, in the order of their metrics, if that makes the metric strictly better. All candidates
-    are compared by one metric, so the result is at least as good as the best model.
+    and adds each other model, in the order of their metrics, if that makes the metric strictly better. The result is at
+    least as good as the best model.
 
-    The mean has floating and complex parameters and persistent buffers, accumulated in float32 or wider. Integers, such
-    as BatchNorm's counter, are copied from the best model. A model whose metric is not finite, or whose weights contain
+    Floating and complex parameters and persistent buffers are averaged in float32 or wider. Integers, such as
+    BatchNorm's counter, are copied from the best model. A model whose metric is not finite, or whose weights contain
     NaN, is left out. The optimizer's state is not changed.
 
     Args:
         model: Model with the same names, shapes, dtypes and tied weights on all members; changed in place.
-        loss: Function or coroutine function that takes the model and returns its loss, a number; smaller is better. It
-            must use the same held-out data on every rank, and no collectives. The model is in evaluation mode
-            meanwhile.
+        loss: Function or coroutine function of the model, in evaluation mode, that returns its loss, a number; smaller
+            is better. It must use the same held-out data on every rank, and no collectives.
         score: Like ``loss``, but larger is better. Exactly one of the two must be passed.
         soups: Soups to try: ``"uniform"``, ``"greedy"``, both, or no soup.
-        loader: Batches of training data, from which a soup's BatchNorm statistics are recomputed before each
-            measurement; equal on all ranks. By default a soup has the mean of the models' statistics.
+        loader: Batches of training data, equal on all ranks, from which a soup's BatchNorm statistics are recomputed
+            before each measurement. By default a soup has the mean of the models' statistics.
         group: Ranks that take part; by default all that were never lost.
         world: World of the call; by default the current one.
 
     Returns:
-        The kind of the chosen weights, its members (ranks of the world), and all metrics; equal on all ranks.
+        The kind of the chosen weights, their members (ranks of the world), and all metrics; equal on all ranks.
 
     Raises:
         DisagreementError: The models, or the arguments, differ between ranks.
@@ -115,8 +114,6 @@ async def best_of_population(
 
 
 class _Search:
-    """One call of :func:`best_of_population` on this rank."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -134,7 +131,7 @@ class _Search:
         self._has_warned = False
 
     async def run(self, world: World, group: Group) -> Soup:
-        """Do the work together with the other members, and return the choice."""
+        """Choose among the models together with the other members, and return the choice."""
         self._world = world
         joint: JointWork[Soup] = JointWork(world, group, "best_of_population")
         self._check = joint.check
@@ -223,8 +220,6 @@ class _Search:
             await self._share_statistics()
         return soup
 
-    # -- metrics ------------------------------------------------------------------------------------------------------
-
     async def _gather(self, fn: Callable[[], Any]) -> list[float]:
         """Return every member's result of ``fn``, on all members."""
         return await reduce_and_broadcast(fn, list, group=self._group, world=self._world)
@@ -238,7 +233,7 @@ class _Search:
         return metric
 
     async def _trial(self, greedy: GreedyChoice) -> float:
-        """Return the metric of the trial weights in the model: the metric of the rank with the best model."""
+        """Return the metric of the trial weights in the model, as measured by the rank with the best model."""
 
         async def measure() -> float:
             self._check()
@@ -277,10 +272,8 @@ class _Search:
             if not math.isfinite(metric):
                 logger.warning("the model of rank %d has the %s %g, so it is left out", rank, self._name, metric)
 
-    # -- means --------------------------------------------------------------------------------------------------------
-
     async def _set_mean(self, members: Sequence[int]) -> None:
-        """Compute the mean of some members' weights, with the integers of the best member, and show it."""
+        """Write the mean of some members' weights into the model, with the integers of the best member."""
         for dtype, flat in self._mean.exact().items():
             flat.copy_(self._own.tensors[dtype])
             await self._world.collectives.broadcast(flat, self._group, self._best)
@@ -303,8 +296,8 @@ class _Search:
         self._count += 1
 
     async def _show_with(self, member: int) -> None:
-        """Write the mean with a further member's weights into the model. The mean itself is not changed."""
-        self._state.load(self._mean)  # also undoes changes of buffers by the last measurement
+        """Write the mean that includes one more member into the model. The stored mean is unchanged."""
+        self._state.load(self._mean)  # also undoes changes that the last measurement made to buffers
         pairs: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for entry, pair in zip(self._state.entries, self._state.pairs(self._mean), strict=True):
             pairs.setdefault(entry.dtype, []).append(pair)
@@ -321,7 +314,7 @@ class _Search:
     async def _stream(
         self, dtype: torch.dtype, member: int, take: Callable[[torch.Tensor, int, torch.Tensor], None]
     ) -> None:
-        """Call ``take(piece of the mean, its offset, member's values)`` for each piece of a member's weights."""
+        """Call ``take`` with each piece of the mean, its offset, and the same piece of a member's weights."""
         flat, own = self._mean.tensors[dtype], self._own.tensors[dtype]
         for start in range(0, len(flat), _PIECE_COUNT):
             mean = flat[start : start + _PIECE_COUNT]
@@ -335,7 +328,7 @@ class _Search:
             take(mean, start, values)
 
     async def _share_statistics(self) -> None:
-        """Recompute the BatchNorm statistics of the chosen soup; all ranks take the best member's statistics."""
+        """Recompute the BatchNorm statistics of the chosen soup, and use the best member's statistics on all ranks."""
 
         def recompute() -> float:
             self._check()

@@ -1,8 +1,8 @@
-"""Decides which models go into a soup. No tensors, no ranks.
+"""Decides which models belong to a soup, given only their metrics.
 
 Model soups: Wortsman et al., "Model soups: averaging weights of multiple fine-tuned models improves accuracy without
-increasing inference time", 2022, arXiv:2203.05482. The greedy soup is its recipe 1, except that a model is added only
-if the metric becomes strictly better.
+increasing inference time", 2022, arXiv:2203.05482. The greedy soup is recipe 1 of that paper, except that a model is
+added only if the metric becomes strictly better.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 logger = logging.getLogger("asyncdist.soups")
 
-#: "min" for a loss, "max" for a score.
+#: Whether the smallest or the largest metric is best: "min" for a loss, "max" for a score.
 Direction: TypeAlias = Literal["min", "max"]
 SoupKind: TypeAlias = Literal["best", "uniform", "greedy"]
 SOUP_KINDS: Final = ("uniform", "greedy")
@@ -26,16 +26,16 @@ SOUP_KINDS: Final = ("uniform", "greedy")
 
 @dataclass(frozen=True, slots=True)
 class Soup:
-    """Describes the weights that a function has written into a model.
+    """Describes the weights that one of the soup functions has written into a model.
 
-    A *member* is a rank for :func:`best_of_population`, and an index into the list of sources otherwise.
+    A *member* is a rank for :func:`best_of_population`, otherwise an index into the list of sources.
 
     Attributes:
         kind: ``"best"`` for the weights of one member, ``"uniform"`` for the mean of all members, ``"greedy"`` for the
             mean of the members that the greedy soup accepted.
         members: Members whose weights are in the mean, in the order in which they were added.
         metric: Loss or score of the weights; None if it was not measured.
-        metrics: Loss or score of each member's own weights. NaN for a member whose weights contain NaN.
+        metrics: Loss or score of each member's own weights; NaN if the weights contain NaN.
         soup_metrics: Loss or score of each soup that was tried, by ``"uniform"`` and ``"greedy"``.
     """
 
@@ -58,7 +58,7 @@ class GreedyChoice:
         metrics: Metric of each member's own weights. Members whose metric is not finite are left out.
 
     Attributes:
-        order: Members with a finite metric, the best first; members with equal metrics in ascending order.
+        order: Members with a finite metric, best first. Members with equal metrics are in ascending order.
         members: Members of the soup, in the order in which they were added.
         metric: Metric of the soup.
 
@@ -81,7 +81,7 @@ class GreedyChoice:
 
     @property
     def candidate(self) -> int | None:
-        """The member to try next; None if all were tried."""
+        """The member to try next, or None if all were tried."""
         return self.order[self._next] if self._next < len(self.order) else None
 
     def decide(self, metric: float) -> bool:
@@ -95,7 +95,7 @@ class GreedyChoice:
         return True
 
     def result(self, soups: Mapping[str, float]) -> Soup:
-        """Return the best of the best member, the uniform soup and the greedy soup; only the latter two may be absent.
+        """Return the best of three candidates: the best member, the uniform soup and the greedy soup.
 
         Args:
             soups: Metric of each soup that was tried.

@@ -15,19 +15,19 @@ from asyncdist import validation
 def ema(model: nn.Module, decay: float = 0.999, *, device: torch.device | str | None = None) -> AveragedModel:
     """Return a torch ``AveragedModel`` that keeps the exponential moving average of a model's weights.
 
-    Call ``averaged.update_parameters(model)`` after each optimizer step. ``averaged.module`` has the average. It
+    Call ``averaged.update_parameters(model)`` after each optimizer step. ``averaged.module`` has the average, which
     differs from torch's ``get_ema_multi_avg_fn`` in five ways:
 
-    - The decay is bias-corrected: the weights of t steps ago have the weight decay^t / sum. Without the correction the
-      first weights keep the weight decay^t, which is still 37 % after 1,000 steps.
-    - Weights of less than 32 bits are kept in float32, since an update of 0.1 % would vanish in bfloat16.
+    - The decay is bias-corrected: the weights of t steps ago have the weight decay^t / sum. Otherwise, the first
+      weights would keep the weight decay^t, which is still 37 % after 1,000 steps.
+    - Weights of less than 32 bits are kept in float32, because an update of 0.1 % would vanish in bfloat16.
     - Floating buffers are averaged, and integer buffers are copied.
     - Infinities, as in an attention mask, are preserved.
     - A decay outside [0, 1) raises ValueError.
 
     Args:
-        model: Model to average; it is copied.
-        decay: Share of the average that is kept at each update; from 0 to below 1.
+        model: Model to average. Its initial weights are copied.
+        decay: Share of the average that is kept at each update, from 0 to below 1.
         device: Device of the average; by default the model's.
     """
     decay = validation.real("decay", decay, "a number from 0 to below 1", low=0.0, high=math.nextafter(1.0, 0.0))
@@ -42,16 +42,17 @@ def ema(model: nn.Module, decay: float = 0.999, *, device: torch.device | str | 
 
 
 def _average(decay: float, averaged: torch.Tensor, value: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
-    """Return the average after one more value; ``count`` values are in ``averaged``."""
+    """Return the average after one more value. ``averaged`` is the average of ``count`` values."""
     if not (averaged.is_floating_point() or averaged.is_complex()):
         return value
-    # Tensor operations, since reading the count from a GPU would wait for the GPU at each parameter.
+    # Uses tensor operations, because reading the count from a GPU would wait for the GPU once per parameter.
     exponent = (torch.as_tensor(count, dtype=torch.float64, device=averaged.device) + 1.0) * (
         math.log(decay) if decay else -math.inf
     )
     share = ((1.0 - decay) / -torch.expm1(exponent)).to(averaged.dtype)
     new = value.to(averaged.dtype)
     mixed = torch.lerp(averaged, new, share)
-    # The difference of infinities, as in an attention mask, is NaN. The difference of finite values may overflow.
+    # lerp computes a difference, which is NaN for infinities, as in an attention mask, and may overflow for finite
+    # values.
     apart = torch.where(share == 1, new, averaged * (1 - share) + new * share)
     return torch.where(averaged == new, new, torch.where(mixed.isfinite(), mixed, apart))

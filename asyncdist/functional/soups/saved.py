@@ -1,7 +1,7 @@
-"""Averages saved models: uniform and greedy soups, and the mean of the latest checkpoints. No ranks take part.
+"""Averages saved models, in one process: uniform and greedy soups, and the mean of the latest checkpoints.
 
-The models are read one at a time. Besides the model and the model that is being read, which is memory-mapped, these
-functions need memory for the mean and for the model's own weights, which are restored after an error.
+The models are memory-mapped and read one at a time. In addition, these functions need memory for the mean and for a
+copy of the model's own weights, to restore them after an error.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def uniform_soup(
 
     Args:
         model: Model with the names, shapes and dtypes of all sources; changed in place.
-        sources: State dicts, paths of files of ``torch.save`` or safetensors, and folders of
-            :func:`save_population`, whose newest checkpoint stands for the models of all its ranks. A file may contain
-            a larger dictionary with the state dict under ``"model"``, ``"state_dict"`` or ``"model_state_dict"``.
+        sources: State dicts, paths of files of ``torch.save`` or safetensors, and folders of :func:`save_population`,
+            which stand for all ranks' models in the newest checkpoint. A file may have the state dict under the key
+            ``"model"``, ``"state_dict"`` or ``"model_state_dict"``.
         loader: Batches of training data from which BatchNorm statistics are recomputed; by default their mean is used.
 
     Returns:
@@ -93,14 +93,13 @@ def greedy_soup(
     """Write the greedy soup of saved models into ``model``.
 
     The soup starts with the best model. The others are tried in the order of their metrics, and a model is added if the
-    metric of the mean becomes strictly better. So the soup is at least as good as the best model. Each source is read
-    two or three times.
+    metric of the mean becomes strictly better. Each source is read two or three times.
 
     Args:
         model: Model with the layout of all sources; changed in place.
         sources: Saved models, as for :func:`uniform_soup`.
-        loss: Function of the model that returns its loss on held-out data, a number; smaller is better. The model is in
-            evaluation mode meanwhile.
+        loss: Function of the model, in evaluation mode, that returns its loss on held-out data, a number; smaller is
+            better.
         score: Like ``loss``, but larger is better. Exactly one of the two must be passed.
         loader: Batches of training data from which the BatchNorm statistics of a mean are recomputed before each
             measurement; by default their mean is used.
@@ -161,7 +160,7 @@ def _uniform(saved: _Saved) -> Soup:
 
 
 class _Saved:
-    """The mean of some sources, and the model that shows it."""
+    """Stores the mean of some sources, and writes it into a model."""
 
     def __init__(self, model: nn.Module, sources: Sequence[Source], loader: Iterable[Any] | None) -> None:
         check_loader(loader)
@@ -174,7 +173,7 @@ class _Saved:
 
     @contextlib.contextmanager
     def restored_on_error(self) -> Iterator[None]:
-        """Give the model its own weights back if the block raises."""
+        """Restore the model's own weights if the block raises."""
         own = self._state.new_buffers()
         self._state.snapshot(own)
         try:
@@ -195,7 +194,7 @@ class _Saved:
 
     @torch.no_grad()
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Add a source to the mean. The first source gives the integers."""
+        """Add a source to the mean. Integers are copied from the first source."""
         for entry, view, value in zip(self._state.entries, self._mean.views, tensors, strict=True):
             if not self._count:
                 view.copy_(value)
@@ -210,7 +209,7 @@ class _Saved:
 
     @torch.no_grad()
     def show_with(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the mean with a further source into the model. The mean itself is not changed."""
+        """Write the mean that includes one more source into the model. The stored mean is unchanged."""
         self.show()
         pairs = self._state.pairs(self._mean)
         for entry, (tensor, view), value in zip(self._state.entries, pairs, tensors, strict=True):

@@ -27,14 +27,14 @@ _KEYS: Final = ("model", "state_dict", "model_state_dict")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One saved model: its name for errors, a function that reads its state dict, and a state dict in memory."""
+    """One saved model: its name for errors, a function that reads its state dict, and the dict if it is in memory."""
 
     name: str
     read: Callable[[], Mapping[str, Any]]
     held: Mapping[str, Any] | None = None
 
     def apart_from(self, model: nn.Module) -> Source:
-        """Return a source that does not change with the model, such as a copy of ``model.state_dict()``."""
+        """Return a source that does not change with the model. It is a copy if the source shares the model's memory."""
         own = {_address(each) for each in (*model.parameters(), *model.buffers())}
         if self.held is None or not any(
             isinstance(each, torch.Tensor) and _address(each) in own for each in self.held.values()
@@ -62,7 +62,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def sources_of(given: ModelSource | Iterable[ModelSource]) -> list[Source]:
-    """Return the saved models in order. A folder stands for the models of all ranks in its newest checkpoint.
+    """Return the saved models in order. A folder stands for all ranks' models in its newest checkpoint.
 
     Raises:
         TypeError, ValueError: There is no model, or a value is not a source.
@@ -90,8 +90,8 @@ def newest_sources(given: ModelSource | Iterable[ModelSource], last: int, rank: 
     """Return the models of the ``last`` newest checkpoints in a folder of save_population, the oldest first.
 
     Args:
-        given: The folder; or other sources, the oldest first, of which the last ones are returned.
-        rank: Index of the rank whose models are returned; None returns the models of all ranks.
+        given: The folder, or other sources, the oldest first. The ``last`` last of these are returned.
+        rank: Index of the rank whose models are returned, or None for all ranks.
     """
     if not isinstance(given, (str, os.PathLike)) or not Path(given).is_dir():
         if rank is not None:

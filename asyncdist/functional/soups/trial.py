@@ -20,7 +20,7 @@ logger = logging.getLogger("asyncdist.soups")
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode during the block; each module gets its own mode back."""
+    """Put the model into evaluation mode during the block, and then restore each module's own mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -56,7 +56,7 @@ def statistics_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise TypeError unless the loader can be iterated several times, since each soup reads it again."""
+    """Raise TypeError unless the loader can be iterated several times, because it is read once per measurement."""
     if loader is None:
         return
     if not isinstance(loader, Iterable) or iter(loader) is loader:
@@ -69,10 +69,10 @@ def check_loader(loader: Any) -> None:
 def recompute_statistics(model: nn.Module, loader: Iterable[Any] | None) -> None:
     """Recompute the statistics of the model's BatchNorm layers from the batches of a loader.
 
-    Do nothing without a loader or without BatchNorm layers.
+    Do nothing if there is no loader or no BatchNorm layer.
 
     Raises:
-        ValueError: The loader yields no batches, so that the means would stay 0 and the variances 1.
+        ValueError: The loader yields no batches. The means would stay 0 and the variances 1.
     """
     if loader is None or not has_statistics(model):
         return
@@ -84,7 +84,7 @@ def recompute_statistics(model: nn.Module, loader: Iterable[Any] | None) -> None
             yield batch
 
     device = next((tensor.device for tensor in model.parameters()), None)
-    with evaluating(model):  # update_bn would leave all modules in the mode of the outermost one
+    with evaluating(model):  # restores each module's mode, while update_bn would set all to the outermost module's mode
         update_bn(counted(), model, device)
     if not count:
         raise ValueError("loader must have at least one batch to recompute BatchNorm statistics, got no batch")
