@@ -15,9 +15,9 @@ With another policy::
     averaging = Averaging(DiLoCoPolicy(model, optimizer, average_every=100))
 
 Importing this module hides the launcher's variables, so each rank's ``Accelerator`` sees a single process. Mixed
-precision and gradient accumulation work as usual, and loaders do not wait for other ranks. With several ranks,
-``project_dir`` and ``logging_dir`` become a subfolder of the given folder: ``rank0``, ``rank1``, ... Paths passed to
-calls, such as ``save_state("saved")``, are not changed: pass a different path on each rank.
+precision and gradient accumulation work as usual, and loaders do not wait for other ranks. If there are several ranks,
+each uses a subfolder ``rank0``, ``rank1``, ... of ``project_dir`` and ``logging_dir``. Paths passed to methods, such as
+``save_state("saved")``, are not changed. Pass a different path on each rank.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _shuffle_loaders_apart(kind: Any) -> None:
 
 
 def _load_states_apart(kind: Any) -> None:
-    """Patch ``Accelerator`` so that ranks use different random numbers even after they have loaded the same state."""
+    """Patch ``Accelerator`` so that ranks that load the same state still use different random numbers."""
     load = kind.load_state
 
     @functools.wraps(load)
@@ -101,7 +101,7 @@ def _load_states_apart(kind: Any) -> None:
         world = _world()
         if world.size > 1 and f"rank{world.rank}" not in Path(input_dir).parts:
             draw_apart(world.rank)
-            for loader in self._dataloaders:  # loaders have the samplers of the loaded state
+            for loader in self._dataloaders:  # loading has replaced the loaders' samplers
                 shuffle_apart(loader, world.rank)
                 if saves_order(loader):
                     forget_order(loader)
@@ -110,7 +110,7 @@ def _load_states_apart(kind: Any) -> None:
 
 
 def _save_settled_states(kind: Any) -> None:
-    """Patch ``Accelerator`` so that rounds in flight are complete when it saves the state of a registered policy."""
+    """Patch ``Accelerator`` to wait for the rounds in flight before it saves the state of a registered policy."""
     save = kind.save_state
 
     @functools.wraps(save)
@@ -132,7 +132,7 @@ def _below(path: Any) -> str:
 
 
 def _note_exhausted_memory(memory: Any) -> None:
-    """Patch ``find_executable_batch_size`` so that a training that runs out of memory may begin again."""
+    """Patch ``find_executable_batch_size`` so that a training may begin again after it ran out of memory."""
     decide = memory.should_reduce_batch_size
 
     @functools.wraps(decide)
@@ -155,8 +155,8 @@ _save_settled_states(accelerate.Accelerator)
 class Averaging(pytorch.Averaging[PolicyT]):
     """Runs a policy in a loop that uses Accelerate; see :class:`asyncdist.integrations.pytorch.Averaging`.
 
-    ``average_every`` counts optimizer steps. Inside ``accelerator.accumulate(model)``, :meth:`step` only records the
-    metric and the tokens until gradients are synchronised, because ``optimizer.step()`` does nothing until then.
+    ``average_every`` counts optimizer steps. While ``accelerator.accumulate(model)`` accumulates gradients,
+    ``optimizer.step()`` does nothing, and :meth:`step` only records the metric and the tokens.
     """
 
     def _begin(self, training: Training[PolicyT], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -179,8 +179,8 @@ class Averaging(pytorch.Averaging[PolicyT]):
 class SelectiveAveraging(Averaging[Selective], pytorch.SelectiveAveraging):
     """Replaces the worst ranks' weights with the average of good ranks' weights, in a loop that uses Accelerate.
 
-    The arguments are the same as for :class:`asyncdist.integrations.pytorch.SelectiveAveraging`, except that
-    ``replica_size`` raises TypeError. Steps work as in :class:`Averaging`.
+    The arguments are those of :class:`asyncdist.integrations.pytorch.SelectiveAveraging`, except that ``replica_size``
+    raises TypeError. Steps work as in :class:`Averaging`.
     """
 
     @validation.names_options(refused=dict.fromkeys(("replica_size", "swap_every"), _ONE_RANK))

@@ -1,4 +1,4 @@
-"""Connects training programs that do not know about ranks to a policy: joins the job, starts and ends the policy."""
+"""Runs a policy in training programs that do not know about ranks: joins the job, starts and ends the policy."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _told: set[str] = set()
 
 
 _chosen_from: int = 0
-"""Number of visible GPUs from which this rank's GPUs were chosen; 0 if none has been chosen."""
+"""Number of GPUs that were visible before this rank's GPUs were chosen; 0 if no GPUs have been chosen."""
 
 
 def hide_ranks() -> None:
-    """Hide the launcher's variables and other ranks' GPUs from libraries imported later: each rank trains alone."""
+    """Hide the launcher's variables and other ranks' GPUs, so that libraries imported later train in one process."""
     global _chosen_from
     number = environment.local_rank()
     if number is not None and "CUDA_VISIBLE_DEVICES" not in environment.VARIABLES and torch.cuda.device_count() > 1:
@@ -53,7 +53,7 @@ def hide_ranks() -> None:
 
 
 def choose_gpus(numbers: Sequence[int]) -> None:
-    """Show the library only the GPUs with these indices on this host, unless the user has chosen GPUs."""
+    """Make only the GPUs with these indices on this host visible, unless the user has chosen GPUs."""
     if _chosen_from:
         seen = ",".join(str(number % _chosen_from) for number in numbers)
         environment.set_variables({"CUDA_VISIBLE_DEVICES": seen})
@@ -61,7 +61,7 @@ def choose_gpus(numbers: Sequence[int]) -> None:
 
 def join() -> World:
     """Return this process's world. If the process trains alone, log a warning once."""
-    if environment.is_started_by_trainer():  # a trainer started this process for another device
+    if environment.is_started_by_trainer():  # a trainer started this process for one of its devices
         with environment.variable_set(environment.TRANSPORT_VARIABLE, "local"):
             return process_world()
     if is_in_a_rank():
@@ -97,7 +97,8 @@ def selective_averaging(
     """Return a :class:`Training` that runs selective averaging, or replica averaging if ``replica_size`` is above 1.
 
     ``mode`` is the policy's ``metric_mode``, which may be in ``options`` instead. If ``monitor`` is None, ranks are
-    judged by their training loss. Raises TypeError or ValueError for a wrong argument; ``options`` are checked later.
+    judged by their training loss. Raises TypeError or ValueError for a wrong argument. Other ``options`` are checked
+    when the training begins.
     """
     validation.count("average_every", average_every)
     metric_mode = options.get("metric_mode", mode)
@@ -124,7 +125,7 @@ def averaging(kind: type[PolicyT], options: Mapping[str, Any], *, monitor: str |
     """Return a :class:`Training` that runs a policy of the class ``kind`` with these options.
 
     Unless the options have a ``metric_mode``, smaller metrics are better. Raises TypeError or ValueError if ``kind`` is
-    not the class of a policy, or lacks one of the options; values are checked when the training begins.
+    not a policy class, or lacks one of the options. Values are checked when the training begins.
     """
     given_kind: object = kind
     if not (isinstance(given_kind, type) and issubclass(given_kind, SpawnPolicy)):
@@ -142,7 +143,7 @@ def averaging(kind: type[PolicyT], options: Mapping[str, Any], *, monitor: str |
 
 
 def warn_of_unlabelled_lines(world: World, cure: str) -> None:
-    """Log once, on rank 0, how to label the lines that all ranks print; the warning ends with the remedy ``cure``."""
+    """Warn once, on rank 0, that printed lines do not show their rank. The warning ends with the remedy ``cure``."""
     is_labelled = environment.VARIABLES.get(rank_program.PREFIX_VARIABLE) == "1"
     if world.size > 1 and world.rank == 0 and not is_labelled and "lines" not in _told:
         _told.add("lines")
@@ -155,9 +156,9 @@ def warn_of_unlabelled_lines(world: World, cure: str) -> None:
 
 
 def warn_of_iterable(loader: Any, world: World) -> None:
-    """Log once, on rank 0, that all ranks may read the same rows if the loader's data set is iterable."""
+    """Warn once, on rank 0, that all ranks may read the same rows if the loader's dataset is iterable."""
     data = getattr(loader, "dataset", None)
-    is_divided = getattr(data, "_distributed", None) is not None  # by split_dataset_by_node of datasets
+    is_divided = getattr(data, "_distributed", None) is not None  # set by split_dataset_by_node of datasets
     is_undivided = isinstance(data, IterableDataset) and not is_divided
     if is_undivided and world.rank == 0 and world.size > 1 and "iterable" not in _told:
         _told.add("iterable")
@@ -171,7 +172,7 @@ def warn_of_iterable(loader: Any, world: World) -> None:
 
 
 def log_once_that_rank_0_pushes() -> None:
-    """Log a warning once that the other ranks do not push their models to the hub."""
+    """Warn once that only rank 0 pushes its model to the Hugging Face Hub."""
     if "pushes" not in _told:
         _told.add("pushes")
         logger.warning(
@@ -181,7 +182,7 @@ def log_once_that_rank_0_pushes() -> None:
 
 
 def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:
-    """Return a warning if the monitored metric's name contradicts ``mode``; otherwise ""."""
+    """Return a warning if the monitored metric's name contradicts ``mode``, or "" otherwise."""
     direction = is_larger_better(monitor)
     if direction is None or direction is (mode == "max"):
         return ""
@@ -193,7 +194,7 @@ def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:
 
 
 def refuse_copy(owner: object, *_: object) -> NoReturn:
-    """Raise TypeError, since an object that owns a training's policy cannot be copied."""
+    """Raise TypeError: an object that owns a training's policy cannot be copied."""
     raise TypeError(
         f"{type(owner).__name__} cannot be copied, because it holds the policy of this rank's training; make another "
         "one with the same options"
@@ -209,11 +210,11 @@ class Training(Generic[PolicyT]):
 
     Attributes:
         policy: Open policy; None before and after the training.
-        is_judged: Whether the policy needs this rank's metric in its steps. Policies that use no metric, or have the
-            option ``metric``, do not.
-        replacement_count: Number of times that this rank has adopted an average since the training began.
+        is_judged: Whether the policy's steps need this rank's metric. Policies that use no metric, or have the option
+            ``metric``, do not.
+        replacement_count: Number of averages that this rank has adopted since the training began.
         is_interrupted: Whether memory ran out while the policy was open, so that the training may begin again.
-        is_apart: Whether this rank trains alone because it ran out of memory, and the other ranks did not start a new
+        is_apart: Whether this rank ran out of memory and now trains alone, because the other ranks did not start a new
             policy with it.
     """
 
@@ -230,19 +231,20 @@ class Training(Generic[PolicyT]):
     __copy__ = __deepcopy__ = refuse_copy
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Start the policy, together with all ranks, and make this rank's random numbers differ from the others'.
+        """Start the policy, together with all ranks, and make this rank's random numbers differ from other ranks'.
 
-        A trainer that has run out of memory may begin again with smaller batches while the other ranks train. This rank
-        therefore continues alone with a policy with equal options that is open on the model (or, after running out of
-        memory, on a model with the same layout). If there is none, this object's open policy is ended before the start.
-        If memory ran out and the other ranks do not start a new policy, this rank trains without a policy. A policy
-        that has loaded a state replaces an open policy on the model, unless memory ran out.
+        A trainer that ran out of memory may begin again with smaller batches while the other ranks train. If a policy
+        with equal options is open on the model (or, after memory ran out, on a model of the same layout), this rank
+        therefore continues with that policy. Otherwise the open policies of this object and of interrupted trainings
+        are ended, and a new policy is started. If memory ran out and the other ranks do not join the start, this rank
+        trains without a policy. A policy that has loaded a state replaces an open policy on the model, unless memory
+        ran out.
         """
         world = join()
         if self._warning and world.rank == 0:
             logger.warning("%s", self._warning)
         self._warning = ""
-        # True if this is called in the except clause of such an error.
+        # A user may begin the training again in the except clause that handles the error.
         if (error := sys.exception()) is not None and is_out_of_memory(error):
             note_out_of_memory()
         made = self._make(model, optimizer)
@@ -269,7 +271,7 @@ class Training(Generic[PolicyT]):
             draw_apart(world.rank)
 
     def _start(self, made: PolicyT, *, is_again: bool) -> None:
-        """Start a policy with all ranks. After memory ran out, continue without a policy if the others do not join."""
+        """Start a policy with all ranks. If ``is_again`` and the others do not join, continue without a policy."""
         others = [owner.policy.awaited for owner in _open_trainings() if owner.policy is not None]
         if is_again:
             logger.warning(
@@ -298,7 +300,7 @@ class Training(Generic[PolicyT]):
             self._keep(policy, 0)
 
     def _continue(self, made: PolicyT) -> bool:
-        """Continue with an open policy that equals ``made``, and return whether there is such a policy."""
+        """Continue with an open policy that has the type and options of ``made``, and return whether there is one."""
         owners = [(owner, owner.policy) for owner in _open_trainings() if owner.policy is not None]
         for owner, policy in owners:
             may_continue = owner.is_interrupted or not made.has_loaded
@@ -311,7 +313,7 @@ class Training(Generic[PolicyT]):
         return False
 
     def _is_on_model_of(self, made: SpawnPolicy) -> bool:
-        """Return whether the open policy, if any, has the model of ``made`` and equal options."""
+        """Return whether a policy is open that has the model of ``made`` and equal options."""
         if self.policy is None:
             return False
         return made.model is self.policy.awaited.model and _is_equal(self.policy.awaited, made)
@@ -337,19 +339,19 @@ class Training(Generic[PolicyT]):
             self.policy.awaited.note_direction()
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
-        """Use the trainer's current optimizer, which may have been replaced."""
+        """Give the open policy the trainer's current optimizer, which the trainer may have replaced."""
         if self.policy is not None and self.policy.awaited.optimizer is not optimizer:
             self.policy.awaited.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the open policy, after the rounds in flight have arrived; empty if it is not open."""
+        """Wait for the rounds in flight, and return the state of the open policy; empty if no policy is open."""
         self.settle()
         return {} if self.policy is None else self.policy.awaited.state_dict()
 
     def state_without_waiting(self) -> dict[str, Any]:
-        """Return the state of the open policy; empty if it is not open, or a round in flight would have to be awaited.
+        """Return the state of the open policy; empty if no policy is open or rounds are in flight.
 
-        After an exception the other ranks may have ended, so that the round would never be complete.
+        Waiting for a round after an exception could last forever, because the other ranks may have ended.
         """
         try:
             return {} if self.policy is None else self.policy.awaited.state_dict()
@@ -358,7 +360,7 @@ class Training(Generic[PolicyT]):
             return {}
 
     def settle(self) -> None:
-        """Wait for the rounds in flight, if the open policy has a method ``settle``, so that its state can be saved."""
+        """Wait for the open policy's rounds in flight, so that its state can be saved."""
         settle = None if self.policy is None else getattr(self.policy.awaited, "settle", None)
         if settle is not None:
             self._caller.call(settle)
@@ -366,24 +368,24 @@ class Training(Generic[PolicyT]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start the next policy from a result of :meth:`state_dict`. If a policy is open, ignore the state.
 
-        A trainer's search for a learning rate saves and loads a checkpoint while the policy is open.
+        Loading while a policy is open occurs when a trainer searches for a learning rate.
         """
         if self.policy is None:
             self._saved = state
 
     def forget_state(self) -> None:
-        """Forget a loaded state with which no policy has started."""
+        """Forget a loaded state that no policy has used."""
         self._saved = None
 
     def step(self, metric: Any, tokens: float | None = None) -> StepInfo:
-        """Do a policy step; only this changes weights. Raise ClosedError if the training has not begun or has ended.
+        """Do a policy step, which may change the model's weights. Raise ClosedError if no policy is open.
 
         Args:
             metric: This rank's metric; None if the policy uses none.
-            tokens: Number of tokens or examples since the last step; only for policies whose ``step`` has this option.
+            tokens: Number of tokens or examples since the last step, if the policy's ``step`` has this option.
         """
         if self.is_apart:
-            self._caller.call(self._caller.world.safe_point)  # raises an error if the job has failed
+            self._caller.call(self._caller.world.safe_point)  # raises the error of a failed job
             return NOTHING
         size = {} if tokens is None else {"tokens": tokens}
         info: StepInfo = self._caller.call(self.open_policy().awaited.step, metric, **size)
@@ -403,13 +405,13 @@ class Training(Generic[PolicyT]):
         return called
 
     def open_policy(self) -> Policy[PolicyT]:
-        """Return the policy; raise ClosedError if the training has not begun or has ended."""
+        """Return the open policy. Raise ClosedError if the training has not begun or has ended."""
         if self.policy is None:
             raise ClosedError("this averaging has ended, with close() or with its block; create a new one")
         return self.policy
 
     def end(self, error: BaseException | None = None) -> None:
-        """Leave the policy if it is open. If memory ran out, it stays open, so that the training can restart."""
+        """Leave the policy if it is open. After ``error`` shows that memory ran out, leave it open for a restart."""
         policy = self.policy
         if policy is None and not self.is_apart:
             return
@@ -417,8 +419,8 @@ class Training(Generic[PolicyT]):
             self.is_interrupted = True
             return
         self._release()
-        if policy is not None and self._caller.is_open:  # an error may have ended the world
-            trace = getattr(error, "__traceback__", None)  # contextlib would otherwise remove the error's traceback
+        if policy is not None and self._caller.is_open:  # the world may have ended with an error
+            trace = getattr(error, "__traceback__", None)  # without it, contextlib removes the error's traceback
             policy.__exit__(type(error) if error is not None else None, error, trace)
 
 
@@ -444,7 +446,7 @@ def note_out_of_memory() -> None:
 
 @contextmanager
 def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[None]:
-    """If the start of ``made`` in the body times out while an equal policy is open, add advice to the error."""
+    """Add advice to a StartTimeoutError of the body, which starts ``made``, if an equal policy is still open."""
     try:
         yield
     except StartTimeoutError as error:
@@ -459,12 +461,11 @@ def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[
 
 
 def _enter_with_all(policy: Policy[Any]) -> None:
-    """Start a policy. If the other ranks joined an earlier start that a rank has abandoned, start it again.
+    """Start a policy, again if this rank joined the start of a rank that began again after running out of memory.
 
-    A rank that begins again after running out of memory waits alone until a timeout, and then trains without a policy.
-    The other ranks are notified of its start only when they start their next policy, which must then be started again.
-    If the timeout passes before all of them have joined, those that have joined get a StartTimeoutError with the
-    difference :data:`BEGINS_AGAIN`.
+    That rank waits alone until a timeout, and then trains without a policy. The other ranks are notified of its start
+    only when they start their next policy, and must then start again. If the timeout passes before all of them have
+    joined, those that have joined get a StartTimeoutError with the difference :data:`BEGINS_AGAIN`.
     """
     while True:
         try:
@@ -477,7 +478,7 @@ def _enter_with_all(policy: Policy[Any]) -> None:
 
 
 def _is_of_two_kinds(error: DisagreementError) -> bool:
-    """Return whether ``error`` says that only some of the ranks started because they ran out of memory."""
+    """Return whether ``error`` says that only some of the starting ranks had run out of memory."""
     return error.facts.get("difference") == BEGINS_AGAIN
 
 

@@ -68,19 +68,20 @@ class Averaging(Callback, Generic[PolicyT]):
     """Runs a policy during training.
 
     Weights change between two training batches, after an optimizer step. If there are several ranks, each writes its
-    logs and checkpoints to a subfolder ``rank0``, ``rank1``, ... in the folders of the trainer, its loggers, its
-    profiler and its checkpoint callbacks. Only rank 0 shows a progress bar. Each rank logs the number of averages it
-    has adopted as ``averages``. Checkpoints contain the policy's state, and a fit with ``ckpt_path`` continues from it.
-    Create this object before the trainer, so that the trainer uses the subfolder from the beginning. Trainers of
-    ``pytorch_lightning`` and ``lightning.pytorch`` are supported.
+    logs and checkpoints to a subfolder ``rank0``, ``rank1``, ... of the folders of the trainer, its loggers, its
+    profiler and its checkpoint callbacks, and only rank 0 shows a progress bar. Create this object before the trainer,
+    so that the trainer uses the subfolder from the beginning.
+
+    Each rank logs the number of averages it has adopted as ``averages``. Checkpoints contain the policy's state, and a
+    fit with ``ckpt_path`` continues from it. Trainers of ``pytorch_lightning`` and ``lightning.pytorch`` are supported.
 
     Args:
         policy: Class of the policy, for example :class:`protocols.DiLoCoPolicy`.
         monitor: Name of the logged metric by which ranks are judged, if the policy judges them. By default, ranks are
             judged by the mean training loss since their last report.
         optimizer_index: Index of the optimizer to use, if the module has several.
-        options: Options of the policy. With ``weights="tokens"`` or ``"rate"`` the tokens of a step are the examples of
-            its batches. With ``replica_size``, as for :class:`SelectiveAveraging`.
+        options: Options of the policy. With ``weights="tokens"`` or ``"rate"``, each example of a batch counts as one
+            token. ``replica_size`` works as for :class:`SelectiveAveraging`.
 
     Attributes:
         last_info: Events of the policy's last step.
@@ -127,7 +128,7 @@ class Averaging(Callback, Generic[PolicyT]):
         self._has_loaded_other = False  # whether this fit resumes from another rank's checkpoint
         self._world = join()
         self._folder = f"rank{self._world.rank}"
-        rank_zero_only.rank = 0  # type: ignore[attr-defined]  # each rank writes its own files; in a replica, one rank
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]  # so that each rank writes its own files
         self._number = self._world.rank
         self._replica: Replica | None = None
         if replica_size > 1:
@@ -172,7 +173,7 @@ class Averaging(Callback, Generic[PolicyT]):
                 trainer.progress_bar_callback.disable()
 
     def _shuffle_loaders_apart(self, trainer: pl.Trainer) -> None:
-        """Make the training loaders shuffle differently in each replica, before workers read the first rows."""
+        """Patch the strategy to make training loaders shuffle differently in each replica, before workers read rows."""
         strategy: Any = trainer.strategy
         if "process_dataloader" in vars(strategy):  # an earlier fit has patched the strategy
             return
@@ -216,7 +217,7 @@ class Averaging(Callback, Generic[PolicyT]):
         )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget the states of earlier fits; Lightning calls this method before it loads a checkpoint."""
+        """Forget the states of earlier fits. Lightning calls this method before it loads a checkpoint."""
         if stage == "fit":
             self._last_state = {}
             self._has_loaded_other = False
@@ -231,7 +232,7 @@ class Averaging(Callback, Generic[PolicyT]):
         if not trainer.strategy.restore_checkpoint_after_setup:
             self._begin(trainer, pl_module)
         elif self._world.size > 1:
-            draw_apart(self._world.rank)  # before the loaders seed their workers
+            draw_apart(self._world.rank)  # the policy starts only after the loaders have seeded their workers
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._training.begin(pl_module, self._choose(trainer.optimizers))
@@ -240,7 +241,7 @@ class Averaging(Callback, Generic[PolicyT]):
         self._warn_of_averages(trainer)
 
     def _warn_of_averages(self, trainer: pl.Trainer) -> None:
-        """Warn about callbacks that average weights over time, since the policy does not update their averages."""
+        """Warn about callbacks that average weights over time, because the policy does not update their averages."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if _AVERAGES.intersection(kind.__name__ for kind in type(callback).__mro__):
                 logger.warning(
@@ -262,7 +263,7 @@ class Averaging(Callback, Generic[PolicyT]):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the number of earlier optimizer steps, which is known only after a checkpoint has been loaded.
 
-        Start the policy if the strategy has loaded the checkpoint only now, as ModelParallelStrategy does.
+        If the strategy loads checkpoints after :meth:`on_fit_start`, like ModelParallelStrategy, also start the policy.
         """
         if trainer.strategy.restore_checkpoint_after_setup:
             self._begin(trainer, pl_module)
@@ -279,7 +280,7 @@ class Averaging(Callback, Generic[PolicyT]):
         if self._is_judged_by_loss and loss is not None:
             self._has_losses = True
             if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization:
-                loss = loss * trainer.accumulate_grad_batches  # Lightning has divided the loss by this number
+                loss = loss * trainer.accumulate_grad_batches  # undoes Lightning's division
             self._loss.add(loss)
         step_count = self._steps.completed
         if step_count == self._step_count:  # only gradients were accumulated
@@ -291,7 +292,7 @@ class Averaging(Callback, Generic[PolicyT]):
         self.last_info = self._training.step(self._metric if self._training.is_judged else None, tokens)
         if self.last_info:
             self._loss.reset()
-            if self.monitor is not None:  # the metric was measured with the replaced weights
+            if self.monitor is not None:  # the logged metric belongs to the replaced weights
                 self._spend(trainer.callback_metrics.get(self.monitor))
             self.log(self._count_name, float(self._training.replacement_count), prog_bar=True)
 
@@ -309,18 +310,18 @@ class Averaging(Callback, Generic[PolicyT]):
         return newest
 
     def _is_spent(self, metric: Any) -> bool:
-        """Return whether a metric is missing or was reported before, since Lightning keeps the last logged tensor."""
+        """Return whether a metric is missing, or was reported before. Lightning keeps the last logged tensor."""
         return metric is None or (metric is self._spent and float(metric) == self._spent_value)
 
     def _spend(self, metric: Any) -> None:
         self._spent, self._spent_value = metric, None if metric is None else float(metric)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log a warning after the first epoch if the metric is missing."""
+        """Warn, after the first epoch, if the metric is missing."""
         self._warn_of_no_metric(trainer)
 
     def _warn_of_no_metric(self, trainer: pl.Trainer) -> None:
-        """Log a warning, once, if the optimizer has made steps but this rank has no metric by which to judge it."""
+        """Warn once if the optimizer has made steps but no metric of this rank is known."""
         if self._has_warned or self._step_count == self._first_step_count or not self._training.is_judged:
             return
         if self.monitor is None:
@@ -342,22 +343,22 @@ class Averaging(Callback, Generic[PolicyT]):
 
     @property
     def state_key(self) -> str:
-        """The key of the policy's state in checkpoints, which differs between policies."""
+        """The key of the policy's state in checkpoints, which is different for each policy."""
         return f"{type(self).__qualname__}({self._policy_name})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the policy's state for a checkpoint, even after the fit; empty if nothing was trained."""
+        """Return the policy's state for a checkpoint, even after the fit; empty before the first fit."""
         return self._open_state() or self._last_state
 
     def _open_state(self) -> dict[str, Any]:
-        """Return the state of the open policy; in a replica, the states of its ranks, on its first rank."""
+        """Return the state of the open policy, or on the first rank of a replica, the states of all its ranks."""
         state = self._training.state_dict()
         if self._replica is None or self._replica.size == 1 or not state:
             return state
         return states_of_replica(self._world, self._replica, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Start the policy of this fit from a checkpoint's state. After an evaluation, :meth:`setup` forgets it."""
+        """Keep a checkpoint's state, from which the policy of this fit starts. The next :meth:`setup` forgets it."""
         if self._replica is not None and self._replica.size > 1:
             self._training.load_state_dict(state_of_rank(self._replica, state_dict))
         else:
@@ -372,11 +373,11 @@ class Averaging(Callback, Generic[PolicyT]):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Note whether another rank or replica has saved the checkpoint: its loaders' order of rows is not used."""
+        """Note whether another rank or replica has saved the checkpoint, whose order of rows is then not used."""
         self._has_loaded_other = checkpoint.get(_NUMBER) != self._number
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the policy because the trainer has raised an exception. Checkpoint callbacks save after this method."""
+        """Leave the policy, but keep its state for checkpoint callbacks, which are called after this method."""
         if self._replica is None or self._replica.size == 1:
             self._last_state = self._training.state_without_waiting() or self._last_state
         elif self._training.policy is not None:
@@ -390,8 +391,7 @@ class Averaging(Callback, Generic[PolicyT]):
 class SelectiveAveraging(Averaging[Selective]):
     """Replaces the worst ranks' weights with the average of good ranks' weights during training.
 
-    It behaves as :class:`Averaging`, except that each rank logs the number of averages it has adopted as
-    ``replacements``.
+    It behaves like :class:`Averaging`, but logs the number of averages that the rank has adopted as ``replacements``.
 
     Args:
         average_every: Number of optimizer steps between two reports of a rank's metric.
@@ -399,9 +399,9 @@ class SelectiveAveraging(Averaging[Selective]):
             judged by the mean training loss since their last report.
         mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
         optimizer_index: Index of the optimizer to use, if the module has several.
-        replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. The trainers then need
-            ``devices=replica_size`` and ``strategy="ddp"``, and write to folders ``replica0``, ``replica1``, ... Make
-            this object before the trainer, since it sets the ranks that Lightning reads.
+        replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. Above 1, trainers need
+            ``devices=replica_size`` and ``strategy="ddp"``, and write to folders ``replica0``, ``replica1``, ... Create
+            this object before the trainer, because it sets the ranks that Lightning reads.
         swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`; only for ``replica_size`` above 1.
         options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
@@ -435,7 +435,7 @@ class SelectiveAveraging(Averaging[Selective]):
 
 
 class _GlobalStep:
-    """Adapter that provides the trainer's number of optimizer steps as ``completed``."""
+    """Provides the trainer's number of optimizer steps as ``completed``."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -446,7 +446,10 @@ class _GlobalStep:
 
 
 def _steps_of(trainer: pl.Trainer) -> Any:
-    """Return the object whose ``completed`` counts optimizer steps. It is faster than ``trainer.global_step``."""
+    """Return an object whose ``completed`` is the number of optimizer steps, if possible without ``global_step``.
+
+    The trainer's ``global_step`` is slower.
+    """
     try:
         loop: Any = trainer.fit_loop.epoch_loop
         if trainer.lightning_module.automatic_optimization:
@@ -455,20 +458,20 @@ def _steps_of(trainer: pl.Trainer) -> Any:
             found = loop.manual_optimization.optim_step_progress.total
         if found.completed == trainer.global_step:
             return found
-    except AttributeError:  # this version of Lightning stores the count elsewhere
+    except AttributeError:  # other versions of Lightning store the number elsewhere
         pass
     return _GlobalStep(trainer)
 
 
 def _hide_ranks_of_mpi() -> None:
-    """Keep Lightning from detecting MPI's ranks, since it must see no ranks or only the ranks of its replica."""
+    """Keep Lightning from detecting MPI's ranks. It must see no ranks or only those of its replica."""
     for name in _LIBRARIES.values():
         if environments := sys.modules.get(f"{name}.plugins.environments.mpi"):
             environments.MPIEnvironment.detect = staticmethod(lambda: False)
 
 
 def _write_below_from_the_beginning() -> None:
-    """Patch ``Trainer`` so that new trainers use their rank's folder even before ``fit`` looks for checkpoints."""
+    """Patch ``Trainer`` so that new trainers use their rank's folder before ``fit`` searches for checkpoints."""
     for name in _LIBRARIES:
         kind = getattr(sys.modules.get(name), "Trainer", None)
         if kind is None or hasattr(kind.__init__, "gives_folders"):
@@ -500,8 +503,8 @@ def _write_below(trainer: pl.Trainer, folder: str) -> None:
         for name in ("_root_dir", "_save_dir"):
             if isinstance(given := getattr(logger, name, None), str | os.PathLike):
                 setattr(logger, name, below(given))
-        options = getattr(logger, "_wandb_init", None)  # wandb has a folder in addition to the logger's
-        # The logger of fast_dev_run has each attribute, as a method.
+        options = getattr(logger, "_wandb_init", None)  # wandb has a second folder, with a separate option
+        # The logger of fast_dev_run returns a method for any attribute name.
         if isinstance(options, dict) and options.get("dir") is not None:
             options["dir"] = below(options["dir"])
             os.makedirs(options["dir"], exist_ok=True)  # if it is missing, wandb uses a temporary folder

@@ -11,9 +11,10 @@ from asyncdist.protocols.metrics import metric_as_number
 
 
 class RunningLoss:
-    """Computes the mean of the losses since the last report, because a single batch's loss says little about a rank.
+    """Computes the mean of the losses since the last report.
 
-    A policy calls the object only when a report is due, so that other steps need not wait for a GPU.
+    The mean is less noisy than a single batch's loss. A policy calls the object only when a report is due, so that
+    other steps need not wait for a GPU.
     """
 
     def __init__(self) -> None:
@@ -23,8 +24,13 @@ class RunningLoss:
     def add(self, loss: Any, count: int = 1, *, is_negated: bool = False) -> None:
         """Add the loss of a step: a number, or a tensor with one element, which is detached.
 
-        The loss completes ``count`` steps; 0 means that it is only a part of a step's loss. If ``is_negated`` is true,
-        it is a score (larger is better) and is negated. Raises TypeError or ValueError for other types of losses.
+        Args:
+            loss: Loss, or a score (larger is better) if ``is_negated``.
+            count: Number of steps that the loss completes; 0 for a part of a step's loss.
+            is_negated: Whether to negate the value.
+
+        Raises:
+            TypeError, ValueError: The loss is neither a number nor a tensor with one element.
         """
         try:
             if isinstance(loss, torch.Tensor):
@@ -39,11 +45,11 @@ class RunningLoss:
         self._count += count
 
     def reset(self) -> None:
-        """Drop the losses so far, because they were measured with weights that have been replaced."""
+        """Drop the added losses. Must be called when the weights with which they were measured are replaced."""
         self._total, self._count = 0.0, 0
 
     def __call__(self) -> float:
-        """Return the mean of the losses since the last call; infinity if there were no losses."""
+        """Return the mean of the losses since the last call, or infinity without losses."""
         mean = metric_as_number(self._total) / self._count if self._count else math.inf
         self.reset()
         return mean

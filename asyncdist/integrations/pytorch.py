@@ -37,10 +37,10 @@ from asyncdist.protocols.options import MetricMode, SelectiveOptions
 class Averaging(Generic[PolicyT]):
     """Runs a policy in a training loop without coroutines.
 
-    Averaging ends when the program ends, with :meth:`close`, or at the end of a ``with`` block.
+    Averaging ends at :meth:`close`, at the end of a ``with`` block, or when the program ends.
 
     Args:
-        policy: Policy that has not been entered. Its optimizer may be prepared by Accelerate.
+        policy: Policy that has not been entered. Its optimizer may have been prepared by Accelerate.
 
     Raises:
         TypeError: ``policy`` is not a policy.
@@ -51,7 +51,7 @@ class Averaging(Generic[PolicyT]):
         if not isinstance(given, SpawnPolicy):
             allowed = "a policy, such as protocols.DiLoCoPolicy(model, optimizer, average_every=100)"
             validation.refuse("policy", policy, allowed, TypeError)
-        policy.optimizer = getattr(policy.optimizer, "optimizer", policy.optimizer)  # prepared by Accelerate
+        policy.optimizer = getattr(policy.optimizer, "optimizer", policy.optimizer)  # unwraps Accelerate's wrapper
         self._begin(Training(lambda *_: policy), policy.model, policy.optimizer)
 
     def _begin(self, training: Training[PolicyT], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -71,21 +71,21 @@ class Averaging(Generic[PolicyT]):
 
         If the policy judges ranks by a metric, pass exactly one of ``loss``, ``score`` and ``metric``: a number, or a
         tensor with one element. A rank is judged by the mean since its last report, or since its weights were replaced.
-        Policies that use no metric, or have the option ``metric``, ignore these three.
+        Policies that use no metric, or have the option ``metric``, ignore all three.
 
         Args:
-            metric: Metric for which ``mode`` or ``metric_mode`` says whether smaller or larger is better.
+            metric: Metric of this step. ``mode`` or ``metric_mode`` says whether smaller or larger is better.
             loss: Loss of this step. Smaller is better, regardless of ``mode``.
             score: Score of this step. Larger is better, regardless of ``mode``.
             tokens: Number of tokens or examples of this step, for a policy with ``weights="tokens"``.
 
         Returns:
-            The result of this step, which is truthy if the weights have changed.
+            The events of this step, truthy if the weights have changed.
 
         Raises:
             ClosedError: Called after :meth:`close` or after the end of the ``with`` block.
-            TypeError, ValueError: The policy needs a metric and not exactly one was given, a value is not a number, or
-                the policy does not accept ``tokens``.
+            TypeError, ValueError: The policy needs a metric but none or several were passed, a value is not a number,
+                or the policy does not accept ``tokens``.
         """
         if not self._training.is_judged:
             return self._training.step(None, tokens)
@@ -126,7 +126,7 @@ class Averaging(Generic[PolicyT]):
 class SelectiveAveraging(Averaging[Selective]):
     """Replaces the worst ranks' weights with the average of good ranks' weights during training.
 
-    Averaging ends when the program ends, with :meth:`close`, or at the end of a ``with`` block.
+    Averaging ends at :meth:`close`, at the end of a ``with`` block, or when the program ends.
 
     Args:
         model: Model to train; see :class:`protocols.AsyncSelectiveAveragingPolicy`.
@@ -158,17 +158,17 @@ class SelectiveAveraging(Averaging[Selective]):
 
 
 def new_replica_group(replica_size: int, backend: str | None = None) -> torch.distributed.ProcessGroup:
-    """Return a process group with the ranks of this rank's replica, for DDP.
+    """Return a torch.distributed process group of the ranks of this rank's replica, for DDP.
 
     ::
 
         model = DistributedDataParallel(model, process_group=new_replica_group(2))
         averaging = SelectiveAveraging(model, optimizer, average_every=100, replica_size=2)
 
-    Works under MPI too. If torch.distributed is already initialized with all ranks, the group is added to it, and the
-    call is collective among all ranks. Otherwise it is collective among the replica's ranks, and torch.distributed is
-    initialized with only these ranks; shut it down with ``torch.distributed.destroy_process_group()``. Later calls
-    return further groups of the same ranks.
+    Works under MPI too. If torch.distributed is already initialized with all ranks, all ranks must call this function,
+    and the group is added to torch.distributed. Otherwise only the replica's ranks must call it, and torch.distributed
+    is initialized with them. Shut it down with ``torch.distributed.destroy_process_group()``. Each later call returns
+    a further group of the same ranks.
 
     Args:
         replica_size: Number of consecutive ranks that form a replica.

@@ -1,13 +1,13 @@
 """Makes random numbers differ between ranks, although the program sets the same seed on all ranks.
 
-In a program for one process, the initial weights, the order of rows and dropout are all determined by one seed. The
-initial weights should be equal on all ranks, but the rest should differ; otherwise all ranks would train the same model
+In a program for one process, one seed determines the initial weights, the order of rows, and dropout. The initial
+weights should be equal on all ranks, but everything else should differ. Otherwise all ranks would train the same model
 in the same way.
 
-- Weights are initialised before a training begins, so the program's seed determines them.
+- The program's seed determines the weights, because they are initialised before the training begins.
 - :func:`draw_apart` makes the global generators differ when the training begins.
-- :func:`shuffle_apart` does so for samplers with their own seed or generator, and for a loader's generator, which seeds
-  its workers. The ranks of one replica keep the same order, which their library divides among them.
+- :func:`shuffle_apart` does the same for samplers with their own seed or generator, and for a loader's generator, which
+  seeds its workers. The ranks of one replica keep the same order, because their library divides the rows among them.
 - :func:`forget_order` makes a stateful loader forget an order of rows that it has drawn or loaded.
 
 Neither the clock nor the system's entropy is used, so a reproducible program stays reproducible.
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-#: Packages whose samplers are changed. Other samplers may already divide rows among ranks.
+#: Packages whose samplers are reseeded. Other samplers may already divide rows among ranks.
 _LIBRARIES: Final = {
     "accelerate",
     "lightning",
@@ -44,7 +44,7 @@ _DIVIDING: Final = ("num_replicas", "num_processes", "dp_size")
 
 
 def mix(seed: int, number: int) -> int:
-    """Return a 32-bit seed derived from ``seed`` that is statistically independent of the seeds for other numbers."""
+    """Return a 32-bit seed derived from ``seed``, statistically independent for different values of ``number``."""
     return int(np.random.SeedSequence([seed % 2**64, number]).generate_state(1)[0])
 
 
@@ -56,7 +56,7 @@ def draw() -> int:
 def draw_apart(number: int) -> None:
     """Reseed :mod:`random` and the global generators of NumPy and torch, so that they differ between ranks.
 
-    Each generator is seeded with its own next number, mixed with ``number``, which differs between ranks.
+    Each generator is seeded with its next number, mixed with ``number``, which must differ between ranks.
     """
     random.seed(mix(random.getrandbits(64), number))
     np.random.seed(mix(int(np.random.randint(2**32, dtype=np.uint64)), number))
@@ -64,17 +64,17 @@ def draw_apart(number: int) -> None:
 
 
 def shuffle_apart(loader: Any, number: int, *, size: int = 1, seed: int | None = None) -> None:
-    """Make a loader's samplers and workers use a different order and different random numbers for each ``number``.
+    """Mix ``number`` into the seeds of a loader's samplers and workers, so that replicas shuffle differently.
 
-    The samplers' seeds and generators are mixed with ``number``. A sampler that divides rows among a number of
-    processes other than ``size`` is left unchanged, because the user has divided the rows among all ranks.
+    A sampler that divides rows among a number of processes other than ``size`` is left unchanged, because the user has
+    divided the rows among all ranks.
 
     Args:
         loader: ``DataLoader``, possibly wrapped by a library.
-        number: Number of the replica, equal on its ranks; the rank if each rank is a replica.
-        size: Number of ranks in a replica.
+        number: Number of the replica, which is the rank if each rank is a replica.
+        size: Number of ranks per replica.
         seed: Seed, equal on the ranks of a replica, for samplers that would otherwise use torch's global generator;
-            None to let them use it.
+            None to let them use that generator.
     """
     for sampler in _samplers_of(loader, size):
         is_of_library = _is_of_library(sampler)
@@ -93,7 +93,7 @@ def shuffle_apart(loader: Any, number: int, *, size: int = 1, seed: int | None =
 
 
 def saves_order(loader: Any) -> bool:
-    """Return whether the loader's state contains its order of rows, like that of a shuffling StatefulDataLoader."""
+    """Return whether the loader's state contains its order of rows, as a shuffling StatefulDataLoader's does."""
     return _is_stateful(loader) and any(
         type(sampler).__module__.startswith("torchdata.") and hasattr(sampler, "generator")
         for sampler in _samplers_of(loader, 1)
@@ -103,13 +103,13 @@ def saves_order(loader: Any) -> bool:
 def forget_order(loader: Any) -> None:
     """Make a StatefulDataLoader, possibly wrapped by Accelerate, begin its next epoch without a state.
 
-    Accelerate makes the loader's iterator early, so that its workers already draw the first rows; a loaded state
-    contains the order of the rank that has saved it.
+    This drops the order of rows that is in a loaded state, or that workers have begun to draw because Accelerate
+    creates the loader's iterator early.
     """
     if not _is_stateful(loader):
         return
     inner = getattr(loader, "base_dataloader", loader)
-    inner.load_state_dict({})  # drops the iterator
+    inner.load_state_dict({})  # also drops the iterator
     inner.next_iter_state = None
     if inner is not loader:
         loader.dl_state_dict = {}
@@ -124,13 +124,13 @@ def _is_of_library(sampler: Any) -> bool:
 
 
 def _samplers_of(loader: Any, size: int) -> Iterator[Any]:
-    """Yield each sampler of a loader once, including samplers inside wrappers of libraries."""
+    """Yield each sampler of a loader once, including samplers that a library's wrappers contain."""
     waiting, seen = [loader], [loader]
     while waiting:
         holder = waiting.pop()
         inside = [getattr(holder, name, None) for name in _HOLDING]
-        inside += getattr(holder, "batch_samplers", ())  # one of each dataset, in sentence_transformers
-        if isinstance(holder, Sampler):  # Lightning wraps a sampler twice, first as a dataset
+        inside += getattr(holder, "batch_samplers", ())  # sentence_transformers has one per dataset
+        if isinstance(holder, Sampler):  # Lightning wraps a sampler in a dataset, and the dataset in a sampler
             inside.append(getattr(getattr(holder, "dataset", None), "_sampler", None))
         for sampler in inside:
             if sampler is None or any(sampler is other for other in seen):

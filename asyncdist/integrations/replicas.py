@@ -1,4 +1,4 @@
-"""Shows a library, or DDP, only the ranks of one replica (a model copy on several ranks) instead of all ranks."""
+"""Makes a library or DDP train with only the ranks of one replica, a copy of the model on several ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from asyncdist.blocking.world import World
 from asyncdist.integrations.joining import choose_gpus
 from asyncdist.protocols.joining.state_transfer import packed, unpacked
 
-#: Key of the states of a replica's ranks in a checkpoint.
+#: Key in a checkpoint of the policy's states of a replica's ranks.
 _STATES: Final = "states of a replica's ranks"
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """The replica to which this rank belongs. It has ``size`` ranks, and this rank has the index ``place``."""
+    """The replica to which this rank belongs, with ``size`` ranks. ``place`` is this rank's index among them."""
 
     number: int
     place: int
@@ -33,9 +33,8 @@ class Replica:
 def show_replica(world: World, size: int) -> Replica:
     """Set the launcher's variables so that a library trains with the ranks of this rank's replica.
 
-    Collective among the ranks of the replica.
-
-    Raises TypeError or ValueError if ``size`` does not divide the number of ranks, or if a replica is on several hosts.
+    All ranks of the replica must call this function. It raises TypeError or ValueError if ``size`` does not divide the
+    number of ranks, or if the replica is on several hosts.
     """
     replica = replica_of(world, size)
     if world.size == 1:
@@ -59,15 +58,13 @@ def show_replica(world: World, size: int) -> Replica:
 
 
 def new_process_group(world: World, size: int, backend: str | None) -> dist.ProcessGroup:
-    """Return a torch.distributed process group with the ranks of this rank's replica.
+    """Return a torch.distributed process group of the ranks of this rank's replica.
 
-    Collective among the ranks of the replica, and among all ranks if torch.distributed was started with all of them.
+    All ranks of the replica must call this function, or all ranks of the job if torch.distributed was initialized with
+    all of them. If torch.distributed is not initialized, it is initialized with the ranks of the replica.
 
-    An earlier call may have started torch.distributed with the ranks of the replica only. The new group then has all of
-    its ranks.
-
-    Raises TypeError or ValueError if ``size`` does not divide the number of ranks, and LocalProtocolError if
-    torch.distributed has different ranks than the world and the replica, or ranks share a process.
+    Raises TypeError or ValueError if ``size`` does not divide the number of ranks. Raises LocalProtocolError if
+    torch.distributed has neither the ranks of the world nor those of the replica, or if ranks share a process.
     """
     replica = replica_of(world, size)
     if world.size > 1 and isinstance(world._caller, SwitchingCaller):
@@ -90,7 +87,7 @@ def new_process_group(world: World, size: int, backend: str | None) -> dist.Proc
 
 
 def _added_group(world: World, replica: Replica, backend: str | None) -> dist.ProcessGroup:
-    """Return a group of the replica's ranks, if torch.distributed has been started with all ranks or with these."""
+    """Add a group of the replica's ranks to torch.distributed, which has all ranks or only the replica's ranks."""
     place, size = dist.get_rank(), dist.get_world_size()
     own: dist.ProcessGroup
     if (place, size) == (world.rank, world.size):
@@ -122,7 +119,7 @@ def replica_of(world: World, size: int) -> Replica:
 def states_of_replica(world: World, replica: Replica, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the policy's states of all ranks of this rank's replica, for the checkpoint that its first rank writes.
 
-    Collective among the ranks of the replica. On the other ranks, the result is empty.
+    All ranks of the replica must call this function. It returns an empty dict on all but the first.
     """
     group = _new_group(world, replica)
     try:
@@ -142,7 +139,7 @@ def state_of_rank(replica: Replica, states: Mapping[str, Any]) -> Mapping[str, A
     """Return this rank's state from a result of :func:`states_of_replica`.
 
     Raises:
-        ValueError: The replica that saved the states had another number of ranks.
+        ValueError: The replica that saved the states had a different number of ranks.
     """
     found = states.get(_STATES, [])
     if len(found) != replica.size:
@@ -156,7 +153,7 @@ def state_of_rank(replica: Replica, states: Mapping[str, Any]) -> Mapping[str, A
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Host, local rank and offered port of a rank in a replica. Port 0 means that the rank offers no port."""
+    """Host, local rank and offered port of a rank in a replica. Port 0 means that the rank offers none."""
 
     hostname: str
     local_rank: int
@@ -164,9 +161,9 @@ class _Place:
 
 
 def _gather_places(world: World, replica: Replica, port: int) -> list[_Place]:
-    """Return the :class:`_Place` of each rank in the replica, in rank order. Collective among its ranks.
+    """Return the :class:`_Place` of each rank in the replica, in rank order. All of its ranks must call this function.
 
-    The group of all ranks is not used, since a restarted replica has no part in it.
+    The ranks make a new group, because a restarted replica is not in the group of all ranks.
     """
     mine = [*world.hostname.encode()[:64].ljust(64), world.local_rank, port]
     group = _new_group(world, replica)

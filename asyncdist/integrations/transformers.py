@@ -69,16 +69,18 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
     Weights change after an optimizer step. If there are several ranks, each writes to a subfolder ``rank0``, ``rank1``,
     ... of ``output_dir``, and only rank 0 shows a progress bar and pushes to the Hugging Face Hub. A model made by
     ``model_init`` is equal on all ranks, because ``arguments.seed`` is. During training, each rank uses different
-    random numbers for shuffling and dropout. Log entries contain the number of averages that the rank has adopted as
-    ``averages``. Checkpoints contain the policy's state, and a training that resumes from one continues from it.
+    random numbers for shuffling and dropout.
+
+    Log entries contain the number of averages that the rank has adopted as ``averages``. Checkpoints contain the
+    policy's state, from which a resumed training continues.
 
     Args:
         policy: Class of the policy, for example :class:`protocols.DiLoCoPolicy`.
         monitor: Name of the evaluation metric by which ranks are judged, if the policy judges them. By default, ranks
             are judged by the mean training loss since their last report, as the trainer logs it.
-        options: Options of the policy. With ``weights="tokens"`` or ``"rate"`` the tokens of a step are the tokens that
-            have a label, if the trainer counts these for its loss; otherwise they are the examples of its batches. With
-            ``replica_size``, as for :class:`SelectiveAveraging`.
+        options: Options of the policy. With ``weights="tokens"`` or ``"rate"``, tokens with a label are counted if the
+            trainer counts them for its loss, and examples otherwise. ``replica_size`` works as for
+            :class:`SelectiveAveraging`.
 
     Attributes:
         last_info: Events of the policy's last step.
@@ -110,7 +112,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
             replica = _show_replica_once(self._world, replica_size)
             self._number, self._place = replica.number, replica.place
             self._folder = f"replica{self._number}"
-        if self._world.rank:  # the trainer's constructor makes this callback first
+        if self._world.rank:  # the trainer's constructor adds the progress bar before it calls any callback
             transformers.trainer.DEFAULT_PROGRESS_CALLBACK = TrainerCallback  # type: ignore[assignment]
 
     @property
@@ -140,18 +142,18 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
             )
         args.asyncdist_rank = owner  # type: ignore[attr-defined]
         output = str(args.output_dir)
-        if self._folder in Path(output).parts:  # an earlier trainer has changed the arguments, perhaps before a copy
+        if self._folder in Path(output).parts:  # an earlier trainer has changed these arguments or their original
             return
         if args.hub_model_id is None:
-            args.hub_model_id = Path(output).absolute().name  # the trainer would name the repository rank0
-        if (logs := getattr(args, "logging_dir", None)) is not None:  # exists in transformers 4 and earlier
+            args.hub_model_id = Path(output).absolute().name  # by default, the repository would be named rank0
+        if (logs := getattr(args, "logging_dir", None)) is not None:  # exists up to transformers 4
             args.logging_dir = _logs_of_rank(logs, output, self._folder)  # type: ignore[attr-defined]
         args.output_dir = os.path.join(output, self._folder)
 
     @contextlib.contextmanager
     def _attached(self, trainer: Trainer) -> Iterator[None]:
-        """Attach this callback to one call of the trainer's ``train``, and leave the policy if the call raises."""
-        self._prepare(trainer.args)  # on_init_end was not called if this callback was added later
+        """Wrap methods of the trainer during a call of its ``train``, and leave the policy if the call raises."""
+        self._prepare(trainer.args)  # on_init_end was not called if the callback was added later
         self._training.forget_state()
         makers: dict[str, Callable[[Any], Any]] = {
             "training_step": self._seeing_batches,
@@ -173,7 +175,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
                 raise
 
     def _may_push(self) -> bool:
-        """Return whether this rank may push to the Hugging Face Hub. Rank 0 logs that no other rank does."""
+        """Return whether this rank may push to the Hugging Face Hub. Rank 0 warns that no other rank does."""
         if self._world.rank == 0 and self._world.size > self._size:
             log_once_that_rank_0_pushes()
         return self._number == 0
@@ -196,7 +198,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         return load_for_rank
 
     def _seeding_model_init(self, call_model_init: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``call_model_init`` to seed each trial equally on all ranks, as transformers 5 reuses seeds."""
+        """Wrap ``call_model_init`` to use the same seed in each trial and on all ranks, as transformers 5 does."""
 
         def call_with_seed(*args: Any, **options: Any) -> Any:
             assert self._seed is not None, "_prepare has run"
@@ -206,24 +208,24 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         return call_with_seed
 
     def _saving_state(self, save: Callable[[str], None]) -> Callable[[str], None]:
-        """Wrap ``save`` so that it also writes the policy's state, next to the optimizer's."""
+        """Wrap ``save`` to write the policy's state next to the optimizer's."""
 
         def save_both(output_dir: str) -> None:
             save(output_dir)
             if state := self._training.state_dict():
-                os.makedirs(output_dir, exist_ok=True)  # made by the first rank of a replica, perhaps later
+                os.makedirs(output_dir, exist_ok=True)  # the replica's first rank may not have created it yet
                 torch.save(state, os.path.join(output_dir, self._state_file))
 
         return save_both
 
     @property
     def _state_file(self) -> str:
-        """Name of the file in a checkpoint with this rank's state; the ranks of a replica share the folder."""
+        """Name of the file with this rank's policy state in a checkpoint, whose folder the ranks of a replica share."""
         stem = _STATE_FILE.removesuffix(".pt")
         return _STATE_FILE if self._place == 0 else f"{stem}_{self._place}.pt"
 
     def _loading_state(self, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
-        """Wrap ``load`` to start the policy from the state in the checkpoint, if there is one."""
+        """Wrap ``load`` to start the policy from its state in the checkpoint, if there is one."""
 
         def load_both(checkpoint: str | None) -> None:
             load(checkpoint)
@@ -233,7 +235,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         return load_both
 
     def _leaving_before(self, load_best_model: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``load_best_model`` to leave the policy first, which may change the weights for the last time."""
+        """Wrap ``load_best_model`` to leave the policy before, because leaving may change the weights."""
 
         def leave_and_load(*args: Any, **options: Any) -> None:
             self._training.end()
@@ -253,14 +255,14 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         return step
 
     def _count(self, inputs: Any, item_count: Any) -> None:
-        """Count a batch: its examples, or all labelled tokens of its step, which the trainer passes with each batch."""
+        """Count a batch's examples, or record ``item_count``, the number of labelled tokens of the whole step."""
         if item_count is not None:
             self._token_count = float(item_count)
         else:
             self._token_count += find_batch_size(inputs) or 1
 
     def _see(self, loss: Any) -> None:
-        """Add the loss of a batch, which the trainer has divided by the number of batches per optimizer step."""
+        """Add a batch's loss, which the trainer has divided by the number of batches per optimizer step."""
         self._has_losses = True
         self._loss.add(loss, count=0)
 
@@ -273,7 +275,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
                 return
             logged = {**logs, self._count_name: self._training.replacement_count}
             log(logged, *args, **options)
-            logs.clear()  # the trainer returns these logs as metrics, and a search adds them up
+            logs.clear()  # remove the count, because a hyperparameter search adds up the metrics in logs
             logs.update((name, value) for name, value in logged.items() if name != self._count_name)
 
         return log_with_count
@@ -283,7 +285,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         model, optimizer = of["model"], of["optimizer"]
         self._has_losses = False
         self._loss.reset()
-        self._newest = NOT_MEASURED  # an earlier training, perhaps of another model, has evaluated last
+        self._newest = NOT_MEASURED  # the last evaluation may belong to an earlier training of another model
         self._token_count = 0.0
         if self.monitor is not None and args.eval_strategy == "no":
             self._warn("eval_strategy is 'no', so only the program's own evaluations report %r", self.monitor)
@@ -306,7 +308,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         self.last_info = self._training.step(self._metric if self._training.is_judged else None, tokens)
         if self.last_info:
             self._loss.reset()
-            self._newest = NOT_MEASURED  # the metric was measured with the replaced weights
+            self._newest = NOT_MEASURED  # the metric belongs to the replaced weights
 
     def _metric(self) -> Any:
         if self.monitor is None and self._has_losses:
@@ -314,7 +316,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         if self.monitor is None:
             self._warn("train() of this trainer does not call training_step(): pass monitor=")
             return NOT_MEASURED
-        newest, self._newest = self._newest, NOT_MEASURED  # reports each evaluation once
+        newest, self._newest = self._newest, NOT_MEASURED  # each evaluation is reported once
         return newest
 
     def on_evaluate(
@@ -329,20 +331,20 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         if self.monitor is None:
             return
         found = metrics or {}
-        # The metric is missing if all evaluation datasets have been evaluated without it.
+        # Once metrics occur again, all evaluation datasets have been evaluated.
         if self.monitor not in found and self._evaluated.issuperset(found):
             self._warn_of_no_metric()
         self._evaluated.update(found)
         self._newest = found.get(self.monitor, self._newest)
 
     def _warn_of_no_metric(self) -> None:
-        """Log a warning if no evaluation has reported the monitored metric."""
+        """Warn once if no evaluation has reported the monitored metric."""
         if self.monitor not in self._evaluated:
             given = ", ".join(sorted(self._evaluated)) or "nothing"
             self._warn("no evaluation has reported the monitored metric %r; reported: %s", self.monitor, given)
 
     def _warn(self, why: str, *arguments: object) -> None:
-        """Log a warning, once, that this rank cannot be judged for the reason ``why``."""
+        """Warn once that this rank cannot be judged, for the reason ``why``."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(f"averaging: this rank has no metric so far, so it cannot be judged: {why}", *arguments)
@@ -357,16 +359,16 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 class SelectiveAveraging(Averaging[Selective]):
     """Replaces the worst ranks' weights with the average of good ranks' weights during training.
 
-    It behaves as :class:`Averaging`, except that log entries contain the number of averages as ``replacements``.
+    It behaves like :class:`Averaging`, but logs the number of averages that the rank has adopted as ``replacements``.
 
     Args:
         average_every: Number of optimizer steps between two reports of a rank's metric.
         monitor: Name of the evaluation metric by which ranks are judged, for example ``"eval_loss"``. By default, ranks
             are judged by the mean training loss since their last report, as the trainer logs it.
         mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
-        replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. They write to folders
-            ``replica0``, ``replica1``, ... Make this object before the ``TrainingArguments``, since it sets the ranks
-            that they read.
+        replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. Above 1, replicas write
+            to folders ``replica0``, ``replica1``, ... Create this object before the ``TrainingArguments``, because it
+            sets the ranks that they read.
         swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`; only for ``replica_size`` above 1.
         options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
@@ -410,14 +412,14 @@ def _show_replica_once(world: World, size: int) -> Replica:
 
 
 def _logs_of_rank(logs: str, output: str, folder: str) -> str:
-    """Return a rank's log folder: inside its subfolder of ``output`` if ``logs`` is in ``output``; else in ``logs``."""
+    """Return a rank's log folder, inside its subfolder of ``output`` if ``logs`` is inside ``output``."""
     inside = os.path.relpath(logs, output)
     return os.path.join(logs, folder) if inside.startswith(os.pardir) else os.path.join(output, folder, inside)
 
 
 @contextlib.contextmanager
 def _replaced(trainer: Trainer, **makers: Callable[[Any], Any]) -> Iterator[None]:
-    """Wrap methods of one trainer while a ``with`` body runs. Each maker takes a method and returns its wrapper."""
+    """Wrap methods of one trainer during a ``with`` block. Each maker takes a method and returns its wrapper."""
     before = {name: vars(trainer)[name] for name in makers if name in vars(trainer)}
     for name, make in makers.items():
         setattr(trainer, name, make(getattr(trainer, name)))
@@ -430,7 +432,7 @@ def _replaced(trainer: Trainer, **makers: Callable[[Any], Any]) -> Iterator[None
 
 
 def _attach_to_trainers() -> None:
-    """Patch ``Trainer.train`` to attach its :class:`Averaging`, since callbacks cannot find their trainer."""
+    """Patch ``Trainer.train`` to attach its :class:`Averaging` callbacks, which have no reference to their trainer."""
     train: Callable[..., Any] = Trainer.train
 
     @functools.wraps(train)
@@ -447,7 +449,7 @@ def _attach_to_trainers() -> None:
 def _push_only_from_rank_0(name: str) -> None:
     """Patch a method of ``Trainer`` that uses the hub to do nothing on ranks that may not push.
 
-    A patch of the class is needed: the trainer's constructor creates the repository before it calls any callback.
+    The class is patched because the trainer's constructor creates the repository before it calls any callback.
     """
     push: Callable[..., Any] = getattr(Trainer, name)
 

@@ -1,4 +1,4 @@
-"""torchgfn's replay buffers on separate ranks that exchange messages through asyncdist.
+"""Runs torchgfn's replay buffers on separate ranks.
 
 A training rank adds a container to its own buffer, and also sends it to its buffer rank, which answers with scores::
 
@@ -9,8 +9,8 @@ A training rank adds a container to its own buffer, and also sends it to its buf
 A payload is a ``gfn.containers.message.Message`` that torchgfn serializes with dill, so the ranks of a job must trust
 each other. A payload that does not fit into a message follows as a stream.
 
-Invariants: A training rank has at most one pending request. A buffer rank answers requests in arrival order, and ends
-when each of its training ranks has sent a termination signal or is gone.
+A training rank has at most one pending request. A buffer rank answers requests in arrival order, and ends when each of
+its training ranks has sent a termination signal or is gone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NAME: Final = "containers of torchgfn"
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A training rank's request, of a torchgfn ``MessageType``. If ``payload`` is empty, it follows as a stream."""
+    """A training rank's request; ``kind`` is a torchgfn ``MessageType``. If ``payload`` is empty, a stream follows."""
 
     kind: str
     nbytes: int
@@ -58,7 +58,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A buffer rank's answer. If ``payload`` is empty, it follows as a stream."""
+    """A buffer rank's answer. If ``payload`` is empty, a stream follows."""
 
     nbytes: int
     payload: bytes
@@ -68,7 +68,7 @@ class Answer:
 
 
 class _Remote:
-    """Mixin that sends containers to a buffer rank: the ``add`` of torchgfn's buffers calls :meth:`_send_objs`."""
+    """Mixin for torchgfn's buffers that sends containers to a buffer rank. Their ``add`` calls :meth:`_send_objs`."""
 
     remote_manager_rank: int | None
     _request_s: list[float] | None
@@ -86,19 +86,19 @@ class _Remote:
         return scores
 
     def timing_log(self) -> str:
-        """Return a line with the total seconds of all requests to the buffer rank. Requires ``timing=True``."""
+        """Return a line with the total duration of all requests to the buffer rank. Requires ``timing=True``."""
         if self._request_s is None:
             return "the replay buffer has no measured times: pass timing=True"
         return f"replay buffer: {len(self._request_s)} requests to the buffer rank took {sum(self._request_s):.4f} s"
 
 
 class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn has no types
-    """Extends torchgfn's buffer: added containers are also sent to the rank ``remote_manager_rank``.
+    """A torchgfn buffer that also sends added containers to the rank ``remote_manager_rank``.
 
-    It has the arguments of ``gfn.containers.ReplayBuffer``, and two arguments of torchgfn after 2.4.1.
+    It has the arguments of ``gfn.containers.ReplayBuffer``, and two arguments of torchgfn versions after 2.4.1.
 
     Args:
-        communication_backend: Ignored, since the launcher decides between MPI and torch.distributed.
+        communication_backend: Ignored, because the launcher decides between MPI and torch.distributed.
         timing: Whether to measure times for :meth:`timing_log`.
     """
 
@@ -119,10 +119,9 @@ class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn
 
 
 class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):  # type: ignore[misc]
-    """Extends torchgfn's buffer of the same name: added containers are also sent to the rank ``remote_manager_rank``.
+    """A torchgfn buffer of the same name that also sends added containers to the rank ``remote_manager_rank``.
 
-    It has the arguments of ``gfn.containers.NormBasedDiversePrioritizedReplayBuffer``, and ``communication_backend``
-    and ``timing`` of :class:`ReplayBuffer`.
+    In addition to torchgfn's arguments, it has ``communication_backend`` and ``timing`` of :class:`ReplayBuffer`.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):
 
 
 def _ask(server: int, kind: MessageType, data: Any = None) -> Any:
-    """Send a request to a buffer rank, and return the data of its answer; None for a termination signal."""
+    """Send a request to a buffer rank, and return the answer's data, or None for a termination signal."""
     world = join()
     payload = b"" if data is None else _packed(data)
     answer = world.call(_exchange, world.awaited, server, kind, payload)
@@ -183,12 +182,11 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
         env: Environment of torchgfn.
         rank: Number of this rank.
         num_training_ranks: Number of ranks that use this buffer.
-        scoring_function: Function that returns the scores of a container as a dict, which ``add`` returns to the
-            sender.
+        scoring_function: Function that returns the scores of a container as a dict, which the sender's ``add`` returns.
         diverse_replay_buffer: Whether the buffer prefers diverse items.
         capacity: Maximum number of items in the buffer.
-        remote_manager_rank: Must be None, since a buffer rank does not use another buffer rank.
-        communication_backend: Ignored, since the launcher decides between MPI and torch.distributed.
+        remote_manager_rank: None, because a buffer rank does not use another buffer rank.
+        communication_backend: Ignored, because the launcher decides between MPI and torch.distributed.
     """
 
     def __init__(
@@ -239,7 +237,7 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
 
     @staticmethod
     def get_metadata(manager_rank: int, backend: str = "mpi") -> Any:
-        """Return the result of ``_compute_metadata`` on the buffer rank ``manager_rank``; ``backend`` is ignored."""
+        """Return the value of ``_compute_metadata`` on the buffer rank ``manager_rank``; ``backend`` is ignored."""
         del backend
         return _ask(manager_rank, MessageType.GET_METADATA)
 
@@ -303,7 +301,7 @@ class _Desk:
             try:
                 payload = await _receive(self._world.awaited, envelope)
             except RankLostError:
-                self._world.check()  # raises an error if the job has failed along with the rank
+                self._world.check()  # raises the error if the job has failed along with the rank
                 continue
             return source, kind, Message.deserialize(payload).message_data if len(payload) else None
 

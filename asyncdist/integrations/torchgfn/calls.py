@@ -1,7 +1,7 @@
-"""Adapts a policy to the calls of torchgfn's scripts, which pass their own iteration numbers.
+"""Adapts a policy to torchgfn's scripts, which call it with their own iteration numbers.
 
-These numbers may restart in each epoch and may skip iterations, while the policy's own iteration only increases.
-:class:`CallerNumbers` translates the numbers. :class:`PortedCalls` checks a call's arguments and does the step.
+A script's numbers may restart in each epoch and may skip iterations, while the policy's iteration only increases.
+:class:`CallerNumbers` translates the numbers. :class:`PortedCalls` checks the arguments and does the step.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.step_info import fields_of
 
-#: Result of a call in torchgfn's form: the model, the optimizer and the fields of :class:`protocols.StepInfo`.
+#: Return value of a torchgfn policy: the model, the optimizer and the fields of :class:`protocols.StepInfo`.
 CallResult: TypeAlias = tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
 
 
 @dataclass(slots=True)
 class CallerNumbers:
-    """Translates the caller's iteration numbers into iterations of the policy.
+    """Translates a script's iteration numbers into iterations of the policy.
 
-    The number i is due if (i + 1) % ``average_every`` == 0. ``epoch_start`` is the policy's iteration that the caller
-    numbers 0. ``short_count`` counts iterations since the last due one, in epochs that are too short to contain one.
+    An average is due at number i if (i + 1) % ``average_every`` == 0.
+
+    Attributes:
+        epoch_start: Policy's iteration that the script numbers 0.
+        short_count: Number of iterations in successive epochs that were too short for an average.
     """
 
     average_every: int
@@ -34,29 +37,29 @@ class CallerNumbers:
     short_count: int = 0
 
     def place(self, number: int, iteration: int) -> tuple[int, bool]:
-        """Return the policy's iteration (>= ``iteration``) for the caller's ``number``, and whether it is due."""
+        """Return the policy's iteration (>= ``iteration``) for the script's ``number``, and whether it is due."""
         if self.epoch_start is None:
             return self._first_place(number, iteration)
         every, expected = self.average_every, iteration - self.epoch_start
-        if 0 < number == expected - 1:  # the caller has repeated its last number; a repeated 0 begins a new epoch
+        if 0 < number == expected - 1:  # the script has repeated its last number (a repeated 0 begins a new epoch)
             self.epoch_start += 1
             return iteration, (number + 1) % every == 0
         if number < expected:  # a new epoch has begun
             self.short_count = self.short_count + expected if expected < every else 0
             self.epoch_start, expected = iteration, 0
-        is_overdue = number // every > expected // every  # the caller has skipped a due number
+        is_overdue = number // every > expected // every  # the script has skipped a number at which one was due
         if self.short_count >= every:
             self.short_count, is_overdue = 0, True
         return iteration + number - expected, is_overdue or (number + 1) % every == 0
 
     def _first_place(self, number: int, iteration: int) -> tuple[int, bool]:
-        """Return the policy's iteration for the first call, and whether it is due. A resumed policy begins above 0."""
+        """Return the same as :meth:`place` for the first call. A resumed policy's iteration begins above 0."""
         self.epoch_start = max(0, iteration - number)
         return self.epoch_start + number, (number + 1) % self.average_every == 0
 
 
 class PortedCalls:
-    """Does the steps of one policy in the form of torchgfn's calls."""
+    """Does the steps of one policy with the arguments and return values of torchgfn's policies."""
 
     def __init__(self, policy: SpawnPolicy) -> None:
         self._policy = policy
@@ -83,7 +86,7 @@ class PortedCalls:
         if expose_params not in (None, True):
             validation.refuse("expose_params", expose_params, "None or True")
         if type(iteration) is int and iteration == policy.iteration and self._numbers.epoch_start == 0:
-            # Fast path for a caller whose numbers equal the policy's.
+            # This path is faster, and usual for scripts that number their iterations as the policy does.
             return model, optimizer, fields_of(await policy._guarded_step(local_metric))
         policy.check_can_step()
         if type(iteration) is not int or iteration < 0:

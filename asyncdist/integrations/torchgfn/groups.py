@@ -15,12 +15,16 @@ _HERE = "asyncdist.integrations.torchgfn"
 
 
 def group_of(group: Any) -> Group | None:
-    """Return the asyncdist group with the ranks of ``group``; None for all ranks.
+    """Return the asyncdist group with the ranks of ``group``, or None for all ranks. All members must call it.
 
-    ``group`` is an asyncdist group, a torch.distributed process group, an MPI communicator, or None. If no world is
-    open, opens it, which is collective among all ranks of the job. The members then make the group together. Before a
-    step that could not complete, raises an error: TypeError for a different type; ValueError if no world is open and
-    ``group`` does not have all ranks of the job, or if its ranks are unknown.
+    If no world is open, it is opened, for which all ranks of the job must call this function.
+
+    Args:
+        group: An asyncdist group, a torch.distributed process group, an MPI communicator, or None.
+
+    Raises:
+        TypeError: ``group`` has a different type.
+        ValueError: The ranks of ``group`` are unknown, or it lacks ranks of the job while no world is open.
     """
     if group is None or isinstance(group, Group):
         join()
@@ -35,7 +39,7 @@ def group_of(group: Any) -> Group | None:
 
 
 def _check_is_of_all(group: Any, size: int) -> None:
-    """Raise ValueError if ``group`` lacks ranks of the job, for which the start of a world would wait forever."""
+    """Raise ValueError if ``group`` lacks ranks of the job, for which opening the world would wait forever."""
     is_torchs = torch.distributed.is_available() and torch.distributed.is_initialized()
     found = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_torchs else None
     job_size = environment.detect(group=found).expected_size or 1

@@ -1,4 +1,4 @@
-"""Averaging policies for torchgfn's training scripts, with torchgfn's names and calls.
+"""Averaging policies for torchgfn's training scripts, with torchgfn's names and arguments.
 
 ::
 
@@ -10,7 +10,7 @@
         )
     averaging_policy.shutdown()
 
-A call changes the model and optimizer in place and returns them. The policy's messages do not interfere with the
+A call changes the model and the optimizer in place and returns them. The policy's messages do not interfere with the
 script's own torch.distributed process groups or MPI communicators.
 """
 
@@ -62,7 +62,7 @@ class _OneSidedOptions(ReadingOptions, StartOptions, total=False):
 
 
 class _Ported(Generic[PolicyT]):
-    """Wraps a policy that is called in each iteration. The first call starts it with a model and an optimizer."""
+    """Base class for policies that a script calls in each iteration. The first call starts the policy."""
 
     def __init__(self, make: Callable[..., PolicyT]) -> None:
         self._make = make
@@ -72,7 +72,7 @@ class _Ported(Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """Running policy; None before the first call and after ``shutdown``."""
+        """The running policy; None before the first call and after ``shutdown``."""
         return None if self._training is None else self._training.policy
 
     @property
@@ -110,7 +110,7 @@ class _Ported(Generic[PolicyT]):
 
 
 class _Called(_Ported[PolicyT]):
-    """Wrapped policy that is called like torchgfn's policies for torch.distributed."""
+    """Base class for policies with the arguments of torchgfn's policies for torch.distributed."""
 
     def __call__(
         self,
@@ -122,13 +122,14 @@ class _Called(_Ported[PolicyT]):
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
         """Do a step of the policy, and return the model, the optimizer and a dict of the step's events.
 
+        Model, optimizer and group must be the same in all calls.
+
         Args:
             iteration: Iteration number of the script; see :meth:`protocols.ported.Ported.__call__`.
-            model: Model to train, the same in all calls.
-            optimizer: Optimizer of the model, the same in all calls.
+            model: Model to train.
+            optimizer: Optimizer of the model.
             local_metric: Metric of this rank; larger is better.
-            group: Ranks that take part, the same in all calls: an asyncdist group, a process group or a communicator;
-                all ranks by default.
+            group: Asyncdist group, process group or communicator of the ranks that take part; by default all ranks.
 
         Raises:
             ValueError: ``group`` differs from the group of the first call, or lacks ranks of the job while no world is
@@ -158,14 +159,15 @@ class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
     A larger ``local_metric`` is better.
 
     Args:
-        model_builder: Function that returns a model, or the pair (model, optimizer); for ``"reset_weights"``.
+        model_builder: Function that returns a model, or the pair (model, optimizer), for the strategy
+            ``"reset_weights"``.
         average_every: Number of iterations between two reports.
         replacement_ratio, averaging_strategy, momentum, cooldown, timing: Options of
             :class:`protocols.AsyncSelectiveAveragingPolicy`.
-        poll_interval_s: Ignored, since no thread polls.
-        threshold: Value below which the worst rank's metric must be for a round to replace weights. With ``inf``, every
-            round after the cooldown replaces weights.
-        options: Other options of that policy.
+        poll_interval_s: Ignored, because no thread polls.
+        threshold: Metric below which the worst rank must be for a round to replace weights. With ``inf``, every round
+            after the cooldown replaces weights.
+        options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
     """
 
     @validation.names_options()
@@ -203,15 +205,16 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
     Each call publishes a snapshot of the weights, which other ranks read. The policy works on every transport.
 
     Args:
-        model_builder: Function that returns a model, or the pair (model, optimizer); for ``"reset_weights"``.
-        model: Ignored, since each call passes the model.
-        average_every: Ignored, as in torchgfn: each call publishes.
+        model_builder: Function that returns a model, or the pair (model, optimizer), for the strategy
+            ``"reset_weights"``.
+        model: Ignored, because each call passes the model.
+        average_every: Ignored, as in torchgfn, because each call publishes.
         threshold_metric: Ignored, as in torchgfn, unless ``replacement_mode="threshold"``.
         replacement_ratio: Ignored, as in torchgfn, unless ``replacement_mode="worst_ratio"``.
         averaging_strategy, momentum, age_range: Options of :class:`protocols.OneSidedSelectiveAveragingPolicy`.
-        poll_interval_s: Ignored, since no thread polls.
-        group: Ranks that take part: an asyncdist group, a process group or a communicator; all ranks by default.
-        options: Other options of that policy.
+        poll_interval_s: Ignored, because no thread polls.
+        group: Asyncdist group, process group or communicator of the ranks that take part; by default all ranks.
+        options: Other options of :class:`protocols.OneSidedSelectiveAveragingPolicy`.
     """
 
     @validation.names_options()
@@ -258,9 +261,9 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         """Do a step of the policy, and return the model, the optimizer and a dict of the step's events.
 
         Args:
-            iteration, model, optimizer, local_metric: Arguments of :class:`AsyncSelectiveAveragingPolicy`'s calls.
-            expose_params: Must be True, since each call publishes.
-            group: Group that was passed to the constructor; None has the same meaning.
+            iteration, model, optimizer, local_metric: The same as for :class:`AsyncSelectiveAveragingPolicy`.
+            expose_params: True, because each call publishes the weights.
+            group: None, or the group that was passed to the constructor.
         """
         if expose_params is not True:
             validation.refuse("expose_params", expose_params, "True because each call publishes the weights")
@@ -270,15 +273,15 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         return called
 
     def statistics(self) -> OneSidedStatistics:
-        """Return this rank's statistics; also possible after ``shutdown``. Raise RuntimeError before the first step."""
+        """Return this rank's statistics, even after ``shutdown``. Raise RuntimeError before the first step."""
         return self._started().statistics()
 
     def print_stats(self) -> None:
-        """Print this rank's statistics as a table; also possible after ``shutdown``."""
+        """Print this rank's statistics as a table, even after ``shutdown``."""
         self._started().print_stats()
 
     def print_time(self) -> None:
-        """Print the durations of this rank's work as a table; also possible after ``shutdown``."""
+        """Print the durations of this rank's work as a table, even after ``shutdown``."""
         self._started().print_time()
 
     def _started(self) -> _OneSided:
@@ -287,7 +290,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         return self._one_sided
 
 
-#: Names used by code written for mpi4py. One class supports every transport, and models with any mix of dtypes.
+#: Names in code written for mpi4py. One class supports every transport, and models with any mix of dtypes.
 AsyncSelectiveAveragingPolicympi4pyGeneral = AsyncSelectiveAveragingPolicympi4pyFast
 AverageAllPolicympi4py = AverageAllPolicy
 

@@ -1,7 +1,7 @@
-"""Replaces torchgfn's ``gfn.utils.distributed``: roles of ranks, groups and blocking collective calls.
+"""Replaces torchgfn's ``gfn.utils.distributed``: roles of ranks, groups and blocking collectives.
 
-The functions work under every launcher; torchgfn's own functions see several ranks only if PMI_SIZE is set. Each
-process group and each communicator is replaced with an asyncdist group.
+The functions work under every launcher, while torchgfn's own functions see several ranks only if PMI_SIZE is set.
+Asyncdist groups replace process groups and communicators.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ report_time_info = asyncdist.report_time_info
 
 @dataclass
 class DistributedContext:
-    """Roles of the ranks, as seen by one rank, with the fields of torchgfn's class.
+    """The roles and groups of one rank, with the fields of torchgfn's class.
 
     Attributes:
         num_training_ranks: Number of training ranks, which are the first ranks.
@@ -50,11 +50,11 @@ class DistributedContext:
 
     @property
     def dc_mpi4py(self) -> DistributedContext:
-        """This context, whose groups also work in code for mpi4py, on every transport."""
+        """This context, because its groups also work in code written for mpi4py."""
         return self
 
     def get_train_group(self, backend: str = "mpi") -> Group | None:
-        """Return ``train_global_group``; ``backend`` is ignored, since one group supports every transport."""
+        """Return ``train_global_group``. ``backend`` is ignored, because a group works on every transport."""
         del backend
         return self.train_global_group
 
@@ -69,7 +69,7 @@ class DistributedContext:
     def cleanup(self) -> None:
         """Free the groups, leave this process's world, and wait until the other ranks leave it.
 
-        MPI is finalized when the process ends. A second call does nothing.
+        Later calls do nothing. MPI is finalized when the process ends.
         """
         made_of, self._made_of = self._made_of, None
         if made_of is not None:
@@ -80,10 +80,10 @@ class DistributedContext:
 def initialize_distributed_compute(
     dist_backend: str = "gloo", num_remote_buffers: int = 0, num_agent_groups: int = 1
 ) -> DistributedContext:
-    """Assign a role to every rank, and make the groups. Collective among all ranks; opens their world if none is open.
+    """Assign a role to every rank, and make the groups. All ranks must call it; it opens their world if none is open.
 
     Args:
-        dist_backend: Ignored, since the launcher decides between MPI and torch.distributed.
+        dist_backend: Ignored, because the launcher decides between MPI and torch.distributed.
         num_remote_buffers: Number of buffer ranks, which are the last ranks; at most one per training rank.
         num_agent_groups: Number of groups of training ranks; must divide the number of training ranks.
 
@@ -112,7 +112,7 @@ def initialize_distributed_compute(
     )
 
 
-#: Name used by code written for mpi4py. One class supports every transport.
+#: Name in code written for mpi4py. One class supports every transport.
 DistributedContextmpi4py = DistributedContext
 
 
@@ -129,22 +129,22 @@ def barrier(group: Group | None = None, backend: str = "mpi") -> None:
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, group: Group | None = None) -> None:
-    """Copy ``tensor`` of rank ``src`` into the other ranks' tensors. Replaces ``torch.distributed.broadcast``.
+    """Copy rank ``src``'s ``tensor`` into the tensors of the other ranks of ``group`` (by default all ranks).
 
-    Shape and dtype must be equal on all ranks of ``group``, by default all ranks.
+    Shape and dtype must be equal on all of them. Replaces ``torch.distributed.broadcast``.
     """
     join()
     blocking.broadcast(tensor, src, group=group)
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Replace each gradient with its mean over all ranks; see :func:`asyncdist.average_gradients`."""
+    """Replace each gradient with its mean over all ranks. See :func:`asyncdist.average_gradients`."""
     join()
     blocking.average_gradients(model)
 
 
 def average_models(model: nn.Module, training_group: Group | None = None) -> None:
-    """Replace the model's state with its mean over ``training_group``; see :func:`asyncdist.average_models`."""
+    """Replace the model's state with its mean over ``training_group``. See :func:`asyncdist.average_models`."""
     join()
     blocking.average_models(model, training_group)
 
@@ -155,6 +155,6 @@ def gather_distributed_data(
     rank: int | None = None,
     training_group: Group | None = None,
 ) -> torch.Tensor | list[Any] | None:
-    """Return all members' data, concatenated, on rank 0; see :func:`asyncdist.gather_distributed_data`."""
+    """Return all members' data, concatenated, on rank 0. See :func:`asyncdist.gather_distributed_data`."""
     join()
     return blocking.gather_distributed_data(local_tensor, world_size, rank, training_group)
