@@ -1,4 +1,4 @@
-"""Prints the output of commands, and handles readers that close the pipe early, as ``head`` does."""
+"""Prints the output of commands, even if the reader closes the pipe early, as ``head`` does."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def print_to(command: str, write: Callable[[], None]) -> int:
 
 
 def refuse(command: str, error: object) -> int:
-    """Print a one-line error message for a command; return its exit code."""
+    """Print a one-line error message for a command, and return the command's exit code."""
     print(f"asyncdist {command}: {printable(str(error))}", file=sys.stderr)
     return 2

@@ -1,11 +1,11 @@
 """Defines the events of a rank, keeps the latest events in memory, and passes all events to a recording.
 
-An event has a time, a kind and fields. In a file, a kind is represented by its index in :data:`KINDS`, so new kinds and
-new fields are appended (see :mod:`asyncdist.recording.writer`). Some fields are needed only for replays. ``pass`` is
-the number of a polling pass modulo 65536, -1 if a task received the message without a pass, or -2 if the message
-arrived before the world was open. ``turn`` counts the passes and yields of the current safe point. ``woken`` and
-``begun`` count the waits that have ended and begun since the last safe point began; in the event of a safe point,
-``woken`` counts from the previous safe point. The beginning of a safe point without events is not recorded.
+An event has a time, a kind and fields. A file represents a kind by its index in :data:`KINDS`, so new kinds and fields
+are appended (see :mod:`asyncdist.recording.writer`). Some fields are needed only for replays. ``pass`` is the number of
+a polling pass modulo 65536, -1 if a task received the message without a pass, or -2 if the message arrived before the
+world was open. ``turn`` counts the passes and yields of the current safe point. ``woken`` and ``begun`` count the waits
+that have ended and begun since the last safe point began. In the event of a safe point, ``woken`` counts from the
+previous safe point. The beginning of a safe point without events is not recorded.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def whole(field: Field) -> int:
 
 #: Kinds of events, each with its field names. The field ``seconds`` is a duration that ends at the event.
 KINDS: Final[dict[str, tuple[str, ...]]] = {
-    # A policy started on this rank; its number identifies it in other events.
+    # A policy started on this rank. Its number identifies it in other events.
     "policy": ("policy", "class_name", "name", "average_every", "model_nbytes", "ranks"),
     # A call of ``policy.step`` ended.
     "step": ("policy", "iteration", "seconds"),
     # The user's code returned a metric.
     "metric": ("policy", "iteration", "value"),
-    # This rank entered a new state of a round; the states are defined by protocols.selective.member.
+    # This rank entered a new state of a round. protocols.selective.member defines the states.
     "role": ("policy", "round", "state"),
     # This rank applied new weights. The fields from ``fragment`` on describe averages of contributions.
     "applied": (
@@ -54,7 +54,8 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "coordinator": ("policy", "epoch", "rank"),
     # A policy ended on this rank.
     "closed": ("policy", "iteration"),
-    # A message was passed to the transport. The k-th message sent to a rank on a tag is the k-th received there.
+    # A message was passed to the transport. The k-th message sent to a rank on a tag is the k-th message received
+    # there.
     "sent": ("dest", "tag", "nbytes"),
     # A message was received from the transport.
     "received": ("source", "tag", "nbytes", "pass", "turn", "woken", "begun"),
@@ -69,17 +70,17 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "safe_point": ("has_ended", "turns", "woken"),
     "clock": ("seconds", "line"),
     "deadline": ("what", "turn", "woken"),
-    # A policy ended with final weights that have this CRC-32; None if they are too large to compute it.
+    # A policy ended with final weights that have this CRC-32, or None if they were too large to compute it.
     "weights": ("policy", "checksum"),
     # A timer of the runtime or of asyncio fired, or work in a thread ended.
     "timer": ("what", "turn", "woken", "begun"),
     # A task continued after a failed collective.
     "failed": ("turn", "woken"),
-    # A signal cancelled main. ``waited_for`` names main's wait and its line of code; "" if main was not waiting.
+    # A signal cancelled main. ``waited_for`` names main's wait and its line of code, or "" if main was not waiting.
     "interrupted": ("waited_for",),
-    # A task continued after a collective that MPI carried out.
+    # A task continued after a collective that MPI completed.
     "collective": ("tag", "turn", "woken"),
-    # MPI reduced floating-point numbers in its own order. ``result`` is hexadecimal; "" if the result is too large.
+    # MPI reduced floating-point numbers in its own order. ``result`` is hexadecimal, or "" if it is too large.
     "reduced": ("tag", "nbytes", "result"),
     # A timing-dependent number was measured, such as the part of a tensor that another rank has written so far.
     "measured": ("what", "value"),
@@ -87,14 +88,14 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "cut": ("why",),
     # A rank that was restarted or joined late started with the state of another rank, including its weights.
     "joined": ("policy", "round", "iteration", "donor"),
-    # The ranks of a host reported why the job made no progress or was aborted; some of the ranks record the report.
+    # The ranks of a host reported why the job made no progress or was aborted. Only some of them record the report.
     "told": ("story",),
     # This rank captured its contribution to a round of averaging. ``group`` is the lowest rank of the policy's group.
     "contributed": (
         *("policy", "round", "fragment", "iteration", "version"),
         *("weight", "norm", "wire_nbytes", "unencoded_nbytes", "group"),
     ),
-    # This rank got new hyperparameters. Two JSON objects contain the donor's hyperparameters, and the new ones made
+    # This rank got new hyperparameters. The two JSON objects are the donor's hyperparameters and the new ones derived
     # from them. The donor is -1 when the policy starts.
     "hyperparameters": ("policy", "round", "iteration", "donor", "inherited", "chosen"),
 }
@@ -106,7 +107,7 @@ CAPACITY: Final = 256
 
 
 class Event(NamedTuple):
-    """Event on one rank.
+    """An event on one rank.
 
     Attributes:
         time_s: Time in seconds, on the clock of the rank's loop, which starts at an arbitrary moment.
@@ -119,7 +120,7 @@ class Event(NamedTuple):
     fields: tuple[Field, ...]
 
     def get(self, name: str) -> Any:
-        """Return the field with this name; None if the event does not have it."""
+        """Return the field with this name, or None if the event does not have the field."""
         place = _PLACES[self.kind].get(name, -1)
         return self.fields[place] if 0 <= place < len(self.fields) else None
 
@@ -138,7 +139,7 @@ class EventLog:
 
     Attributes:
         now: Function that returns the time in seconds.
-        sink: Function called with each event; None if nothing is recorded.
+        sink: Function called with each event, or None.
         counts: Number of events of each kind. Roles are counted by state, for example as ``"role giving"``.
     """
 
@@ -150,7 +151,7 @@ class EventLog:
         self.sink: Callable[[float, str, tuple[Field, ...]], None] | None = None
 
     def add(self, kind: str, *fields: Field) -> None:
-        """Add an event that happens now."""
+        """Add an event at the current time."""
         time_s = self.now()
         self._latest.append(Event(time_s, kind, fields))
         self.counts[kind if kind != "role" else f"role {fields[-1]}"] += 1

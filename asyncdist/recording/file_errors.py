@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def why_not_written(error: OSError) -> str:
-    """Return why a file cannot be written: an obstructing file or folder, a missing folder, or the OS's message."""
+    """Return why a file cannot be written: a file or folder in its place, a missing folder, or the OS's message."""
     if error.filename is None:
         return error.strerror or str(error)
     path = Path(error.filename)

@@ -26,9 +26,9 @@ from asyncdist.validation import printable
 
 logger = logging.getLogger("asyncdist.recording.reader")
 
-#: Maximum number of jobs, the latest ones, that an error names if a folder has recordings of several jobs.
+#: Maximum number of jobs that an error names, the latest ones, if a folder has recordings of several jobs.
 _JOB_COUNT_MAX: Final = 8
-#: Number of bytes that are read, and checked, at a time.
+#: Number of bytes to read, and to check, at a time.
 _READ_NBYTES: Final = 1 << 16
 _CHECK_NBYTES: Final = 1 << 16
 
@@ -44,8 +44,8 @@ class RankRecording:
     Attributes:
         schema: Schema by which the events are checked.
         header_nbytes: Size of the header in bytes.
-        nbytes: Size of the file in bytes when it was opened. Later events of a running rank are not read.
-        damage: Description of the damage at which reading stops; "" if the file is intact.
+        nbytes: Size of the file in bytes when it was opened. Events that a running rank writes later are not read.
+        damage: Description of the damage at which reading stops, or "".
     """
 
     path: Path
@@ -70,7 +70,7 @@ class RankRecording:
         return self.header.unix_s + time_s - self.header.clock_s
 
     def conditions(self) -> Conditions:
-        """Read the initial conditions for a replay from the header; raise RecordingError if they are invalid."""
+        """Read the initial conditions for a replay from the header. Raise RecordingError if they are invalid."""
         with self.path.open("rb") as file:
             data = file.read(self.header_nbytes)
         try:
@@ -87,7 +87,7 @@ class RankRecording:
                 yield from read(block.content, block.time_s)
 
     def check(self) -> str:
-        """Check the whole file. Return a description of the damage, or ""; raise RecordingError for invalid content."""
+        """Check the whole file. Return a description of any damage, or "". Raise RecordingError for invalid content."""
         damage, waiting, nbytes = "", list[_Block](), 0
         for block in self.blocks():
             if isinstance(block, str):
@@ -102,7 +102,7 @@ class RankRecording:
         return damage
 
     def _check(self, blocks: Sequence[_Block]) -> None:
-        """Check several blocks together, which is faster. If that fails, check each block to find the invalid one."""
+        """Check several blocks together, which is faster. If one is invalid, check each block to find it."""
         try:
             self.schema.check(b"".join([block.content for block in blocks]))
         except EventError:
@@ -188,7 +188,7 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
 
 
 def told_of_other_version(recording: Recording) -> str | None:
-    """Return a sentence naming both versions if a different asyncdist version wrote the recording; else None."""
+    """Return a sentence that names both versions if another version of asyncdist wrote the recording, or None."""
     for each in recording.ranks:
         if each.header.asyncdist != __version__:
             return f"{each.path} was written by asyncdist {each.header.asyncdist}, but this is asyncdist {__version__}"
@@ -196,7 +196,7 @@ def told_of_other_version(recording: Recording) -> str | None:
 
 
 def _chosen_job(root: Path, found: Sequence[RankRecording], job: str | None) -> str:
-    """Return the job to read. Raise RecordingError if ``job`` is missing, or is None and there are several jobs."""
+    """Return the job to read. Raise RecordingError if ``job`` does not exist, or is None and there are several jobs."""
     jobs = sorted({each.header.job: each.header.unix_s for each in found}.items(), key=lambda item: item[1])
     names = [name for name, _ in jobs]
     known = ", ".join(names[-_JOB_COUNT_MAX:])
@@ -230,7 +230,7 @@ def _place(each: RankRecording) -> tuple[int, int]:
 
 
 class _Part:
-    """Reads a file only up to ``nbytes`` bytes after its current position."""
+    """Reads at most ``nbytes`` bytes of a file, from its current position."""
 
     def __init__(self, file: BinaryIO, nbytes: int) -> None:
         self._file = file
@@ -244,7 +244,7 @@ class _Part:
 
 
 def _open(path: Path, schemas: dict[Any, EventSchema]) -> RankRecording | None:
-    """Read a file's header, and return its recording; None if it is empty. ``schemas`` caches all files' schemas."""
+    """Read a file's header, and return its recording, or None if the file is empty. ``schemas`` caches schemas."""
     if not path.is_file():
         raise RecordingError(f"{path} must be a file")
     try:
@@ -335,5 +335,5 @@ def _blocks(file: _Part, begin: int, end: int) -> Iterator[_Block | str]:
                 return
 
 
-#: All limits are 0 for msgpack types that blocks do not contain.
+#: msgpack types that blocks do not contain, for which all limits are 0.
 _NONE: Final = ("max_str_len", "max_map_len", "max_ext_len")

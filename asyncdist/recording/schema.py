@@ -1,4 +1,4 @@
-"""Defines the valid content of a recording; each header and each event is checked when it is read.
+"""Defines the valid content of a recording, against which each header and each event is checked.
 
 A recording is untrusted input: a different version, a damaged disk or an attacker may have produced it. msgspec decodes
 the bytes directly into the types below and rejects wrong types, out-of-range numbers, and missing or unknown fields. It
@@ -33,9 +33,9 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
 Text: TypeAlias = Annotated[str, Meta(max_length=1 << 20)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=CLOCK_S_MAX)]
 Clock: TypeAlias = Annotated[float, Meta(ge=-CLOCK_S_MAX, le=CLOCK_S_MAX)]
-#: A number that every table format can represent. NaN and infinity are included, because a run may diverge.
+#: A number that every table format can represent. NaN and infinity are allowed, because a run may diverge.
 Number: TypeAlias = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)] | float
-#: Fields of a :class:`asyncdist.waits.WaitId`; a recording of a different version may contain other kinds.
+#: Fields of a :class:`asyncdist.waits.WaitId`. A recording of another version may contain other kinds of waits.
 _Wait: TypeAlias = tuple[
     Annotated[str, Meta(pattern=r"^[a-z][a-z_]{0,63}\Z")],
     Count | None,
@@ -117,13 +117,13 @@ class Header(Struct, frozen=True, kw_only=True):
 
 
 class Conditions(Struct, frozen=True, kw_only=True):
-    """Initial conditions of a rank, from the header; a replay starts in the same conditions.
+    """Initial conditions of a rank, from the header, in which a replay starts.
 
     Attributes:
         nonce: Random number of the job.
         thread_count: Number of torch threads.
-        hosts: Lowest rank on the host of each rank, by rank; None if all ranks are on one host.
-        first_seed: Torch's initial seed at import; None if not recorded.
+        hosts: Lowest rank on the host of each rank, by rank, or None if all ranks are on one host.
+        first_seed: Torch's initial seed at import, or None if it is not recorded.
         sent_before_count: Number of messages sent before the world was open.
         tells_sleeps: Whether the file says when asyncio's timers fired.
         tells_collectives: Whether the file says when tasks continued after collectives.
@@ -161,7 +161,7 @@ read_header: Final = msgspec.msgpack.Decoder(Header).decode
 read_conditions: Final = msgspec.msgpack.Decoder(Conditions).decode
 read_preamble: Final = msgspec.msgpack.Decoder(Preamble).decode
 
-#: Number of fields that are always present, for kinds of events whose last fields are optional.
+#: Number of fields that are always present in events of a kind whose last fields are optional.
 _REQUIRED_COUNTS: Final[Mapping[str, int]] = {"safe_point": 2, "received": 3, "applied": 10}
 _OFFSET: Final = Annotated[int, Meta(ge=-(10**16), le=10**16)]
 
@@ -201,7 +201,7 @@ def _types_of_fields(size: int) -> Mapping[str, Any]:
     }
 
 
-#: Creates an event from a tuple in half the time of the constructor; a recording may have millions of events.
+#: Creates an event from a tuple in half the time of the constructor, because a recording may have millions of events.
 _new_event: Final = functools.partial(tuple.__new__, Event)
 
 
@@ -222,7 +222,7 @@ class EventSchema:
             name: (*KINDS[name], *fields[len(KINDS[name]) :]) if name not in self.unknown else tuple(fields)
             for name, fields in kinds.items()
         }
-        #: Names of the kinds of events, by their index in the file; None for an ignored kind.
+        #: Names of the kinds of events, by their index in the file. None for an ignored kind.
         self._names = tuple(None if name in self.unknown else name for name in kinds)
         types = _types_of_fields(size)
         structs = [self._struct_of(place, name, kinds[name], types) for place, name in enumerate(kinds)]
@@ -266,7 +266,7 @@ class EventSchema:
         return read
 
     def _count(self, content: bytes) -> int:
-        """Return the number of complete objects, which the decoder needs. It reports any incomplete object."""
+        """Return the number of complete objects, which the decoder needs. The decoder reports an incomplete one."""
         self._counter.feed(content)
         count = 0
         try:
@@ -292,7 +292,7 @@ class EventSchema:
         raise EventError(f"{event}: {_in_words(found['what'])}") from error
 
     def _name_of(self, content: bytes, number: int) -> str:
-        """Return the kind of the event with this index; "" if the kind is unknown."""
+        """Return the kind of the event with this index, or "" if the kind is unknown."""
         unpacker = _unpacker()
         unpacker.feed(content)
         try:
@@ -311,7 +311,7 @@ def _unpacker() -> msgpack.Unpacker:
 
 
 def _is_known(name: str, fields: Sequence[str]) -> bool:
-    """Return whether this version knows a kind of events, possibly with additional or missing last fields."""
+    """Return whether this version knows a kind of events, possibly with more or fewer fields at the end."""
     return name in KINDS and all(theirs == ours for theirs, ours in zip(fields, KINDS[name], strict=False))
 
 

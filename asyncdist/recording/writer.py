@@ -47,7 +47,7 @@ LIMIT_NBYTES: Final = 1 << 28
 WAIT_S_MIN: Final = 0.001
 
 _BLOCK_NBYTES: Final = 1 << 15
-#: Number of bytes reserved for the block that records that the size limit has been reached.
+#: Number of bytes reserved for the block that says that the size limit was reached.
 _CUT_NBYTES: Final = 160
 _BLOCK_AGE_S: Final = 1.0
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
@@ -77,7 +77,7 @@ class RecordOptions:
 
     @staticmethod
     def of(folder: Any, limit_nbytes: int = LIMIT_NBYTES) -> RecordOptions | None:
-        """Return the options; None if ``folder`` is None."""
+        """Return the options, or None if ``folder`` is None."""
         if folder is None:
             return None
         if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
@@ -86,12 +86,12 @@ class RecordOptions:
 
 
 def file_name(job: str, rank: int, incarnation: int) -> str:
-    """Return the name of a rank's file; a restarted rank writes a new file."""
+    """Return the name of a rank's file. A restarted rank writes a new file."""
     return f"{job}-rank{rank:05d}{f'.{incarnation}' if incarnation else ''}{SUFFIX}"
 
 
 def remove_earlier(folder: Path, job: str, kept: str) -> None:
-    """Remove the files of earlier runs of this job except ``kept``; simulations with equal seeds share a job name."""
+    """Remove the files of earlier runs of this job except ``kept``. Simulations with equal seeds share a job name."""
     with contextlib.suppress(OSError):
         for path in folder.glob(f"{job}-rank*{SUFFIX}"):
             if path.name != kept:
@@ -99,7 +99,7 @@ def remove_earlier(folder: Path, job: str, kept: str) -> None:
 
 
 def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: str, hostname: str) -> dict[str, Any]:
-    """Return the header of a rank's file; the runtime adds the conditions for replays."""
+    """Return the header of a rank's file, without the conditions for replays, which the runtime adds."""
     script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     return {
         "format": FORMAT,
@@ -146,7 +146,7 @@ def _digest_of(path: str) -> str:
 
 
 class RecordWriter:
-    """Writes the events of one rank to its file; events before :meth:`open` are kept until then."""
+    """Writes the events of one rank to its file. Events before :meth:`open` are kept in memory until then."""
 
     def __init__(self, options: RecordOptions, clock: Callable[[], float], rank: int) -> None:
         self._options = options
@@ -158,9 +158,9 @@ class RecordWriter:
         self._block = bytearray()
         self._process_id = os.getpid()
         self._block_began_at = clock()
-        self._is_at_safe_point = False  # whether a safe point has begun that is not recorded yet
+        self._is_at_safe_point = False  # whether the beginning of a safe point is still to be recorded
         self._woken_count = 0
-        self._turn_count = -1  # turns of a safe point whose end is not recorded yet; -1 if there is no such safe point
+        self._turn_count = -1  # number of turns of a safe point whose end is still to be recorded, or -1
         self._has_sent = False
 
     @property
@@ -198,8 +198,8 @@ class RecordWriter:
         begin = len(block)
         try:
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *fields), block, -1)
-        except UnicodeEncodeError:  # for example because of a file name in an error message
-            del block[begin:]  # removes the part of the event that was encoded
+        except UnicodeEncodeError:  # for example in an error message that contains a file name
+            del block[begin:]  # removes the part that was already encoded
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *_readable_fields(fields)), block, -1)
         # A report that the job makes no progress is written at once, because the process may soon be killed.
         if self._is_block_due(time_s) or (self._has_sent and code in (_STEP, _POLICY)) or code == _TOLD:
@@ -209,11 +209,11 @@ class RecordWriter:
         return len(self._block) >= _BLOCK_NBYTES or time_s - self._block_began_at >= _BLOCK_AGE_S
 
     def note(self, kind: str, *fields: Field) -> None:
-        """Add an event that happens now."""
+        """Add an event at the current time."""
         self.add(self._clock(), kind, fields)
 
     def begin_safe_point(self, woken_count: int) -> None:
-        """Note that a safe point begins after ``woken_count`` ended waits; this is recorded before the next event."""
+        """Note that a safe point begins after ``woken_count`` ended waits. It is recorded before the next event."""
         if self._is_over:
             return
         if self._turn_count >= 0:  # no event since the last safe point

@@ -1,4 +1,4 @@
-"""Draws the rounds of policies that average contributions of all ranks, for a report."""
+"""Draws, for a report, the rounds of policies that average contributions of all ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from asyncdist.report.drawing import evenly, named_ranks, new_figure, times
 from asyncdist.report.summary import Summary
 from asyncdist.wording import seconds_in_words, size_in_words
 
-#: Maximum number of rounds to draw; if there are more, an evenly spaced selection is drawn.
+#: Maximum number of rounds to draw. If there are more, an evenly spaced selection is drawn.
 ROUND_COUNT_MAX: Final = 400
-#: Maximum number of ranks in the table; if there are more, those with the longest and the shortest waits are listed.
+#: Maximum number of ranks in the table. If there are more, those with the longest and the shortest waits are listed.
 RANK_COUNT_MAX: Final = 64
 
 
 def average_sections(summary: Summary) -> Iterator[tuple[str, str, go.Figure | str | None]]:
-    """Yield (title, note, figure) for each section about averages; nothing if no policy averages contributions."""
+    """Yield (title, note, figure) for each section about averages, or nothing if no policy averages contributions."""
     if not summary.averages.ranks:
         return
     for place in sorted(summary.averages.populations):

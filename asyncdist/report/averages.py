@@ -1,8 +1,8 @@
-"""Summarises the rounds of policies that average contributions of all ranks: who contributed when, waits, and bytes.
+"""Summarises rounds of averaging over all ranks: who contributed when, waits, and bytes.
 
-Each rank records its contributions (``contributed``) and the averages that it applies (``applied``). No rank records
-the decisions, because all ranks contribute to each round. The ranks' events of a round are found by its number and by
-the lowest rank of the policy's group, since policies on several groups number their rounds independently.
+Each rank records its contributions (``contributed``) and the averages that it applies (``applied``). Events belong to
+the same round if they have the same number and the same policy. Policies on several groups number their rounds
+independently, so the group's lowest rank is part of the identity.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncdist.report.series import TimeBins
 
 
 class AverageKey(NamedTuple):
-    """Identity of a round: the policy's population, its index in it, its group's lowest rank, and the round."""
+    """Identity of a round: its population, the policy's index there, its group's lowest rank, and its number."""
 
     population: int
     policy: int
@@ -35,13 +35,13 @@ class Average:
         first_s, last_s: Times of the first and the last contribution.
         last_rank: Rank of the last contribution.
         contribution_count: Number of recorded contributions.
-        applied_s: Time at which the last rank applied the average; NaN if no rank did.
+        applied_s: Time at which the last rank applied the average; NaN if no rank applied it.
         applied_count: Number of ranks that applied the average.
         donors: Ranks whose contributions were averaged.
         left_out: Members whose contributions were not averaged.
         gains: Gain of each donor's contribution on held-out data; empty if it was not measured.
-        waited_s: The longest wait of a rank for the average.
-        staleness_steps: The largest number of steps between the capture and the application on a rank.
+        waited_s: Longest wait of a rank for the average.
+        staleness_steps: Largest number of steps between a rank's contribution and its application of the average.
         staleness_versions: See :class:`protocols.StepInfo`.
     """
 
@@ -70,7 +70,7 @@ class Average:
 
 @dataclass(slots=True)
 class RankAverages:
-    """One rank's contributions and averages.
+    """Contributions of one rank, and averages that it applied.
 
     Attributes:
         last_count: Number of rounds in which this rank's contribution was the last of several.
@@ -93,7 +93,7 @@ class Averages:
     """All rounds of averaging of a job.
 
     Attributes:
-        ranks: Contributions and averages by rank; only ranks that have some.
+        ranks: Contributions and averages of the ranks that have any, by rank.
         populations: Populations of policies that average.
     """
 
@@ -101,10 +101,10 @@ class Averages:
         self.ranks: dict[int, RankAverages] = {}
         self.populations: set[int] = set()
         self._rounds: dict[AverageKey, Average] = {}
-        self._groups: dict[tuple[int, int, int], int] = {}  # group by rank and policy
+        self._groups: dict[tuple[int, int, int], int] = {}  # by rank and policy: the group's lowest rank
 
     def add(self, rank: int, place: tuple[int, int], time_s: float, event: Event) -> None:
-        """Add an event of the kind ``contributed``, or of the kind ``applied`` with a fragment.
+        """Add an event of the kind ``contributed``, or of the kind ``applied`` if it has a fragment.
 
         Args:
             place: Population of the policy, and the policy's index in it.
@@ -136,11 +136,11 @@ class Averages:
         found.outer_norm, found.cosine = event.get("outer_norm"), event.get("cosine")
 
     def first_s(self, rank: int, place: tuple[int, int], event: Event) -> float:
-        """Return the time of the first contribution to the round of a contribution."""
+        """Return the time of the first contribution to the round to which ``event``, a contribution, belongs."""
         return self._find(rank, place, event).first_s
 
     def count_late(self) -> None:
-        """Count for each rank the rounds in which it was the last or was left out, after all events were added."""
+        """After all events were added, count for each rank the rounds in which it was the last or was left out."""
         for each in self._rounds.values():
             if each.contribution_count > 1:
                 self.ranks[each.last_rank].last_count += 1
@@ -158,5 +158,5 @@ class Averages:
 
 
 def median_late_s(rounds: Iterable[Average]) -> float:
-    """Return the median time between the first and the last contribution, of rounds with several contributions."""
+    """Return the median time between the first and the last contribution, over rounds with several contributions."""
     return statistics.median(each.late_s for each in rounds if each.contribution_count > 1)

@@ -1,10 +1,10 @@
 """Aligns the clocks of a recording's hosts.
 
-The ranks of a host share its monotonic clock, so they have one offset, taken from the rank that began first. Hosts are
+The ranks of a host share a monotonic clock, and therefore one offset, taken from the rank that began first. Hosts are
 aligned by their wall clocks, which may differ by milliseconds. If a message would then arrive before it was sent, the
 receiving host's clock is moved forward by the least time that corrects this (the longest paths in the graph of such
-constraints, as in Duda et al., "Estimating global time in distributed systems", ICDCS 1987). If no offsets can correct
-all messages, because one clock runs faster than another, the wall-clock offsets are kept.
+constraints, as in Duda et al., "Estimating global time in distributed systems", ICDCS 1987). If no offsets correct all
+messages, because one clock runs faster than another, the wall-clock offsets are kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncdist.recording.reader import RankRecording, Recording
 
 #: Source, destination and tag of a sequence of messages.
 Line: TypeAlias = tuple[int, int, int]
-#: Maximum number of correction rounds. If more rounds than hosts are needed, the constraints contradict each other.
+#: Maximum number of correction rounds. More rounds than hosts mean that the constraints contradict each other.
 _ROUND_COUNT_MAX: Final = 64
 
 
@@ -28,7 +28,7 @@ class Clocks:
     """Converts the times of a recording's events to seconds since the job began.
 
     Attributes:
-        shifts: Seconds added to the clock of each shifted host, by host, so that no message arrives before it was sent.
+        shifts: Seconds added to the clocks of shifted hosts, by host, so that no message arrives before it was sent.
         began_at_s: Time of the first event, in seconds since 1970.
     """
 
@@ -47,13 +47,13 @@ class Clocks:
             self._set_zero(recording)
 
     def _set_zero(self, recording: Recording) -> None:
-        for _ in range(2):  # seconds since 1970, used in the first pass, are exact only to a quarter of a microsecond
+        for _ in range(2):  # the first pass uses seconds since 1970, which are exact only to a quarter of a microsecond
             zero = min(self.offset(each) + self._first_s[each.path] for each in recording.ranks)
             self.began_at_s += zero
             self._offsets = {host: offset - zero for host, offset in self._offsets.items()}
 
     def offset(self, each: RankRecording) -> float:
-        """Return the seconds to add to the times of a file's events."""
+        """Return the seconds to add to the event times of a file."""
         return self._offsets[self._hosts[each.path]]
 
     def _correct(self, recording: Recording) -> None:
@@ -103,7 +103,7 @@ def messages(
     """Return the times of sends and of receives, in order, by line (source, destination and tag).
 
     The k-th send of a line belongs to its k-th receive. Lines of restarted ranks are left out, because messages to an
-    earlier process may be lost. ``wanted`` returns whether a line is wanted; by default all are.
+    earlier process may be lost. ``wanted`` returns whether to include a line; by default all are included.
     """
     counts: dict[int, int] = defaultdict(int)
     for each in recording.ranks:

@@ -16,12 +16,12 @@ from asyncdist.wording import plural
 
 
 class _WriteError(Exception):
-    """Raised if the file or folder given with -o cannot be written."""
+    """The file or folder given with -o cannot be written."""
 
 
 @contextlib.contextmanager
 def _writing(what: str, allowed: str) -> Iterator[None]:
-    """Convert an OSError in the body to an error that says why ``what`` cannot be written and what -o accepts."""
+    """Convert an OSError in the context to an error that says why ``what`` cannot be written and what -o accepts."""
     try:
         yield
     except OSError as error:
@@ -35,7 +35,7 @@ def _name(text: str) -> str:
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the subcommands. In the parsed options, ``call`` is a function that returns the exit code."""
+    """Add the subcommands. The parsed option ``call`` is a function that runs one and returns its exit code."""
     report = add_parser(
         "report",
         help="write a recording as one HTML page",
@@ -80,7 +80,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the chosen command; return the exit code."""
+    """Run the chosen command, and return the exit code."""
     try:
         return int(options.call(options))
     except KeyboardInterrupt:
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_report(folder: str, job: str | None, out: str | None) -> int:
-    """Write the HTML page of a recording; return the exit code."""
+    """Write the HTML page of a recording, and return the exit code."""
     from asyncdist.recording.reader import RecordingError, read_recording
 
     try:
@@ -100,7 +100,7 @@ def run_report(folder: str, job: str | None, out: str | None) -> int:
         recording = read_recording(folder, job)
         path = Path(out or f"{recording.job}.html")
         page = render(recording)
-        from asyncdist.report.whole_files import whole_file  # imported only here, since it loads tempfile
+        from asyncdist.report.whole_files import whole_file  # imported only here, because it imports tempfile
 
         with _writing("the page", "a file in an existing folder"), whole_file(path) as file:
             file.write_text(page, encoding="utf-8")
@@ -110,7 +110,7 @@ def run_report(folder: str, job: str | None, out: str | None) -> int:
 
 
 def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[str]) -> int:
-    """Write the trace of a recording; return the exit code."""
+    """Write the trace of a recording, and return the exit code."""
     from asyncdist.recording.reader import RecordingError, read_recording
     from asyncdist.report.trace import TraceError, write_trace
 
@@ -127,7 +127,7 @@ def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[
 
 
 def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
-    """Write the tables of a recording; return the exit code."""
+    """Write the tables of a recording, and return the exit code."""
     from asyncdist.recording.reader import RecordingError, read_recording
     from asyncdist.report import tables
 
@@ -145,7 +145,7 @@ def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
 
 
 def run_query(folder: str, job: str | None, statement: str) -> int:
-    """Print the result of an SQL query as a table on a terminal, otherwise as CSV; return the exit code."""
+    """Print the result of an SQL query, as a table on a terminal and otherwise as CSV. Return the exit code."""
     from asyncdist.recording.reader import RecordingError, read_recording
     from asyncdist.report import tables
 
@@ -164,7 +164,7 @@ def _print_rows(names: Sequence[str], found: Iterable[Sequence[object]]) -> None
 
 
 def _printable(row: Sequence[object]) -> list[object]:
-    """Return the cells with control characters escaped, except newlines and tabs, which CSV allows in cells."""
+    """Return the cells with control characters escaped, except newlines and tabs, which CSV allows."""
     return [printable(cell, keep="\n\t") if isinstance(cell, str) else cell for cell in row]
 
 
@@ -173,7 +173,7 @@ def _say(command: str, text: str) -> int:
 
 
 def _print_table(names: Sequence[str], found: Iterable[Sequence[object]]) -> bool:
-    """Print a table if the output is a terminal and rich is installed; return whether the table was printed."""
+    """Print a table if the output is a terminal and rich is installed. Return whether the table was printed."""
     if not sys.stdout.isatty():
         return False
     try:

@@ -13,7 +13,7 @@ from asyncdist.report.slow_ranks import ranks_at_start, slow_ranks_in_words
 from asyncdist.report.summary import Round, Summary
 from asyncdist.wording import plural, ranks_in_words, seconds_in_words, size_in_words
 
-#: The startup time is mentioned if the first step ends later than this number of median step times after the job began.
+#: Number of median step times after which the end of the first step is late, so that the startup time is mentioned.
 _LATE_START_STEPS: Final = 3.0
 #: Maximum number of ranks, or of pairs of ranks, that a sentence names.
 _COUNT_MAX: Final = 8
@@ -21,7 +21,7 @@ _REASON_COUNT_MAX: Final = 3
 
 
 def conclusions(summary: Summary) -> list[str]:
-    """Return sentences about how ranks ended, steps, metrics, rounds, the ancestry of the weights, and messages."""
+    """Return sentences about the ends of ranks, steps, metrics, rounds, the ancestry of the weights, and messages."""
     return [
         *_ends(summary),
         *_steps(summary),
@@ -195,7 +195,7 @@ def _reasons(rounds: Sequence[Round]) -> str:
 
 def _lineage(summary: Summary) -> Iterator[str]:
     for place, population in enumerate(summary.populations):
-        is_averaged = place in summary.averages.populations  # all of its ranks begin with the same weights
+        is_averaged = place in summary.averages.populations  # all ranks of the population begin with the same weights
         if is_averaged or not any(each.population == place for each in summary.applied):
             continue
         shares = population.shares.astype("float64").mean(axis=0)

@@ -19,7 +19,7 @@ def name_ranks(figure: go.Figure, size: int, axes: str) -> None:
 
 
 def new_figure(height: int, x: str, y: str) -> go.Figure:
-    """Return an empty figure; ``x`` and ``y`` are the titles of its axes, and ``height`` is in pixels."""
+    """Return an empty figure. ``x`` and ``y`` are the titles of its axes, and ``height`` is in pixels."""
     figure = go.Figure()
     figure.update_layout(
         template="plotly_white",
@@ -33,7 +33,7 @@ def new_figure(height: int, x: str, y: str) -> go.Figure:
 
 
 def scale(title: str, **more: Any) -> dict[str, Any]:
-    """Return a heat map's colour scale, placed below the map, because a narrow window has no space next to it."""
+    """Return a heat map's colour scale. It is placed below the map, because a narrow window has no space beside it."""
     place = {"orientation": "h", "x": 0.5, "y": -0.22, "yanchor": "top", "thickness": 12, "len": 0.9}
     return {"title": {"text": title, "side": "bottom"}, **place, **more}
 
@@ -51,5 +51,5 @@ def times(seconds: Any) -> Any:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, of which at most 8 spans are named."""
+    """Return the names of ranks. At most 8 spans of consecutive ranks are named."""
     return ranks_in_words(ranks, span_count_max=8) if ranks else "no rank"

@@ -1,4 +1,4 @@
-"""Draws the hyperparameters of population based training over time, for a report."""
+"""Draws, for a report, the hyperparameters of population based training over time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from asyncdist.report.summary import Summary
 FIGURE_COUNT_MAX: Final = 12
 RANK_COUNT_MAX: Final = 64
 VALUE_COUNT_MAX: Final = 200
-#: The axis is logarithmic if the largest value is at least this many times the smallest one.
+#: Ratio of the largest to the smallest value from which the axis is logarithmic.
 _LOG_FACTOR: Final = 20.0
 
 
 def hyperparameter_sections(summary: Summary) -> Iterator[tuple[str, str, go.Figure]]:
-    """Yield (title, note, figure) for each hyperparameter; nothing without population based training."""
+    """Yield (title, note, figure) for each hyperparameter. Yield nothing without population based training."""
     names = list(dict.fromkeys(name for _, _, values in summary.hyperparameters for name in values))
     for name in names[:FIGURE_COUNT_MAX]:
         yield f"Hyperparameter {name}", *_figure_of(summary, name)

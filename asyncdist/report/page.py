@@ -1,4 +1,4 @@
-"""Renders the report of a job as one HTML page that needs no network."""
+"""Renders the report of a job as one HTML page that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from asyncdist.report.hyperparameter_figures import hyperparameter_sections
 from asyncdist.report.summary import Round, Summary, summarise
 from asyncdist.wording import ranks_in_words, size_in_words
 
-#: Maximum number of ranks for which each rank has its own line; for more ranks, quantiles are drawn.
+#: Maximum number of ranks for which each rank has its own line. For more ranks, quantiles are drawn.
 LINE_COUNT_MAX: Final = 64
-#: Maximum numbers of rounds and of replacements to draw; if there are more, an evenly spaced selection is drawn.
+#: Maximum numbers of rounds and of replacements to draw. If there are more, an evenly spaced selection is drawn.
 ROUND_COUNT_MAX: Final = 400
 MARK_COUNT_MAX: Final = 1500
 #: Number of columns of the heat maps over time.
 COLUMN_COUNT: Final = 200
-#: The metric axis covers the values between these two quantiles.
+#: Quantiles of the metric: the axis covers the values between the first and the last, and the middle two are the
+#: quartiles.
 _SCALE_QUANTILES: Final = (0.02, 0.25, 0.75, 0.98)
-#: The metric axis extends at most this number of interquartile ranges beyond the quartiles.
+#: Maximum number of interquartile ranges by which the metric axis extends beyond the quartiles.
 _SCALE_SPREADS: Final = 8.0
-#: The metric axis shows all values if it becomes at most this many times longer.
+#: Factor by which the metric axis may become longer in order to show all values.
 _SCALE_FACTOR: Final = 2.0
 _QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
 #: Minimum range of a colour scale, as a fraction of the step time, because ranks always differ slightly.
@@ -128,9 +129,9 @@ def _facts_of_rounds(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, go.Figure | str | None]]:
-    """Yield (title, note, figure) for each section; the figure may be a table in HTML.
+    """Yield (title, note, figure) for each section. The figure may be a table in HTML.
 
-    The figure is None without data, as plotly would invent axes.
+    The figure is None if there is no data, because plotly would invent axes.
     """
     yield from _of_populations(summary)
     if summary.rounds or not summary.averages.ranks:
@@ -150,7 +151,7 @@ def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, 
 
 
 def _of_populations(summary: Summary) -> Iterator[tuple[str, str, go.Figure | None]]:
-    """Yield sections with the metric and the lineage of each population, as populations never exchange weights."""
+    """Yield sections with the metric and the lineage of each population. Populations never exchange weights."""
     if len(summary.populations) < 2:
         whose = [(0, "")]
     else:
@@ -161,7 +162,7 @@ def _of_populations(summary: Summary) -> Iterator[tuple[str, str, go.Figure | No
         ]
     for place, name in whose:
         yield f"Metric{name}", *_metric(summary, place)
-        if place not in summary.averages.populations:  # whose ranks begin with the same weights
+        if place not in summary.averages.populations:  # otherwise its ranks begin with equal weights
             yield f"Ancestry of the weights{f',{name}' if name else ''}", *_lineage(summary, place)
 
 
@@ -212,10 +213,7 @@ def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
 
 
 def _set_metric_range(figure: go.Figure, series: Sequence[Any], summary: Summary) -> str:
-    """Limit the range of the metric axis to exclude rare outliers; return a sentence about this, or "".
-
-    Each value is weighted by the time until the next value, so ranks that report often do not count more than others.
-    """
+    """Limit the range of the metric axis to exclude rare outliers, and return a sentence about this, or ""."""
     if math.isfinite(summary.first_step_s) and summary.first_step_s > 0.03 * summary.duration_s:
         figure.add_vrect(x0=0, x1=summary.first_step_s, fillcolor="#eee", line_width=0, layer="below")
         started = f" The grey part, {summary.first_step_s:.3g} s, is the time before the first step of any rank."
@@ -243,12 +241,13 @@ def _set_metric_range(figure: go.Figure, series: Sequence[Any], summary: Summary
 
 def _spread(values: Any) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about columns before the first value of any rank
+        # numpy warns about columns that precede the first value of every rank
+        warnings.simplefilter("ignore", RuntimeWarning)
         return np.nanquantile(values, (0.0, 0.25, 0.5, 0.75, 1.0), axis=0)
 
 
 def _held(rows: Any, times: Any) -> Any:
-    """Return the latest value at each time; NaN at times before the first value."""
+    """Return the latest value at each time, or NaN before the first value."""
     if not len(rows):
         return np.full(len(times), np.nan)
     places = np.searchsorted(rows[:, 0], times, side="right") - 1
@@ -325,7 +324,7 @@ def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure |
     begin_s = min((each.first_s for each in series if each.first_s < summary.duration_s), default=0.0)
     values = np.array([each.means(begin_s, summary.duration_s, columns) for each in series])
     middles = begin_s + (np.arange(columns) + 0.5) * (summary.duration_s - begin_s) / columns
-    for row in values:  # a value is shown until the next value
+    for row in values:  # each value is shown until the next
         known = np.flatnonzero(np.isfinite(row))
         if len(known):
             filled = np.maximum.accumulate(np.where(np.isfinite(row), np.arange(columns), -1))
@@ -357,8 +356,9 @@ def _bytes(summary: Summary) -> tuple[str, go.Figure | None]:
         exponents = np.log2(summary.nbytes)
     exponents[~np.isfinite(exponents)] = np.nan
     least, most = np.nanmin(exponents), np.nanmax(exponents)
-    apart = 0.05 * (most - least)  # minimum distance at which two labels do not overlap
-    inner = (power for power in np.arange(math.ceil(least), most) if power % 5 == 0)  # 32 bytes, 1 KiB, 32 KiB, ...
+    apart = 0.05 * (most - least)  # distance at which two labels do not overlap
+    # labels at 32 bytes, 1 KiB, 32 KiB, ...
+    inner = (power for power in np.arange(math.ceil(least), most) if power % 5 == 0)
     powers = [least, *(power for power in inner if least + apart < power < most - apart), most]
     are_named = summary.size <= LINE_COUNT_MAX
     figure.add_heatmap(

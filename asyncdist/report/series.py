@@ -8,14 +8,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-#: Histogram bins are logarithmic, from 100 ns to 10^6 s; each bin is 5.9 % wider than the previous bin.
+#: Histogram bins are logarithmic, from 100 ns to 10^6 s. Each bin is 5.9 % wider than the previous one.
 _PER_DECADE: Final = 40
 _LOWEST_DECADE: Final = -7
 _BIN_COUNT: Final = 13 * _PER_DECADE
 
 
 class LogHistogram:
-    """Counts positive values in logarithmic bins; quantiles are accurate to within 6 %, and mostly to within 1 %."""
+    """Counts positive values in logarithmic bins. Quantiles are accurate to 6 %, and mostly to 1 %."""
 
     __slots__ = ("_counts", "_largest", "_sums", "count")
 
@@ -35,25 +35,25 @@ class LogHistogram:
         self._sums[place] += value
 
     def middle(self) -> float:
-        """Return the mean of the values in the median's bin; NaN without values."""
+        """Return the mean of the values in the median's bin, or NaN if there are no values."""
         if not self.count:
             return math.nan
         place = int(np.searchsorted(np.cumsum(self._counts), max(self.count / 2, 1)))
         return self._sums[place] / self._counts[place]
 
     def quantile(self, fraction: float) -> float:
-        """Return the value below which ``fraction`` of the values lie; NaN without values."""
+        """Return the value below which ``fraction`` of the values lie, or NaN if there are no values."""
         if not self.count:
             return math.nan
         wanted, up_to = max(fraction * self.count, 1), np.cumsum(self._counts)
         place = int(np.searchsorted(up_to, wanted))
-        # Assumes that values are evenly distributed within a bin.
+        # Assumes that the values in a bin are evenly distributed.
         within = 1 - (up_to[place] - wanted) / self._counts[place]
         return min(float(10 ** (_LOWEST_DECADE + (place + within) / _PER_DECADE)), self._largest)
 
 
 class TimeBins:
-    """Averages values over time in at most ``capacity`` bins, whose width doubles when a value lies beyond them."""
+    """Averages values over time in at most ``capacity`` bins. Their width doubles when a value lies beyond them."""
 
     __slots__ = ("_begin_s", "_capacity", "_counts", "_sums", "_width_s")
 
@@ -90,11 +90,11 @@ class TimeBins:
 
     @property
     def first_s(self) -> float:
-        """Time of the first value in seconds; infinity without values."""
+        """Time of the first value in seconds, or infinity if there are no values."""
         return math.inf if self._begin_s is None else self._begin_s
 
     def means(self, begin_s: float, end_s: float, columns: int) -> NDArray[np.float64]:
-        """Return the means in equal columns from ``begin_s`` to ``end_s``, shape (columns,); NaN without values."""
+        """Return the means in equal columns from ``begin_s`` to ``end_s``, or NaN in empty columns."""
         counts, sums = np.zeros(columns), np.zeros(columns)
         middles = (np.arange(len(self._sums)) + 0.5) * self._width_s + (self._begin_s or 0.0) - begin_s
         places = np.clip((middles / max(end_s - begin_s, 1e-12) * columns).astype(int), 0, columns - 1)
@@ -104,7 +104,7 @@ class TimeBins:
 
 
 class Thinned:
-    """Stores the last row of a series and every n-th row, at most ``capacity``; ``count`` counts all rows."""
+    """Stores every n-th row of a series, at most ``capacity``, and the last row. ``count`` counts all rows."""
 
     __slots__ = ("_capacity", "_every", "_last", "_rows", "count")
 
@@ -116,7 +116,7 @@ class Thinned:
         self.count = 0
 
     def add(self, *row: float) -> None:
-        """Add a row."""
+        """Add a row of values."""
         if self.count % self._every == 0:
             self._rows.append(row)
             if len(self._rows) > self._capacity:
@@ -127,7 +127,7 @@ class Thinned:
 
     @property
     def last(self) -> tuple[float, ...] | None:
-        """Last row; None without rows."""
+        """Last row, or None if there are no rows."""
         return self._last
 
     def rows(self) -> list[tuple[float, ...]]:

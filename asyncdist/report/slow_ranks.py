@@ -1,4 +1,4 @@
-"""Says which ranks are slow, for the report of a recording and for the page of a running job."""
+"""Describes which ranks are slow, for the report of a recording and for the page of a running job."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 
 from asyncdist.wording import ranks_in_words, seconds_in_words
 
-#: A rank is slow if its step time exceeds the median over all ranks by this factor.
+#: Factor over the median step time of all ranks from which a rank is slow.
 SLOW_FACTOR: Final = 1.25
 #: Maximum number of spans of ranks that a sentence names.
 _SPAN_COUNT_MAX: Final = 8
 
 
 def slow_ranks_in_words(step_s: Mapping[int, float]) -> str | None:
-    """Return a sentence that names the slow ranks; None if no rank is slow. ``step_s`` has each rank's step time."""
+    """Return a sentence that names the slow ranks, or None if no rank is slow. ``step_s`` maps ranks to step times."""
     typical_s = statistics.median_low(step_s.values()) if step_s else 0.0
     slow = {rank: each_s / typical_s for rank, each_s in step_s.items() if each_s > SLOW_FACTOR * typical_s > 0}
     if not slow:

@@ -22,9 +22,9 @@ from asyncdist.report.series import LogHistogram, Thinned, TimeBins
 _METRIC_COUNT: Final = 20_000
 #: Maximum number of changes of hyperparameters that are stored.
 _HYPERPARAMETER_COUNT: Final = 100_000
-#: Maximum number of ranks; with this number, each table of all pairs of ranks takes 32 MB.
+#: Maximum number of ranks, for which each table of all pairs of ranks takes 32 MB.
 SIZE_MAX: Final = 2048
-#: Maximum number of policies that a rank has open at once, each of which belongs to a different population.
+#: Maximum number of policies that a rank has open at once. Each belongs to a different population.
 POPULATION_COUNT_MAX: Final = 8
 _WITHOUT_END: Final = (
     "its recording ends before main: the rank was killed or stopped, its disk was full, or it is still running"
@@ -36,7 +36,7 @@ RoundNumber: TypeAlias = tuple[int, int, int]
 
 
 class Applied(NamedTuple):
-    """An event in which a rank's weights were replaced."""
+    """The replacement of a rank's weights."""
 
     time_s: float
     rank: int
@@ -61,10 +61,10 @@ class Begun(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """Averaging round, with the times at which its phases ended, in seconds since the job began.
+    """An averaging round, with the times at which its phases ended, in seconds since the job began.
 
     Attributes:
-        number: Identity of the round, since islands and policies on several groups number their rounds independently.
+        number: Identity of the round. Islands and policies on several groups number their rounds independently.
         began_s: Time of the decision. This and the following times are NaN for phases that were not reached.
         frozen_s: Time at which the donors were fixed.
         applied_s: Time at which the last replacer applied the average.
@@ -86,10 +86,10 @@ class Round:
 
 @dataclass(slots=True)
 class RankSummary:
-    """Summary of one rank: seconds between the ends of consecutive steps, and seconds that ``policy.step`` itself took.
+    """Seconds between the ends of a rank's consecutive steps, and seconds that ``policy.step`` itself took.
 
-    ``lag_bins`` show, over time, how many seconds after the first rank this rank contributed to a round, or reported
-    the metric of an iteration.
+    ``lag_bins`` has, over time, the seconds by which this rank contributed to a round, or reported the metric of an
+    iteration, after the first rank.
     """
 
     intervals: LogHistogram = field(default_factory=LogHistogram)
@@ -102,9 +102,8 @@ class RankSummary:
 class Population:
     """A group of policies that exchange weights, one on each rank, and their successors.
 
-    Policies that a rank has open at the same time belong to different populations. ``metrics`` are the times and values
-    of the metric, by rank. ``shares``, of shape (size, size), are the fractions of each rank's final weights (row) that
-    descend from each rank's initial weights (column).
+    ``metrics`` has the times and values of the metric, by rank. ``shares``, of shape (size, size), has the fractions of
+    each rank's final weights (row) that descend from each rank's initial weights (column).
     """
 
     name: str
@@ -125,15 +124,13 @@ class Summary:
         rounds: Rounds of selective averaging, oldest first.
         averages: Rounds of policies that average contributions of all ranks.
         nbytes: Size in bytes of all messages from one rank (row) to another (column), with shape (size, size).
-        news: Losses, failovers, errors of main and files without an end, each with time, reporting rank and text.
-        first_step_s: Time at which the first step of any rank ended, in seconds since the job began; infinity without
-            steps.
+        news: Losses, failovers, errors of main and incomplete files, each with time, reporting rank and text.
+        first_step_s: Time at which the first step of any rank ended, in seconds since the job began, or infinity.
         ends: Error that ended main on each recorded rank: "" if main returned, None if the end is not recorded. For a
             restarted rank, the error in its last process.
         message_count: Number of messages of all ranks, including messages of policies and of the runtime.
         sent_counts, received_counts: Numbers of messages of the program's own channels, by (source, destination, tag).
-        told: Summaries of reports that the job made no progress, which are also in ``news``. Several ranks may record
-            the same report.
+        told: Summaries of the reports that the job made no progress, without duplicates. They are also in ``news``.
     """
 
     size: int
@@ -156,7 +153,7 @@ class Summary:
     received_counts: Counter[Line] = field(default_factory=Counter)
 
     def lost_messages(self) -> dict[Line, int]:
-        """Return the numbers of messages that were sent but not received by ranks with a recording, by line."""
+        """Return the number of messages, by line, that were not received by ranks with a recording."""
         return {
             line: count - self.received_counts[line]
             for line, count in self.sent_counts.items()
@@ -165,7 +162,7 @@ class Summary:
 
 
 def summarise(recording: Recording) -> Summary:
-    """Summarise a recording, which is read twice; raise RecordingError if it has more than SIZE_MAX ranks."""
+    """Summarise a recording, reading it twice. Raise RecordingError if it has more than SIZE_MAX ranks."""
     size = recording.size
     if size > SIZE_MAX:
         raise RecordingError(
@@ -220,15 +217,15 @@ def summarise(recording: Recording) -> Summary:
 class _Populations:
     """Assigns the policies of all processes to populations.
 
-    Policies that a process opens in turn belong to one population, and so do policies of other processes with the same
-    name or class. A policy that is open at the same time under a different name belongs to a different population.
+    Policies that a process opens in turn belong to one population, as do policies of other processes with the same name
+    or class. Policies with different names that are open at the same time belong to different populations.
     """
 
     def __init__(self) -> None:
-        self._spans: list[dict[str, _Span]] = []  # policies by name, for each population
+        self._spans: list[dict[str, _Span]] = []  # for each population: its policies by name
 
     def begin(self, taken: Collection[int], name: str, time_s: float) -> tuple[int, _Span]:
-        """Assign a process's new policy to a population not in ``taken``; return the population's index and a span."""
+        """Assign a process's new policy to a population not in ``taken``. Return the population's index and a span."""
         free = [place for place in range(len(self._spans) + 1) if place not in taken]
         named = next((place for place in free[:-1] if name in self._spans[place]), None)
         place = next(place for place in free if not self._has_other(place, name, time_s)) if named is None else named
@@ -245,13 +242,12 @@ class _Populations:
 
 @dataclass(slots=True)
 class _Span:
-    """Counts the open policies with one name on all ranks. ``ended_s`` is the time at which the last policy ended."""
+    """Counts the open policies with one name on all ranks. ``ended_s`` is the time at which the last of them ended."""
 
     open_count: int = 0
     ended_s: float = -np.inf
 
     def end(self, time_s: float) -> None:
-        """Record that one of these policies has ended."""
         self.open_count -= 1
         self.ended_s = max(self.ended_s, time_s)
 
@@ -267,7 +263,7 @@ class _Policies:
         self._counts: Counter[int] = Counter()
 
     def begin(self, policy: int, name: str, time_s: float) -> int:
-        """Record that a policy has started; return its population."""
+        """Record that a policy has started, and return its population."""
         taken = {place for place, _ in self._open.values()}
         place, span = self._populations.begin(taken, name, time_s)
         self._open[policy] = place, span
@@ -290,12 +286,12 @@ class _Policies:
         return self.place(policy)[0]
 
     def place(self, policy: int) -> tuple[int, int]:
-        """Return the index of a policy's population, and the policy's index among this process's policies in it."""
+        """Return the index of a policy's population, and the policy's index among this process's policies there."""
         return self._places.get(policy, (0, 0))
 
 
 def _population(summary: Summary, place: int, name: str = "") -> Population | None:
-    """Return a population, created if necessary; None if there would be more than POPULATION_COUNT_MAX."""
+    """Return a population, created if necessary, or None if there would be more than POPULATION_COUNT_MAX."""
     capacity = max(_METRIC_COUNT // summary.size, 100)
     while place >= len(summary.populations) and place < POPULATION_COUNT_MAX:
         metrics = [Thinned(capacity) for _ in range(summary.size)]
@@ -304,10 +300,10 @@ def _population(summary: Summary, place: int, name: str = "") -> Population | No
 
 
 def _round_of(applied: Applied, decided: Sequence[Round]) -> Round | None:
-    """Return the round of a replacement, chosen among ``decided``: its coordinator's rounds with the same number.
+    """Return the round of a replacement. ``decided`` has the coordinator's rounds with its number.
 
-    These rounds may belong to several policies. A round with the replacement's policy number is preferred, and
-    otherwise the latest round, because a policy may have different numbers on different ranks.
+    These rounds may belong to several policies. A round with the replacement's policy number is preferred, otherwise
+    the latest round, because a policy may have different numbers on different ranks.
     """
     its = [each for each in decided if applied.rank in each.replacers]
     return max(its, key=lambda each: (each.number[1] == applied.policy, each.began_s), default=None)
@@ -365,7 +361,7 @@ def _add(
 
 
 def _parsed(text: Any) -> dict[str, Any]:
-    """Return the hyperparameters in a field of an event; {} if a damaged recording has other content."""
+    """Return the hyperparameters in a field of an event, or {} if a damaged recording has other content."""
     try:
         found = json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -424,12 +420,12 @@ def _add_to_round(rounds: dict[RoundNumber, Round], rank: int, time_s: float, ev
 
 
 def _news_of(event: Event) -> str:
-    """Return the text of an event for the list of news; "" if the event does not belong in it."""
+    """Return the text of an event for the list of news, or "" if the event does not belong in the list."""
     match event.kind:
         case "lost":
             return f"rank {event.get('rank')} is lost"
         case "returned":
-            # Incarnation 0: this rank is the new process
+            # Incarnation 0 means that this rank is the new process.
             new = ", as a new process" if event.get("incarnation") else ""
             return f"rank {event.get('rank')} is there{new}"
         case "coordinator":
@@ -447,8 +443,8 @@ def _news_of(event: Event) -> str:
 def _follow(summary: Summary) -> None:
     """Compute the ancestry of each rank's final weights, and the time at which each round's average was last applied.
 
-    A rank's ancestry changes only when its weights are replaced; training does not change it. Ranks that take the
-    same average have the same ancestry: without this rule, an average of all would favour the rank that is last.
+    Training does not change a rank's ancestry, but a replacement of its weights does. Ranks that apply the same average
+    get the same ancestry. Otherwise, an average of all ranks would favour the rank that applies it last.
     """
     mixtures: dict[RoundNumber, _Mixture] = {}
     decided: dict[tuple[int, int], list[Round]] = {}
@@ -493,7 +489,7 @@ def _mixed(population: Population, applied: Applied) -> NDArray[np.float32]:
 
 
 def _begin(summary: Summary, begun: Begun) -> None:
-    """Set the ancestry of a restarted process's weights: its donor's ancestry, or only its own initial weights."""
+    """Set the ancestry of a restarted process's weights to its donor's, or to its own initial weights."""
     population = _population(summary, begun.population)
     if population is not None and 0 <= begun.donor < summary.size:
         own = np.eye(summary.size, dtype=np.float32)[begun.rank]

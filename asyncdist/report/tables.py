@@ -1,8 +1,8 @@
 """Converts a recording to tables: one for each kind of event, and one of the ranks.
 
-The row of an event begins with the rank, its incarnation and the time in seconds since the job began. The fields listed
-in :data:`asyncdist.recording.events.KINDS` follow. If a field has the name of one of the first three columns, the
-table's name is added as a prefix, for example ``lost_rank``. Lists are JSON strings, for example ``[0, 2]``.
+The row of an event has the rank, its incarnation, the time in seconds since the job began, and the fields listed in
+:data:`asyncdist.recording.events.KINDS`. A field with the name of one of the first three columns gets the table's name
+as a prefix, for example ``lost_rank``. Lists are JSON strings, for example ``[0, 2]``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIRST: Final = ("rank", "incarnation", "time_s")
 #: Columns of the rank table.
 RANKS: Final = ("rank", "incarnation", "hostname", "pid", "transport", "began_at_s", "damage")
 _BATCH: Final = 10_000
-#: String columns. Types are declared because the first rows of a column may have no values; the default is integer.
+#: String columns. Types are declared because the first rows of a column may have no values. The default is integer.
 _TEXTS: Final = frozenset(
     {
         *("class_name", "name", "state", "reason", "route", "what", "error", "why", "result"),
@@ -36,9 +36,9 @@ _TEXTS: Final = frozenset(
     }
 )
 _REALS: Final = frozenset({"seconds", "value", "weight", "norm", "outer_norm", "cosine", "waited_s"})
-#: Allowed actions of a query; :func:`_authorize` refuses all others, because ATTACH and VACUUM INTO would create files.
+#: Actions that a query may take. :func:`_authorize` refuses all others, because ATTACH and VACUUM INTO create files.
 _ALLOWED: Final = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE})
-#: Number of instructions of SQLite's virtual machine after which Python can handle signals.
+#: Number of instructions of SQLite's virtual machine between points at which Python can handle signals.
 _INSTRUCTIONS_BETWEEN: Final = 100_000
 
 
@@ -89,7 +89,7 @@ def _plain(field: Any) -> Value:
 
 
 def export_csv(recording: Recording, folder: Path) -> list[Path]:
-    """Write each table that is not empty as ``KIND.csv``; return the files."""
+    """Write each table that is not empty as ``KIND.csv``, and return the files."""
     writers: dict[str, Any] = {}
     with whole_folder(folder) as written, contextlib.ExitStack() as files:
         for table, row in rows(recording, (*KINDS, "ranks")):
@@ -102,7 +102,7 @@ def export_csv(recording: Recording, folder: Path) -> list[Path]:
 
 
 def export_parquet(recording: Recording, folder: Path) -> list[Path]:
-    """Write each table that is not empty as ``KIND.parquet``, with pyarrow; return the files."""
+    """Write each table that is not empty as ``KIND.parquet``, with pyarrow, and return the files."""
     import pyarrow
     import pyarrow.parquet
 
@@ -138,10 +138,10 @@ def export_parquet(recording: Recording, folder: Path) -> list[Path]:
 
 
 def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Sequence[Value]]]:
-    """Run an SQL statement, in SQLite's dialect, on the tables; return the column names and the rows.
+    """Run an SQL statement, in SQLite's dialect, on the tables. Return the column names and the rows.
 
     Only tables named in the statement are read. Raise QueryError if the statement is not a query, or if SQLite rejects
-    it; SQLite may do so only while the rows are read.
+    it, possibly while the rows are read.
     """
     words = set(re.findall(r"\w+", statement.lower()))
     wanted = [table for table in (*KINDS, "ranks") if table in words]
@@ -160,7 +160,7 @@ def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Seq
     connection.set_progress_handler(lambda: 0, _INSTRUCTIONS_BETWEEN)
     try:
         cursor = connection.execute(statement)
-    except (sqlite3.Error, ValueError) as error:  # ValueError: not UTF-8, or a NUL character
+    except (sqlite3.Error, ValueError) as error:  # ValueError for invalid UTF-8 or a NUL character
         raise _refusal(error, wanted) from error
     if cursor.description is None:
         raise QueryError("the query must be one SELECT, got a statement that returns no rows")
@@ -187,7 +187,7 @@ def _fetched(cursor: sqlite3.Cursor, wanted: Sequence[str]) -> Iterator[Sequence
 
 def _refusal(error: Exception, wanted: Sequence[str]) -> QueryError:
     """Return an error with SQLite's reason and the existing tables or columns. Raise KeyboardInterrupt after Ctrl-C."""
-    if str(error) == "interrupted":  # SQLite drops the exception that a signal handler raised
+    if str(error) == "interrupted":  # SQLite replaces the exception that a signal handler raised
         raise KeyboardInterrupt from error
     why = "the query is not UTF-8" if isinstance(error, UnicodeError) else str(error)
     if why.startswith(("not authorized", "authorization denied")):

@@ -2,7 +2,7 @@
 
 The format is Chrome's Trace Event Format, in JSON. Each rank is a process with five tracks: steps, rounds, sent
 messages, received messages, and waits. An arrow leads from the send of each message to its receive. Traces of torch's
-profiler can be added; they are aligned with the ranks by the wall clock.
+profiler can be added, aligned with the ranks by the wall clock.
 
 Perfetto matches the two ends of an arrow by a hexadecimal number, and ignores arrows with other identifiers.
 """
@@ -26,7 +26,7 @@ from asyncdist.report.whole_files import whole_file
 
 Entry: TypeAlias = dict[str, Any]
 
-#: Tracks, represented as threads. Their numbers begin at 1, because Perfetto replaces thread 0 by the process number.
+#: Tracks, represented as threads. Their numbers begin at 1, because Perfetto replaces thread 0 with the process number.
 STEPS, ROUNDS, SENT, RECEIVED, WAITS = range(1, 6)
 TRACKS: Final = {STEPS: "steps", ROUNDS: "rounds", SENT: "sent", RECEIVED: "received", WAITS: "waits"}
 #: Kinds of events that are drawn as points on the track of rounds.
@@ -50,11 +50,11 @@ _POINTS: Final = frozenset(
         "joined",
     }
 )
-#: Duration for which a message is drawn, in microseconds; each end of an arrow needs a span.
+#: Duration with which a message is drawn, in microseconds. Each end of an arrow needs a span.
 _MESSAGE_US: Final = 0.1
 #: Microseconds by which a wait may appear to begin before the previous wait ended: uvloop's clock has 1 ms resolution.
 _WAIT_SLACK_US: Final = 1000.0
-#: Process number of the first profile's first process, and the distance to the next profile's first process.
+#: Number of the first process in the first profile, and the distance to the first process in the next profile.
 _PROFILER_PID: Final = 1_000_000
 #: Number of identifiers reserved for the arrows of one line (source, destination, tag) or of one profile.
 _ARROWS: Final = 1 << 32
@@ -66,10 +66,10 @@ class TraceError(Exception):
 
 
 def write_trace(recording: Recording, path: Path, profiles: Sequence[Path] = ()) -> int:
-    """Write the trace, compressed if ``path`` ends with ``.gz``; return the number of its entries.
+    """Write the trace, compressed if ``path`` ends with ``.gz``, and return the number of its entries.
 
-    ``profiles`` are files written by ``torch.profiler.profile.export_chrome_trace``. Raise TraceError if one cannot be
-    read.
+    ``profiles`` are files written by ``torch.profiler.profile.export_chrome_trace``. Raise TraceError if a file cannot
+    be read.
     """
     clocks = Clocks(recording)
     extra = [_profile(recording, clocks, file, number) for number, file in enumerate(profiles)]
@@ -143,7 +143,7 @@ def _meta(kind: str, pid: int, track: int, name: str) -> Entry:
 class _Arrows:
     """Numbers the arrows of messages. The k-th message sent on a line is the k-th message received on that line.
 
-    Messages of a restarted rank have no arrows, because they cannot be assigned to its individual processes.
+    Messages of a restarted rank have no arrows, because it is unknown to which of its processes they belong.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -154,7 +154,7 @@ class _Arrows:
         self._ended_counts: defaultdict[int, int] = defaultdict(int)
 
     def begin(self, line: tuple[int, int, int], at_us: float) -> int | None:
-        """Return the number of the next arrow on a line (source, destination, tag); None if the line has no arrows."""
+        """Return the number of the next arrow on a line (source, destination, tag), or None if it has no arrows."""
         if not self._restarted.isdisjoint(line[:2]):
             return None
         number = self._lines.setdefault(line, len(self._lines))
@@ -214,12 +214,11 @@ class _Tracks:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._metrics: dict[int, str] = {}  # names of counters, by open policy
-        self._roles: dict[int, tuple[float, int, str]] = {}  # begin, round and state, by policy
+        self._metrics: dict[int, str] = {}  # by open policy: the name of its counter
+        self._roles: dict[int, tuple[float, int, str]] = {}  # by policy: begin, round and state
         self._ends_us: defaultdict[int, list[float]] = defaultdict(lambda: [-math.inf])
 
     def entries(self, event: Event, at_us: float) -> Iterator[Entry]:
-        """Yield the entries for one event of the recording."""
         at = {"pid": self._pid, "ts": round(at_us, 3)}
         if event.kind == "policy":
             self._name_metric(int(event.get("policy")), str(event.get("name") or ""))
@@ -248,7 +247,7 @@ class _Tracks:
                 yield {"ph": "i", "s": "t", "name": kind, "tid": ROUNDS, **at, "args": facts}
 
     def _name_metric(self, policy: int, name: str) -> None:
-        """Choose the name of the counter for a policy's metric, which differs between open policies."""
+        """Choose a name for the counter of a policy's metric that no other open policy uses."""
         plain = f"metric of {name}" if name else "metric"
         names = itertools.chain([plain], (f"{plain} #{number}" for number in itertools.count(2)))
         self._metrics[policy] = next(name for name in names if name not in self._metrics.values())
@@ -266,9 +265,10 @@ class _Tracks:
     def _added(
         self, track: int, name: str, began_us: float, until_us: float, facts: Entry, *, slack_us: float = 0.0
     ) -> Iterator[Entry]:
-        """Yield a span, clipped to begin at 0 or later. A span that overlaps another span is on an additional track.
+        """Yield a span that begins at 0 or later. A span that overlaps another span is on an additional track.
 
-        Perfetto ignores overlapping spans and spans that begin before 0, such as a wait before the rank's file began.
+        Perfetto ignores overlapping spans and spans that begin before 0, such as a wait that began before the rank's
+        file.
         """
         ends_us = self._ends_us[track]
         free = [place for place, end_us in enumerate(ends_us) if round(end_us, 3) <= round(began_us + slack_us, 3)]
@@ -289,7 +289,7 @@ def _span(pid: int, track: int, name: str, began_us: float, until_us: float, fac
 
 
 def _profile(recording: Recording, clocks: Clocks, path: Path, number: int) -> list[Entry]:
-    """Read a trace of torch's profiler; convert its times to the job's time, and renumber its processes.
+    """Read a trace of torch's profiler, convert its times to the job's time, and renumber its processes.
 
     The trace names its rank if the program uses torch.distributed. Otherwise, the process number determines the rank.
     """

@@ -1,4 +1,4 @@
-"""Writes files atomically: a file that is incomplete, for example because the disk is full, is removed."""
+"""Writes files atomically. A file that is incomplete, for example because the disk is full, is removed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-#: Maximum number of symbolic links that are followed; equals the kernel's limit.
+#: Maximum number of symbolic links that are followed, equal to the kernel's limit.
 _LINK_COUNT_MAX: Final = 40
-#: Mode of a folder such as ``/tmp``, in which all users may create files, but only remove their own.
+#: Mode of a folder such as ``/tmp``, in which all users may create files, but remove only their own.
 _SHARED_MODE: Final = stat.S_ISVTX | stat.S_IWOTH
 
 
@@ -23,8 +23,8 @@ _SHARED_MODE: Final = stat.S_ISVTX | stat.S_IWOTH
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file in the same folder, which replaces ``path`` when the context ends.
 
-    If the body raises, the temporary file is removed and ``path`` remains unchanged. Devices and pipes, such as
-    ``/dev/stdout``, and files in a folder without write permission are written directly.
+    If the body raises, the temporary file is removed and ``path`` stays unchanged. For a device or pipe, such as
+    ``/dev/stdout``, or in a folder without write permission, ``path`` itself is yielded.
     """
     target = _target(path)
     if (path.exists() and not path.is_file()) or not os.access(target.parent, os.W_OK):
@@ -86,7 +86,7 @@ def is_planted(found: os.stat_result, folder: os.stat_result, user: int) -> bool
     """Return whether a file in a shared folder is another user's link, pipe or device, which may be an attack.
 
     Linux applies the same rule to links if ``fs.protected_symlinks`` is set. ``found`` is the status of the file
-    itself, not of a link's target; ``user`` is this user's ID.
+    itself, not of a link's target. ``user`` is this user's ID.
     """
     is_shared = folder.st_mode & _SHARED_MODE == _SHARED_MODE
     return is_shared and not stat.S_ISREG(found.st_mode) and found.st_uid not in (user, folder.st_uid)

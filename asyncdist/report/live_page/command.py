@@ -15,9 +15,9 @@ from asyncdist.validation import printable
 
 
 def run(name: str | None, port: int) -> int:
-    """Serve the page of a job until Ctrl-C is pressed; return the exit code.
+    """Serve the page of a job until Ctrl-C is pressed, and return the exit code.
 
-    ``name`` is the name of the job, or the pid of one of its processes or of their parent; None selects the only job.
+    ``name`` is the name of the job, or the pid of one of its processes or of their parent. None selects the only job.
     Port 0 selects a free port.
     """
     sockets.warn_of_refused_directories("top")

@@ -13,9 +13,9 @@ from asyncdist.live.counters import PolicyCounters
 from asyncdist.report.series import Thinned
 from asyncdist.validation import printable
 
-#: Maximum number of ranks for which each rank has its own line; for more ranks, three quantiles are drawn.
+#: Maximum number of ranks for which each rank has its own line. For more ranks, three quantiles are drawn.
 LINE_COUNT_MAX: Final = 8
-#: Maximum number of points of a line; longer series are thinned.
+#: Maximum number of points of a line. Longer series are thinned.
 POINT_COUNT_MAX: Final = 240
 #: Maximum number of policies with different names that are drawn.
 POLICY_COUNT_MAX: Final = 4
@@ -26,7 +26,7 @@ _QUANTITIES: Final[tuple[Quantity, ...]] = ("metric", "step/s")
 
 
 class PolicyHistory(TypedDict):
-    """The lines of one policy: their names, and for each quantity rows of a time and one value per line."""
+    """The lines of one policy: their names, and for each quantity rows of a time and the lines' values."""
 
     policy: str
     lines: list[str]
@@ -34,7 +34,7 @@ class PolicyHistory(TypedDict):
 
 
 class History:
-    """Stores one row per reading of the job, of which long series keep every n-th."""
+    """Stores one row per reading of the job. Long series keep only every n-th row."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -58,7 +58,7 @@ class History:
                 series.add(time_s, *self._values(dict(_values(rows, name, quantity)), self._ranks))
 
     def _values(self, known: dict[int, float], ranks: range) -> list[float]:
-        """Return the value of each line; NaN for a line without a value."""
+        """Return the value of each line, or NaN for a line without a value."""
         if len(ranks) <= LINE_COUNT_MAX:
             return [known.get(rank, math.nan) for rank in ranks]
         finite = [value for value in known.values() if math.isfinite(value)]

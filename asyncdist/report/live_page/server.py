@@ -1,8 +1,8 @@
-"""Serves the page of a job on 127.0.0.1 to those who know its token.
+"""Serves the page of a job on 127.0.0.1 to clients that know its token.
 
-Other users of the host can connect, and every page in the reader's browser can send requests to the address. The token
-refuses both. The check of the Host header refuses pages whose name resolves to 127.0.0.1 (DNS rebinding). The page
-loads nothing from other servers.
+The token keeps out other users of the host, and other pages in the reader's browser, which can send requests to any
+address. The check of the Host header keeps out pages whose name resolves to 127.0.0.1 (DNS rebinding). The page loads
+nothing from other servers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncdist.report.live_page.snapshots import Snapshots
 
 #: The only address on which the server listens.
 ADDRESS: Final = "127.0.0.1"
-#: Names in the Host header by which a browser may reach the server, also through a tunnel.
+#: Names in the Host header by which a browser may reach the server, directly or through a tunnel.
 _NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
 #: Seconds after which an idle connection is closed, because each connection occupies a thread.
 _TIMEOUT_S: Final = 10.0
@@ -54,7 +54,7 @@ _OTHER_NAME: Final = (
 
 
 class PageServer(AddressServer):
-    """Listens on 127.0.0.1; raises OSError if the port is in use. Port 0 selects a free port."""
+    """Listens on 127.0.0.1. Raises OSError if the port is in use. Port 0 selects a free port."""
 
     def __init__(self, snapshots: Snapshots, port: int = 0) -> None:
         self.snapshots = snapshots
@@ -72,11 +72,11 @@ class _Handler(BaseHTTPRequestHandler):
     server: PageServer
     protocol_version = "HTTP/1.1"
     timeout = _TIMEOUT_S
-    #: Random string that the scripts and styles of the next answer have, and further headers of that answer.
+    #: Nonce of the next answer's scripts and styles, and further headers of that answer.
     nonce = ""
     more: Mapping[str, str] = MappingProxyType({})
 
-    def do_GET(self) -> None:  # the standard library's name for the method that answers GET
+    def do_GET(self) -> None:  # the standard library requires this name
         """Answer with the page, with the newest reading of the job, or with a refusal."""
         path, _, query = self.path.partition("?")
         name = self.headers.get("Host", "").lower()
@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def end_headers(self) -> None:
-        """Add the headers of all answers, including those that the standard library sends for malformed requests."""
+        """Add the headers of all answers, even of those that the standard library sends for malformed requests."""
         scripts = f"'nonce-{self.nonce}'" if self.nonce else "'none'"
         for name, value in {**_HEADERS, **self.more, "Content-Security-Policy": _POLICY.format(scripts)}.items():
             self.send_header(name, value)
@@ -121,8 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
         super().end_headers()
 
     def version_string(self) -> str:
-        """Return the Server header, without versions."""
+        """Return the value of the Server header, without versions."""
         return "asyncdist"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing, since requests contain the token."""
+        """Log nothing, because requests contain the token."""

@@ -1,4 +1,4 @@
-"""Reads a running job for all viewers of its page, at most once per second, and only while a viewer asks."""
+"""Reads a running job for all viewers of its page, at most once per second, and only when a viewer asks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Snapshot:
 
     Attributes:
         body: The reading as JSON.
-        packed: The same bytes, compressed with gzip.
+        packed: ``body`` compressed with gzip.
         read_at_s: Time of the reading on the monotonic clock.
-        is_last: Whether the job has ended, so that no other reading follows.
+        is_last: Whether the job has ended, so that no reading follows.
     """
 
     body: bytes
@@ -40,10 +40,10 @@ class Snapshot:
 
 
 class Snapshots:
-    """Returns the newest reading of a job; any thread may ask.
+    """Provides the newest reading of a job to any thread.
 
     A reading is taken on request if the previous reading is older than ``PERIOD_S``. Requests that arrive during a
-    reading wait for it. Any number of viewers therefore cause one reading per second, and no viewer causes none.
+    reading wait for it. The number of readings therefore does not depend on the number of viewers.
     """
 
     def __init__(self, job: str, find: Callable[[], Mapping[str, Sequence[Place]]] = sockets.jobs) -> None:
@@ -53,7 +53,7 @@ class Snapshots:
         self._view = JobView()
         self._history = History()
         self._lock = threading.Lock()
-        self._answered_at: float | None = None  # seconds since 1970
+        self._answered_at: float | None = None  # time of the last answer, in seconds since 1970
         self._newest: Snapshot | None = None
 
     def newest(self) -> tuple[Snapshot, float]:
@@ -97,13 +97,13 @@ class Snapshots:
 
 
 def _notes(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the notes on ranks; the ranks that wait for other ranks come last, because they are seldom the cause."""
+    """Return the notes on ranks. Ranks that wait for others are last, because they are seldom the cause."""
     noted = sorted((row for row in rows if row.note), key=lambda row: (row.note.startswith("waits"), row.rank))
     return [{"rank": row.rank, "text": row.note} for row in noted]
 
 
 def _step_s(rows: Sequence[Row]) -> dict[int, float]:
-    """Return the seconds per step, during the last seconds, of each rank that has made a step."""
+    """Return the recent seconds per step of each rank that has made a step."""
     found = {}
     for row in rows:
         if row.now is not None and row.before is not None and row.now.step > row.before.step:
@@ -112,7 +112,7 @@ def _step_s(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def _line(shown: Sequence[Column], row: Row, number: int) -> dict[str, Any]:
-    """Return a line of the table: the texts of its cells, and their values, which are None for texts."""
+    """Return a line of the table: the texts of its cells, and their numeric values, None for other cells."""
     policy = policies_of(row)[number]
     texts, values = [], list[float | None]()
     for column in shown:
