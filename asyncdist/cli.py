@@ -11,13 +11,14 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias
 
 from asyncdist import local_host, rank_program
 from asyncdist._version import __version__
 from asyncdist.argument_types import count, folder, port, seconds, split_words, whole
+from asyncdist.launchers.backends import BACKENDS, RUN_NAMES
 from asyncdist.planning import arguments as plan_arguments
 from asyncdist.report import commands as report
 
@@ -29,8 +30,9 @@ _RUN_OPTIONS: Final = (
     *("-n", "--ranks", "--hosts", "--ssh", "--transport", "--mpi", "--threads-per-rank", "--stall-s", "--record"),
     *("--metrics", "--restarts", "--places", "--join", "-m"),
 )
-#: Options for ranks that join a running job.
-_NEWCOMER_OPTIONS: Final = ("restarts", "places", "join")
+#: Options of ``asyncdist run`` that not all transports support.
+TRANSPORT_OPTIONS: Final = ("hosts", "mpi", "survive", "restarts", "places", "join")
+_Variables: TypeAlias = Mapping[str, str]
 _SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes", "--until-s", "--record")
 _REPLAY_OPTIONS: Final = ("--job", "--rank", "--to-test")
 #: Scripts that ``asyncdist init`` writes.
@@ -115,7 +117,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser], *, has_arguments: bo
         help="start a script on several ranks, on this host or others",
         usage=(
             "asyncdist run -n RANKS | --hosts HOST:RANKS,... [--ssh CMD] | --join HOST:PORT [-n RANKS]\n"
-            "                     [--transport mpi|torch] [--mpi openmpi|mpich] [--threads-per-rank N]\n"
+            f"                     [--transport {'|'.join(RUN_NAMES)}] [--mpi openmpi|mpich] [--threads-per-rank N]\n"
             "                     [--survive] [--restarts N] [--places N] [--stall-s S] [--record DIR]\n"
             "                     [--metrics PORT|SINK] [--live] [--prefix] script.py | -m MODULE [arguments]"
         ),
@@ -149,7 +151,7 @@ def _add_places(run: _Parser) -> None:
     )
     run.add_argument(
         "--transport",
-        metavar="mpi|torch",
+        metavar="|".join(RUN_NAMES),
         help=f"transport of the ranks (default: {environment.TRANSPORT_VARIABLE}, else mpi); torch sends over gloo",
     )
     run.add_argument("--mpi", choices=environment.FLAVOURS, help="the MPI to use, if two are installed")
@@ -410,12 +412,11 @@ def _ranks_missing(command: str, script: str, arguments: Sequence[str]) -> str:
 
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from asyncdist import environment
-    from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_ranks
 
-    script, ranks, threads = _script(options), options.ranks, options.threads_per_rank
-    if ranks is None and options.hosts is None and options.join is None:
+    script = _script(options)
+    if options.ranks is None and options.hosts is None and options.join is None:
         raise local_host.LaunchError(_ranks_missing("run", script, arguments))
-    hosts, ssh = _hosts(options)
+    options.hosts, options.ssh = _hosts(options)
     environ = environment.environment()
     try:
         named = "torch" if options.transport is None and options.join is not None else options.transport
@@ -433,39 +434,46 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             environ = {**environ, rank_program.PREFIX_VARIABLE: "1"}
     except ValueError as error:
         raise local_host.LaunchError(str(error)) from error
-    _check_newcomers(transport, options)
-    if options.join is not None:
-        return joining_ranks.run(
-            script,
-            arguments,
-            address=options.join,
-            ranks=ranks or 1,
-            threads=threads,
-            restarts=options.restarts or 0,
-            environ=environ,
-        )
-    if transport == "mpi":
-        return mpirun.run(
-            script,
-            arguments,
-            ranks=ranks,
-            hosts=hosts,
-            ssh=ssh,
-            mpi=options.mpi,
-            threads=threads,
-            survives=options.survive,
-            environ=environ,
-        )
-    if options.survive:
-        raise local_host.LaunchError("--survive needs --transport mpi, got --transport torch")
-    if options.mpi is not None:
-        raise local_host.LaunchError(f"--mpi {options.mpi} needs --transport mpi, got --transport torch")
-    if hosts:
-        return remote_ranks.run(script, arguments, hosts=hosts, ssh=ssh, threads=threads, environ=environ)
-    restarts = options.restarts or 0
-    return local_ranks.run(
-        script, arguments, ranks=ranks, threads=threads, restarts=restarts, places=options.places, environ=environ
+    _check_supported(transport, options)
+    return RUNNERS[transport](script, arguments, options, environ)
+
+
+def _run_on_mpi(script: str, arguments: Sequence[str], options: argparse.Namespace, environ: _Variables) -> int:
+    from asyncdist.launch import mpirun
+
+    return mpirun.run(
+        script,
+        arguments,
+        ranks=options.ranks,
+        hosts=options.hosts,
+        ssh=options.ssh,
+        mpi=options.mpi,
+        threads=options.threads_per_rank,
+        survives=options.survive,
+        environ=environ,
     )
+
+
+def _run_on_torch(script: str, arguments: Sequence[str], options: argparse.Namespace, environ: _Variables) -> int:
+    from asyncdist.launch import joining_ranks, local_ranks, remote_ranks
+
+    threads, restarts = options.threads_per_rank, options.restarts or 0
+    if options.join is not None:
+        address, ranks = options.join, options.ranks or 1
+        return joining_ranks.run(
+            script, arguments, address=address, ranks=ranks, threads=threads, restarts=restarts, environ=environ
+        )
+    if options.hosts:
+        hosts, ssh = options.hosts, options.ssh
+        return remote_ranks.run(script, arguments, hosts=hosts, ssh=ssh, threads=threads, environ=environ)
+    ranks, places = options.ranks, options.places
+    return local_ranks.run(
+        script, arguments, ranks=ranks, threads=threads, restarts=restarts, places=places, environ=environ
+    )
+
+
+#: Functions that start the ranks of ``asyncdist run``, for each transport. They return the exit code.
+RUNNERS: Final[Mapping[str, Callable[..., int]]] = {"mpi": _run_on_mpi, "torch": _run_on_torch}
 
 
 def _metrics(named: str) -> str:
@@ -516,30 +524,23 @@ def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[s
         return [], []
     from asyncdist.launch import remote_hosts
 
-    for name in _NEWCOMER_OPTIONS:
+    for name in ("restarts", "places", "join"):
         if getattr(options, name) is not None:
             raise local_host.LaunchError(f"--{name} cannot be used with --hosts; it needs ranks on this host")
     hosts = remote_hosts.place_ranks(remote_hosts.parse_hosts(options.hosts), options.ranks)
     return hosts, remote_hosts.split_ssh(remote_hosts.SSH if options.ssh is None else options.ssh)
 
 
-def _check_newcomers(transport: str, options: argparse.Namespace) -> None:
-    """Raise LaunchError if options for joining ranks are given but are invalid or not allowed by the transport."""
-    for name in _NEWCOMER_OPTIONS:
-        if getattr(options, name) is None:
-            continue
-        if options.survive:
-            raise local_host.LaunchError(
-                f"--{name} and --survive cannot be used together: --{name} needs --transport torch, and --survive "
-                "needs --transport mpi"
-            )
-        if transport == "mpi":
-            raise local_host.LaunchError(
-                f"--{name} needs --transport torch, because no process can join running ranks of MPI; with --survive, "
-                "ranks of MPI continue when other ranks die"
-            )
-        if options.mpi is not None:
-            raise local_host.LaunchError(f"--mpi {options.mpi} needs --transport mpi, got --transport torch")
+def _check_supported(transport: str, options: argparse.Namespace) -> None:
+    """Raise LaunchError if the transport does not support all given options, or if they contradict each other."""
+    supporting = {
+        name: [key for key in RUN_NAMES if name in BACKENDS[key].run_options]
+        for name in TRANSPORT_OPTIONS
+        if getattr(options, name)
+    }
+    if not all(transport in keys for keys in supporting.values()):
+        needs = [f"--{name} needs --transport {' or '.join(keys)}" for name, keys in supporting.items()]
+        raise local_host.LaunchError(f"{' and '.join(needs)}, got --transport {transport}")
     if options.places is not None and options.join is not None:
         raise local_host.LaunchError(
             "--places cannot be used with --join; it belongs to the command that started the job"

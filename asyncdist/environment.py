@@ -19,6 +19,7 @@ from typing import Final, Literal
 
 from asyncdist import local_host, validation
 from asyncdist.launchers import slurm
+from asyncdist.launchers.backends import BACKENDS, RUN_NAMES, RankVariables
 from asyncdist.launchers.variables import (
     NO_LAUNCHER as NO_LAUNCHER,
     TORCH_NAMES,
@@ -38,20 +39,16 @@ FLAVOURS: Final[tuple[Flavour, ...]] = ("openmpi", "mpich")
 VARIABLES: Final[Mapping[str, str]] = os.environ
 #: Variable that selects the transport of programs with ``transport="auto"``.
 TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
-_TRANSPORTS: Final = ("auto", "local", "mpi", "torch")
 #: Source of a :class:`Launch` if the program itself has created a process group.
 GROUP_SOURCE: Final = "torch.distributed.init_process_group"
-#: For each kind of MPI launcher, the variables with the size, rank, local size and local rank.
-_MPI_FAMILIES: Final = (
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
-)
-#: Prefixes of variables that launchers set for their ranks; user settings such as OMPI_MCA_* are not included.
-_MPI_PREFIXES: Final = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_WORLD_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
+#: Prefixes of variables that MPI's launchers set for their ranks; user settings like OMPI_MCA_* are not included.
+_MPI_PREFIXES: Final = tuple(BACKENDS["mpi"].prefixes)
 #: Prefix of user settings that also begin with the launchers' prefix PMIX_.
 _MPI_SETTINGS: Final = "PMIX_MCA_"
-_TORCH_PREFIXES: Final = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
-_LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
+#: Variables of all kinds of launchers, torchrun's first, because other launchers start one torchrun per host.
+_RANK_VARIABLES: Final = [
+    each for name in sorted(BACKENDS, key=lambda name: name != "torch") for each in BACKENDS[name].variables
+]
 #: Variable that selects the torch.distributed backend for new process groups, if the program does not.
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
 #: Variable with the seconds that main may wait before a warning is logged; the program's own ``stall_s`` overrides it.
@@ -81,7 +78,7 @@ _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 # --------------------------------------------------------------------------------------------------------- detection
 
 
-def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str] = _TRANSPORTS) -> None:
+def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str] = ("auto", *BACKENDS)) -> None:
     """Raise ValueError unless ``name``, the value of the option or variable ``what``, is an allowed transport."""
     if name in allowed:
         return
@@ -95,14 +92,14 @@ def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str
     """Return the transport for which ``asyncdist run`` starts ranks, and the ranks' environment.
 
     ``named``, the value of ``--transport``, overrides ASYNCDIST_TRANSPORT. The ranks' environment does not include
-    ASYNCDIST_TRANSPORT, because ranks detect their launcher by its variables. Raises ValueError unless the transport is
-    ``"mpi"`` or ``"torch"``.
+    ASYNCDIST_TRANSPORT, because ranks detect their launcher by its variables. Raises ValueError if ``asyncdist run``
+    does not start ranks on the transport.
     """
     what, name = "--transport", named
     if name is None:
         what, name = TRANSPORT_VARIABLE, environ.get(TRANSPORT_VARIABLE) or "auto"
         name = "mpi" if name == "auto" else name
-    check_transport(name, what=what, allowed=("mpi", "torch"))
+    check_transport(name, what=what, allowed=RUN_NAMES)
     return name, {variable: text for variable, text in environ.items() if variable != TRANSPORT_VARIABLE}
 
 
@@ -133,15 +130,16 @@ def detect(
     variables = Variables(environ)
     if wanted == "local":
         return Launch("local", 1, 0, NO_LAUNCHER)
-    if wanted == "mpi":
-        launch = _detect_mpi(variables) or _detect_slurm(variables) or Launch("mpi", None, 0, NO_LAUNCHER)
-    elif wanted == "torch":
-        launch = _detect_torch(variables, "WORLD_SIZE") or Launch("torch", None, 0, NO_LAUNCHER)
-        step = None if all(map(variables.has, TORCH_NAMES)) else slurm.find_step(Variables(environ))
-        if step is not None:
-            launch = Launch("torch", *step, slurm.SIZE_VARIABLE)
-    else:
+    if wanted == "auto":
         launch = _detect_any(variables, group)
+    else:
+        found = _detect(wanted, variables)
+        if wanted == "mpi" and found is None:
+            found = _detect_slurm(variables)
+        if wanted == "torch" and not all(map(variables.has, TORCH_NAMES)):
+            step = slurm.find_step(Variables(environ))
+            found = found if step is None else Launch("torch", *step, slurm.SIZE_VARIABLE)
+        launch = found or Launch(wanted, None, 0, NO_LAUNCHER)
     variables.check()
     return launch
 
@@ -149,12 +147,11 @@ def detect(
 def _detect_any(variables: Variables, group: tuple[int, int] | None) -> Launch:
     if variables.has("TORCHELASTIC_RUN_ID"):
         variables.require(TORCH_NAMES, because="TORCHELASTIC_RUN_ID")
-        found = _detect_torch(variables, "TORCHELASTIC_RUN_ID")
+        found = _detect("torch", variables)
+        found = found and dataclasses.replace(found, source="TORCHELASTIC_RUN_ID")
     else:
-        found = _detect_mpi(variables)
-        if found is None and all(map(variables.has, TORCH_NAMES)):
-            found = _detect_torch(variables, "WORLD_SIZE")
-        found = found or _detect_slurm(variables)
+        names = [name for name in BACKENDS if name != "torch" or all(map(variables.has, TORCH_NAMES))]
+        found = next(filter(None, (_detect(name, variables) for name in names)), None) or _detect_slurm(variables)
         if found is not None and found.source == slurm.SIZE_VARIABLE and not slurm.has_plugin(variables.values):
             found = dataclasses.replace(found, transport="torch")  # srun does not describe the ranks to MPI
         if found is None and group is not None and group[1] > 1:
@@ -164,26 +161,35 @@ def _detect_any(variables: Variables, group: tuple[int, int] | None) -> Launch:
     return found or Launch("local", 1, 0, NO_LAUNCHER)
 
 
-def _detect_mpi(variables: Variables) -> Launch | None:
-    """Return the launch by Open MPI's mpirun or by a PMI launcher (MPICH's, Intel's or srun); None if there is none."""
-    found = [launch for family in _MPI_FAMILIES if (launch := _detect_family(variables, *family)) is not None]
+def _detect(transport: str, variables: Variables) -> Launch | None:
+    """Return the launch that the variables of this transport's launchers describe, or None if they are not set."""
+    found = [
+        launch
+        for names in BACKENDS[transport].variables
+        if (launch := _read_launch(transport, variables, names)) is not None
+    ]
     for other in found[1:]:
         first = found[0]
         if (other.expected_size, other.rank) != (first.expected_size, first.rank):
             variables.problems.append(
-                f"the variables of two MPI launchers disagree: {first.source}={first.expected_size} (rank "
-                f"{first.rank}), {other.source}={other.expected_size} (rank {other.rank}); unset the variables of one "
-                "launcher"
+                f"the variables of two launchers disagree: {first.source}={first.expected_size} (rank {first.rank}), "
+                f"{other.source}={other.expected_size} (rank {other.rank}); unset the variables of one launcher"
             )
+    port = variables.number("MASTER_PORT") if transport == "torch" else None
+    if port is not None and not 0 < port < 65536:
+        variables.problems.append(f"MASTER_PORT must be from 1 to 65535, got {port}")
     return found[0] if found else None
 
 
-def _detect_torch(variables: Variables, source: str) -> Launch | None:
-    launch = _detect_family(variables, "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
-    port = variables.number("MASTER_PORT")
-    if port is not None and not 0 < port < 65536:
-        variables.problems.append(f"MASTER_PORT must be from 1 to 65535, got {port}")
-    return dataclasses.replace(launch, transport="torch", source=source) if launch is not None else None
+def _read_launch(transport: str, variables: Variables, names: RankVariables) -> Launch | None:
+    """Return the launch that one launcher's size and rank describe, after checking them; None if neither is set."""
+    if not (variables.has(names.size) or variables.has(names.rank)):
+        return None
+    size, rank = variables.place(names.size, names.rank)
+    local_size, _ = variables.place(names.local_size, names.local_rank, alone=True)
+    if size is not None and local_size is not None and local_size > size:
+        variables.problems.append(f"{names.local_size}={local_size} must be at most {names.size}={size}")
+    return Launch(transport, size, rank or 0, names.size)
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:
@@ -191,15 +197,15 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> None:
     variables = Variables(environ)
     found = _detect_any(variables, None)
     size = found.expected_size or 1
-    if variables.problems or found.transport != "torch" or size == 1:
+    if variables.problems or found.transport == "mpi" or size == 1:
         return
     from asyncdist.errors import TransportError  # imported only here, to keep other imports minimal
 
     name = f"{TRANSPORT_VARIABLE}={environ[TRANSPORT_VARIABLE]}" if environ.get(TRANSPORT_VARIABLE) else "the program"
     raise TransportError(
         f"{name} asks for MPI, but MPI knows only this process, although {found.source} says that it is one of {size} "
-        f"ranks: start them with asyncdist run -n {size} script.py (or mpirun), use transport='torch', or use "
-        "transport='local' for a single rank",
+        f"ranks: start them with asyncdist run -n {size} script.py (or mpirun), use transport={found.transport!r}, or "
+        "use transport='local' for a single rank",
         expected=size,
         actual=1,
     )
@@ -223,7 +229,7 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
             "with torchrun, or call torch.distributed.init_process_group first"
         )
     variables = Variables(environ)
-    launch, port = _detect_torch(variables, "WORLD_SIZE"), variables.number("MASTER_PORT")
+    launch, port = _detect("torch", variables), variables.number("MASTER_PORT")
     variables.check()
     assert launch is not None and launch.expected_size is not None and port is not None
     if launch.expected_size > 1:
@@ -265,23 +271,10 @@ def _detect_slurm(variables: Variables) -> Launch | None:
     return None if step is None else Launch("mpi", *step, slurm.SIZE_VARIABLE)
 
 
-def _detect_family(
-    variables: Variables, size_name: str, rank_name: str, local_size_name: str = "", local_rank_name: str = ""
-) -> Launch | None:
-    """Return the launch that one launcher's size and rank describe, after checking them; None if neither is set."""
-    if not (variables.has(size_name) or variables.has(rank_name)):
-        return None
-    size, rank = variables.place(size_name, rank_name)
-    local_size, _ = variables.place(local_size_name, local_rank_name, alone=True)
-    if size is not None and local_size is not None and local_size > size:
-        variables.problems.append(f"{local_size_name}={local_size} must be at most {size_name}={size}")
-    return Launch("mpi", size, rank or 0, size_name)
-
-
 def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
     """Return this process's rank on its host; None if the launcher does not set it."""
     environ = {**os.environ, **_hidden} if environ is None else environ
-    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
+    for name in (*(each.local_rank for each in _RANK_VARIABLES), "SLURM_LOCALID"):
         if environ.get(name, "").isdecimal():
             return int(environ[name])
     return None
@@ -421,7 +414,7 @@ def seconds(text: str, name: str) -> float:
 
 def local_size(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of ranks on this host; None if the launcher does not set it."""
-    name = next((name for name in _LOCAL_SIZE_VARIABLES if environ.get(name)), None)
+    name = next((each.local_size for each in _RANK_VARIABLES if environ.get(each.local_size)), None)
     return slurm.local_size(environ) if name is None else number(environ, name)
 
 
@@ -487,8 +480,9 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     is_mpi_rank = any(name.startswith((_RANK_VARIABLE, "OMPI_COMM_WORLD_")) for name in environ)
     own = (_RANK_VARIABLE, RUN_VARIABLE, SECRET_VARIABLE, *_OF_RUN)
-    of_rank = (*(_TORCH_PREFIXES if is_torch_rank else ()), *((SURVIVAL_VARIABLE,) if is_mpi_rank else ()))
-    outer = (*own, *_MPI_PREFIXES, *of_rank)
+    backends = [backend for name, backend in BACKENDS.items() if name != "torch" or is_torch_rank]
+    of_launchers = [prefix for backend in backends for prefix in backend.prefixes]
+    outer = (*own, *of_launchers, *((SURVIVAL_VARIABLE,) if is_mpi_rank else ()))
     return {
         name: text for name, text in environ.items() if not name.startswith(outer) or name.startswith(_MPI_SETTINGS)
     }

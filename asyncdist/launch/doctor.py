@@ -17,7 +17,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import ModuleSpec
 from typing import Final
@@ -30,17 +30,14 @@ from asyncdist.host_memory import cross_memory_attach
 from asyncdist.launch import mpirun
 from asyncdist.launch.mpirun import Installation
 from asyncdist.launchers import slurm
+from asyncdist.launchers.backends import BACKENDS
 from asyncdist.transports import mpi_launchers
 from asyncdist.wording import aligned, plural
 
-_STARTERS: Final[Mapping[str, str]] = {
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "PMI_SIZE": "an MPI launcher with PMI (MPICH's, Intel's, srun)",
-    "PMIX_RANK": "a launcher with PMIx",
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "TORCHELASTIC_RUN_ID": "torchrun, or asyncdist run --transport torch",
-    "WORLD_SIZE": "the program that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
-}
+#: Launchers, keyed by the variable that identifies them.
+_STARTERS: Final = {key: title for backend in BACKENDS.values() for key, title in backend.launchers.items()}
+#: Functions that read from variables where the ranks of a transport meet, or raise ValueError.
+RENDEZVOUS: Final[Mapping[str, Callable[[Mapping[str, str]], object]]] = {"torch": environment.torch_rendezvous}
 #: Names of the programs with which Open MPI and MPICH start ranks.
 _LAUNCHERS: Final = re.compile(r"(mpirun|mpiexec|orterun|prterun|prte)(\..*)?")
 _PROBE: Final = "from asyncdist.launch import doctor; doctor.tell_of_mpi()"
@@ -87,7 +84,7 @@ class Facts:
         restarts: Whether this process is a rank of a torch job that ranks may join later.
         own_cores: Number of cores that this process may use.
         gpu_error: Reason why torch sees no GPU although the host has GPUs; None if there is none.
-        torch_error: Reason why the torch transport cannot start with the current variables; None if there is none.
+        place_error: Reason why the ranks cannot meet with the current variables; None if there is none.
         secret_error: Reason why the user's secret cannot be used; None if there is none.
         notes: Other problems, each as ``"problem: cure"``.
     """
@@ -115,9 +112,14 @@ class Facts:
     backends: Sequence[str] = ()
     gpus: Sequence[str] = ()
     gpu_error: str | None = None
-    torch_error: str | None = None
+    place_error: str | None = None
     secret_error: str | None = None
     notes: Sequence[str] = field(default=())
+
+    @property
+    def may_use_mpi(self) -> bool:
+        """Whether this process runs on MPI, or may start a job on MPI."""
+        return self.started.transport in ("mpi", "local")
 
     @property
     def threads(self) -> int:
@@ -147,9 +149,9 @@ def find_problems(facts: Facts) -> list[Problem]:
     if facts.secret_error is not None:
         cure = "correct it, or unset the variable: jobs on torch do not start with it (docs/trust.md)"
         problems.append(Problem(facts.secret_error, cure))
-    if facts.torch_error not in (None, facts.secret_error):
-        cure = "start with torchrun, or asyncdist run --transport torch, which set these variables, or correct them"
-        problems.append(Problem(facts.torch_error, cure))
+    if facts.place_error is not None and facts.place_error != facts.secret_error:
+        launcher = next(iter(BACKENDS[facts.started.transport].launchers.values()))
+        problems.append(Problem(facts.place_error, f"start with {launcher}, or correct the variables"))
     if facts.gpu_error is not None:
         problems.append(Problem(facts.gpu_error, "install a build of torch that fits the driver, see pytorch.org"))
     for note in facts.notes:
@@ -160,7 +162,7 @@ def find_problems(facts: Facts) -> list[Problem]:
 
 def _mpi_problems(facts: Facts) -> list[Problem]:
     """Return the problems with MPI; empty if this process would not run on MPI."""
-    if facts.started.transport == "torch" or facts.override == "local":
+    if not facts.may_use_mpi or facts.override == "local":
         return []
     if facts.installation.library is None and facts.started.transport == "local" and "gloo" in facts.backends:
         return []  # jobs on torch do not use MPI
@@ -259,7 +261,7 @@ def _describe_death(facts: Facts) -> str:
         return "the others continue (mpirun --with-ft ulfm)"
     if facts.restarts:
         return "the others continue; a restarted or new rank joins them (--restarts, --places)"
-    if facts.started.transport == "torch":
+    if not facts.may_use_mpi:
         return "the others are notified; the launcher decides whether they continue"
     if not mpirun.can_survive(facts.installation):
         return "ends a job on MPI; the others can continue only with Open MPI 5 or later (asyncdist run --survive)"
@@ -270,7 +272,7 @@ def _describe_death(facts: Facts) -> str:
 
 def _describe_users(facts: Facts) -> str:
     """Return what the job's transport lets other users of this host do (docs/trust.md)."""
-    if facts.started.transport == "torch" or facts.installation.library is None:
+    if not facts.may_use_mpi or facts.installation.library is None:
         return "cannot run programs as you through a job"
     if mpirun.can_survive(facts.installation):
         return "can run programs as you while a job of Open MPI 5 runs here; --transport torch prevents this"
@@ -279,7 +281,7 @@ def _describe_users(facts: Facts) -> str:
 
 def _describe_streams(facts: Facts) -> str:
     if facts.unwritable is None:
-        return "written into the receiver's memory, between ranks of this host"
+        return "on MPI and torch, written into the receiver's memory, between ranks of this host"
     why = f"ranks of this host may not write to each other's memory ({facts.unwritable})"
     return f"sent as messages: {why}, unless their MPI allows it"
 
@@ -395,7 +397,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         backends=backends,
         gpus=gpus,
         gpu_error=None if gpus else _explain_no_gpu(),
-        torch_error=_check_torch(environ) if started.transport == "torch" and backends else None,
+        place_error=_check_place(started.transport, environ) if backends else None,
         secret_error=_check_secret(environ),
         notes=[hint for hint in hints if hint is not None],
         starter=_find_starter(installation) if started.transport == "mpi" else None,
@@ -428,7 +430,7 @@ def _find_starter(installation: mpirun.Installation) -> str | None:
 def _restarts_ranks(environ: Mapping[str, str]) -> bool:
     try:
         return environment.torch_rendezvous(environ).admits_restarted
-    except ValueError:  # _check_torch reports the problem
+    except ValueError:  # _check_place reports the problem
         return False
 
 
@@ -539,10 +541,10 @@ def _explain_no_gpu() -> str | None:
     return f"nvidia-smi lists {plural(count, 'GPU')}, but this torch sees no GPU" if count else None
 
 
-def _check_torch(environ: Mapping[str, str]) -> str | None:
-    """Return the reason why the torch transport cannot be used; None if it can."""
+def _check_place(transport: str, environ: Mapping[str, str]) -> str | None:
+    """Return the reason why the ranks cannot meet; None if they can."""
     try:
-        environment.torch_rendezvous(environ)
+        RENDEZVOUS.get(transport, dict)(environ)
     except ValueError as error:
         return str(error)
     return None

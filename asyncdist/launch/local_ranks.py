@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Final, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from asyncdist import environment, local_host, rank_program
@@ -98,50 +99,77 @@ def run(
         restarts: Maximum number of restarts of each rank after a signal has killed it.
         places: Size of a world that more ranks may join later; None if no rank may join.
     """
-    local_host.check_script(script)
     local_host.check_ranks(ranks)
     local_host.check_loopback()
-    command = rank_program.rank_command(script, arguments)
     given = given_secret(environ)
     is_open = places is not None and given is not None
     secret = given or job_secret.draw()
-    of_ranks = build_environments(
+    environments = build_environments(
         environ, ranks=ranks, threads=threads, restarts=restarts, places=places, secret=secret, is_open=is_open
     )
-    environments = dict(enumerate(of_ranks))
-    kept: secret_files.RenewedSecret | None = None
+    is_joinable = bool(restarts) or places is not None
+    store = _store(environments[0], ranks, places, script, is_open=is_open) if is_joinable else None
+    return run_ranks(script, arguments, environments, restarts=restarts, store=store, is_open=places is not None)
+
+
+def run_ranks(
+    script: str,
+    arguments: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    *,
+    restarts: int = 0,
+    store: AbstractContextManager[RankProcess | None] | None = None,
+    is_open: bool = False,
+) -> int:
+    """Run a rank on this host with each of these environments, on any transport, and return the job's exit code.
+
+    Args:
+        store: Runs the process in which the launcher records how ranks end, while the ranks run.
+        is_open: Whether a new process may replace a killed rank that is not restarted.
+    """
+    local_host.check_script(script)
+    command = rank_program.rank_command(script, arguments)
     # Unlike other queues, SimpleQueue allows a signal handler to put items while this thread waits in get.
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     processes: dict[int, RankProcess] = {}
-    server: RankProcess | None = None
     first = {rank_program.STDIN_VARIABLE: rank_program.INHERITED, **guardians.foreground_variables()}
 
     def start_rank(rank: int, variables: Mapping[str, str]) -> RankProcess:
         own = {**variables, **told, **(first if rank == 0 else {})}
         return start(command, own, rank=rank, ended=lambda: events.put(("ended", rank)))
 
-    with local_host.told_variables() as told, signals_as_events(events):
+    with local_host.told_variables() as told, signals_as_events(events), store or contextlib.nullcontext() as server:
         try:
-            if restarts or places is not None:
-                server = _start_store(environments[0], is_open=is_open)
-            if places is not None:
-                assert server is not None
-                kept = _keep_secret(environments[0])
-                _announce_places(server, environments[0], ranks, places, script, is_open=is_open)
-            for rank, variables in environments.items():
+            for rank, variables in enumerate(environments):
                 processes[rank] = start_rank(rank, variables)
-            again = Restarts(start_rank, environments, restarts, server, is_open=places is not None)
+            again = Restarts(start_rank, dict(enumerate(environments)), restarts, server, is_open=is_open)
             return supervise(processes, events, again, at_terminal=(0,) if os.isatty(0) else ())
         finally:
             for process in processes.values():
                 process.end()
-            if kept is not None:
-                kept.remove()
-            if server is not None and places is not None:
-                _say_over(server)
-            for process in [*processes.values(), *([server] if server is not None else [])]:
-                process.end()
+            for process in processes.values():
                 process.wait()
+
+
+@contextlib.contextmanager
+def _store(
+    variables: Mapping[str, str], ranks: int, places: int | None, script: str, *, is_open: bool
+) -> Iterator[RankProcess]:
+    """Run the process that serves the store. With ``places``, other launchers find the job's secret and places."""
+    server = _start_store(variables, is_open=is_open)
+    kept: secret_files.RenewedSecret | None = None
+    try:
+        if places is not None:
+            kept = _keep_secret(variables)
+            _announce_places(server, variables, ranks, places, script, is_open=is_open)
+        yield server
+    finally:
+        if kept is not None:
+            kept.remove()
+        if places is not None:
+            _say_over(server)
+        server.end()
+        server.wait()
 
 
 class Restarts(Generic[P]):

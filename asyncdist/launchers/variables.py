@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from typing import Final
 
 from asyncdist.trust.job_secret import JobSecret
 
@@ -83,7 +83,7 @@ class Launch:
         source: Environment variable by which the launcher was recognised, or ``GROUP_SOURCE`` or ``NO_LAUNCHER``.
     """
 
-    transport: Literal["mpi", "torch", "local"]
+    transport: str
     expected_size: int | None
     rank: int
     source: str

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from asyncdist import environment, validation
+from asyncdist import validation
 from asyncdist.live import last_counters
 from asyncdist.live.counters import counters_of
 from asyncdist.live.destinations import Destination
@@ -142,8 +142,7 @@ async def hosted(
             error = own_error(caught, None, interrupts, transport.rank)
             fail_alone(transport, error)
             _raise_as_it_is(error)
-        is_on_torch = options.tells and transport.name == "torch"
-        world.peers.warns_of_losses = is_on_torch and not environment.names_lost_ranks()
+        world.peers.warns_of_losses = options.tells and transport.capabilities.logs_losses
         recording.begin(world)
         exporter = _exporter(world, transport, options)
         token = _current_world.set(world)

@@ -41,7 +41,7 @@ from asyncdist.transports.local import LocalHub
 logger = logging.getLogger("asyncdist.runtime.run")
 
 T = TypeVar("T")
-#: One of ``"auto"``, ``"local"``, ``"mpi"`` and ``"torch"``.
+#: ``"auto"``, or a name in :data:`asyncdist.launchers.backends.BACKENDS`.
 TransportName: TypeAlias = str
 LoopName: TypeAlias = Literal["uvloop", "asyncio"]
 #: Destinations of counters, as in the argument ``metrics`` of :func:`run`.

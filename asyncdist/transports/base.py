@@ -97,6 +97,7 @@ class Capabilities:
             (:mod:`asyncdist.host_memory.shared_memory`).
         written_share: Fraction of a large tensor, from 0 to 1, that the sender writes directly into the memory of a
             receiver on its host (:mod:`asyncdist.host_memory.cross_memory_attach`). The backend sends the rest.
+        logs_losses: Whether the ranks log a warning for each lost rank. False if the launcher reports lost ranks.
     """
 
     native_collectives: bool
@@ -109,6 +110,7 @@ class Capabilities:
     one_sided_reads: bool = False
     shares_memory: bool = False
     written_share: float = 0.0
+    logs_losses: bool = False
 
 
 class GroupHandle(Protocol):
@@ -238,10 +240,16 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release the backend after all requests have completed."""
+        """Release the backend, after all ranks have ended or are lost and all requests have completed.
+
+        While a rank closes, it does not report peers that close as lost.
+        """
 
     def close_failed(self) -> None:  # noqa: B027 optional for backends
-        """Release the backend after a failure, without waiting for peers or requests."""
+        """Release the backend after a failure, without waiting for peers or requests.
+
+        Peers may report this rank as lost.
+        """
 
     def note_met(self) -> None:  # noqa: B027 optional for backends
         """Record that this rank has completed the handshake with all ranks."""

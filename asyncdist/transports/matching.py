@@ -8,6 +8,8 @@ not call this module directly, but queue calls in a :class:`CallbackQueue`, whic
 from __future__ import annotations
 
 import abc
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -41,7 +43,7 @@ class CallbackQueue:
     """
 
     def __init__(self) -> None:
-        self.calls: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self.calls: deque[tuple[Callable[[Any], object], Any]] = deque()
         self._ring: Callable[[], None] = lambda: None
         self._putting = threading.Lock()
 
@@ -51,7 +53,7 @@ class CallbackQueue:
         if self.calls:
             ring()
 
-    def put(self, call: Callable[[Any], None], argument: Any) -> None:
+    def put(self, call: Callable[[Any], object], argument: Any) -> None:
         """Queue ``call(argument)`` for execution on the loop. Thread-safe."""
         with self._putting:
             self.calls.append((call, argument))
@@ -337,3 +339,10 @@ class MatchedTransport(Transport):
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
         del ranks, tag
         return None
+
+
+def end_process(peer: int, exit_code: int) -> None:
+    """Abort this process because ``peer`` has requested it. Called by threads, because the loop may be blocked."""
+    sys.stderr.write(f"asyncdist: rank {peer} aborted the job: process {os.getpid()} ends\n")
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -1,11 +1,12 @@
-"""Chooses and opens the transport of a rank: MPI or torch.distributed."""
+"""Chooses and opens the transport of a rank that a launcher has started."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import multiprocessing
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -52,13 +53,13 @@ def _refuse_child_of_rank() -> None:
 
 
 def open_transport(name: str, started: environment.Launch) -> Transport:
-    """Open the transport ``name``, ``"mpi"`` or ``"torch"``, for a process that was started as ``started`` says.
+    """Open the transport ``name`` for a process that was started as ``started`` says.
 
     Raises:
         TransportError: The transport cannot be used in a process that was started this way.
     """
     environment.hide_secret()
-    return _open_mpi(started) if name == "mpi" else _open_torch()
+    return OPENERS[name](started)
 
 
 def _open_mpi(started: environment.Launch) -> MpiMessages:
@@ -89,10 +90,14 @@ def _open_mpi(started: environment.Launch) -> MpiMessages:
     return transport
 
 
-def _open_torch() -> Transport:
+def _open_torch(_: environment.Launch) -> Transport:
     """Open the torch transport. Ranks meet through the user's process group or the address in the environment."""
     from asyncdist.transports.torch_distributed.meeting.rendezvous import is_group_initialised
     from asyncdist.transports.torch_distributed.transport import TorchTransport
 
     place = None if is_group_initialised() else environment.torch_rendezvous()
     return TorchTransport(place, granted_tags=tags.BULK)
+
+
+#: Functions that open the transports between processes, by name. They import the transport's library.
+OPENERS: Final[Mapping[str, Callable[[environment.Launch], Transport]]] = {"mpi": _open_mpi, "torch": _open_torch}

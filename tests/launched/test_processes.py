@@ -346,7 +346,7 @@ def test_starting_ranks_imports_no_torch(tmp_path: Path) -> None:
         (["-n", "2", "--transport", "tcp", "script.py"], "'tcp'"),
         (["-n", "2", "--transport", "torch", "no_such_script.py"], "'no_such_script.py' does not exist"),
         (["-n", "2", "--transport", "torch", "."], "'.' is a directory"),
-        (["-n", "2", "--transport", "torch", "--mpi", "openmpi", __file__], "--mpi openmpi"),
+        (["-n", "2", "--transport", "torch", "--mpi", "openmpi", __file__], "--mpi needs"),
         (["-n", "0", "--transport", "torch", __file__], "'0'"),
         (["-n", "2", "--stall-s", "soon", __file__], "'soon'"),
         (["--transport", "torch", __file__], "-n/--ranks"),
@@ -409,7 +409,7 @@ def test_a_named_transport_overrides_the_variable_of_the_ranks(
 
 
 def test_no_ranks_are_started_for_local() -> None:
-    with pytest.raises(ValueError, match="ASYNCDIST_TRANSPORT must be one of 'mpi', 'torch', got 'local'"):
+    with pytest.raises(ValueError, match=r"ASYNCDIST_TRANSPORT must be one of .*, got 'local'"):
         environment.choose_transport(None, {"ASYNCDIST_TRANSPORT": "local"})
 
 

@@ -189,13 +189,10 @@ def test_no_world_begins_without_a_rank_that_is_not_restarted(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "options, says",
     [
-        (
-            ["--transport", "mpi"],
-            "--restarts needs --transport torch, because no process can join running ranks of MPI",
-        ),
-        ([], "--restarts "),
-        (["--survive"], "--restarts and --survive cannot be used together"),
-        (["--transport", "torch", "--survive"], "--restarts "),
+        (["--transport", "mpi"], "--restarts needs --transport torch, got --transport mpi"),
+        ([], "--restarts needs --transport torch"),
+        (["--survive"], "--survive needs --transport mpi and --restarts needs --transport torch"),
+        (["--transport", "torch", "--survive"], "--survive needs --transport mpi"),
     ],
 )
 def test_restarts_are_refused_where_nobody_can_join(

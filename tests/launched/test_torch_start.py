@@ -485,7 +485,7 @@ def test_a_transport_with_a_backend_is_refused(
     with pytest.raises(SystemExit, match="2"):
         cli.main(["run", "--transport", name, "-n", "2", __file__])
     printed = capsys.readouterr().err
-    assert f"--transport must be one of 'mpi', 'torch', got '{name}'" in printed and len(printed.splitlines()) == 1
+    assert f", got '{name}'" in printed and "--transport must be one of" in printed and len(printed.splitlines()) == 1
 
 
 def test_streams_have_no_transport_of_their_own() -> None:

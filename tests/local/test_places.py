@@ -202,14 +202,14 @@ def test_ranks_of_a_world_with_places_know_its_size_and_starters() -> None:
 @pytest.mark.parametrize(
     "options, says",
     [
+        (["-n", "2", "--places", "4"], "--places needs --transport torch, got --transport mpi"),
+        (["--join", "h:1", "--transport", "mpi"], "--join needs --transport torch, got --transport mpi"),
         (
-            ["-n", "2", "--places", "4"],
-            "--places needs --transport torch, because no process can join running ranks of MPI",
+            ["-n", "2", "--places", "4", "--survive"],
+            "--survive needs --transport mpi and --places needs --transport torch, got --transport mpi",
         ),
-        (["--join", "h:1", "--transport", "mpi"], "--join needs --transport torch, because no"),
-        (["-n", "2", "--places", "4", "--survive"], "--places and --survive cannot be used together"),
-        (["--join", "h:1", "--survive"], "--join and --survive cannot be used together"),
-        (["--join", "h:1", "--mpi", "mpich"], "--mpi mpich needs --transport mpi"),
+        (["--join", "h:1", "--survive"], "--survive needs --transport mpi"),
+        (["--join", "h:1", "--mpi", "mpich"], "--mpi needs --transport mpi"),
         (["--hosts", "h:2", "--places", "4", "--transport", "torch"], "--places cannot be used with --hosts"),
         (["--hosts", "h:2", "--join", "h:1"], "--join cannot be used with --hosts"),
         (["-n", "3", "--places", "2", "--transport", "torch"], "--places must be >= 3 with -n 3, got 2"),

@@ -1,4 +1,4 @@
-"""Contains ways in which a torch job can end; ``test_torch.py`` runs them: ``torch_ends.py WAY``."""
+"""Contains ways in which a job whose ranks can be lost ends; ``test_torch.py`` runs them: ``torch_ends.py WAY``."""
 
 from __future__ import annotations
 
@@ -171,15 +171,16 @@ async def leaves_all_kinds_of_work(world: ad.World) -> None:
     await ad.barrier()
 
 
-async def quiet(world: ad.World) -> None:
+async def quiet(world: ad.World) -> int:
     await ad.barrier()
+    return world.rank
 
 
 def closes() -> None:
     """Return how long the transport takes to close with all threads started, and what is left of it."""
     took: list[float] = []
 
-    async def main(world: ad.World) -> None:
+    async def main(world: ad.World) -> int:
         peer = (world.rank + 1) % world.size
         await asyncio.gather(
             world.services.engine.send(bytearray(MIB), peer, 1),
@@ -194,10 +195,11 @@ def closes() -> None:
             took.append(time.monotonic() - began_at)
 
         transport.close = timed  # type: ignore[method-assign]
+        return world.rank
 
-    ad.run(main, transport="torch")
+    rank = ad.run(main)
     alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncdist")]
-    report(int(os.environ["RANK"]), {"took": took, "alive": alive})
+    report(rank, {"took": took, "alive": alive})
 
 
 def caught() -> None:
@@ -207,8 +209,7 @@ def caught() -> None:
     except (ValueError, RankLostError) as error:
         kind = type(error).__name__
     alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncdist")]
-    ad.run(quiet)
-    report(int(os.environ["RANK"]), {"kind": kind, "alive": alive})
+    report(ad.run(quiet), {"kind": kind, "alive": alive})
 
 
 def main() -> None:
@@ -216,7 +217,7 @@ def main() -> None:
     if way in ("closes", "caught"):
         globals()[way]()
     else:
-        ad.run(globals()[way], transport="torch", grace_s=1.0 if "blocked" in way else 20.0)
+        ad.run(globals()[way], grace_s=1.0 if "blocked" in way else 20.0)
 
 
 if __name__ == "__main__":

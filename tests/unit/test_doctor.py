@@ -121,9 +121,9 @@ def test_all_is_well(facts: Facts) -> None:
         ),
         (replace(UNDER_MPIRUN, omp_threads="2", own_cores=1), "a rank bound to 1", "set OMP_NUM_THREADS=1"),
         (replace(WELL, omp_threads="all"), "OMP_NUM_THREADS must be an integer >= 1, got 'all'", "unset it"),
-        (replace(UNDER_TORCHRUN, torch_error="MASTER_ADDR='x' leads to no host"), "MASTER_ADDR='x'", "torchrun"),
+        (replace(UNDER_TORCHRUN, place_error="MASTER_ADDR='x' leads to no host"), "MASTER_ADDR='x'", "torchrun"),
         (replace(WELL, secret_error="the file has 3 characters"), "has 3 characters", "unset the variable"),
-        (replace(UNDER_TORCHRUN, secret_error="too short", torch_error="too short"), "too short", "correct it"),
+        (replace(UNDER_TORCHRUN, secret_error="too short", place_error="too short"), "too short", "correct it"),
         (replace(WELL, gpu_error="nvidia-smi lists 2 GPUs"), "nvidia-smi lists 2 GPUs", "build of torch"),
         (replace(WELL, notes=["4 ranks share 2 slots: start otherwise"]), "4 ranks share 2 slots", "start otherwise"),
     ],
@@ -162,7 +162,7 @@ def test_the_report_says_what_was_detected_and_why() -> None:
     assert rows["mpirun"] == "/venv/bin/mpirun (Open MPI, the library matches)"
     assert rows["thread level"].startswith("MPI_THREAD_FUNNELED")
     assert rows["threads per rank"] == "2 for 4 ranks on this host; OMP_NUM_THREADS is 2"
-    assert rows["streams"] == "written into the receiver's memory, between ranks of this host"
+    assert rows["streams"] == "on MPI and torch, written into the receiver's memory, between ranks of this host"
     facts = replace(WELL, unwritable="kernel.yama.ptrace_scope is 1")
     assert "(kernel.yama.ptrace_scope is 1)" in dict(doctor.describe(facts))["streams"]
     assert rows["waiting ranks"].startswith("sleep")

@@ -7,11 +7,13 @@ import os
 import pytest
 from support.launchers import BY_HAND, HYDRA, OPENMPI, TORCHRUN
 
-from asyncdist import environment as launch
+from asyncdist import cli, environment as launch
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
+from asyncdist.launch import doctor
 from asyncdist.launchers import slurm
-from asyncdist.transports import mpi_launchers
+from asyncdist.launchers.backends import BACKENDS, RUN_NAMES
+from asyncdist.transports import mpi_launchers, select
 
 # Variables that each launcher really sets, as far as they describe ranks and their places.
 RECORDED: dict[str, tuple[dict[str, str], Launch]] = {
@@ -179,8 +181,27 @@ def test_launcher_is_detected_from_all_that_it_sets(name: str) -> None:
     assert launch.local_rank(environ) == 1 or "pmi2" in name
 
 
+def test_a_torchrun_that_mpirun_starts_counts_its_own_ranks() -> None:
+    """Regression: the local size was 1, the number of torchruns that mpirun had started on this host."""
+    outer = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    environ = OPENMPI | outer | TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    assert (launch.local_size(environ), launch.local_rank(environ)) == (2, 1)
+
+
+def test_each_transport_can_be_opened_and_started() -> None:
+    assert {"local", *select.OPENERS} == set(BACKENDS) >= set(doctor.RENDEZVOUS)
+    assert set(cli.RUNNERS) == set(RUN_NAMES)
+    assert {name for each in BACKENDS.values() for name in each.run_options} == set(cli.TRANSPORT_OPTIONS)
+
+
+@pytest.mark.parametrize("transport", BACKENDS)
+def test_a_job_started_in_a_rank_has_its_own_variables(transport: str) -> None:
+    names = {name for each in BACKENDS[transport].variables for name in each} - {""}
+    assert launch.without_launchers({"KEPT": "1"} | dict.fromkeys(names, "1")) == {"KEPT": "1"}
+
+
 @pytest.mark.parametrize("name", RECORDED)
-@pytest.mark.parametrize("wanted", ["mpi", "torch", "local"])
+@pytest.mark.parametrize("wanted", BACKENDS)
 @pytest.mark.parametrize("by", ["argument", "variable"])
 def test_the_transport_that_is_named_wins(name: str, wanted: str, by: str) -> None:
     environ, found = RECORDED[name]
@@ -250,7 +271,7 @@ def test_a_shell_or_one_task_in_slurm_is_one_process(environ: dict[str, str]) ->
         ),
         (
             {"ASYNCDIST_TRANSPORT": "tcp"},
-            ["ASYNCDIST_TRANSPORT must be one of 'auto', 'local', 'mpi', 'torch', got 'tcp'"],
+            ["ASYNCDIST_TRANSPORT must be one of 'auto', 'local', 'mpi', 'torch'", ", got 'tcp'"],
         ),
         ({"PMIX_RANK": "first"}, ["PMIX_RANK must be an integer >= 0, got 'first'"]),
         # All of these variables at once.

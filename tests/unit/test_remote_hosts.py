@@ -138,7 +138,7 @@ def test_mpich_is_told_of_hosts_and_variables() -> None:
             ["--hosts", "a:2", "--ssh", ""],
             "--ssh must be a command that takes a host and a command line as ssh does, got '': no program",
         ),
-        (["-n", "2", "--transport", ""], "--transport must be one of 'mpi', 'torch', got ''"),
+        (["-n", "2", "--transport", ""], "--transport must be one of 'mpi', 'torch'"),
         (["-n", "2", "--record", ""], "--record: the folder must have a name, got ''"),
     ],
 )

@@ -36,8 +36,8 @@ import torch
 
 from asyncdist.errors import RankLostError
 from asyncdist.transports.base import Buffer
-from asyncdist.transports.matching import InlineMessage, Matcher, Receive, Send
-from asyncdist.transports.torch_distributed.failures import end_process, reason
+from asyncdist.transports.matching import InlineMessage, Matcher, Receive, Send, end_process
+from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.gloo_streams import Passage
 from asyncdist.transports.torch_distributed.gloo_transfers import (
     FOREVER,

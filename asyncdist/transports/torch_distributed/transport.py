@@ -106,6 +106,7 @@ class TorchTransport(MatchedTransport):
             rings_from_threads=True,
             shares_memory=True,
             written_share=1.0,
+            logs_losses=not environment.names_lost_ranks(),
         )
         super().__init__(rank, size, callbacks, capabilities)
         if self._living is not None:

@@ -1,0 +1,76 @@
+"""Lists the transports, with the facts that other modules need before a transport is open.
+
+Code that belongs to one transport is chosen by its name, from a table with a row for each transport: ``OPENERS`` of
+:mod:`asyncdist.transports.select`, ``RUNNERS`` of :mod:`asyncdist.cli`, and ``RENDEZVOUS`` of
+:mod:`asyncdist.launch.doctor`. Facts about an open transport are its capabilities (:mod:`asyncdist.transports.base`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+
+class RankVariables(NamedTuple):
+    """Names of the variables with which a launcher describes a rank, or "" for a variable that it does not set."""
+
+    size: str
+    rank: str
+    local_size: str = ""
+    local_rank: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Facts about a transport and its launchers.
+
+    Attributes:
+        variables: Variables of a rank, for each kind of launcher.
+        launchers: Launchers, keyed by the variable that identifies them (``Launch.source``).
+        prefixes: Prefixes of all variables that the launchers set for a rank, and that a new job must not inherit.
+        is_run: Whether ``asyncdist run`` starts ranks on this transport.
+        run_options: Options of ``asyncdist run`` that this transport supports, unlike others.
+    """
+
+    variables: Sequence[RankVariables] = ()
+    launchers: Mapping[str, str] = field(default_factory=dict)
+    prefixes: Sequence[str] = ()
+    is_run: bool = True
+    run_options: Sequence[str] = ()
+
+
+#: The transports. If launchers are nested, the launcher of the earlier transport is the inner one.
+BACKENDS: Final[Mapping[str, Backend]] = {
+    "local": Backend(is_run=False),
+    "mpi": Backend(
+        variables=(
+            RankVariables(
+                "OMPI_COMM_WORLD_SIZE",
+                "OMPI_COMM_WORLD_RANK",
+                "OMPI_COMM_WORLD_LOCAL_SIZE",
+                "OMPI_COMM_WORLD_LOCAL_RANK",
+            ),
+            RankVariables("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+        ),
+        launchers={
+            "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+            "PMI_SIZE": "an MPI launcher with PMI (MPICH's, Intel's, srun)",
+            "PMIX_RANK": "a launcher with PMIx",
+            "SLURM_STEP_NUM_TASKS": "srun",
+        },
+        prefixes=("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_WORLD_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL"),
+        run_options=("hosts", "mpi", "survive"),
+    ),
+    "torch": Backend(
+        variables=(RankVariables("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),),
+        launchers={
+            "TORCHELASTIC_RUN_ID": "torchrun, or asyncdist run --transport torch",
+            "WORLD_SIZE": "the program that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+        },
+        prefixes=("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_"),
+        run_options=("hosts", "restarts", "places", "join"),
+    ),
+}
+#: Names of the transports on which ``asyncdist run`` starts ranks.
+RUN_NAMES: Final = tuple(name for name, backend in BACKENDS.items() if backend.is_run)
