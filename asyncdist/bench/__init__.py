@@ -6,7 +6,7 @@
     mpirun -n 2 python -m asyncdist.bench bandwidth
     torchrun --nproc-per-node 4 -m asyncdist.bench ringtest
 
-Rank 0 prints a table. Both sides are measured alternately in the same processes, and times are medians.
+Rank 0 prints a table of medians. Both libraries are measured alternately in the same processes.
 
 - ``latency``: one-way time of a small message between ranks 0 and 1: ``send`` and ``receive`` of a channel, compared
   with blocking ``Send`` and ``Recv`` of mpi4py, or ``send`` and ``recv`` of torch.distributed on gloo.

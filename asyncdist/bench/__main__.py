@@ -12,14 +12,14 @@ from typing import Final
 import asyncdist as ad
 from asyncdist.argument_types import count
 
-#: Subject, meaning of ``--sizes``, and default of ``--sizes``, ``--repeat`` and ``--loop`` of each benchmark.
+#: By benchmark: its subject, the meaning of ``--sizes``, and the defaults of ``--sizes``, ``--repeat`` and ``--loop``.
 _NAMES: Final[dict[str, tuple[str, str, str, int, int | None]]] = {
     "latency": ("a small message from rank to rank", "bytes of a message", "8,1024,16384", 50, 100),
     "bandwidth": ("a large tensor from rank to rank", "MiB of a tensor", "1,4,16,64", 15, None),
     "ringtest": ("a small message around all ranks", "bytes of a message", "8,1024,16384", 20, 20),
     "step": ("a policy's step in which nothing happens", "parameters of a model", "100000,10000000", 50, 100),
 }
-#: Maximum size in bytes of a message: a channel's limit less the encoding's overhead.
+#: Maximum value of ``--sizes``, by benchmark. For messages, it is a channel's limit less the encoding's overhead.
 _LARGEST: Final = {"latency": 60_000, "ringtest": 60_000, "bandwidth": 16_384, "step": 10**9}
 
 
@@ -54,7 +54,7 @@ def _sizes(text: str, largest: int) -> list[int]:
 
 
 async def _main(world: ad.World, options: argparse.Namespace) -> int:
-    """Run a benchmark, print its table or the reason why it cannot run on rank 0, and return the exit code."""
+    """Run a benchmark, print its table or why it cannot run on rank 0, and return the exit code."""
     benchmark = importlib.import_module(f"asyncdist.bench.{options.name}")
     refusal = ""
     if world.is_simulated:
@@ -75,7 +75,7 @@ async def _main(world: ad.World, options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a benchmark as one rank; return the exit code."""
+    """Run a benchmark as one rank, and return the exit code."""
     return ad.run(_main, _parser().parse_args(arguments))
 
 

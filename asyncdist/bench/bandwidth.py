@@ -17,7 +17,7 @@ _MIB = 1 << 20
 
 
 async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
-    """Alternate round trips of asyncdist and of the other library for each size; return the table on rank 0."""
+    """Alternate round trips of asyncdist and of the other library for each size. Return the table on rank 0."""
     rival = await rival_of(world)
     if world.rank > 1:
         return None
@@ -41,7 +41,7 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
 
 
 async def our_trip(world: ad.World, outgoing: torch.Tensor, incoming: torch.Tensor) -> float:
-    """Stream a tensor from rank 0 to rank 1 and another one back; return the time in seconds."""
+    """Stream a tensor from rank 0 to rank 1 and another one back, and return the time in seconds."""
     peer = 1 - world.rank
     began_at = time.perf_counter()
     if world.rank == 0:

@@ -17,7 +17,7 @@ _TAG: Final = 99
 
 
 class Rival(abc.ABC):
-    """A library that asyncdist is compared with, which sends tensors in calls that block; ``name`` names the calls."""
+    """A library with which asyncdist is compared. It sends tensors in blocking calls, which ``name`` names."""
 
     name: str
 
@@ -33,11 +33,11 @@ class Rival(abc.ABC):
         """Receive into a contiguous tensor of bytes on the CPU."""
 
     def align(self, rank: int, peer: int) -> None:
-        """Return on two ranks at nearly the same time."""
+        """Return at nearly the same time on two ranks."""
         self.round_trips(self._byte, self._byte.clone(), 1, rank, peer)
 
     def round_trips(self, outgoing: torch.Tensor, incoming: torch.Tensor, count: int, rank: int, peer: int) -> None:
-        """Exchange ``count`` messages each way with the peer; the lower rank begins."""
+        """Exchange ``count`` messages each way with the peer. The lower rank begins."""
         for _ in range(count):
             if rank < peer:
                 self.send(outgoing, peer)
@@ -86,14 +86,14 @@ class TorchRival(Rival):
 
 
 async def rival_of(world: ad.World) -> Rival:
-    """Return the other library, which uses the same backend as the world. All ranks must call this."""
+    """Return the other library, on the same backend as the world. All ranks must call this function."""
     if world.transport_name != "torch":
         return MpiRival()
     from torch import distributed
 
     dist: Any = distributed
     if not dist.is_initialized():
-        # A new store is used, because the launcher's variables may be missing (srun), and their port may be in use.
+        # Uses a new store, because the launcher's variables may be missing (srun), and their port may be in use.
         address, size = environment.torch_rendezvous().address, world.size
         served = dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False) if world.rank == 0 else None
         port = torch.tensor(served.port if served is not None else 0, device="cpu")

@@ -26,7 +26,7 @@ class Ping:
 
 
 async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
-    """Alternate round trips of asyncdist and of the other library for each size; return the table on rank 0."""
+    """Alternate round trips of asyncdist and of the other library for each size. Return the table on rank 0."""
     rival = await rival_of(world)
     channel = world.channel(Ping, tag=100)
     if world.rank > 1:
@@ -47,7 +47,7 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
 
 
 async def our_trips(world: ad.World, channel: ad.Channel[Any], message: Any, count: int) -> float:
-    """Send a message back and forth between ranks 0 and 1; return the one-way time in microseconds."""
+    """Send a message back and forth between ranks 0 and 1, and return the one-way time in microseconds."""
     peer = 1 - world.rank
     began_at = time.perf_counter()
     if world.rank == 0:

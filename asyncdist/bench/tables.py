@@ -10,7 +10,7 @@ from asyncdist.wording import aligned
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The results of a benchmark, with a title and column headings, which are printed as a table."""
+    """The results of a benchmark, with a title and column headings. ``str()`` returns a table."""
 
     title: str
     headings: tuple[str, str, str, str]

@@ -21,7 +21,7 @@ from asyncdist.story.finding import job_of_process
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Maximum length of a printed line, in characters; longer lines are printed in parts.
+#: Maximum length of a printed line, in characters. Longer lines are printed in parts.
 _LINE_LENGTH_MAX: Final = 1 << 16
 
 
@@ -43,7 +43,7 @@ def run(words: Sequence[str]) -> int:
         child = subprocess.Popen(
             command,
             env={**environment.VARIABLES, environment.LAST_COUNTERS_VARIABLE: folder},
-            stdin=subprocess.DEVNULL,  # the child must not ask for input, because a prompt could not be shown
+            stdin=subprocess.DEVNULL,  # a prompt of the child could not be shown
             stdout=subprocess.PIPE if 1 in shown else None,
             stderr=subprocess.PIPE if 2 in shown else None,
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
@@ -62,7 +62,7 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
 
     top.allow_all_text()
     console, view, is_gone = Console(stderr=is_on_stderr), top.JobView(), False
-    own: str | None = None  # name of the child's job
+    own: str | None = None  # name of the child's job, once it is known
     with (
         contextlib.suppress(OSError),  # the terminal may be closed at the end
         Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
@@ -79,7 +79,7 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
                 view.ask(found[job])
                 try:
                     live.update(view.drawn(console), refresh=True)
-                except OSError:  # the terminal was closed, which usually ends the child, too
+                except OSError:  # the terminal was closed, which usually also ends the child
                     is_gone = True
             came = signal.sigtimedwait({*local_host.PASSED_ON_SIGNALS, signal.SIGCHLD}, top.PERIOD_S)
             if came is not None and came.si_signo != signal.SIGCHLD:
@@ -95,7 +95,7 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
 def _copy(pipe: IO[bytes], console: Console) -> None:
     """Print each line from the pipe above the table. For a progress bar, print only its last state.
 
-    The pipe is read to the end even if the terminal is closed; otherwise, the ranks would block on a full pipe.
+    The pipe is read to the end even if the terminal is closed. Otherwise, the ranks would block on a full pipe.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     begun = ""
@@ -111,12 +111,12 @@ def _copy(pipe: IO[bytes], console: Console) -> None:
 
 
 def _last_state(line: str) -> str:
-    """Return the text after a line's last carriage return, since rich before 15 would print all earlier states, too."""
+    """Return the text after a line's last carriage return, because rich before 15 would print all earlier texts."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 
 def _print(text: str, console: Console) -> None:
     from rich.text import Text
 
-    with contextlib.suppress(OSError, ValueError):  # the terminal or the stream is closed
+    with contextlib.suppress(OSError, ValueError):  # the terminal or the stream was closed
         console.print(Text.from_ansi(text), soft_wrap=True)

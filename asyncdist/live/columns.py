@@ -20,8 +20,8 @@ class Row:
     """Latest counters of one rank.
 
     Attributes:
-        now: Latest counters; None before the first answer.
-        before: Counters some seconds earlier; None if there are none.
+        now: Latest counters, or None before the first answer.
+        before: Counters some seconds earlier, or None.
         note: Note for the user, such as the reason why the rank makes no steps.
         is_silent: Whether the rank has not answered the last request, so that ``now`` is old and rates are unknown.
     """
@@ -34,7 +34,7 @@ class Row:
 
 
 class Readings:
-    """Stores the counters of ranks during the last seconds, to compute rates."""
+    """Stores the recent counters of ranks, to compute rates."""
 
     def __init__(self) -> None:
         self._said: dict[int, deque[RankCounters]] = {}
@@ -43,7 +43,7 @@ class Readings:
         """Add the current counters of a rank."""
         said = self._said.setdefault(counters.rank, deque())
         if said and (said[-1].job, said[-1].incarnation) != (counters.job, counters.incarnation):
-            said.clear()  # a new process, whose counters start at 0
+            said.clear()  # the counters of a new process start at 0
         said.append(counters)
         while len(said) > 2 and counters.time_s - said[1].time_s >= _WINDOW_S:
             said.popleft()
@@ -60,8 +60,6 @@ class Readings:
         return [self.row(rank) for rank in sorted(self._said)]
 
 
-# -- columns ----------------------------------------------------------------------------------------------------------
-
 Value: TypeAlias = float | str | None
 
 
@@ -72,9 +70,9 @@ class Column:
     Attributes:
         name: Header of the column.
         meaning: Explanation of the column for readers of the page.
-        priority: Order in which columns are given space in a narrow terminal; 0 is first.
+        priority: Order in which columns get space in a narrow terminal; 0 is first.
         width: Minimum width in characters.
-        value: Function that returns the value of a rank's policy; None for an empty cell.
+        value: Function that returns the value of a rank's policy, or None for an empty cell.
         formatted: Function that formats a value other than None.
         is_of_policy: Whether policies of one rank have different values.
         is_optional: Whether the column is left out if all of its cells are empty.
@@ -110,7 +108,7 @@ def policies_of(row: Row) -> Sequence[PolicyCounters | None]:
 
 
 def steps_per_s(row: Row, policy: PolicyCounters | None) -> float | None:
-    """Return a policy's steps per second during the last seconds; None if they are unknown."""
+    """Return a policy's recent steps per second, or None if they are unknown."""
     if policy is None or row.now is None or row.before is None:
         return None
     before = next((each.step for each in row.before.policies if each.policy == policy.policy), 0)
@@ -132,7 +130,7 @@ def _of_policy(
     *,
     is_optional: bool = False,
 ) -> Column:
-    """Return the column of an attribute of the policies' counters; ``size`` is its priority and its width."""
+    """Return a column of one attribute of the policies' counters. ``size`` is its priority and its width."""
 
     def value(_: Row, policy: PolicyCounters | None) -> Value:
         found: Value = None if policy is None else getattr(policy, attribute)
@@ -208,7 +206,7 @@ COLUMNS: Final = (
 
 
 def together(rows: Sequence[Row]) -> str:
-    """Return the line that summarises all ranks."""
+    """Return a line that summarises all ranks."""
     there = [row for row in rows if row.now is not None]
     if not there or there[0].now is None:
         return "no rank has answered yet"

@@ -1,4 +1,4 @@
-"""Reads the counters of a rank, for tables and exporters; any thread may read them while the rank computes."""
+"""Reads the counters of a rank, for tables and exporters. Any thread may read them while the rank computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncdist.validation import printable
 if TYPE_CHECKING:  # avoids importing torch, which asyncdist top does not need
     from asyncdist.messaging.services import Services
 
-#: Maximum number of attempts to read. An attempt fails if the rank opens a channel at the same time, which is rare.
+#: Maximum number of attempts to read. An attempt fails in the rare case that the rank opens a channel at the same time.
 _ATTEMPT_COUNT_MAX: Final = 100
 
 
@@ -23,21 +23,20 @@ class PolicyCounters:
     """Counters of one policy on one rank.
 
     Attributes:
-        policy: Name of the policy; "" if it has no name. If several open policies have the same name, the second is
-            called ``"name #2"``.
-        role: This rank's role in the round: a state of ``protocols.selective.member``, in lower case. It is empty
-            before the first round, and for policies without roles.
-        round: Newest round in which this rank had a role; None before the first such round.
+        policy: Name of the policy, or "". If several open policies have the same name, the second is called ``"name
+            #2"``.
+        role: This rank's role in the round: a state of ``protocols.selective.member``, in lower case, or "" before the
+            first round and for policies without roles.
+        round: Newest round in which this rank had a role, or None.
         replacement_count: Number of times that the policy has replaced the weights.
         abandoned_count: Number of abandoned rounds that should have replaced the weights.
-        staleness_steps: Age, in steps, of the oldest snapshot in the last replacement; None before the first one.
-        coordinator: Rank of the current coordinator; None while the initial coordinator has not been replaced.
+        staleness_steps: Age, in steps, of the oldest snapshot in the last replacement, or None before the first one.
+        coordinator: Rank of the current coordinator, or None while it is the initial coordinator.
         latest: Description of the last replacement.
-        fragment: Fragment of the last average; None before the first one, and for policies without contributions.
-        staleness_versions: Age of the oldest contribution to the last average: the number of averages since the average
-            from which it was computed; None if averages are not counted.
-        wire_nbytes: Encoded size in bytes of all contributions of this rank; None for policies without contributions,
-            as for the following attributes.
+        fragment: Fragment of the last average. Like all following attributes, None for policies without contributions.
+        staleness_versions: Number of averages since the average from which the oldest contribution to the last average
+            was computed; None if averages are not counted.
+        wire_nbytes: Encoded size in bytes of all contributions of this rank.
         unencoded_nbytes: Size of the same contributions with ``wire="float32"``.
         outer_norm: L2 norm of the last mean difference.
         cosine: Mean cosine between the differences of two ranks in the last average.
@@ -70,12 +69,12 @@ class RankCounters:
     Attributes:
         job: Eight hexadecimal digits, the same on all ranks of a job.
         time_s: Time at which the counters were read, in seconds on the rank's clock.
-        policies: Open policies; if there are none, the most recently closed policy.
+        policies: Open policies, or the most recently closed policy if none is open.
         sent_count, received_count: Numbers of messages sent and received on channels.
         sent_nbytes: Number of bytes of tensors sent in streams, by policies and the program.
         received_nbytes: Number of bytes of tensors received, or read from other ranks' memory.
-        waited_s: Total time, in seconds, that main and its tasks have waited for other ranks since the counters were
-            first read. Waits in progress are not included.
+        waited_s: Seconds that main and its tasks have waited for other ranks since the counters were first read,
+            without waits in progress.
         lost: Ranks that are lost.
     """
 
@@ -99,7 +98,7 @@ class RankCounters:
 
 
 def counters_of(services: Services) -> RankCounters:
-    """Return the current counters of a rank; any thread may call this."""
+    """Return the current counters of a rank. Any thread may call this function."""
     for _ in range(_ATTEMPT_COUNT_MAX - 1):
         try:
             return _counters_of(services)
@@ -117,7 +116,7 @@ def _counters_of(services: Services) -> RankCounters:
         size=services.size,
         incarnation=services.incarnation,
         job=f"{services.nonce & 0xFFFFFFFF:08x}",
-        time_s=services.events.now(),  # this reading of the clock is not recorded
+        time_s=services.events.now(),  # does not record this reading of the clock
         policies=policies,
         sent_count=of_channels.sent_count,
         received_count=of_channels.received_count,
@@ -129,7 +128,7 @@ def _counters_of(services: Services) -> RankCounters:
 
 
 def _told_apart(policies: Iterable[PolicyCounters]) -> tuple[PolicyCounters, ...]:
-    """Return the policies with numbers added to equal names, because exporters and rates identify policies by name."""
+    """Add numbers to equal names of policies, because exporters and rates identify policies by name."""
     counts: Counter[str] = Counter()
     found = []
     for policy in policies:
@@ -140,7 +139,7 @@ def _told_apart(policies: Iterable[PolicyCounters]) -> tuple[PolicyCounters, ...
 
 
 def per_second(now: float, before: float, seconds: float) -> float | None:
-    """Return the rate of a count; None if no time has passed or the count has restarted."""
+    """Return the rate of a count, or None if no time has passed or the count has restarted."""
     return (now - before) / seconds if seconds > 0 and now >= before else None
 
 
@@ -157,11 +156,9 @@ def from_bytes(data: bytes) -> RankCounters:
     return _decoder.decode(data)
 
 
-# -- for exporters ----------------------------------------------------------------------------------------------------
-
 Kind: TypeAlias = Literal["counter", "gauge"]
 
-#: Exported numbers: unprefixed name, kind and meaning. The last word of a name is the unit, if there is one.
+#: Exported numbers: unprefixed name, kind and meaning. The last word of a name is its unit, if it has one.
 EXPORTED: Final[Mapping[str, tuple[Kind, str]]] = {
     "steps": ("counter", "Number of steps of the policy."),
     "steps_per_second": ("gauge", "Steps per second since the previous export; not in Prometheus."),
@@ -197,7 +194,7 @@ class Sample:
 
 
 def samples(counters: RankCounters, before: RankCounters | None = None) -> Iterator[Sample]:
-    """Yield the counters as individual numbers. If ``before``, the earlier counters, is given, rates are included."""
+    """Yield the counters as individual numbers. Rates are included if ``before``, the earlier counters, is given."""
     for policy in counters.policies:
         labels = {"policy": printable(policy.policy)}
         yield Sample("steps", policy.step, labels)

@@ -40,7 +40,7 @@ class Destination:
 
 
 def destinations(named: object, what: str = "metrics") -> tuple[Destination, ...]:
-    """Parse a user's destinations: a port number, a string with one or more destinations, a sequence of these, or None.
+    """Parse a user's destinations: a port number, a string of one or more destinations, a sequence of these, or None.
 
     If a destination is invalid, raise a TypeError or ValueError that names the option ``what``.
     """
@@ -74,7 +74,7 @@ def _destination(named: object, what: str) -> Destination:
 
 
 def missing(destination: Destination) -> str | None:
-    """Return a message that says what must be installed for a destination; None if nothing is missing."""
+    """Return a message that says what must be installed for a destination, or None if nothing is missing."""
     module = NEEDED[destination.sink]
     try:
         is_there = importlib.util.find_spec(module) is not None

@@ -1,6 +1,6 @@
 """Exports the counters of a running rank from a separate thread, which only reads them.
 
-Exporting never ends or delays a run: if it fails, one warning is logged and the run continues.
+A failed export neither ends nor delays the run. One warning is logged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ END_S: Final = 5.0
 class Exporter:
     """Exports the counters of one rank to its destinations every ``period_s`` seconds, in a separate thread.
 
-    ``local_rank``, the rank's number on its host, is added to the destination's port.
+    ``local_rank``, the rank's number on its host, is added to a destination's port.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Exporter:
             self._thread.start()
 
     def end(self) -> None:
-        """Write the counters a last time, and stop. If this takes longer than END_S, abandon the thread."""
+        """Write the counters a last time, and stop. After END_S, abandon the thread."""
         if self._thread.is_alive():
             self._is_over.set()
             self._thread.join(END_S)

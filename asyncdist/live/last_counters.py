@@ -1,6 +1,6 @@
 """Passes the final counters of ended ranks to the last table of ``asyncdist run --live``.
 
-A rank that has ended cannot answer requests. Each rank therefore writes its counters when its main has ended, to the
+A rank that has ended cannot answer requests. When its main has ended, each rank therefore writes its counters to the
 folder named by ASYNCDIST_LAST_COUNTERS, which ``asyncdist run --live`` creates.
 """
 
@@ -22,7 +22,7 @@ _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEX
 
 
 def leave(folder: str, counters: RankCounters) -> None:
-    """Write the counters of an ending rank into ``folder``; do nothing on a host without this folder."""
+    """Write the counters of an ending rank into ``folder``. Do nothing on a host without this folder."""
     try:
         with private_folders.opened(folder) as parent:
             file = os.open(f"{counters.rank}.{os.getpid()}", _NEW, mode=0o600, dir_fd=parent)
@@ -33,14 +33,14 @@ def leave(folder: str, counters: RankCounters) -> None:
 
 
 def collect(folder: str, job: str | None) -> list[RankCounters]:
-    """Return the counters in ``folder``, sorted by rank; for a restarted rank, the counters of its newest process.
+    """Return the counters in ``folder``, sorted by rank. For a restarted rank, return those of its newest process.
 
-    Only ranks of ``job`` are included, because a rank may have started a different job; None includes all jobs.
+    Only ranks of ``job`` are included, because a rank may have started another job. None includes all jobs.
     """
     found: dict[int, RankCounters] = {}
     with contextlib.suppress(OSError), private_folders.opened(folder) as parent:
         for name in os.listdir(parent):
-            with contextlib.suppress(OSError, ValueError):  # the file is incomplete if its rank was killed
+            with contextlib.suppress(OSError, ValueError):  # the file of a killed rank may be incomplete
                 file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
                 with os.fdopen(file, "rb") as opened:
                     counters = from_bytes(opened.read(_NBYTES_MAX))

@@ -28,7 +28,7 @@ class _World(Protocol):
 
 
 class PopulationView:
-    """A table of the ranks in this process, drawn with rich; raises AsyncdistError if rich is not installed."""
+    """A table of the ranks in this process, drawn with rich. Raises AsyncdistError if rich is not installed."""
 
     def __init__(self) -> None:
         try:
@@ -50,7 +50,7 @@ class PopulationView:
         return watched_main
 
     def rows(self) -> list[Row]:
-        """Read the counters of all ranks. For a rank without an open policy, they include its last policy."""
+        """Read the counters of all ranks. If a rank has no open policy, they include its last policy."""
         for _, world in sorted(self._worlds.copy().items()):
             self._readings.add(counters_of(world.services))
         return self._readings.rows()

@@ -20,7 +20,7 @@ _TIMEOUT_S = 10.0
 
 
 class RankCollector(Collector):
-    """Reads the counters of a rank when a request arrives; ``read`` is called in a separate thread."""
+    """Reads the counters of a rank when a request arrives, by calling ``read`` in a separate thread."""
 
     def __init__(self, read: Callable[[], RankCounters]) -> None:
         self._read = read
@@ -46,7 +46,7 @@ class RankCollector(Collector):
 
 
 class PrometheusServer:
-    """Serves the counters of a rank until closed; raises OSError if it cannot listen on the address."""
+    """Serves the counters of a rank until closed. Raises OSError if it cannot listen on the address."""
 
     def __init__(self, read: Callable[[], RankCounters], host: str, port: int) -> None:
         registry = CollectorRegistry(auto_describe=False)
@@ -64,7 +64,8 @@ class PrometheusServer:
     def close(self) -> None:
         """Stop the server."""
         with contextlib.suppress(OSError):
-            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which otherwise checks every half second
+            # wakes the thread, which otherwise checks for the shutdown every half second
+            self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

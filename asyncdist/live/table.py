@@ -26,9 +26,9 @@ def screen(
 ) -> Table:
     """Return a summary line, the table of the ranks, and notes on some ranks, from top to bottom.
 
-    Less important columns are omitted if the terminal is too narrow. If not all ranks fit into ``height`` lines, the
-    ranks with the fewest steps are shown. ``before_end_s`` is given for a job that has ended. It contains, for each
-    rank without final counters, the number of seconds between its last answer and the end of the job.
+    Less important columns are omitted if the terminal is too narrow. If not all ranks fit into ``height`` lines, those
+    with the fewest steps are shown. For a job that has ended, ``before_end_s`` has the seconds from the last answer to
+    the end of the job, for each rank without final counters.
     """
     from rich.table import Table
     from rich.text import Text
@@ -46,7 +46,7 @@ def screen(
         by_steps = sorted(shown, key=lambda row: (0 if row.now is None else row.now.step, row.rank))
         shown = sorted(by_steps[:place], key=lambda row: row.rank)
         head += f"; showing the {place} with the fewest steps"
-    drawn = Table.grid()  # notebooks do not show a Group
+    drawn = Table.grid()  # a Group would not be shown in notebooks
     drawn.add_row(Text(printable(head), no_wrap=True, overflow="ellipsis"))
     drawn.add_row(table(shown, width))
     if notes:
@@ -66,7 +66,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
         drawn.add_column(column.name, justify=side, no_wrap=True, overflow="ellipsis", max_width=width_max)
     for row in rows:
         for number, policy in enumerate(policies_of(row)):
-            # Text is used because rich would interpret markup in plain strings.
+            # rich would interpret markup in plain strings
             cells = [Text(column.text(row, policy)) for column in widths]
             is_first = number == 0
             drawn.add_row(*(c if is_first or k.is_of_policy else "" for c, k in zip(cells, widths, strict=True)))
@@ -74,7 +74,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
 
 
 def _widths(rows: Sequence[Row], width: int) -> dict[Column, int]:
-    """Return the widths, by column, of the columns that fit and are not empty."""
+    """Return the width of each column that fits and is not empty."""
     shown = columns(rows)
     left = width + _GAP
     widths: dict[str, int] = {}

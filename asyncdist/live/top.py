@@ -53,7 +53,7 @@ class JobView:
     def __init__(self) -> None:
         self._readings = Readings()
         self._rows: list[Row] = []
-        # The number of steps of each rank, and the time of its last step.
+        # By rank: its number of steps, and the time of its last step.
         self._moved: dict[int, tuple[int, float]] = {}
         self._answered_at_s: dict[int, float] = {}
 
@@ -83,13 +83,13 @@ class JobView:
 
     @property
     def rows(self) -> list[Row]:
-        """The ranks' latest answers."""
+        """Rows with the ranks' latest answers."""
         return self._rows
 
     def rows_at_end(self, left: Sequence[RankCounters] = ()) -> tuple[list[Row], dict[int, float]]:
-        """Return the rows of an ended job, and the age in seconds of the last answers of ranks without final counters.
+        """Return the rows of an ended job, and the ages in seconds of the last answers of ranks without final counters.
 
-        ``left`` contains the final counters of ranks.
+        ``left`` has the final counters of the other ranks.
         """
         now = time.monotonic()
         for counters in left:
@@ -106,7 +106,7 @@ class JobView:
         return _screen(self._rows, console)
 
     def drawn_at_end(self, console: Console, left: Sequence[RankCounters] = ()) -> Table:
-        """Return the table of an ended job: the ranks' final counters, or else their last answers with their age."""
+        """Return the table of an ended job: the ranks' final counters, or their last answers and the answers' ages."""
         rows, ages_s = self.rows_at_end(left)
         return _screen(rows, console, ages_s)
 
@@ -117,10 +117,10 @@ def _screen(rows: Sequence[Row], console: Console, before_end_s: Mapping[int, fl
 
 
 def run(name: str | None) -> int:
-    """Show the table until the job ends or Ctrl-C is pressed; return the exit code.
+    """Show the table until the job ends or Ctrl-C is pressed, and return the exit code.
 
     If the output is not a terminal, or cannot be redrawn (``TERM=dumb``), the table is printed once, after one second
-    for measuring rates. ``name`` is the name of the job, or the pid of one of its processes or of their parent; None
+    for measuring rates. ``name`` is the name of the job, or the pid of one of its processes or of their parent. None
     selects the only job.
     """
     if not has_rich():

@@ -34,7 +34,7 @@ class _Numbers:
         self._before: RankCounters | None = None
 
     def of(self, counters: RankCounters) -> Iterator[tuple[str, Sample]]:
-        """Yield each number, except roles, with its path-like name: ``asyncdist/POLICY/NUMBER``."""
+        """Yield each number except roles, with a name like a path: ``asyncdist/POLICY/NUMBER``."""
         for sample in samples(counters, self._before):
             if sample.name != "role":
                 policy = sample.labels.get("policy", "")
@@ -43,7 +43,7 @@ class _Numbers:
 
 
 class TensorBoardWriter:
-    """Writes to one folder per rank, such as ``FOLDER/rank00003``; the global step is the policy's number of steps."""
+    """Writes to one folder per rank, such as ``FOLDER/rank00003``. The global step is the policy's number of steps."""
 
     def __init__(self, folder: str, rank: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -63,7 +63,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Writes one Weights & Biases run per rank, in the job's group; offline unless WANDB_MODE is set."""
+    """Writes one Weights & Biases run per rank, in the job's group. It is offline unless WANDB_MODE is set."""
 
     def __init__(self, project: str, counters: RankCounters) -> None:
         import wandb
@@ -75,7 +75,7 @@ class WandbWriter:
             name=f"rank {counters.rank}",
             config={"rank": counters.rank, "size": counters.size, "incarnation": counters.incarnation},
             mode=mode,
-            reinit="create_new",  # in addition to the user's own run
+            reinit="create_new",  # keeps the user's own run open
             settings=wandb.Settings(silent=True),
         )
         self._numbers = _Numbers()
@@ -115,7 +115,7 @@ class OpenTelemetryWriter:
         for path, sample in self._numbers.of(counters):
             attributes = {"rank": counters.rank, **sample.labels}
             if not math.isfinite(sample.value):
-                continue  # the library rejects NaN and infinities, and warns each time
+                continue  # the library rejects NaN and infinities with a warning each time
             if EXPORTED[sample.name][0] == "gauge":
                 self._instruments[sample.name].set(sample.value, attributes)
             else:
@@ -131,7 +131,7 @@ class OpenTelemetryWriter:
 
 
 def _flush_of_provider() -> Callable[[float], object] | None:
-    """Return OpenTelemetry's function for exporting at once; None if the program has not set a meter provider."""
+    """Return OpenTelemetry's function for exporting at once, or None if the program has not set a meter provider."""
     from opentelemetry import metrics
 
     flush: Callable[[float], object] | None = getattr(metrics.get_meter_provider(), "force_flush", None)

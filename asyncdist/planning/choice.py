@@ -39,7 +39,7 @@ _CODECS: Final = (FLOAT32, BFLOAT16, INT8, Q4, topk(TOPK_SHARE))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """Options of the user for Streaming DiLoCo; None to choose the value for each number of steps."""
+    """Options of the user for Streaming DiLoCo. None selects a value for each number of steps between rounds."""
 
     fragments: int | None = None
     overlap_steps: int | None = None
@@ -47,14 +47,14 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Row of the tables: a method with a codec.
+    """A row of the tables: a method with a codec.
 
     Attributes:
         name: Name of the method.
         codec: Encoding of the values.
-        method: Function that returns the method for a number of steps between rounds, or None if the method cannot be
-            used with that number.
-        averages_each_step: Whether the number of steps does not matter, because a round is one step.
+        method: Function of the number of steps between rounds that returns the method, or None if it cannot be used
+            with that number.
+        averages_each_step: Whether a round is always one step.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The chosen method and its cost; ``reaches_target`` if its utilisation is at least the target."""
+    """The chosen method, its cost, and whether its utilisation reaches the target."""
 
     method: DataParallel | DiLoCo
     cost: RoundCost
@@ -96,10 +96,10 @@ def _streaming(job: Job, codec: Codec, wishes: Wishes) -> Callable[[int], Method
 
 
 def streaming(job: Job, codec: Codec, every: int, wishes: Wishes) -> DiLoCo | None:
-    """Return Streaming DiLoCo with a round every ``every`` steps; None if ``every`` is too small for the wishes.
+    """Return Streaming DiLoCo with a round every ``every`` steps, or None if ``every`` is too small for the wishes.
 
-    Without wishes, the number of fragments is a divisor of ``every``. A fragment travels while the rank trains just
-    enough steps to hide it, or as many as there are until the next fragment.
+    Without wishes, the number of fragments divides ``every``, and the overlap is just long enough to hide the transfer
+    of a fragment, but ends before the next fragment.
     """
     fragments, overlap_steps = wishes.fragments, wishes.overlap_steps
     if fragments is None:
@@ -119,9 +119,9 @@ def recommend(job: Job, everies: Sequence[int], wishes: Wishes) -> Recommendatio
 
     ``everies`` are the allowed numbers of steps between rounds, in increasing order.
 
-    Averaging in each step is milder than averaging every ``n`` steps, and a small ``n`` milder than a large one. A
-    method without staleness comes before one with staleness, which uses the smallest mild codec, because fewer bytes
-    make it less stale. Top-k is never chosen, because it needs error feedback.
+    Averaging in each step is milder than averaging every ``n`` steps, and a small ``n`` is milder than a large one.
+    Methods without staleness are tried before methods with staleness, which use the smallest mild codec, because fewer
+    bytes mean less staleness. Top-k is never chosen, because it needs error feedback.
     """
     tried = []
     for method in _from_mildest(job, everies, wishes):
@@ -147,7 +147,7 @@ def _from_mildest(job: Job, everies: Sequence[int], wishes: Wishes) -> Iterator[
 def every_for_target(job: Job, wishes: Wishes) -> int | None:
     """Return the smallest number of steps between rounds with which Streaming DiLoCo in 4 bits reaches the target.
 
-    Return None if not even a billion steps are enough.
+    Return None if a billion steps are not enough.
     """
     fragments = wishes.fragments or _FRAGMENT_COUNT_MAX
     fixed = replace(wishes, fragments=fragments)

@@ -32,7 +32,7 @@ from asyncdist.wording import aligned, plural, seconds_in_words, size_in_words
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan; return the exit code."""
+    """Print the plan, and return the exit code."""
     link = Link(bandwidth_nbytes_per_s=options.link, latency_s=options.latency)
     job = Job(param_count=options.params, rank_count=options.ranks, step_s=options.step, link=link)
     wishes = Wishes(fragments=options.fragments, overlap_steps=options.overlap)
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _problem(wishes: Wishes, every: int) -> str | None:
-    """Return the reason why the wishes cannot be met even with the most steps between rounds; None if they can."""
+    """Return why the wishes cannot be met even with the most steps between rounds, or None if they can be met."""
     if wishes.fragments is not None and wishes.fragments > every:
         return f"argument --fragments: must be <= {every} with --every {every}, got {wishes.fragments}"
     if wishes.overlap_steps is not None and wishes.overlap_steps >= every:
@@ -61,7 +61,7 @@ def plan_lines(
 ) -> Iterator[str]:
     """Yield the printed lines: the job, a table of utilisations, a table of costs, and the recommended policy.
 
-    With ``speeds``, the speed ratio and the shards, a recommendation for ranks of different speeds follows.
+    With ``speeds``, a pair of the speed ratio and the shards, a recommendation for ranks of different speeds follows.
     """
     yield f"{plural(job.param_count, 'parameter')} ({size_in_words(job.model_nbytes)} in float32)"
     yield f"{job.rank_count:,} ranks, one per host, with {seconds_in_words(job.step_s)} per step"

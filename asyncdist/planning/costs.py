@@ -4,13 +4,13 @@ Each rank has its own host, whose link carries the same number of bytes per seco
 takes the link's latency, plus its bytes divided by the bandwidth. Encoding, sums and outer steps take no time, and all
 ranks step at the same pace.
 
-A sharded mean is computed in two phases. First each rank sends every other rank that rank's slice; then each rank sends
+A sharded mean is computed in two phases. First each rank sends every other rank that rank's slice. Then each rank sends
 the mean of its own slice to all others. A rank sends, and receives, 2 S (k - 1) / k bytes, where S is the encoded size
 of the values and k the number of ranks. The mean is encoded with the same codec as the values. With top-k, however, the
 mean contains the values of all ranks, so it has k times as many bytes, but at most as many as in float32. In DiLoCo,
-three messages precede the first phase: a report to the leader, the leader's decision, and the requests for the slices.
-A slice is sent in chunks, and at the end of a phase a rank still receives the last chunk of each other rank. While the
-ranks train, each message also waits for the end of a step, because a rank moves data only inside its steps' awaits.
+three messages precede the first phase: a report to the leader, its decision, and the requests for the slices. A slice
+is sent in chunks, and at the end of a phase a rank still receives the last chunk of each other rank. While the ranks
+train, each message also waits for the end of a step, because a rank moves data only while a step awaits.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Final, TypeAlias
 
 from asyncdist import validation
 
-#: Values per block of a block-scaled codec, each block with a scale in float32.
+#: Number of values per block of a block-scaled codec, in which each block has a scale in float32.
 _BLOCK_COUNT: Final = 256
 _SCALE_NBYTES: Final = 4
 _FLOAT32_NBYTES: Final = 4
-#: Share of a step's time in the backward pass, behind which DDP hides its transfer: a forward pass takes about half as
+#: Share of a step's time in the backward pass, behind which DDP hides its transfer. A forward pass takes about half as
 #: long as a backward pass.
 _BACKWARD_SHARE: Final = 2 / 3
-#: Latencies before the first byte of a DiLoCo exchange: a report, a decision and a request.
+#: Number of latencies before the first byte of a DiLoCo exchange: a report, a decision and a request.
 _CONTROL_COUNT: Final = 3
-#: Messages of a DiLoCo exchange that follow each other: control messages, slices and means.
+#: Number of consecutive messages in a DiLoCo exchange: control messages, slices and means.
 _MESSAGE_COUNT: Final = _CONTROL_COUNT + 2
 #: Sizes of the chunks of a slice, as the exchange chooses them.
 _CHUNK_COUNT: Final = 32
 _CHUNK_NBYTES_MIN: Final = 128 << 10
 _CHUNK_NBYTES_MAX: Final = 4 << 20
-#: Time of the transfers of training ranks relative to links that are never idle, measured in the simulator.
+#: Transfer time of training ranks relative to links that are never idle, measured in the simulator.
 _TRAINING_FACTOR: Final = 1.2
 #: Default of the option ``replacement_ratio`` of selective averaging.
 _REPLACEMENT_RATIO: Final = 0.2
@@ -102,8 +102,8 @@ class Codec:
     Attributes:
         name: Value of a policy's option ``wire``.
         nbytes_per_value: Mean number of bytes that encode one value.
-        keeps_residual: Whether a rank keeps the error of its last message, to add it to the next one.
-        unites_values: Whether the mean contains the values that any rank has sent, and nothing else.
+        keeps_residual: Whether a rank adds the error of its last message to the next one.
+        unites_values: Whether the mean contains exactly the values that any rank has sent.
     """
 
     name: str
@@ -130,7 +130,7 @@ def topk(share: float) -> Codec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallel:
-    """Gradients are averaged in each step, as by DDP. A round is one step.
+    """Averages gradients in each step, as DDP does. A round is one step.
 
     The estimate is the best case: recursive halving and doubling (Thakur et al., 2005), behind the backward pass.
     """
@@ -140,11 +140,11 @@ class DataParallel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AverageAll:
-    """The weights of all ranks are averaged every ``every`` steps, as by AverageAllPolicy or local SGD.
+    """Averages the weights of all ranks every ``every`` steps, as AverageAllPolicy or local SGD does.
 
     Attributes:
         every: Steps between two rounds.
-        is_sharded: Whether the mean is sharded. If not, the first rank receives all weights and sends their mean.
+        is_sharded: Whether the mean is sharded. Otherwise, the first rank receives all weights and sends their mean.
     """
 
     every: int
@@ -156,7 +156,7 @@ class AverageAll:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo:
-    """Differences from an anchor are averaged, then an outer optimizer with momentum steps (Douillard et al., 2023).
+    """Averages differences from an anchor for an outer optimizer with momentum (Douillard et al., 2023).
 
     With ``fragments`` or ``overlap_steps`` it is Streaming DiLoCo (Douillard et al., 2025). A round is the exchange of
     all fragments.
@@ -165,7 +165,7 @@ class DiLoCo:
         every: Steps between two exchanges of the same fragment.
         codec: Encoding of the differences.
         fragments: Number of equal parts that are exchanged in turn, at most ``every``.
-        overlap_steps: Steps that a rank trains while a fragment is exchanged; below ``every``.
+        overlap_steps: Steps that a rank trains while a fragment is exchanged, fewer than ``every``.
     """
 
     every: int
@@ -190,7 +190,7 @@ class DiLoCo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveAveraging:
-    """Method in which the worst ranks take the mean of the others and no rank waits: AsyncSelectiveAveragingPolicy.
+    """Replaces the worst ranks' weights with the mean of the others while no rank waits: AsyncSelectiveAveragingPolicy.
 
     The estimate is for the sharded route and the default share of replaced ranks.
     """
@@ -211,7 +211,7 @@ class RoundCost:
     Attributes:
         sent_nbytes: Bytes that the rank sends.
         received_nbytes: Bytes that the rank receives.
-        transfer_s: Seconds in which the bytes of the round are on the way.
+        transfer_s: Seconds that the transfers of the round take.
         wait_s: Seconds in which the rank waits instead of computing.
         compute_s: Seconds in which the rank computes the steps of the round.
         memory_nbytes: Memory of a rank in addition to the model, its gradients and the state of its optimizer.
@@ -290,7 +290,7 @@ def overlapped_s(job: Job, method: DiLoCo) -> float:
 
 def _fragment_s(job: Job, method: DiLoCo) -> float:
     """Return the seconds from a fragment's capture until all ranks have its mean, if the ranks wait for it."""
-    count = job.param_count / job.rank_count / method.fragments  # values of a slice
+    count = job.param_count / job.rank_count / method.fragments  # number of values in a slice
     seconds = _CONTROL_COUNT * job.link.latency_s
     for per_value in (method.codec.nbytes_per_value, method.codec.mean_nbytes_per_value(job.rank_count)):
         nbytes = count * per_value
@@ -317,11 +317,11 @@ def _diloco(job: Job, method: DiLoCo) -> RoundCost:
     moved = _moved_nbytes(job, method)
     fragment_s = _fragment_s(job, method)
     late_s = overlapped_s(job, method) - method.overlap_steps * job.step_s
-    # A fragment that takes longer than the spacing occupies the link when the next one begins.
+    # A fragment that takes longer than the spacing still occupies the link when the next fragment begins.
     busy_s = fragment_s - method.spacing_steps * job.step_s if method.overlap_steps else 0.0
     wait_s = min(fragment_s, max(0.0, late_s, busy_s))
     in_flight_count = max(1, math.ceil(method.overlap_steps / method.spacing_steps))
-    # In flight are the contribution and the mean, and a decoded copy. The anchor and the momentum are always kept.
+    # In flight are the contribution, the mean and a decoded copy. The anchor and the momentum are always kept.
     encoded = (codec.nbytes_per_value + of_mean) / _FLOAT32_NBYTES
     in_flight = in_flight_count / method.fragments * (encoded + (codec != FLOAT32))
     copies = 2 + codec.keeps_residual + in_flight
@@ -337,7 +337,7 @@ def _diloco(job: Job, method: DiLoCo) -> RoundCost:
 
 
 def _selective(job: Job, method: SelectiveAveraging) -> RoundCost:
-    """Return the cost of a round in which the donors reduce, because they are more than the replaced ranks.
+    """Return the cost of a round in which the donors reduce, because there are more donors than replaced ranks.
 
     First each donor receives its slice of the other donors' weights. Then it sends the mean to each replaced rank.
     """

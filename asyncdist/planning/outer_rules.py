@@ -1,9 +1,9 @@
 """Recommends the outer rule of DiLoCo for ranks of different speeds, from the figures of ``./tools/bench staleness``.
 
-If the best of the map's tuned asynchronous rules is better than the best synchronous rule on each seed, the
-recommendation is asynchronous: the default rule, if all ranks have the same kind of data and the untuned default rule
-is better on each seed, too; or SGD without momentum and weight, if its loss is within 3 % of the best rule's. Otherwise
-the recommendation is synchronous DiLoCo. Between two measured speed ratios, both measurements are printed.
+An asynchronous rule is recommended if the best tuned asynchronous rule is better than the best synchronous rule on each
+seed. It is the default rule if all ranks have the same kind of data and the untuned default rule is also better on each
+seed. It is SGD without momentum and weight if its loss is within 3 % of the best rule's. Otherwise, synchronous DiLoCo
+is recommended. Between two measured speed ratios, both measurements are printed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measurement of one cell of the map: four ranks, losses relative to the best synchronous rule.
+    """The measurement of one combination of data and speeds, with four ranks.
 
     Attributes:
         rule: Name of the recommended asynchronous rule.
-        lr: Its outer learning rate, the best of three; None for the default rule, which is not tuned.
-        relative_loss: Its median loss over three seeds, divided by the median loss of the best synchronous rule.
-        wins: Whether this loss is smaller than that of the best synchronous rule on each seed.
-        best: The tuned rule with the smallest loss and its relative loss, if it is another rule; else None.
+        lr: Outer learning rate of the rule, the best of three, or None for the default rule, which is not tuned.
+        relative_loss: Median loss of the rule over three seeds, divided by that of the best synchronous rule.
+        wins: Whether the rule's loss is smaller than that of the best synchronous rule on each seed.
+        best: Tuned rule with the smallest loss, and its relative loss, or None if it is the recommended rule.
     """
 
     rule: str
@@ -48,7 +48,7 @@ class Shards:
 
 
 DEFAULT: Final = "the default rule"
-#: The divisions of the data, by their names on the command line.
+#: Divisions of the data, by their names on the command line.
 SHARDS: Final = {
     "iid": Shards(
         "all ranks have the same kind of data",
@@ -115,7 +115,7 @@ def lines(slowest: float, shards: str, every: int) -> Iterator[str]:
 
 
 def _beside(slowest: float, cells: Mapping[int, Measured]) -> dict[int, Measured]:
-    """Return the measurement of a ratio, or of the two nearest ratios; empty outside the measured range."""
+    """Return the measurement for a ratio, or for the two nearest ratios. Return {} outside the measured range."""
     below = max((ratio for ratio in cells if ratio <= slowest), default=None)
     above = min((ratio for ratio in cells if ratio >= slowest), default=None)
     return {} if below is None or above is None else {ratio: cells[ratio] for ratio in sorted({below, above})}

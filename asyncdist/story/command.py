@@ -11,9 +11,9 @@ from asyncdist.story.telling import Silent, tell_job
 
 
 def run(name: str | None, recorded: str | None = None) -> int:
-    """Print what the ranks of a job are doing, or did last; return the exit code.
+    """Print what the ranks of a job are doing, or did last, and return the exit code.
 
-    ``name`` is the name of the job, the pid of one of its processes or of their launcher, or the folder of a recording;
+    ``name`` is the name of the job, the pid of one of its processes or of their launcher, or the folder of a recording.
     None selects the only job. ``recorded`` is the name of the job if a folder has recordings of several jobs.
     """
     if name is not None and Path(name).is_dir():
@@ -33,7 +33,7 @@ def run(name: str | None, recorded: str | None = None) -> int:
 
 
 def _tell_recording(folder: str, job: str | None) -> int:
-    from asyncdist.recording.reader import RecordingError  # imported here because these modules import torch
+    from asyncdist.recording.reader import RecordingError  # imported here, because these modules import torch
     from asyncdist.story.last_acts import tell_recording
 
     try:

@@ -13,7 +13,7 @@ MainState: TypeAlias = Literal["awaits", "returned", "computes", "blocks"]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective in progress on a rank: the ``number``-th, counted from 1, that the rank has started in the group."""
+    """A collective in progress on a rank: the ``number``-th (from 1) that the rank has started in the group."""
 
     tag: int
     number: int
@@ -22,14 +22,14 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait of one task.
+    """A wait of one task.
 
     Attributes:
         who: ``"main"``, or the name of a spawned task.
-        what: Description of the awaited event; "" if the task is about to run.
-        line: Line of the user's code, as in ``"main (train.py:12)"``; "" if unknown.
-        seconds: Seconds for which the wait has lasted; None if unknown.
-        peers: Ranks, any of which can end the wait.
+        what: Description of the awaited event, or "" if the task is about to run.
+        line: Line of the user's code, as in ``"main (train.py:12)"``, or "".
+        seconds: Seconds for which the wait has lasted, or None if unknown.
+        peers: Ranks of which any can end the wait.
         ends_by_itself: Whether a timer or a thread ends the wait.
     """
 
@@ -77,13 +77,13 @@ class RankStory:
     Attributes:
         job: Name of the job, eight hexadecimal digits.
         program: Path of the script.
-        line: Line of the user's code in which main blocks the loop; "" if main does not block it.
-        inner_line: Innermost line below ``line``, if it is not in the user's code; otherwise "".
+        line: Line of the user's code in which main blocks the loop, or "".
+        inner_line: Innermost line called from ``line`` if it is not in the user's code, or "".
         still_s: Seconds since the rank last made a step or received a message.
         waits: Waits of main and of spawned tasks.
         started: Number of started collectives, by the group's tag.
         unread: Descriptions of messages that have arrived for channels that are not open.
-        heard: Seconds since the last message from each rank, by rank, without ranks that have never sent a message.
+        heard: Seconds since the last message from each rank, by rank, for ranks that have sent a message.
         left: Ranks that have returned from main.
     """
 

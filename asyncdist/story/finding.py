@@ -16,9 +16,9 @@ _COMMAND_LENGTH_MAX: Final = 60
 
 
 def find_job(name: str | None) -> str:
-    """Return the name of a job on this host; raise LookupError, listing the jobs, if there is not exactly one match.
+    """Return the name of a job on this host. Raise LookupError with a list of the jobs unless exactly one matches.
 
-    ``name`` is the name of the job, or the pid of one of its processes or of their launcher; None for the only job.
+    ``name`` is the name of the job, or the pid of one of its processes or of their launcher. None selects the only job.
     """
     found = jobs()
     if name is None and len(found) == 1:
@@ -32,10 +32,9 @@ def find_job(name: str | None) -> str:
 
 
 def job_of_process(pid: int, found: Mapping[str, Sequence[Place]]) -> str | None:
-    """Return the job to which a process belongs, or whose ranks it has started; None if there is no such job.
+    """Return the job to which a process belongs, or whose ranks it has started, or None.
 
-    If a rank has itself started a job, the launcher of the rank has indirectly started both jobs, and the outer job is
-    returned.
+    If a rank has started another job, the outer job is returned for the rank's launcher, which has started both.
     """
     distances = {job: _distance(pid, places) for job, places in found.items()}
     nearest = min(distances, key=distances.__getitem__, default="")
@@ -43,7 +42,7 @@ def job_of_process(pid: int, found: Mapping[str, Sequence[Place]]) -> str | None
 
 
 def _distance(pid: int, places: Sequence[Place]) -> float:
-    """Return the number of generations from a process to its nearest rank; infinity if no rank descends from it."""
+    """Return the number of generations from a process to its nearest rank, or infinity if no rank descends from it."""
     lines = (list(_line_of(each.pid)) for each in places)
     return min((float(line.index(pid)) for line in lines if pid in line), default=math.inf)
 
@@ -75,4 +74,4 @@ def _line_of(pid: int) -> Iterator[int]:
         while pid > 1:
             yield pid
             text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-            pid = int(text.rpartition(")")[2].split()[1])  # the program's name, before ")", may contain anything
+            pid = int(text.rpartition(")")[2].split()[1])  # the program's name, before ")", may contain any character

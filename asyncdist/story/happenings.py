@@ -1,4 +1,4 @@
-"""Describes events that show a rank's progress, as text; omits frequent events (steps, metrics and messages)."""
+"""Describes the events that show a rank's progress, without frequent events (steps, metrics and messages)."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ _WORDS: Final[Mapping[str, Callable[[Event], str]]] = {
 
 
 def events_in_words(events: Sequence[Event], now: float, count_max: int) -> tuple[str, ...]:
-    """Return descriptions of the latest events, with their ages, oldest first; ``now`` is on the events' clock."""
+    """Return descriptions of the latest events, with their ages, oldest first. ``now`` is on the events' clock."""
     told = [event for event in events if event.kind in _WORDS][-count_max:]
     return tuple(f"{_WORDS[event.kind](event)} {seconds_in_words(max(0.0, now - event.time_s))} ago" for event in told)

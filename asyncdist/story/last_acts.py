@@ -1,4 +1,4 @@
-"""Describes, from its recording, what each rank of a job did last, for jobs that have ended or were killed."""
+"""Describes what each rank of a job did last, from its recording, for jobs that have ended or were killed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class _LastOf:
 
     Attributes:
         last_s: Time of the rank's last event, in seconds since 1970.
-        over: Error that ended main; "" if main returned; None if the end of main is not recorded.
-        cut: Reason why the file ends before main does; "" if none is recorded.
-        told: Latest recorded reports on the ranks of its host, keyed by whether the report preceded an abort.
+        over: Error that ended main, "" if main returned, or None if the end of main is not recorded.
+        cut: Recorded reason why the file ends before main does, or "".
+        told: Latest recorded reports on the ranks of the rank's host, by whether the report preceded an abort.
         latest: Latest other events, oldest first.
         sent, received: Numbers of sent and received messages, by peer and tag.
     """
@@ -47,12 +47,12 @@ class _LastOf:
 def tell_recording(folder: str, job: str | None = None) -> str:
     """Describe what each rank of a recorded job did last, in several lines.
 
-    A wait is recorded when it ends. A wait that was in progress at the end of the job is known in two cases: a signal
-    ended the wait, or the running job reported what its ranks were doing, because it made no progress or was aborted.
-    ``job`` selects one of several jobs in the folder. Raise RecordingError if the job is not unique or is unreadable.
+    A wait is recorded when it ends. A wait that was in progress at the end of the job is shown only if a signal ended
+    it, or if the job reported what its ranks were doing, because it made no progress or was aborted. ``job`` selects
+    one of several jobs in the folder. Raise RecordingError if the job is not unique or is unreadable.
     """
     recording = read_recording(folder, job)
-    ranks = {each.rank: _last_of(each) for each in recording.ranks}  # the last process of each restarted rank
+    ranks = {each.rank: _last_of(each) for each in recording.ranks}  # for a restarted rank, its last process
     end_s = max(each.last_s for each in ranks.values())
     lines = [_title(recording, end_s)]
     if recording.missing:
@@ -114,7 +114,7 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
     how = f"its recording {last.cut or 'ends before main does'}"
     if last.over:
         words = [line.strip() for line in last.over.splitlines() if line.strip()]
-        # The message may contain the whole traceback of a worker.
+        # The message of a worker's error may contain a whole traceback.
         how = f"ended by {' ... '.join([*words[:1], *words[1:][-1:]]).rstrip(': ')}"
     lines = [f"  rank {rank}: {how}; its last event was {age} before the job's last event"]
     if last.steps:

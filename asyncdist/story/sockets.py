@@ -1,12 +1,12 @@
 """Queries the ranks of this host over Unix sockets: what they are doing, and their counters.
 
 A job has a directory of mode 0700 with a socket ``RANK.PID`` for each living rank on this host. A rank removes its
-socket when it ends, and the last rank also removes the directory. The socket of a killed rank is removed when other
-ranks end, by the next job of this user, or by ``asyncdist story``.
+socket when it ends, and the last rank also removes the directory. Other ranks of the job, the next job of this user or
+``asyncdist story`` remove the socket of a killed rank.
 
-Other users of the host may have created files with these names. Nothing is read, created or removed in a directory
-before :mod:`asyncdist.trust.private_folders` has checked that it is private to this user. Each end of a connection
-checks that the other end is a process of this user.
+Other users of the host may have created files with these names. Before a directory is used,
+:mod:`asyncdist.trust.private_folders` checks that it is private to this user. Each end of a connection checks that the
+other end is a process of this user.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncdist.trust import private_folders
 
 logger = logging.getLogger("asyncdist.story.sockets")
 
-#: Requests to a rank's socket, the answers, and TOLD, a notice that the lack of progress was already reported.
+#: Requests to a rank's socket, their answers, and TOLD, a notice that the lack of progress was already reported.
 STORY: Final = b"story\n"
 COUNTERS: Final = b"count\n"
 PULSE: Final = b"pulse\n"
@@ -44,14 +44,14 @@ TOLD: Final = b"told!\n"
 TOLD_NBYTES_MAX: Final = 1 << 15
 #: Seconds that a rank may take to answer. A separate thread answers even while the rank computes.
 ANSWER_S: Final = 1.0
-#: Minimum age, in seconds, at which directories without a socket are removed.
+#: Minimum age, in seconds, at which a directory without a socket is removed.
 _BEGINNING_S: Final = 10.0
-#: Maximum number of ranks that are asked at once. A process may often have 1,024 open file descriptors.
+#: Maximum number of ranks that are asked at once, because a process may often have only 1,024 open file descriptors.
 _ASKED_COUNT_MAX: Final = 512
 _TRY_COUNT: Final = 10
 #: Maximum length of a Unix socket's path in bytes, without the terminating 0.
 _PATH_NBYTES_MAX: Final = 107
-#: Maximum length of a socket's path below the folder: job, rank and pid, with a tilde until the rank listens.
+#: Maximum length of a socket's path below the folder: job, rank and pid, and a tilde until the rank listens.
 _NAME_NBYTES: Final = len("/0123abcd/1000000.4194304~")
 _NAME: Final = re.compile(r"[0-9]+\.[0-9]+~?")
 #: Layout of the kernel's struct ucred: process, user and group.
@@ -68,15 +68,15 @@ class Place:
 
     @property
     def state(self) -> str:
-        """State of the process, a letter as in ``ps``; "" if the system does not show it."""
+        """State of the process, a letter as in ``ps``, or "" if the system does not show it."""
         with contextlib.suppress(OSError, IndexError):
             text = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
-            return text.rpartition(")")[2].split()[0]  # the program's name, before ")", may contain anything
+            return text.rpartition(")")[2].split()[0]  # the program's name, before ")", may contain any character
         return ""
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is alive; False for a zombie, whose parent has not read its exit code yet."""
+        """Whether the process is alive. A zombie, whose parent has not read its exit code yet, is not."""
         if self.state in ("Z", "X"):
             return False
         try:
@@ -87,13 +87,13 @@ class Place:
 
     @property
     def is_served(self) -> bool:
-        """Whether the rank listens on the socket, even if the rank runs in a different container."""
+        """Whether the rank listens on the socket, even if the rank runs in another container."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.setblocking(False)
             try:
                 client.connect(str(self.path))
             except OSError as error:
-                return isinstance(error, BlockingIOError)  # the socket's queue is full
+                return isinstance(error, BlockingIOError)  # connecting would block, because the socket's queue is full
             listener = _process_at(client)
             return listener == 0 or Place(self.path, self.rank, self.pid if listener is None else listener).is_alive
 
@@ -116,7 +116,7 @@ def warn_of_refused_directories(command: str) -> None:
 
 
 def listen(job: str, rank: int) -> tuple[socket.socket, Path] | None:
-    """Return a listening socket for requests to this rank, and its path; None if no private folder can contain it."""
+    """Return a listening socket for requests to this rank, and its path, or None if no private folder can hold it."""
     refused: list[str] = []
     opened = None
     for base in directories():
@@ -134,9 +134,9 @@ def listen(job: str, rank: int) -> tuple[socket.socket, Path] | None:
 
 
 def _listen_in(base: Path, job: str, rank: int) -> tuple[socket.socket, Path] | None:
-    """Create a socket for :func:`listen` in a folder; return None on failure. Raise NotPrivateError if it is unsafe."""
+    """Create a socket for :func:`listen` in a folder, or return None. Raise NotPrivateError if the folder is unsafe."""
     path = base / job / f"{rank}.{os.getpid()}"
-    # The socket is renamed once it listens, because other processes remove sockets on which nothing listens.
+    # The socket is renamed once it listens, because other processes remove sockets on which no process listens.
     begun = path.with_name(f"{path.name}~")
     for _ in range(_TRY_COUNT):  # another rank may remove the folder while it is empty
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -161,7 +161,7 @@ def _listen_in(base: Path, job: str, rank: int) -> tuple[socket.socket, Path] | 
 
 
 def _process_at(connection: socket.socket) -> int | None:
-    """Return the pid of the process at the other end; 0 if it is in another container, None if it is unknown."""
+    """Return the pid of the process at the other end, 0 if it is in another container, or None if it is unknown."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -169,7 +169,7 @@ def _process_at(connection: socket.socket) -> int | None:
 
 
 def is_of_own_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end runs as this user or as root; True if the system does not show it."""
+    """Return whether the process at the other end runs as this user or root, or the system does not show its user."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -216,7 +216,7 @@ def _is_own_socket(name: str, folder: int) -> bool:
 
 
 def places(folder: Path) -> list[Place]:
-    """Return the sockets of a job, sorted by rank; [] if the folder is not private to this user."""
+    """Return the sockets of a job, sorted by rank, or [] if the folder is not private to this user."""
     with contextlib.suppress(OSError), private_folders.opened(folder) as descriptor:
         return _places(folder, [name for name in os.listdir(descriptor) if _is_own_socket(name, descriptor)])
     return []
@@ -244,14 +244,14 @@ def jobs() -> dict[str, list[Place]]:
 
 
 def ask(asked: Sequence[Place], timeout_s: float = ANSWER_S) -> dict[int, RankStory]:
-    """Ask all ranks concurrently what they are doing; return the answers that arrive in time, by rank."""
+    """Ask all ranks concurrently what they are doing. Return the answers that arrive in time, by rank."""
     return dict(_decoded(exchange(asked, STORY, timeout_s)))
 
 
 def exchange(asked: Sequence[Place], question: bytes, timeout_s: float = ANSWER_S) -> dict[int, bytes]:
-    """Send a request to all ranks concurrently; return the answers that arrive in time, by rank.
+    """Send a request to all ranks concurrently. Return the answers that arrive in time, by rank.
 
-    More than some hundred ranks are asked in several groups, since each open socket takes a file descriptor.
+    More than 512 ranks are asked in several groups, because each open socket takes a file descriptor.
     """
     answers: dict[int, bytes] = {}
     for first in range(0, len(asked), _ASKED_COUNT_MAX):
@@ -284,12 +284,12 @@ def _exchange(asked: Sequence[Place], question: bytes, timeout_s: float) -> dict
 
 def _decoded(answers: dict[int, bytes]) -> Iterator[tuple[int, RankStory]]:
     for rank, data in sorted(answers.items()):
-        with contextlib.suppress(ValueError):  # the rank has ended while it answered
+        with contextlib.suppress(ValueError):  # the rank ended while it answered
             yield rank, from_bytes(data)
 
 
 def answers_pulse(place: Place) -> bool:
-    """Return whether the rank's answering thread responds."""
+    """Return whether the thread in which the rank answers requests responds."""
     return bool(_answer(place, PULSE))
 
 
@@ -299,7 +299,7 @@ def was_asked(place: Place) -> bool:
 
 
 def _answer(place: Place, question: bytes) -> bytes:
-    """Return the first byte of a rank's answer to ``question``; b"" if the rank does not answer."""
+    """Return the first byte of a rank's answer to ``question``, or b"" if the rank does not answer."""
     client = _connect(place, question)
     if client is None:
         return b""
@@ -312,7 +312,7 @@ def _answer(place: Place, question: bytes) -> bytes:
 
 
 def say_told(place: Place, story: str = "") -> None:
-    """Notify a rank that the job's lack of progress has already been reported; ``story`` is the report to record."""
+    """Notify a rank that the job's lack of progress was already reported. ``story`` is the report to record."""
     client = _connect(place, TOLD + story.encode("utf-8", "replace")[:TOLD_NBYTES_MAX])
     if client is not None:
         client.close()

@@ -13,7 +13,7 @@ from asyncdist.story.waiting import awaited_ranks, by_root, circle, stuck_ranks
 from asyncdist.validation import printable
 from asyncdist.wording import ordinal, plural, ranks_in_words, seconds_in_words
 
-#: Maximum number of ranks whose details are all shown; in larger jobs, only ranks that compute or block have details.
+#: Maximum number of ranks whose details are all shown. In larger jobs, only ranks that compute or block have details.
 DETAIL_COUNT_MAX: Final = 8
 #: Maximum number of groups of ranks with the same state that are shown.
 GROUP_COUNT_MAX: Final = 24
@@ -33,7 +33,7 @@ _SILENCE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """A rank on this host that has not answered; ``state`` is its process's state, a letter as in ``ps``."""
+    """A rank on this host that has not answered. ``state`` is its process's state, a letter as in ``ps``."""
 
     rank: int
     pid: int
@@ -54,7 +54,7 @@ def tell_rank(story: RankStory) -> str:
 
 
 def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) -> str:
-    """Describe, in several lines, which ranks each of the ranks that have answered waits for."""
+    """Describe, in several lines, which ranks each answering rank waits for."""
     some = next(iter(stories.values()), None)
     if some is None:
         return "\n".join(printable(_tell_silent(each, stories)) for each in silent)
@@ -82,7 +82,7 @@ def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) ->
 
 
 def _groups(stories: Mapping[int, RankStory]) -> list[tuple[str, list[int]]]:
-    """Return pairs of a wait's description and the waiting ranks. Waits that differ only in their age are merged."""
+    """Return pairs of a wait's description and the waiting ranks. Waits that differ only in duration are merged."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank in by_root(stories):
         story = stories[rank]
@@ -174,7 +174,7 @@ def _details(story: RankStory, stories: Mapping[int, RankStory]) -> list[str]:
 
 
 def _details_of_all(ranks: Sequence[int], stories: Mapping[int, RankStory]) -> list[str]:
-    """Return lines with the details of ranks in the same state. Equal lines of several ranks are merged."""
+    """Return the details of ranks in the same state, as lines. Equal lines of several ranks are merged."""
     told: dict[tuple[str, int], list[int]] = {}
     for rank in ranks:
         counts: Counter[str] = Counter()
@@ -197,7 +197,7 @@ def _tell_silent(silent: Silent, stories: Mapping[int, RankStory]) -> str:
 
 
 def _messages_on_other_tags(stories: Mapping[int, RankStory]) -> list[str]:
-    """Return lines about channels whose messages a waiting rank cannot receive, because it has not opened the tag."""
+    """Return lines about channels whose messages a waiting rank cannot receive, because it has not opened their tag."""
     lines = []
     opened = {rank: {channel.tag for channel in story.channels} for rank, story in stories.items()}
     for rank, story in stories.items():

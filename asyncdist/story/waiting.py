@@ -1,4 +1,4 @@
-"""Finds which ranks each rank waits for, and which ranks are deadlocked, from descriptions of what they are doing."""
+"""Finds which ranks each rank waits for, and which are deadlocked, from descriptions of what the ranks are doing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asyncdist.story.facts import RankStory, Wait
 
 
 def awaited_ranks(wait: Wait, stories: Mapping[int, RankStory]) -> tuple[int, ...]:
-    """Return the ranks that a wait needs; for a collective, the members that are not known to have entered it."""
+    """Return the ranks that a wait needs. For a collective, these are the members not known to have entered it."""
     collective = wait.collective
     if collective is None:
         return wait.peers
@@ -20,16 +20,16 @@ def awaited_ranks(wait: Wait, stories: Mapping[int, RankStory]) -> tuple[int, ..
 
 
 def main_needs(story: RankStory, stories: Mapping[int, RankStory]) -> tuple[int, ...]:
-    """Return the ranks that main waits for; () if main does not wait for ranks."""
+    """Return the ranks that main waits for."""
     return next((awaited_ranks(wait, stories) for wait in story.waits if wait.who == "main"), ())
 
 
 def stuck_ranks(stories: Mapping[int, RankStory]) -> frozenset[int]:
     """Return the deadlocked ranks: ranks that only other deadlocked ranks could wake.
 
-    Every task of a deadlocked rank waits for messages of certain ranks. A rank that computes, blocks, sleeps, waits for
-    a local event or has not answered may make progress. (The knot of the OR model: Knapp, Deadlock Detection in
-    Distributed Databases, 1987.)
+    This is the knot of the OR model (Knapp, Deadlock Detection in Distributed Databases, 1987). Every task of a
+    deadlocked rank waits for messages of certain ranks. A rank that computes, blocks, sleeps, waits for a local event
+    or has not answered may make progress.
     """
     stuck = {rank for rank, story in stories.items() if story.state == "awaits" and story.waits}
     while True:
@@ -47,13 +47,13 @@ def stuck_ranks(stories: Mapping[int, RankStory]) -> frozenset[int]:
 def _may_end(wait: Wait, needs: Sequence[int], stuck: Collection[int], lost: Collection[int]) -> bool:
     if wait.ends_by_itself or not needs:
         return True
-    if wait.collective is not None:  # a collective needs all of its members
+    if wait.collective is not None:  # the collective needs all of its members
         return not any(rank in stuck for rank in needs)
     return any(rank not in stuck and rank not in lost for rank in needs)
 
 
 def circle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[int, ...]:
-    """Return a cycle of ranks, each of which waits for the next, and the last for the first; () without a cycle."""
+    """Return a cycle of ranks in which each waits for the next, and the last for the first, or () if there is none."""
     for start in sorted(stuck):
         path = [start]
         while True:
@@ -68,7 +68,7 @@ def circle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[in
 
 
 def by_root(stories: Mapping[int, RankStory]) -> list[int]:
-    """Return the ranks in display order: ranks that do not wait come first, then ranks for which many others wait."""
+    """Return the ranks in display order: ranks that do not wait first, then ranks for which many others wait."""
     waiters = dict.fromkeys(stories, 0)
     for rank, story in stories.items():
         for needed in main_needs(story, stories):
