@@ -1,4 +1,4 @@
-"""asyncdist's calls for code without an event loop: they block instead of being awaited.
+"""Blocking versions of asyncdist's functions and classes, for code without an event loop.
 
 ::
 
@@ -8,8 +8,8 @@
                 loss = train_step(model, optimizer, batch)
                 policy.step(loss=loss)  # the only place where weights change
 
-There is no background thread. The rank's event loop runs on the caller's thread while such a call blocks, and is
-suspended between calls.
+There is no background thread. The rank's event loop runs on the caller's thread while a call blocks, and is suspended
+between calls.
 """
 
 from asyncdist.blocking.faces import Face as Face, context as context

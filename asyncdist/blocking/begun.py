@@ -1,4 +1,4 @@
-"""Represents started blocking calls: their outcomes, and the coroutines that main will continue."""
+"""Represents started blocking calls and their outcomes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Outcome(Generic[T]):
-    """The result of a call: a value or an error."""
+    """The value or the error with which a call has ended."""
 
     value: T | None = None
     error: BaseException | None = None
@@ -34,7 +34,7 @@ async def outcome_of(made: Awaitable[T]) -> Outcome[T]:
 
 
 async def called(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``fn``, await its result if it is awaitable, and return the value."""
+    """Call ``fn``, await its return value if it is awaitable, and return the final value."""
     made = fn(*args, **kwargs)
     return await made if inspect.isawaitable(made) else made
 
@@ -45,7 +45,7 @@ async def awaited(made: Awaitable[T]) -> T:
 
 
 class BegunCall:
-    """Awaitable that continues a coroutine which was started outside any event loop.
+    """An awaitable that continues a coroutine which was started outside any event loop.
 
     Reports on tasks' waits inspect the coroutine through ``cr_frame`` and ``cr_await``.
 
@@ -73,11 +73,11 @@ class BegunCall:
         return self.send(None)
 
     def send(self, value: Any) -> Any:
-        """Continue the coroutine, and return the future that it waits for next."""
+        """Continue the coroutine, and return the next future for which it waits."""
         awaited, self._awaited = self._awaited, None
         if self.is_cancelled:  # like asyncio, this cancels the awaited future first
             self.is_cancelled = False
-            # A coroutine that has not started cannot catch the error.
+            # An unstarted coroutine cannot handle the cancellation, so it is closed instead.
             if inspect.getcoroutinestate(self._coroutine) == inspect.CORO_CREATED:
                 self._coroutine.close()
                 raise asyncio.CancelledError
@@ -91,15 +91,15 @@ class BegunCall:
         return self._coroutine.throw(*error)
 
     def close(self) -> None:
-        """Close the coroutine."""
+        """Close the wrapped coroutine."""
         self._coroutine.close()
 
 
 class Pause(asyncio.Future[None]):
-    """Future for which main waits between two blocking calls. Cancelling it calls ``on_cancel`` and does not wake main.
+    """A future for which main waits between two blocking calls. Cancelling it calls ``on_cancel`` instead.
 
-    A woken main would continue only in the loop's next iteration, too late for the call that is ending. ``on_cancel``
-    returns whether to cancel main anyway.
+    A cancelled main would continue only in the loop's next iteration, too late for the call that is ending.
+    ``on_cancel`` returns whether to cancel main anyway.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_cancel: Callable[[], bool]) -> None:
@@ -107,7 +107,7 @@ class Pause(asyncio.Future[None]):
         self._on_cancel = on_cancel
 
     def cancel(self, msg: Any = None) -> bool:
-        """Call ``on_cancel`` instead of cancelling, unless main is about to continue."""
+        """Call ``on_cancel``, and cancel only if it returns true or main is about to continue."""
         if self.done() or self._on_cancel():
             return super().cancel(msg)
         return True

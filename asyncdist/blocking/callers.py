@@ -2,10 +2,10 @@
 
 The coroutines run in the task of the rank's main. The blocking code itself is hosted in one of two ways:
 
-- :class:`LoopCaller`, for one rank per process: the loop runs while a call blocks, and is suspended between calls. The
-  blocking code may be a whole script.
-- :class:`SwitchingCaller`, if several ranks share a thread, as in a simulation: the code runs inside main on a separate
-  stack (a greenlet). A blocking call switches to main's stack, and back with the call's result.
+- :class:`LoopCaller`, for one rank per process: the event loop runs while a call blocks, and is suspended between
+  calls. The blocking code may be a whole script.
+- :class:`SwitchingCaller`, for several ranks in a thread, as in a simulation: the blocking code runs inside main on a
+  separate stack (a greenlet). A blocking call switches to main's stack, and back when its value is known.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 #: The :class:`Caller` for blocking code in this context.
 _current: ContextVar[Caller] = ContextVar("asyncdist_blocking_caller")
-#: Function that returns this rank's caller, if several ranks of this process run scripts that open a world.
+#: Function that returns this rank's :class:`Caller`; set if several ranks of this process run scripts that open worlds.
 ask_for_world: ContextVar[Callable[[], Caller] | None] = ContextVar("asyncdist_ask_for_world", default=None)
 
 
@@ -54,13 +54,13 @@ _of_process: Caller | None = None
 
 
 def set_process_caller(caller: Caller | None) -> None:
-    """Set the caller for code outside all ``with`` blocks. It is used while its world is open."""
+    """Set the :class:`Caller` for code outside all ``with`` blocks. It is used while its world is open."""
     global _of_process
     _of_process = caller
 
 
 def find_caller() -> Caller | None:
-    """Return the caller for the running blocking code; None in a coroutine, or if no world is open."""
+    """Return the :class:`Caller` for the running blocking code; None in a coroutine, or if no world is open."""
     for caller in (_current.get(None), _of_process):
         if caller is not None and caller.is_open:
             return caller
@@ -68,7 +68,7 @@ def find_caller() -> Caller | None:
 
 
 def current_caller(what: str) -> Caller:
-    """Return the caller for the running blocking code, or raise an error that names the call, ``what``."""
+    """Return the :class:`Caller` for the running blocking code. Raise an error that names ``what`` if there is none."""
     caller = find_caller()
     if caller is not None:
         return caller
@@ -88,7 +88,7 @@ def current_caller(what: str) -> Caller:
 
 
 def is_in_a_rank() -> bool:
-    """Return whether the calling code is in a rank's coroutine, rather than blocking code."""
+    """Return whether the running code is in a rank's coroutine, and is not blocking code."""
     if find_caller() is not None:
         return False
     try:
@@ -100,7 +100,9 @@ def is_in_a_rank() -> bool:
 class Caller(abc.ABC):
     """Awaits coroutines for blocking code, in the task of a rank's main.
 
-    If the world is already open, as in a simulation, ``on_opened`` is called when the code first opens its world.
+    Attributes:
+        on_opened: Function to call when the blocking code first opens its world, if that world was already open, as in
+            a simulation.
     """
 
     world: World
@@ -113,7 +115,7 @@ class Caller(abc.ABC):
         self._thread = threading.get_ident()
 
     def call(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``fn`` in main's task, await its result if it is awaitable, and return the value.
+        """Call ``fn`` in main's task, await its return value if it is awaitable, and return the final value.
 
         Raises:
             ClosedError: The world is closed.
@@ -129,13 +131,13 @@ class Caller(abc.ABC):
             self._is_calling = False
 
     def note_opened(self) -> None:
-        """Call ``on_opened`` the first time that the code opens its world."""
+        """Call ``on_opened`` if the blocking code opens its world for the first time."""
         on_opened, self.on_opened = self.on_opened, None
         if on_opened is not None:
             on_opened()
 
     def at_end(self, fn: Callable[[], None]) -> None:
-        """Register ``fn`` to be called before the world closes without an error; last registered, first called."""
+        """Register ``fn`` to be called before the world closes without an error. The newest functions run first."""
         self._at_end.append(fn)
 
     @property
@@ -144,7 +146,7 @@ class Caller(abc.ABC):
         return tuple(self._at_end)
 
     def forget(self, fn: Callable[[], None]) -> None:
-        """Unregister ``fn``."""
+        """Unregister ``fn``, if it was registered with :meth:`at_end`."""
         if fn in self._at_end:
             self._at_end.remove(fn)
 
@@ -169,7 +171,7 @@ class Caller(abc.ABC):
 
     @abc.abstractmethod
     def _await_in_main(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``fn`` in main's task, await its result if it is awaitable, and return the value."""
+        """Implement :meth:`call` after its arguments and thread have been checked."""
 
 
 @contextlib.contextmanager
@@ -190,21 +192,21 @@ def entered(awaited: AbstractAsyncContextManager[T], caller: Caller) -> Iterator
 
 
 class LoopCaller(Caller):
-    """Hosts the only rank of a process: runs an event loop, in the world of ``open_world``, while a call blocks."""
+    """Hosts the only rank of a process. The event loop runs, in the world of ``open_world``, while a call blocks."""
 
     def __init__(self, open_world: Callable[[Interrupts], AbstractAsyncContextManager[World]]) -> None:
         super().__init__()
         self._open_world = open_world
         self._interrupts = Interrupts(spares_process=is_loop_running())
-        self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)  # uvloop takes 30 us to start
+        self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)  # uvloop takes 30 us for each start
         self._context = contextvars.copy_context()  # the context of main
         self._loop: asyncio.AbstractEventLoop
         self._host: asyncio.Task[Outcome[None]]
-        self._next: BegunCall | None = None  # the begun call that main resumes next
-        self._awaited: BegunCall | None = None  # None after an interrupt, even while main still runs the call
+        self._next: BegunCall | None = None  # the call that main resumes next
+        self._awaited: BegunCall | None = None  # None after an interrupt, even if main still runs the call
         self._waiter: asyncio.Future[None]  # main waits for this future between calls
-        self._is_ended = False  # the block has ended, and main must end
-        self._is_stopped = False  # main was cancelled between calls; the next call raises the reason
+        self._is_ended = False  # whether the block has ended, so that main must end
+        self._is_stopped = False  # whether main was cancelled between calls; the next call raises the reason
         self._error: BaseException | None = None  # the block's error, which main raises when it ends
         self._is_over = False
 
@@ -229,7 +231,7 @@ class LoopCaller(Caller):
         self.world.services.engine.transport.on_finalize(self._close_before_finalize)
 
     def listen(self) -> None:
-        """From now on, raise signals in the block, including a signal that has already arrived."""
+        """Begin to raise signals in the block, including a signal that has already arrived."""
         self._interrupts.raises_at_once = True
         if self._interrupts.withdraw():
             self._interrupts.check()
@@ -243,17 +245,17 @@ class LoopCaller(Caller):
         self.close(None)
 
     def _close_before_finalize(self) -> None:
-        """Leave the world because the program is about to finalize MPI, after which this rank cannot send."""
+        """Leave the world because the program is about to finalize MPI. This rank could not send afterwards."""
         try:
             self.close(None)
-        except BaseException as error:  # MPI calls this method, and cannot propagate an error
+        except BaseException as error:  # MPI calls this method, and does not propagate errors
             sys.excepthook(type(error), error, error.__traceback__)  # prints only errors not yet reported
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
     def close(self, error: BaseException | None) -> None:
-        """Leave the world if it is still open, or end it with ``error``. Raise main's error unless it is ``error``."""
+        """Leave the world if it is still open, with ``error`` if the block failed. Raise any other error of main."""
         end_forked_child(self.world.process_id, error)
         if self._is_over:
             return
@@ -314,9 +316,9 @@ class LoopCaller(Caller):
         return value
 
     def _begin(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call, in main's context, until it waits. Return its value, or a :class:`BegunCall` if it waits."""
+        """Run a call in main's context. Return its value, or a :class:`BegunCall` as soon as it has to wait."""
         loop = self._loop
-        if self._waiter.done():  # after an interrupt, main is still running an earlier call
+        if self._waiter.done():  # main is still running a call that was interrupted
             return BegunCall(called(fn, args, kwargs), None)
         work = self.world.services.engine.loop_work
         assert work is not None, "the world has opened in an asyncio loop"
@@ -344,11 +346,12 @@ class LoopCaller(Caller):
         return BegunCall(made, waits_for)
 
     def _finish(self, begun: BegunCall) -> Any:
-        """Let main run a begun call to its end, and return the call's value."""
+        """Run a begun call to its end in main, and return the call's value."""
         self._awaited = self._next = begun
         self._wake_main()
         try:
-            # Main stops the loop. To wait for a future would take another iteration: 20 of 60 us with cold caches.
+            # Main stops the loop when the call ends. Waiting for a future would take another iteration of the loop,
+            # which is 20 of 60 us with cold caches.
             while not begun.outcomes:
                 if self._host.done():  # a second signal in a notebook has ended main
                     raise self._what_stops() or ClosedError("the world has ended during this call")
@@ -358,7 +361,7 @@ class LoopCaller(Caller):
             self._awaited = None
 
     def _raise_if_stopped(self) -> None:
-        """Raise the error of a signal that arrived too late to interrupt this call, before the next call raises it."""
+        """Raise the error of a signal that arrived too late to interrupt this call."""
         if self._interrupts.withdraw() or self._is_stopped:
             self._is_stopped = False
             error = self._what_stops()
@@ -380,7 +383,7 @@ class LoopCaller(Caller):
         """Run as the rank's main until the ``with`` block has ended."""
         task = asyncio.current_task()
         assert task is not None, "this coroutine runs in a task"
-        frame_of_caller[task] = sys._getframe  # the current stack is the blocking code's
+        frame_of_caller[task] = sys._getframe  # the thread's current stack is that of the blocking code
 
         async def host() -> None:
             async with self._open_world(self._interrupts) as world:
@@ -391,7 +394,7 @@ class LoopCaller(Caller):
         return await outcome_of(host())
 
     async def _serve(self) -> None:
-        """Await the calls of the ``with`` block in turn until the block ends, and raise the block's error."""
+        """Await the block's calls in turn until the block ends, and raise the error with which it ended."""
         while True:
             while self._next is None and not self._is_ended:
                 self._waiter = self._pause()
@@ -407,7 +410,7 @@ class LoopCaller(Caller):
             begun.is_cancelled, self._is_stopped = self._is_stopped, False
             try:
                 outcome = Outcome(await begun)
-            except GeneratorExit:  # main's coroutine is being discarded
+            except GeneratorExit:  # main's coroutine is being closed
                 raise
             except asyncio.CancelledError as error:
                 outcome = Outcome(error=self._what_stops() or error)
@@ -422,13 +425,13 @@ class LoopCaller(Caller):
             raise asyncio.CancelledError
 
     def _what_stops(self) -> BaseException | None:
-        """Return the error, of a signal or of the job, that is the reason for main's cancellation."""
+        """Return the error for which main was cancelled: that of a signal, or the job's failure."""
         return self._interrupts.error(self.world.rank) or self.world.services.engine.failure
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Allow another loop to run in this thread while the running loop, such as a notebook's, is suspended."""
+    """Allow the block to run another event loop in this thread although a loop, such as a notebook's, is running."""
     running = _get_running_loop()
     _set_running_loop(None)
     try:
@@ -441,7 +444,7 @@ def aside() -> Iterator[None]:
 
 
 class SwitchingCaller(Caller):
-    """Runs blocking code, possibly a script, on a separate stack, inside the main of a rank whose loop is running."""
+    """Runs blocking code or a script on a separate stack, inside the main of a rank whose event loop is running."""
 
     def __init__(self, world: World, *, is_of_script: bool = False) -> None:
         super().__init__()
@@ -450,11 +453,11 @@ class SwitchingCaller(Caller):
         self._main: greenlet.greenlet
 
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``fn``, await the coroutines of its blocking calls, and return its result."""
+        """Run ``fn``, await the coroutines of its blocking calls, and return its value."""
         return cast(T, await self._serve(greenlet.greenlet(fn), *args, **kwargs))
 
     async def go_on(self, stack: greenlet.greenlet) -> object:
-        """Continue code that has requested its caller through :data:`ask_for_world`, and return the code's result."""
+        """Continue code that has called :data:`ask_for_world`, and return its value."""
         return await self._serve(stack, self)
 
     async def _serve(self, stack: greenlet.greenlet, *args: Any, **kwargs: Any) -> object:

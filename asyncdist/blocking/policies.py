@@ -19,7 +19,7 @@ PolicyT_co = TypeVar("PolicyT_co", bound="_Awaited[Any]", covariant=True)
 
 
 class _Awaited(Protocol[InfoT_co]):
-    """Policy: an asynchronous context manager with a ``step`` method."""
+    """Asynchronous context manager with a ``step`` method, like every policy."""
 
     async def __aenter__(self) -> Any: ...
 
@@ -31,28 +31,22 @@ class _Awaited(Protocol[InfoT_co]):
 
 
 class _ReportingPolicy(_Awaited[Any], Protocol[ReportT_co]):
-    """Policy with a ``statistics`` method."""
-
     def statistics(self) -> ReportT_co: ...
 
 
 class _SettlingPolicy(_Awaited[Any], Protocol):
-    """Policy with a ``settle`` method."""
-
     async def settle(self) -> None: ...
 
 
 class _AnchoredPolicy(_Awaited[Any], Protocol):
-    """Policy with an ``anchor_weights`` method."""
-
     def anchor_weights(self) -> AbstractAsyncContextManager[None]: ...
 
 
 class Policy(Generic[PolicyT_co]):
     """Wraps a policy for code without an event loop: ``with ad.blocking.policy(...) as policy``.
 
-    Weights change only inside ``step``, on the caller's thread. All other attributes are taken from the wrapped policy.
-    If no world is open, the ``with`` block opens one and closes it at the end.
+    Weights change only inside ``step``, on the caller's thread. The wrapped policy's attributes are also attributes of
+    this object. If no world is open, the ``with`` block opens one and closes it at the end.
 
     Args:
         awaited: Policy that has not been entered, also available as the attribute ``awaited``.
@@ -67,10 +61,10 @@ class Policy(Generic[PolicyT_co]):
         return f"<{repr(self.awaited).strip('<>')}, blocking>"
 
     def __enter__(self) -> Self:
-        """Start the policy, together with all members.
+        """Start the policy, together with all its ranks.
 
         Raises:
-            LocalProtocolError: Called in a coroutine of a rank.
+            LocalProtocolError: Called in a rank's coroutine.
             BaseException: Any error that the policy's ``__aenter__`` raises.
         """
         if is_in_a_rank():
@@ -137,11 +131,11 @@ class Policy(Generic[PolicyT_co]):
         return entered(self.awaited.anchor_weights(), self._caller or self._refuse())
 
     def statistics(self: Policy[_ReportingPolicy[ReportT]]) -> ReportT:
-        """Return the policy's statistics on this member so far."""
+        """Return the policy's statistics on this rank."""
         return self.awaited.statistics()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do a step with torchgfn's arguments, which :meth:`protocols.ported.Ported.__call__` describes."""
+        """Do a step with torchgfn's arguments. See :meth:`protocols.ported.Ported.__call__`."""
         called: Any = self.awaited
         return (self._caller or self._refuse()).call(called, *args, **kwargs)
 
@@ -152,7 +146,7 @@ class Policy(Generic[PolicyT_co]):
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name == "awaited":  # the attribute is not yet set, and getattr would recurse
+        if name == "awaited":  # getattr would recurse if the attribute is not set yet, as while unpickling
             raise AttributeError(name)
         return getattr(self.awaited, name)
 

@@ -16,13 +16,13 @@ from asyncdist.runtime.world import refuse_inside_a_world, set_world_of_process
 
 
 def process_world() -> World:
-    """Return the open world, or else open a world that lasts until the process ends.
+    """Return the open world, or open a world that lasts until the process ends if none is open.
 
-    When the interpreter exits, this rank leaves that world and waits for the others. If an exception ends the program,
-    this rank fails with it.
+    When the interpreter exits, this rank leaves that world and waits for the other ranks. If an exception ends the
+    program, this rank fails with that exception.
 
     Raises:
-        LocalProtocolError: Called in a coroutine of a rank.
+        LocalProtocolError: Called in a rank's coroutine.
         BaseException: Any error that :func:`open_world` raises.
     """
     global _until_exit
@@ -43,7 +43,7 @@ def process_world() -> World:
 def end_process_world() -> None:
     """Leave the world that :func:`process_world` has opened, if any, before the process ends.
 
-    This rank waits until the others also leave the world. ``MPI.Finalize()`` leaves the world, too.
+    This rank waits until the other ranks also leave the world. ``MPI.Finalize()`` leaves the world, too.
     """
     if _until_exit is not None:
         _until_exit.leave(None)
@@ -66,27 +66,26 @@ class _UntilExit:
         except BaseException as raised:
             trace = raised.__traceback__
             if isinstance(raised, KeyboardInterrupt) and isinstance(error, KeyboardInterrupt):
-                # Python raises this Ctrl-C a second time. If it was not reported, the user's own line is the most
-                # helpful.
+                # Python raises this Ctrl-C a second time. The traceback of the user's code is the most helpful one.
                 trace, raised.__suppress_context__ = user_traceback(error), True
             kind, error = type(raised), raised.with_traceback(trace)
-        is_replaced = sys.excepthook != self._on_exception  # another hook knows which errors were reported
+        is_replaced = sys.excepthook != self._on_exception  # a later hook, which prints only errors not yet reported
         hook = sys.excepthook if was_open and is_replaced else self._hook_before
         hook(kind, error, trace)
 
     def _on_exit(self) -> None:
         try:
-            self.leave(getattr(sys, "last_value", None))  # the exception, if a different hook has printed it
-        except BaseException as error:  # only os._exit can change the exit code at this point
+            self.leave(getattr(sys, "last_value", None))  # the program's exception, if a different hook has printed it
+        except BaseException as error:  # at this point, only os._exit can change the exit code
             sys.excepthook(type(error), error, error.__traceback__)  # prints only errors not yet reported
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
     def leave(self, error: BaseException | None) -> None:
-        """Exit the context manager with the error that ends the program; None if there is none."""
+        """Exit the context manager with the error that ends the program, or None."""
         block, self._block = self._block, None
-        if block is not None and os.getpid() == self._process_id:  # a forked child does not belong to the world
+        if block is not None and os.getpid() == self._process_id:  # a forked child is not a rank of the world
             set_process_caller(None)
             block.__exit__(type(error) if error is not None else None, error, getattr(error, "__traceback__", None))
 

@@ -44,8 +44,8 @@ class World:
     """One rank of a running job, for code without an event loop.
 
     The methods that are coroutines in :class:`asyncdist.World` block here. Between two calls, this rank does not
-    respond to the others, like an ``async def main`` that computes. Calling a policy's ``step`` in each iteration is
-    often enough.
+    respond to other ranks, like an ``async def main`` that computes. Calling a policy's ``step`` in each iteration is
+    usually enough.
 
     Attributes:
         rank: Number of this rank, from 0.
@@ -65,7 +65,7 @@ class World:
         return f"{self.awaited!r:.{len(repr(self.awaited)) - 1}}, blocking>"
 
     def call(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a coroutine function and return its result. All tasks of this rank run while the call blocks.
+        """Call a coroutine function and return its value. All tasks of this rank run while the call blocks.
 
         Raises:
             ClosedError: The world is closed.
@@ -79,7 +79,7 @@ class World:
 
     @property
     def local_rank(self) -> int:
-        """Index of this rank among the ranks of its host; see :attr:`asyncdist.World.local_rank`."""
+        """Index of this rank among the ranks of its host. See :attr:`asyncdist.World.local_rank`."""
         return self.awaited.local_rank
 
     @property
@@ -94,7 +94,7 @@ class World:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether this rank is simulated. Files that it writes are real, and shared with all other ranks."""
+        """Whether this rank is simulated. The files of a simulated rank are real, and shared with all other ranks."""
         return self.awaited.is_simulated
 
     @property
@@ -104,11 +104,11 @@ class World:
 
     @property
     def incarnation(self) -> int:
-        """Incarnation of this rank: 0 for its initial process, 1 or more for a restarted or late process."""
+        """Incarnation of this rank: 0 in its initial process, 1 or more in a restarted or late process."""
         return self.awaited.incarnation
 
     def time(self) -> float:
-        """Return the time of the loop's clock, in seconds from an arbitrary start."""
+        """Return the time of the event loop's clock, in seconds from an arbitrary start."""
         return self.awaited.time()
 
     def describe(self) -> str:
@@ -138,7 +138,7 @@ class World:
         self.call(self.awaited.progress, budget_s)
 
     def compute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``fn`` in a worker thread while this rank's tasks run; see :meth:`asyncdist.World.compute`."""
+        """Run ``fn`` in a worker thread while this rank's tasks run. See :meth:`asyncdist.World.compute`."""
         return self.call(lambda: self.awaited.compute(fn, *args, **kwargs))
 
     def channel(
@@ -150,19 +150,19 @@ class World:
         capacity: int = 1024,
         group: Group | None = None,
     ) -> Any:
-        """Open a channel whose ``send`` and ``receive`` block; see :meth:`asyncdist.World.channel`."""
+        """Open a channel whose ``send`` and ``receive`` block. See :meth:`asyncdist.World.channel`."""
         return Face(self.awaited.channel(message_type, tag=tag, name=name, capacity=capacity, group=group))
 
     def new_group(self, ranks: Sequence[int], *, timeout_s: float = GROUP_TIMEOUT_S) -> Group:
-        """Make a group of ``ranks``. Collective among them; see :meth:`asyncdist.World.new_group`."""
+        """Make a group of ``ranks``, all of which must call this method. See :meth:`asyncdist.World.new_group`."""
         return self.call(self.awaited.new_group, ranks, timeout_s=timeout_s)
 
     def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
-        """Make several groups in turn; see :meth:`asyncdist.World.new_groups`."""
+        """Make several groups in turn. See :meth:`asyncdist.World.new_groups`."""
         return self.call(self.awaited.new_groups, lists, timeout_s=timeout_s)
 
     def send_stream(self, tensor: torch.Tensor, dest: int) -> None:
-        """Send a tensor of any size to rank ``dest``, which calls ``receive_stream``."""
+        """Send a tensor of any size to rank ``dest``, which must call ``receive_stream``."""
         self.call(self.awaited.send_stream, tensor, dest)
 
     def receive_stream(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
@@ -199,11 +199,11 @@ def open_world(
     Under ``asyncdist sim``, each simulated rank runs the whole script. The arguments are the same as for
     :func:`asyncdist.run`.
 
-    Signals: the first SIGINT raises KeyboardInterrupt in the body, the first SIGTERM raises SystemExit. The second
-    signal ends the process.
+    The first SIGINT raises KeyboardInterrupt in the body, and the first SIGTERM raises SystemExit. A second signal ends
+    the process.
 
     Raises:
-        LocalProtocolError: Called inside a world; a rank can open only one.
+        LocalProtocolError: This rank already has an open world.
         BaseException: Any error that :func:`asyncdist.run` raises.
     """
     here = find_caller()
@@ -236,13 +236,13 @@ def open_world(
     try:
         caller.listen()
         yield World(caller)
-    except GeneratorExit:  # a generator with this block was discarded, which is not a failure
+    except GeneratorExit:  # the block is in a generator that was discarded, which is not a failure
         raise
     except BaseException as caught:
         error = caught
         raise
     finally:
-        with suppress(ValueError):  # the block was entered in a different context
+        with suppress(ValueError):  # raised if the block was entered in a different context
             _current.reset(tokens[0])
             _current_world.reset(tokens[1])
         caller.close(error)
@@ -255,7 +255,7 @@ def run(
     ranks: int | None = None,
     **options: Unpack[WorldOptions],
 ) -> T:
-    """Call ``main(world, *args)`` as this process's rank, and return its result.
+    """Call ``main(world, *args)`` as this process's rank, and return its value.
 
     Args:
         main: Function whose first argument is the :class:`World`.
@@ -282,7 +282,7 @@ def hosted(main: Callable[Concatenate[World, P], T]) -> Callable[Concatenate[Awa
 
         def run_and_end() -> T:
             value = main(World(caller), *args, **kwargs)
-            caller.end()  # integrations leave their policies, for which the other ranks wait
+            caller.end()  # makes integrations leave their policies, for which the other ranks wait
             return value
 
         return await caller.run(run_and_end)

@@ -1,17 +1,17 @@
 """Copies bytes directly to or from the memory of another process on this host, without that process's help.
 
 Between two processes on a host, MPI copies a large message once, and gloo copies it twice. Linux also lets the sender
-write into the receiver's memory (``process_vm_writev``). There are three uses:
+write into the receiver's memory (``process_vm_writev``), which is used in three ways:
 
-- The sender writes half of a message while the receiver copies the other half, so that two cores work: 4 MiB take 186
-  us instead of MPI's 335 us, 256 MiB 18 ms instead of 37 ms.
-- If the backend is slower, the sender writes the whole message.
+- The sender writes half of a message while the receiver copies the other half, so that two cores work. 4 MiB take 186
+  us instead of MPI's 335 us, and 256 MiB take 18 ms instead of 37 ms.
+- With backends slower than MPI, the sender writes the whole message.
 - The receiver reads memory that does not change, such as a snapshot (``process_vm_readv``).
 
-A process that allows this publishes the address of a random token in its memory. The other process checks the token
-before writing each piece and after each read, since the process may have ended and its pid may have been reused, or it
-may have revoked the token. If the token cannot be read (from another container or user, under Yama's restrictions, or
-on systems other than Linux), messages are used instead.
+A process that allows such accesses publishes the address of a random token in its memory. The other process checks the
+token before each write and after each read, because the first process may have ended and its pid may have been reused,
+or it may have revoked the token. If the token cannot be read (from another container or user, under Yama's
+restrictions, or on systems other than Linux), messages are used instead.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 class _Stretch(ctypes.Structure):
-    """Structure ``iovec`` of the kernel's interface."""
+    """The kernel's ``struct iovec``."""
 
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
 class AttachToken:
-    """Random token in this process's memory. Other processes may access the memory as long as the token exists.
+    """A random token in this process's memory, which other processes may access until the token is revoked.
 
     Attributes:
         address: Address of the token in this process.
@@ -78,7 +78,7 @@ class PeerProcess:
         """Copy bytes from this process to the other process.
 
         Args:
-            source: Address of the bytes in this process. They must not change during the call.
+            source: Address of the bytes in this process, which must not change during the call.
             target: Address of the copy in the other process.
             nbytes: Number of bytes.
 
@@ -92,12 +92,12 @@ class PeerProcess:
         """Copy bytes from the other process to this process.
 
         Args:
-            source: Address of the bytes in the other process. They must not change before the token is revoked.
+            source: Address of the bytes in the other process, which must not change before the token is revoked.
             target: Address of the copy in this process.
             nbytes: Number of bytes.
 
         Raises:
-            OSError: Not all bytes were read, or the token was revoked, so that the copy must not be used.
+            OSError: Not all bytes were read, or the token was revoked. The copy must not be used.
         """
         self._copy(self._read, target, source, nbytes)
         self.check()
@@ -110,10 +110,13 @@ class PeerProcess:
 
 
 class _Copy:
-    """System call that copies memory. Its arguments are reused, since creating them takes longer than the call.
+    """A system call that copies memory. Its arguments are reused, because creating them takes longer than the call.
 
-    ``here`` and ``there`` are addresses in this and in the other process. ``keeps_gil`` keeps the GIL during calls that
-    take less time than releasing it.
+    Args:
+        name: Name of the system call.
+        here: Address in this process.
+        there: Address in the other process.
+        keeps_gil: Whether to hold the GIL during the call, for copies that are shorter than releasing it.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class _Copy:
 
 
 def obstacle() -> str | None:
-    """Return why processes on this host cannot write to each other's memory; None if no reason is known."""
+    """Return why processes on this host cannot write to each other's memory, or None if no reason is known."""
     try:
         licence = AttachToken()
         PeerProcess(licence.pid, licence.address, licence.token)
@@ -168,8 +171,8 @@ class DirectWrite:
     """Writes the last part of a tensor into the memory of another process, piece by piece.
 
     Args:
-        neighbour: Process to write to; None if it is unknown, so that nothing can be written.
-        view: Bytes to write. They must not change before all of them are written.
+        neighbour: Process to write to; None if it is unknown, so that writing fails.
+        view: Bytes to write, which must not change before all of them are written.
         source: Address of the bytes in this process.
         target: Address of the copy in the other process.
     """
@@ -187,7 +190,7 @@ class DirectWrite:
         return self._view[self.written_nbytes :]
 
     def write_piece(self, nbytes_max: int) -> int:
-        """Write the next piece and return its size. Raise OSError if the other process cannot be written to."""
+        """Write the next piece, and return its size. Raise OSError if writing fails."""
         if self._neighbour is None:
             raise OSError(errno.EPERM, "the process to write to has no known id")
         nbytes = min(nbytes_max, len(self.rest))

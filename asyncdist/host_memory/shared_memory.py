@@ -1,12 +1,12 @@
 """Allocates memory that other ranks on the host can map and read, so that no messages are needed.
 
 The memory is an anonymous file (``memfd_create``), which other processes open through ``/proc/PID/fd``. No operation is
-collective or blocking, so a late or lost rank delays no other rank. The file has no name in a file system, so a killed
-rank leaves nothing behind. It does not count against the size of ``/dev/shm``, which is 64 MiB in many containers. Its
-pages are allocated immediately and its size is fixed, so later accesses never raise SIGBUS.
+collective or blocking, so a late or lost rank delays no other rank. The file is not in a file system, so a killed rank
+leaves nothing behind, and the size of ``/dev/shm``, 64 MiB in many containers, is not a limit. Its pages are allocated
+immediately and its size is fixed, so later accesses never raise SIGBUS.
 
-The file has a random name, by which a process checks that a descriptor belongs to it. Ranks in another container, of
-another user, or on a system other than Linux do not find it, and use messages instead.
+The file has a random name, by which a process checks that a descriptor refers to it. Ranks in another container, of
+another user, or on a system other than Linux do not find the file, and use messages instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOKEN_NBYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Information with which other processes find and map a process's shared memory.
+    """Identifies a process's shared memory, so that other processes can find and map it.
 
     Attributes:
         pid: Process ID of the owner.
@@ -45,12 +45,12 @@ class Address:
     PACKED_NBYTES: ClassVar[int] = _FORMAT.size
 
     def pack(self) -> bytes:
-        """Pack the address into bytes, to be sent to other processes."""
+        """Return the address as bytes, to be sent to other processes."""
         return self._FORMAT.pack(self.pid, self.descriptor, self.nbytes, self.token)
 
     @classmethod
     def unpack(cls, data: bytes) -> Address:
-        """Return the address that ``pack`` has packed into ``data``."""
+        """Return the address that :meth:`pack` has converted to ``data``."""
         return cls(*cls._FORMAT.unpack(data))
 
     @property
@@ -68,9 +68,9 @@ class SharedMemory:
 
     Attributes:
         tensor: uint8 tensor over the memory, initially zeros.
-        address: Address that other processes receive to map the memory.
-        views: Pairs of a digest that identifies all members' memory and the members' tensors in the group's order, by
-            group (a weak key). The tensors are None if some member cannot map all of them.
+        address: Address with which other processes can map the memory.
+        views: For each group (a weak key), a digest that identifies the shared memory of all ranks of the group, and
+            the ranks' tensors in group order. The tensors are None if any rank cannot map all of them.
 
     Raises:
         OSError: This system does not support such memory, or does not have enough.
@@ -88,19 +88,19 @@ class SharedMemory:
 
 
 def order_memory() -> None:
-    """Complete this rank's earlier accesses to shared memory before its later ones, as seen by all ranks.
+    """Make all ranks see this rank's earlier accesses to shared memory before its later ones.
 
-    x86 preserves this order, but Arm does not. A lock's release is ordered before its next acquisition.
+    x86 guarantees this order, but Arm does not.
     """
-    lock = threading.Lock()
+    lock = threading.Lock()  # its release is ordered before its next acquisition
     for _ in range(2):
         lock.acquire()
         lock.release()
 
 
 def find(address: Address) -> Tensor:
-    """Map another process's memory as a uint8 tensor, which only the other process may write. May raise OSError."""
-    if not address.is_behind(address.path):  # the name is checked first, since opening a device may have effects
+    """Map another process's memory as a uint8 tensor, to which only that process may write. May raise OSError."""
+    if not address.is_behind(address.path):  # checked before opening, because opening a device may have side effects
         raise FileNotFoundError(f"{address.path} is not the shared memory of process {address.pid}")
     descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -123,8 +123,8 @@ def _create(token: bytes) -> int:
 
 
 def _map(descriptor: int, nbytes: int) -> Tensor:
-    """Map a file as an ordinary tensor. Uses torch, since mappings by Python's mmap keep descriptors open."""
-    import torch  # not at the top, since asyncdist.progress() must not import torch
+    """Map a file as a tensor. This uses torch, because mappings by Python's mmap keep a descriptor open."""
+    import torch  # not at the top of the module, because asyncdist.progress() must not import torch
 
     found = os.fstat(descriptor).st_size
     if found != nbytes:

@@ -1,1 +1,1 @@
-"""Reads the environment variables with which launchers describe their ranks."""
+"""Reads the environment variables by which launchers describe ranks."""

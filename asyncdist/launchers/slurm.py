@@ -1,8 +1,8 @@
 """Reads the variables that Slurm's srun sets for the tasks of a step, and translates them into torchrun's.
 
 With an MPI plugin (``--mpi=pmix``, ``--mpi=pmi2``), srun describes the ranks to MPI in the plugin's own variables.
-Without a plugin, the tasks are ranks of torch.distributed: SLURM_PROCID is the rank, and the first host of the step has
-the store. Since srun assigns no free port, the port is computed from the job and step numbers.
+Without a plugin, the tasks are ranks of torch.distributed. SLURM_PROCID is the rank, and the first host of the step has
+the store. Its port is computed from the job and step numbers, because srun does not assign a free port.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from asyncdist.launchers.variables import Variables, number
 SIZE_VARIABLE: Final = "SLURM_STEP_NUM_TASKS"
 #: Variables that identify ranks started by srun, with or without PMIx.
 _SOURCES: Final = (SIZE_VARIABLE, "PMIX_RANK")
-# Slurm also runs batch and interactive shells as steps, with step numbers from this value upwards.
+#: Lowest step number of batch and interactive shells, which Slurm also runs as steps.
 _FIRST_SHELL_STEP: Final = 0xFFFFFFF0
-#: Lowest port. All ports are below Linux's ephemeral ports, which begin at 32768.
+#: Lowest port. With ``_PORT_COUNT`` ports, all are below Linux's ephemeral ports, which begin at 32768.
 _FIRST_PORT: Final = 15000
 _PORT_COUNT: Final = 16384
 _LIST_TIMEOUT_S: Final = 10.0
 
 
 def find_step(variables: Variables) -> tuple[int, int] | None:
-    """Return size and rank in a step of several tasks; None for a shell of sbatch or salloc, or a single task."""
+    """Return (size, rank) in a step of several tasks; None for a single task or a shell of sbatch or salloc."""
     step = variables.number("SLURM_STEP_ID") or 0
     if not (variables.has(SIZE_VARIABLE) and variables.has("SLURM_PROCID")) or step >= _FIRST_SHELL_STEP:
         return None
@@ -48,7 +48,7 @@ def speaks_pmix(environ: Mapping[str, str]) -> bool:
 def is_sruns(source: str, environ: Mapping[str, str]) -> bool:
     """Return whether srun, and not mpirun, set the variable ``source``.
 
-    With pmi2, srun sets the same variables as MPICH's mpirun, which may itself use srun to start one proxy per host.
+    With pmi2, srun sets the same variables as MPICH's mpirun, which may use srun to start one proxy per host.
     """
     if source != "PMI_SIZE" or any(name.startswith("HYDI_") for name in environ):
         return source in _SOURCES
@@ -57,7 +57,7 @@ def is_sruns(source: str, environ: Mapping[str, str]) -> bool:
 
 
 def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torchrun would set for this task. Raise ValueError if rank 0 is on the wrong host."""
+    """Return the variables that torchrun would set. Raise ValueError if rank 0 is not on the step's first host."""
     if not environ.get("MASTER_ADDR") and _is_rank_0_elsewhere(environ):
         raise ValueError(f"rank 0 must run on the host on which the ranks meet. {why_no_rank_0(environ)}")
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
@@ -71,7 +71,7 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_rank_0_elsewhere(environ: Mapping[str, str]) -> bool:
-    """Return whether this task is on the first host without rank 0, or on another host with rank 0."""
+    """Return whether this task's variables show that rank 0 is not on the step's first host."""
     node, tasks = environ.get("SLURM_NODEID"), environ.get("SLURM_GTIDS")
     if not node or not tasks:
         return bool(node) and node != "0" and environ["SLURM_PROCID"] == "0"
@@ -79,7 +79,7 @@ def _is_rank_0_elsewhere(environ: Mapping[str, str]) -> bool:
 
 
 def why_no_rank_0(environ: Mapping[str, str]) -> str:
-    """Return why rank 0 may not be on the host on which the ranks meet; "" if the user has set MASTER_ADDR."""
+    """Return why rank 0 may not be on the host on which the ranks meet, or "" if the user has set MASTER_ADDR."""
     if environ.get("MASTER_ADDR"):
         return ""
     nodelist = environ.get("SLURM_STEP_NODELIST", "")
@@ -91,20 +91,20 @@ def why_no_rank_0(environ: Mapping[str, str]) -> str:
 
 
 def port(job: int, step: int) -> int:
-    """Return a port for a step that differs from those of the next hundred jobs and of their first hundred steps."""
+    """Return a step's port, which differs from the ports of the first hundred steps of the next hundred jobs."""
     return _FIRST_PORT + (job * 101 + step) % _PORT_COUNT
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host of a list in Slurm's notation: ``gpu03`` for ``gpu[03-05,7],login``."""
+    """Return the first host of a list in Slurm's notation, such as ``gpu03`` for ``gpu[03-05,7],login``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
 def local_size(environ: Mapping[str, str]) -> int | None:
-    """Return the number of tasks of a step on this host; None outside of steps.
+    """Return the number of tasks of a step on this host, or None outside of steps.
 
-    Slurm lists the numbers for all hosts: ``2(x3),1`` means three hosts with two tasks each, then a host with one.
+    Slurm lists the numbers of all hosts. ``2(x3),1`` means three hosts with two tasks each, then a host with one.
     """
     counts: list[int] = []
     for text in filter(None, environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
@@ -117,7 +117,7 @@ def local_size(environ: Mapping[str, str]) -> int | None:
 
 
 def list_plugins(srun: str) -> list[str]:
-    """Return the MPI plugins listed by ``srun --mpi=list``; [] if the program ``srun`` does not answer."""
+    """Return the MPI plugins listed by ``srun --mpi=list``; [] if the program ``srun`` fails or does not respond."""
     try:
         ended = subprocess.run(
             [srun, "--mpi=list"], capture_output=True, text=True, timeout=_LIST_TIMEOUT_S, check=False

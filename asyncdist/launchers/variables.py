@@ -1,4 +1,4 @@
-"""Reads numbers from the variables of launchers, and describes a launch and its rendezvous."""
+"""Reads numbers from launchers' variables, and describes a launch and its rendezvous."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_LAUNCHER: Final = "no launcher"
 
 
 def number(environ: Mapping[str, str], name: str) -> int:
-    """Return a variable's value. Raise ValueError, with the variable's name, if the value is not an integer >= 0."""
+    """Return a variable's value. Raise ValueError, which names the variable, if it is not an integer >= 0."""
     text = environ[name]
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise ValueError(f"the variable {name} must be an integer >= 0, got {text!r}")
@@ -24,7 +24,7 @@ def number(environ: Mapping[str, str], name: str) -> int:
 
 
 class Variables:
-    """Reads numbers from environment variables, and collects all problems for a single error."""
+    """Reads numbers from environment variables, and collects all problems, to report them in one error."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.values = environ
@@ -35,7 +35,7 @@ class Variables:
         return bool(self.values.get(name))
 
     def number(self, name: str) -> int | None:
-        """Return a variable's value; None if it is not set or not a number."""
+        """Return a variable's value, or None if it is not set or not a number."""
         if not self.has(name):
             return None
         try:
@@ -46,7 +46,7 @@ class Variables:
             return None
 
     def require(self, names: Sequence[str], *, because: str) -> None:
-        """Record a problem if any of these variables is missing although the variable ``because`` is set."""
+        """Record a problem if any of the variables ``names`` is missing although the variable ``because`` is set."""
         missing = [name for name in names if not self.has(name)]
         if missing:
             verb = "are" if len(missing) > 1 else "is"
@@ -56,7 +56,7 @@ class Variables:
             )
 
     def place(self, size_name: str, rank_name: str, *, alone: bool = False) -> tuple[int | None, int | None]:
-        """Return a launcher's size and rank, None if missing. If ``alone`` is true, one of them may be missing."""
+        """Return a launcher's size and rank, each None if missing. With ``alone``, one may be missing."""
         for present, missing in ((size_name, rank_name), (rank_name, size_name)):
             if self.has(present) and not self.has(missing) and not alone and present not in TORCH_NAMES:
                 self.problems.append(f"{present}={self.values[present]!r} is set but {missing} is not")
@@ -78,7 +78,7 @@ class Launch:
     """Describes how this process was started.
 
     Attributes:
-        transport: Transport that belongs to the launcher.
+        transport: Transport for the launcher's ranks.
         expected_size: Number of ranks according to the launcher; None if unknown.
         source: Environment variable by which the launcher was recognised, or ``GROUP_SOURCE`` or ``NO_LAUNCHER``.
     """
@@ -94,13 +94,13 @@ class TorchRendezvous:
     """Describes where and how the ranks of a torch.distributed job meet.
 
     Attributes:
-        is_store_served: Whether the launcher serves the store, like torchrun's agent; otherwise rank 0 does.
+        is_store_served: Whether the launcher serves the store, like torchrun's agent, instead of rank 0.
         incarnation: Number of earlier processes that had this rank.
         admits_restarted: Whether restarted or new ranks may join the world later.
         job: Launcher's name for the job.
-        empty_count: Number of ranks, the highest ones, that have no process when the world begins.
+        empty_count: Number of highest ranks without a process when the world begins.
         why_missing: Possible reason, for errors, why rank 0 is at another address; "" if none is known.
-        is_loopback: Whether all ranks are on this host, including ranks that join later.
+        is_loopback: Whether all ranks are on this host, including those that join later.
     """
 
     rank: int

@@ -1,1 +1,1 @@
-"""Meshes of ranks with named axes, and collectives on trees of tensors along them."""
+"""Defines meshes of ranks with named axes, and collectives on trees of tensors along these axes."""

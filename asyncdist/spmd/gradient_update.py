@@ -1,7 +1,7 @@
 """Makes training steps that compute a loss, average its gradients along a mesh axis, and apply an optimizer.
 
 A functional optimizer, as in torchopt, has ``init(params) -> state`` and ``update(grads, state, params=params) ->
-(updates, state)``. A ``torch.optim.Optimizer`` has internal state and changes its parameters in place.
+(updates, state)``. A ``torch.optim.Optimizer`` stores its state, and changes its parameters in place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Update: TypeAlias = Callable[..., Coroutine[Any, Any, tuple[Any, Any, Any]]]
 
 
 class FunctionalOptimizer(Protocol):
-    """Interface of optimizers without internal state: the caller passes the state to each update and gets a new one."""
+    """Interface of optimizers whose caller passes the state to each update and gets a new state."""
 
     def init(self, params: Any, /) -> Any:
         """Return the initial optimizer state for these parameters."""
@@ -51,13 +51,14 @@ def gradient_update(
 
     Returns:
         ``async (opt_state, params, *args, **kwargs) -> (value, params, opt_state)``. ``params`` is a tree of floating
-        tensors. ``value`` is the result of ``loss_fn`` on this rank, detached from the graph. A functional optimizer
-        returns new parameters. A ``torch.optim.Optimizer`` changes its parameters in place, ignores ``opt_state``, and
-        requires that ``params`` are exactly its parameters; the loss may also use them through their module.
+        tensors. ``value`` is the detached return value of ``loss_fn`` on this rank. With a functional optimizer, the
+        returned parameters are new. A ``torch.optim.Optimizer`` changes its parameters in place, ignores ``opt_state``,
+        and requires that ``params`` are exactly its parameters. The loss may also use them through their module.
 
-        The training step raises TypeError if a parameter or the loss is not a floating tensor, ValueError if the loss
-        depends on no parameter or ``params`` are not the optimizer's, and the errors of :func:`asyncdist.pmean`. If it
-        fails on one rank before gradients are averaged, the other ranks of the axis get a RemoteError.
+        The training step raises TypeError if a parameter or the loss is not a floating tensor. It raises ValueError if
+        the loss depends on no parameter, or ``params`` are not the optimizer's, and any error of
+        :func:`asyncdist.pmean`. If it fails on one rank before gradients are averaged, the other ranks of the axis get
+        a RemoteError.
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer, or ``loss_fn`` is not callable.
@@ -127,9 +128,10 @@ def agent_gradient_update(
         optimizer: An object with ``init`` and ``update``, as in torchopt, or a ``torch.optim.Optimizer``.
         dp_axis_name: Name of the open mesh's axis along which gradients are averaged; None for no averaging.
         has_aux: Whether ``loss_fn`` also returns ``aux``, which may be any tree.
-        attach_fn: ``(agent_state, params) -> agent_state``: returns a copy of the state with new parameters. By
-            default it replaces ``params`` in a dataclass, a named tuple or a mapping.
-        detach_fn: ``agent_state -> params``: returns the parameters to train; by default the state's ``params``.
+        attach_fn: Function ``(agent_state, params) -> agent_state`` that returns a copy of the state with new
+            parameters. By default it replaces ``params`` in a dataclass, a named tuple or a mapping.
+        detach_fn: Function ``agent_state -> params`` that returns the parameters to train; by default the state's
+            ``params``.
 
     Returns:
         ``async (opt_state, agent_state, *args, **kwargs) -> (value, agent_state, opt_state)``.
@@ -158,7 +160,7 @@ def agent_gradient_update(
 
 
 def _axes(dp_axis_name: str | None) -> list[Axis]:
-    """Return the axes (one or none) on which the other ranks wait for this rank's gradients."""
+    """Return the axes (one or none) along which the other ranks wait for this rank's gradients."""
     return [] if dp_axis_name is None else [find_axis(dp_axis_name, None)]
 
 
@@ -174,7 +176,7 @@ def _checked_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
 
 
 def _check_same(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], spec: optree.PyTreeSpec) -> None:
-    """Raise ValueError unless the leaves are exactly the optimizer's parameters, all of which its step changes."""
+    """Raise ValueError unless the leaves are exactly the optimizer's parameters, and all require a gradient."""
     name = type(optimizer).__name__
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for index, leaf in enumerate(leaves):
@@ -220,7 +222,7 @@ def _added(param: Tensor, update: Tensor) -> Tensor:
 
 
 def _step(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Apply one optimizer step with these gradients, then restore each parameter's own ``grad``."""
+    """Apply one optimizer step with these gradients, and then restore each parameter's ``grad``."""
     kept = [leaf.grad for leaf in leaves]
     try:
         for leaf, gradient in zip(leaves, gradients, strict=True):

@@ -1,8 +1,8 @@
-"""Meshes: grids of ranks with named axes, along which collectives run.
+"""Defines meshes: grids of ranks with named axes, along which collectives run.
 
-The axes ``{"POP": 2, "DP": 3}`` arrange six ranks in two rows of three; the last axis varies fastest, as in
-``numpy.reshape``. An operation along ``"DP"`` involves the three ranks of a row; an operation along ``"POP"`` involves
-the two ranks of a column. If a rank of the mesh is lost, operations along any axis raise RankLostError on all ranks.
+The axes ``{"POP": 2, "DP": 3}`` arrange six ranks in two rows of three. The last axis varies fastest, as in
+``numpy.reshape``. An operation along ``"DP"`` involves the three ranks of a row, and an operation along ``"POP"`` the
+two ranks of a column. If a rank of the mesh is lost, operations along any axis raise RankLostError on all ranks.
 
 Inside ``with mesh:``, a task and the tasks that it starts there can refer to the mesh's axes by name.
 """
@@ -45,7 +45,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """One axis of a mesh, as seen by one rank: runs collectives among the ranks along the axis (``group``)."""
+    """One rank's view of an axis of a mesh. It runs collectives among the ranks along the axis (``group``)."""
 
     name: str
     world: World
@@ -59,7 +59,7 @@ class Axis:
 
     @property
     def subject(self) -> str:
-        """Name of the agreement that the axis's ranks reach on each operation before they exchange tensors."""
+        """Name under which the axis's ranks agree on each operation before they exchange tensors."""
         return f"axis {self.name!r} (group {self.group.number})"
 
     @property
@@ -73,7 +73,7 @@ class Axis:
         return self.group.index
 
     async def perform(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run an operation along the axis after all earlier ones; it completes even if the caller is cancelled."""
+        """Run an operation along the axis after all earlier ones. It completes even if the caller is cancelled."""
         return await self.world.services.engine.shielded(self.begin(work, *args, **kwargs), self.group.tag)
 
     def begin(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[T]:
@@ -88,11 +88,11 @@ class Axis:
 
 
 class Mesh:
-    """Grid of ranks with named axes, created by :func:`new_mesh`.
+    """A grid of ranks with named axes, created by :func:`new_mesh`.
 
     Attributes:
         axes: Size of each axis, by name; the last axis varies fastest.
-        ranks: Ranks in the world, in grid order.
+        ranks: World ranks, in grid order.
         world: This rank's world.
     """
 
@@ -106,7 +106,7 @@ class Mesh:
         return f"<Mesh {_in_words(self.axes)}, ranks {list(self.ranks)}>"
 
     def __enter__(self) -> Mesh:
-        """Open the mesh: collectives in the block, and in tasks started there, find its axes by name."""
+        """Open the mesh, so that collectives in the block and in tasks started there find its axes by name."""
         self.check_member()
         self._check_open()
         _open_meshes.set((*_open_meshes.get(), self))
@@ -118,7 +118,7 @@ class Mesh:
         _open_meshes.set(tuple(outer))
 
     async def free(self) -> None:
-        """Free the groups of all axes; the mesh can no longer be used.
+        """Free the groups of all axes, after which the mesh cannot be used.
 
         Raises:
             LocalProtocolError: The calling task belongs to a different rank than the mesh.
@@ -162,7 +162,7 @@ class Mesh:
         return self.axis(name).index
 
     def check_member(self) -> None:
-        """Raise LocalProtocolError if the calling task belongs to a different rank of this process than the mesh."""
+        """Raise LocalProtocolError if the calling task belongs to a different rank than the mesh."""
         world = _calling_world()
         if world is not None and world is not self.world:
             outside = "" if world.rank in self.ranks else f", which do not include rank {world.rank}"
@@ -220,7 +220,7 @@ async def new_mesh(
         DisagreementError: Ranks pass different axes.
         StartTimeoutError: Some ranks did not join in time.
 
-    **Cancellation**: while ranks are missing, the other ranks get a RemoteError. Once all ranks have joined, the mesh
+    **Cancellation**: if a rank has not called this function yet, the other ranks get a RemoteError. Otherwise the mesh
     is made and freed before CancelledError is raised.
     """
     world = world or current_world()

@@ -1,8 +1,8 @@
 """Maps a function of one element over a batch that is split among the ranks of a named axis.
 
 ``shmap_vmap`` calls the function once, with ``torch.func.vmap``, for all elements of this rank's shard. ``shmap_map``
-calls the function for each element in turn; it may be a coroutine function that uses collectives. Every rank passes
-the whole arguments, computes its own shard, and gets the whole outputs.
+calls the function for each element in turn, and accepts coroutine functions that use collectives. Every rank passes the
+whole arguments, computes its own shard, and gets the whole outputs.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ def shmap_map(
     Args:
         fn: Function of one element. Its positional arguments are trees of tensors without the leading dimension. It
             returns a tree of tensors, with equal structure, shapes and dtypes for all elements. A coroutine function
-            may use collectives along the mesh's axes by name, because all ranks of an axis process the same number of
-            elements.
+            may use collectives along the mesh's axes, because all ranks of an axis process the same number of elements.
         mesh: This rank's mesh.
         in_specs: One spec for each argument, or one for all. An axis name splits the leading dimension of the
-            argument's leaves over that axis, whose size must divide the dimension; call i gets element i of every split
-            argument. None passes the whole argument to every call; the argument must then be equal on all ranks, which
-            is not checked.
+            argument's leaves over that axis, whose size must divide the dimension. Call i gets element i of every split
+            argument. None passes the whole argument, which must be equal on all ranks (this is not checked), to every
+            call.
         out_specs: One spec for each output if ``fn`` returns a tuple, or one for all. Each output's elements are
             stacked along a new leading dimension. An axis name concatenates the outputs of that axis's ranks along this
             dimension, in axis order. With None, each rank returns only its own outputs.
 
     Returns:
-        ``async (*args) -> outputs``. The function raises ValueError or TypeError if arguments do not fit their specs or
-        outputs are not tensors, and the errors of :func:`asyncdist.all_gather`. If it fails on one rank, the ranks that
-        wait for that rank's outputs get a RemoteError.
+        ``async (*args) -> outputs``. It raises ValueError or TypeError if arguments do not fit their specs or outputs
+        are not tensors, and any error of :func:`asyncdist.all_gather`. If it fails on one rank, the ranks that wait for
+        that rank's outputs get a RemoteError.
 
     Raises:
         TypeError: A spec is neither a name nor None.
@@ -92,8 +91,8 @@ def shmap_vmap(
     """Return a coroutine function that runs ``fn`` on all elements of this rank's shard at once, with vmap.
 
     Args:
-        fn: Function of one element, made of tensor operations that ``torch.func.vmap`` supports. It cannot be a
-            coroutine function or use collectives; reduce its outputs instead.
+        fn: Function of one element that uses only operations supported by ``torch.func.vmap``. It cannot be a coroutine
+            function or use collectives. Reduce its outputs instead.
         mesh: This rank's mesh.
         in_specs: Axes over which the arguments are split, as for :func:`shmap_map`.
         out_specs: Axes along which the outputs are gathered, as for :func:`shmap_map`.
@@ -134,7 +133,7 @@ def shmap_vmap(
 
 
 class _Specs:
-    """Specs that split arguments or gather outputs along axes: one spec for each value, or one for all."""
+    """The specs of a mapped function's arguments or outputs: one spec for each value, or one for all."""
 
     def __init__(self, mesh: Mesh, specs: Spec | Sequence[Spec], name: str) -> None:
         self._one = specs is None or isinstance(specs, str)
@@ -169,9 +168,9 @@ class _Specs:
         return {spec: self._mesh.axis(spec) for spec in self._specs if spec is not None}
 
     async def gather(self, result: Any, waiting: dict[str, Axis]) -> Any:
-        """Concatenate the outputs of all ranks, with one operation along each axis, and return the whole outputs.
+        """Return the concatenated outputs of all ranks, with one operation along each axis.
 
-        Each axis is removed from ``waiting`` when its operation begins.
+        Each axis is removed from ``waiting`` before its operation begins.
         """
         values = (result,) if self._one or type(result) is not tuple else result
         specs = self.per_value(len(values))
@@ -186,7 +185,7 @@ class _Specs:
 
 
 class _Batch:
-    """Shard on this rank of the arguments of one call to a mapped function, as a flat list of leaves."""
+    """This rank's shard of the arguments of one call to a mapped function, as a flat list of leaves."""
 
     def __init__(self, specs: _Specs, args: Sequence[Any]) -> None:
         self.leaves: list[Tensor] = []
@@ -212,7 +211,7 @@ class _Batch:
         self.count = next(iter(counts.values()))
 
     def from_leaves(self, leaves: Sequence[Tensor]) -> list[Any]:
-        """Return the function's arguments, rebuilt from a flat list of leaves."""
+        """Return the mapped function's arguments, rebuilt from a flat list of leaves."""
         args, start = [], 0
         for count, tree in self._trees:
             args.append(optree.tree_unflatten(tree, leaves[start : start + count]))
@@ -220,7 +219,7 @@ class _Batch:
         return args
 
     def element(self, index: int) -> list[Any]:
-        """Return the function's arguments for the element with this index."""
+        """Return the mapped function's arguments for the element with this index."""
         pairs = zip(self.leaves, self.dimensions, strict=True)
         return self.from_leaves([leaf if dimension is None else leaf[index] for leaf, dimension in pairs])
 

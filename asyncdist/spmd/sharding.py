@@ -1,4 +1,4 @@
-"""Places trees on devices or splits them over ranks, creates devices' random generators, and returns rank numbers.
+"""Places trees on devices or splits them over ranks, and makes a random generator for each device.
 
 No function in this module communicates with other ranks.
 """
@@ -20,7 +20,7 @@ from asyncdist.tensors import pytrees
 
 T = TypeVar("T")
 
-#: Name of the axis over which a value's leading dimension is split, or None for the whole value on every rank.
+#: Name of the axis over which a value's leading dimension is split, or None if every rank has the whole value.
 Spec: TypeAlias = str | None
 
 _SEED_BITS: Final = 32  # torch's CPU generator ignores the higher bits of a seed
@@ -32,7 +32,7 @@ class Sharding:
 
     Attributes:
         spec: Name of the axis over which the leading dimension is split; None to place the whole leaf on every rank.
-        device: Device of the shards; by default each leaf's own device.
+        device: Device of the shards; by default the leaf's device.
     """
 
     mesh: Mesh
@@ -41,13 +41,10 @@ class Sharding:
 
 
 def shard(leaf: Tensor, axis: Axis, path: str) -> Tensor:
-    """Return a view of this rank's shard of a leaf, whose leading dimension is split over an axis.
-
-    Args:
-        leaf: Whole leaf, of shape [n, ...].
+    """Return this rank's shard of a leaf, whose leading dimension is split over an axis, as a view.
 
     Raises:
-        ValueError: n is not a positive multiple of the axis's size, or the leaf has no dimension.
+        ValueError: The leading dimension is not a positive multiple of the axis's size, or the leaf has no dimension.
     """
     if leaf.dim() == 0 or len(leaf) == 0 or len(leaf) % axis.size:
         what = "a tensor without dimensions" if leaf.dim() == 0 else f"{len(leaf)}"
@@ -64,10 +61,10 @@ def tree_device_put(tree: T, device_or_sharding: torch.device | str | Sharding) 
 
     Args:
         tree: Tree of dense tensors.
-        device_or_sharding: Device, or :class:`Sharding` that describes how leading dimensions are split over ranks.
+        device_or_sharding: Device for whole leaves, or :class:`Sharding` over the ranks of a mesh.
 
     Returns:
-        A tree of the same structure. Leaves that are already on the device are not copied; their shards are views.
+        A tree of the same structure. Leaves that are already on the device are not copied, and their shards are views.
 
     Raises:
         TypeError: A leaf is not a dense tensor.
@@ -88,11 +85,11 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
     """Return an independent, reproducible random generator for each device.
 
     Generator i depends only on the key and on i, and all seeds differ. Ranks that pass the same key get the same
-    generators, so each rank can select its own: ``split_key_to_devices(7, ["cpu"] * size)[rank]``.
+    generators, from which each rank can select one: ``split_key_to_devices(7, ["cpu"] * size)[rank]``.
 
     Args:
         key: Integer >= 0, or generator from which each call takes a new random key.
-        devices: Device of each new generator.
+        devices: Devices of the new generators.
 
     Raises:
         TypeError: The key is neither an int nor a generator.
@@ -105,7 +102,7 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
         raise TypeError(f"key must be an integer >= 0 or a torch.Generator, got {key!r:.80}")
     if key < 0:
         raise ValueError(f"key must be an integer >= 0 or a torch.Generator, got {key}")
-    seeds: dict[int, int] = {}  # keyed by the bits that torch uses: equal bits would give equal generators
+    seeds: dict[int, int] = {}  # keyed by the bits that torch uses, because equal bits would give equal generators
     child = 0
     while len(seeds) < len(devices):
         seed = int(np.random.SeedSequence(key, spawn_key=(child,)).generate_state(1, np.uint64)[0])
@@ -115,7 +112,7 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
 
 
 def get_global_ranks(*, world: World | None = None) -> Tensor:
-    """Return all ranks in order, as int64 of shape [size], for example to show which rank gets which shard."""
+    """Return the ranks 0, 1, ... as an int64 tensor of shape [size], for example to see which rank has which shard."""
     return torch.arange((world or current_world()).size, device="cpu")
 
 

@@ -1,26 +1,26 @@
 """Collectives on trees of tensors along a named mesh axis, with the results of ``jax.lax`` on the same inputs.
 
-Each collective takes a tree and the name of an axis of an open mesh (:mod:`asyncdist.spmd.mesh`). The name None returns
-the tree unchanged, so that one training function works with and without the axis. Results are new tensors on the
-leaves' devices, outside any autograd graph.
+Each collective takes a tree and the name of an axis of an open mesh (:mod:`asyncdist.spmd.mesh`). For the name None, it
+returns the tree unchanged, so that one training function works with and without the axis. Results are new, detached
+tensors on the leaves' devices.
 
-Before tensors are sent, the ranks of the axis compare their operations and trees. If these differ, every rank raises a
-DisagreementError that names the first difference. Otherwise the ranks exchange one flat tensor per dtype.
+The ranks of the axis first compare their operations and trees. If these differ, every rank raises a DisagreementError
+that names the first difference. Otherwise the ranks exchange one flat tensor per dtype.
 
-Reductions run in rank order on every transport, so all ranks get bitwise identical results. The results are those of
-``jax.lax`` on CPUs with 64-bit types enabled. Some of them are not obvious:
+Reductions run in rank order on every transport, so all ranks get bitwise identical results. They equal those of
+``jax.lax`` on CPUs with 64-bit types enabled, some of which are not obvious:
 
 - Sums start from +0, so zeros of any sign add up to +0. Integer overflow wraps around. Booleans are counted, in int32.
 - Sums of float16 are rounded after each addition. Sums of bfloat16 are computed in float32 and rounded once.
 - A mean is the sum times the reciprocal of the number of ranks, both in the sum's dtype, because XLA rewrites the
-  division. The mean of equal numbers over three ranks may therefore differ from them in the last bit. bfloat16 is an
-  exception: its sums are divided in float32. Means of int64 are float64, means of other integers float32.
-- Minima and maxima start from an infinity, which a smaller or larger element replaces. NaN is therefore ignored (the
-  infinity remains if all elements are NaN), and among zeros of both signs the first rank's zero remains.
-- Along an axis of one rank, values are unchanged; only the dtype of a sum or mean may change.
+  division. The mean of equal numbers over three ranks may therefore differ from them in the last bit. Sums of bfloat16
+  are the exception: they are divided in float32. Means of int64 are float64, and means of other integers are float32.
+- Minima and maxima start from an infinity, which a smaller or larger element replaces. NaN is therefore ignored, and
+  among zeros of both signs the first rank's zero remains. If all elements are NaN, the infinity remains.
+- Along an axis of one rank, values are unchanged, and only the dtype of a sum or mean may change.
 
-**Ordering**: the ranks of an axis await the same operations in the same order.
-**Cancellation**: the operation continues in the background, because the other ranks take part in it; its result is
+**Ordering**: the ranks of an axis must await the same operations in the same order.
+**Cancellation**: the operation continues in the background, because the other ranks take part in it, and its result is
 lost. If this rank's main function returns before the other ranks have called the operation, they get a ClosedError.
 """
 
@@ -42,11 +42,11 @@ from asyncdist.tensors import pytrees
 
 T = TypeVar("T")
 
-#: Attribute of exceptions: maps each axis whose ranks all got the exception to the number of the operation that raised
-#: it there.
+#: Attribute of exceptions that were reported to all ranks of an axis. It maps the axis to the number of the operation
+#: that reported the exception.
 _MET: Final = "_asyncdist_met"
 
-#: Largest size in bytes for which every rank reduces all ranks' tensors, which takes one exchange instead of two.
+#: Largest size in bytes of tensors that every rank reduces whole, which takes one exchange instead of two.
 WHOLE_NBYTES: Final = 16 * 1024
 
 _INTEGERS: Final = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -59,7 +59,7 @@ _vectorising: ContextVar[str] = ContextVar("asyncdist_vectorising", default="")
 
 @contextlib.contextmanager
 def vectorising(what: str) -> Iterator[None]:
-    """Make collectives in the block raise an error that names ``what``, since vmap's tensors have no values."""
+    """Make collectives in the block raise an error that names ``what``, because vmap's tensors have no values."""
     token = _vectorising.set(what)
     try:
         yield
@@ -83,7 +83,7 @@ def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
 
     Args:
         axes: Axes along which this rank has yet to start an operation. The iterable is read again when the block
-            raises. An axis whose ranks already got the exception, in an operation in the block, is skipped.
+            raises. Axes along which an operation of the block has already reported the exception are skipped.
     """
     begun = {axis.subject: axis.begun_count for axis in axes}
     try:
@@ -93,7 +93,7 @@ def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
     except BaseException as error:
         met = _met_along(error)
         for axis in axes:
-            # If the whole job has failed, all ranks are notified anyway.
+            # All ranks are notified of a job's failure anyway.
             job_goes_on = axis.world.services.engine.failure is None
             if job_goes_on and axis.size > 1 and met.get(axis.subject, 0) <= begun[axis.subject]:
                 axis.begin(_object, axis, error)
@@ -102,17 +102,17 @@ def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
 
 
 async def _object(axis: Axis, error: BaseException) -> None:
-    """Notify the axis's other ranks that ``error`` prevents this rank from joining their next operation."""
+    """Notify the axis's other ranks that ``error`` keeps this rank from their next operation."""
     axis.world.agreements.object(axis.group.ranks, axis.subject, error)
 
 
 def _note_met(error: BaseException, axis: Axis) -> None:
-    """Record in ``error`` that the newest operation along ``axis`` reports the error to all ranks of that axis."""
+    """Record in ``error`` that the newest operation along ``axis`` reports it to all ranks of the axis."""
     vars(error).setdefault(_MET, {})[axis.subject] = axis.begun_count
 
 
 def _met_along(error: BaseException) -> dict[str, int]:
-    """Return the number of the newest operation that reported ``error`` or a cause of it, by the axis's subject."""
+    """Return, by the axis's subject, the number of the newest operation that reported ``error`` or a cause of it."""
     met: dict[str, int] = {}
     todo: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -147,7 +147,7 @@ def psum(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> 
 
 
 def pmean(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
-    """Average each leaf over the ranks of an axis. Awaitable; used like :func:`psum`."""
+    """Average each leaf over the ranks of an axis. Awaitable, with the arguments and errors of :func:`psum`."""
     return _reduce("pmean", tree, axis_name, mesh, _mean, _SUMMED)
 
 
@@ -169,8 +169,8 @@ def all_gather(
     Args:
         tree: Tree of tensors of any dtype. Its structure, shapes and dtypes must be equal on all ranks of the axis.
         axis_name: Name of an axis of the mesh; None to return the tree unchanged.
-        axis: Dimension of the results along which the ranks' leaves are arranged; negative values count from the end.
-        tiled: Whether to concatenate the leaves along this dimension, instead of stacking them along a new dimension.
+        axis: Dimension along which the ranks' leaves are combined; negative values count from the end.
+        tiled: Whether to concatenate the leaves along this dimension instead of stacking them along a new one.
         mesh: Mesh with the axis; by default the mesh opened last.
 
     Raises:
@@ -231,13 +231,13 @@ async def _perform(
     """Agree on the operation with the axis's other ranks, exchange the leaves, and return the resulting tree.
 
     Args:
-        what: Operation with its options, which must be equal on all ranks of the axis.
+        what: Operation and its options, equal on all ranks of the axis.
         trouble: Error to raise for this rank's arguments; None if they are valid.
         exchange: Coroutine function that takes the axis and ``args``, and returns the resulting leaves.
     """
     axis.world.check()
     if trouble is not None:
-        # The comparison runs in the background, so that ranks with a different tree raise DisagreementError.
+        # This rank still takes part in the comparison, so that ranks with a different tree raise DisagreementError.
         axis.begin(_agree, axis, what, outline)
         _note_met(trouble, axis)
         raise trouble
@@ -306,7 +306,7 @@ async def _gather_leaves(axis: Axis, leaves: Sequence[Tensor], dim: int, tiled: 
 
 
 def _placed(stacked: Tensor, dim: int, tiled: bool) -> Tensor:
-    """Concatenate the tensors in ``stacked`` along ``dim`` if ``tiled`` is true; otherwise stack them along ``dim``."""
+    """Concatenate the tensors in ``stacked`` along ``dim`` if ``tiled``, or else stack them along ``dim``."""
     if tiled:
         return torch.cat(list(stacked), dim=dim)
     return stacked.movedim(0, dim).contiguous()
@@ -320,7 +320,7 @@ async def _reduce_leaves(axis: Axis, leaves: Sequence[Tensor], fold: Reduction) 
 
 
 async def _reduce_flat(axis: Axis, flat: Tensor, fold: Reduction) -> Tensor:
-    """Reduce a flat tensor in rank order. Every rank reduces all of a small tensor, or a share of a large one."""
+    """Reduce a flat tensor in rank order. Every rank reduces a small tensor whole, but only a part of a large one."""
     collectives, group = axis.world.collectives, axis.group
     if axis.size == 1:
         return fold([flat])

@@ -1,1 +1,1 @@
-"""Decides which other processes a process trusts, by means of the user's private folders and job secrets."""
+"""Decides which other processes to trust, by means of the user's private folders and job secrets."""

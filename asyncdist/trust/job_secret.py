@@ -1,8 +1,8 @@
 """Authenticates the processes of a job to each other with a shared secret.
 
 A process seals each value that it writes for other processes with a keyed digest (HMAC, RFC 2104), and authenticates a
-connection with a digest of the connection's two ends. Without a secret the key is empty, and seals only detect
-corrupted values, not attackers.
+connection with a digest of the connection's two ends. Without a secret the key is empty, and seals detect corrupted
+values but not attackers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Final
 
-#: Minimum number of characters of a secret, since shorter secrets can be guessed.
+#: Minimum number of characters of a secret. Shorter secrets could be guessed.
 LENGTH_MIN: Final = 16
 _DIGEST: Final = "sha256"
 SEAL_NBYTES: Final = hashlib.new(_DIGEST).digest_size
@@ -24,30 +24,30 @@ class JobSecret:
     """Seals values and authenticates connections with the job's secret.
 
     Attributes:
-        key: Secret of the job, hidden in ``repr``; empty if the job has no secret.
+        key: The secret, hidden in ``repr``; empty if the job has none.
     """
 
     key: bytes = field(default=b"", repr=False)
 
     @property
     def is_missing(self) -> bool:
-        """Whether the job has no secret, so that a process trusts every process that connects to it."""
+        """Whether the job has no secret, so that its processes trust every process that connects to them."""
         return not self.key
 
     def at_port(self, port: int) -> JobSecret:
-        """Return the secret of the job whose ranks meet at this port of a host.
+        """Return the secret for the job whose ranks meet at this port of a host.
 
-        A user's jobs may share a secret. With the port in the key, a value that another user has copied from the store
-        of one job is not valid in the store of another job.
+        A user's jobs may share a secret. With the port in the key, a value that another user copies from one job's
+        store to another's is not valid there.
         """
         return self if self.is_missing else JobSecret(self._digest("port", str(port), b""))
 
     def seal(self, name: str, value: bytes) -> bytes:
-        """Return the value preceded by its seal, which is valid only for this name."""
+        """Return the value, preceded by a seal that is valid only for this name."""
         return self._digest("value", name, value) + value
 
     def unseal(self, name: str, data: bytes) -> bytes | None:
-        """Return the value that was sealed for this name; None if the seal is not valid."""
+        """Return the value that was sealed for this name, or None if the seal is not valid."""
         seal, value = data[:SEAL_NBYTES], data[SEAL_NBYTES:]
         return value if hmac.compare_digest(seal, self._digest("value", name, value)) else None
 
@@ -69,7 +69,7 @@ def draw() -> str:
 
 
 def check(text: str, where: str) -> str:
-    """Return a secret without surrounding white space. Raise ValueError, naming ``where``, if it is invalid."""
+    """Return a secret without surrounding white space. Raise ValueError, which names ``where``, if it is invalid."""
     text = text.strip()
     if not text.isprintable():
         raise ValueError(

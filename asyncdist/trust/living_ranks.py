@@ -1,8 +1,8 @@
 """Detects another process of this user on this host that runs as the same rank of the same job.
 
-While its world is open, a rank holds a kernel lock (fcntl(2), F_SETLK) on a file in its user's folder. The lock ends
-with the rank's process, and forked children do not inherit it. The file of a killed rank stays until a later rank of
-this user removes it, under the same lock.
+While its world is open, a rank holds a kernel lock (fcntl(2), F_SETLK) on a file in its user's private folder. The lock
+ends with the rank's process, and forked children do not inherit it. The file of a killed rank remains until a later
+rank of this user locks and removes it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from asyncdist.trust import private_folders
 #: The kernel's struct flock on 64-bit Linux: type, whence, start, length, pid.
 _FLOCK: Final = struct.Struct("hhqqi4x")
 _PREFIX: Final = "rank-"
-#: File whose content differs between hosts, but is the same in all containers on a host.
+#: File whose content identifies the host, and is the same in all containers on the host.
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-#: Age in seconds after which the file of another rank may be removed.
+#: Age in seconds from which an unlocked file of another rank is removed.
 _STALE_S: Final = 3600.0
 
 
@@ -33,13 +33,13 @@ class LivingRank:
     """Registration of this process as a rank of a job on this host.
 
     Args:
-        job: Name that distinguishes the job from all other jobs on this host.
-        bases: Folders of this host; see :func:`private_folders.candidates`.
+        job: Name of the job, different from those of all other jobs on this host.
+        bases: Base folders for :func:`private_folders.candidates`.
     """
 
     def __init__(self, job: str, rank: int, bases: Iterable[str]) -> None:
         place = ""
-        with contextlib.suppress(OSError):  # network namespaces, or hosts with a shared folder, may use equal ports
+        with contextlib.suppress(OSError):  # jobs on other hosts, or in other network namespaces, may have equal names
             place = f"{_BOOT.read_text()} {os.readlink('/proc/self/ns/net')}"
         digest = hashlib.sha256(f"{place} {job}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
         self._name = f"{_PREFIX}{digest}.{rank}"
@@ -47,10 +47,7 @@ class LivingRank:
         self._descriptor: int | None = None
 
     def other(self) -> int | None:
-        """Return the pid of another process that runs as this rank; None if there is none.
-
-        The pid is 0 if the process is in another container.
-        """
+        """Return the pid of another process that runs as this rank (0 if it is in another container), or None."""
         if not sys.platform.startswith("linux") or self._descriptor is not None:
             return None
         for folder in private_folders.candidates(self._bases):
@@ -75,7 +72,7 @@ class LivingRank:
     def _remove_stale(self, parent: int) -> None:
         """Remove the files of ranks that were killed."""
         for name in os.listdir(parent):
-            # Closing this rank's own file would release its lock.
+            # This rank's own file is skipped, because closing any descriptor of it would release the lock.
             if not name.startswith(_PREFIX) or name == self._name:
                 continue
             with contextlib.suppress(OSError):
@@ -99,7 +96,7 @@ class LivingRank:
 
 
 def _locked(name: str, parent: int, flags: int = 0) -> int | None:
-    """Open and lock a file, and return its descriptor; None if another process has locked it."""
+    """Open and lock a file, and return its descriptor, or None if another process has locked or removed it."""
     descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600, dir_fd=parent)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
 """Opens folders that only this user may enter, even inside shared folders such as ``/tmp``.
 
 In a shared folder, any user can create a folder or a symbolic link with a predictable name. A folder is therefore
-opened first, without following links, and checked and used through the descriptor.
+opened without following links, and then checked and used through its descriptor.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Final
 
 from asyncdist.validation import printable
 
-#: Error numbers that opening a link, a file, or a folder without permission can produce.
+#: Error numbers of opening a link, a file, or a folder without permission.
 _NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EACCES)
-#: Number of folder names to try in each base folder, in case other users have taken some of them.
+#: Number of folder names to try in each base folder, because other users may have taken some.
 _COUNT: Final = 8
 
 
 def candidates(bases: Iterable[str]) -> list[Path]:
-    """Return the possible private folders of this user below ``bases``, the preferred one first.
+    """Return the possible private folders of this user below ``bases``, in order of preference.
 
-    If another user has taken a name, the next name is used, so that all processes of this user choose the same folder.
+    A process uses the first folder that no other user has taken, so all processes of this user choose the same one.
     """
     names = [f"asyncdist-{os.getuid()}", *(f"asyncdist-{os.getuid()}-{n}" for n in range(2, _COUNT + 1))]
     return [Path(base, name) for base in dict.fromkeys(bases) for name in names]
 
 
 class NotPrivateError(PermissionError):
-    """Raised if a folder belongs to another user or is open to other users; names the folder and the reason."""
+    """Raised if a path is not a folder, belongs to another user or is open to other users."""
 
 
 @contextlib.contextmanager
@@ -41,8 +41,8 @@ def opened(path: str | Path, *, parent: int | None = None, makes: bool = False) 
     """Open a private folder for the body of ``with``, and yield its descriptor.
 
     Args:
-        path: Path of the folder; relative to ``parent`` if ``parent`` is not None.
-        parent: Descriptor of the parent folder, if any.
+        path: Path of the folder, relative to ``parent`` unless that is None.
+        parent: Descriptor of a folder.
         makes: Whether to create the folder if it does not exist.
 
     Raises:

@@ -16,10 +16,10 @@ from typing import Final
 
 from asyncdist.trust import job_secret, private_folders
 
-#: Name of the secret file for single-host jobs whose launcher sets no secret.
+#: Name of the secret file for jobs on one host whose launcher sets no secret.
 SHARED: Final = "secret"
 _NBYTES_MAX: Final = 4096
-#: Number of attempts to read or create the shared secret; an unusable file is removed between attempts.
+#: Number of attempts to read or create the shared secret. Unusable files are removed between attempts.
 _ATTEMPT_COUNT: Final = 2
 #: Seconds between two checks that a secret file still exists.
 _RENEWAL_S: Final = 5.0
@@ -28,7 +28,7 @@ _RENEWAL_S: Final = 5.0
 def read(path: str) -> str:
     """Return the secret in a user's file. Raise ValueError if it is not valid, or other users can read it."""
     try:
-        # O_NONBLOCK, since opening a named pipe would block.
+        # Without O_NONBLOCK, opening a named pipe would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ValueError(f"the secret file {path!r} cannot be read: {error.strerror}") from error
@@ -48,7 +48,7 @@ def _read_open(descriptor: int, path: str) -> str:
 
 
 def why_not_secret(found: os.stat_result, reader: int) -> str:
-    """Return why users other than root and the reader may know a file's content; an empty string if they may not.
+    """Return why users other than root and the reader may know a file's content, or "" if it is secret.
 
     A group-readable file owned by root, such as a Kubernetes Secret, is accepted, because root decides who is in the
     group. If the reader is root, a file owned by any user is accepted.
@@ -64,13 +64,13 @@ def why_not_secret(found: os.stat_result, reader: int) -> str:
 
 
 def name_of(port: int) -> str:
-    """Return the name of a launcher's secret file for ranks that join its job at ``port``."""
+    """Return the name of the file with the secret of the job that ranks join at ``port``."""
     return f"{SHARED}-{port}"
 
 
 @dataclass(frozen=True, slots=True)
 class KeptSecret:
-    """A secret file for other processes, locked by the descriptor ``lock`` as long as this process uses it."""
+    """A secret file for other processes. The descriptor ``lock`` locks it as long as this process uses it."""
 
     path: Path
     lock: int
@@ -83,7 +83,7 @@ class KeptSecret:
 
 
 def keep(port: int, text: str, bases: Iterable[str]) -> KeptSecret | None:
-    """Write a job's secret to a file, replacing an earlier one; return None if no folder is writable."""
+    """Write a job's secret to a file, replacing any earlier file. Return None if no folder is writable."""
     for folder in private_folders.candidates(bases):
         with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
             _remove_left(parent)
@@ -98,8 +98,8 @@ def keep(port: int, text: str, bases: Iterable[str]) -> KeptSecret | None:
 class RenewedSecret:
     """Writes a job's secret to a file, and rewrites the file if it disappears.
 
-    ``/run/user/UID`` is removed with the user's last session on this host, and cleaners remove old files from ``/tmp``.
-    A thread therefore checks regularly that the file exists.
+    ``/run/user/UID`` is removed when the user's last session on this host ends, and cleaners remove old files from
+    ``/tmp``. A thread therefore checks regularly that the file exists.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class RenewedSecret:
                 self._kept = keep(self._port, self._text, bases)
 
     def remove(self) -> None:
-        """Remove the file."""
+        """Stop rewriting the file, and remove it."""
         self._is_removed.set()
         self._thread.join()
         if self._kept is not None:
@@ -131,12 +131,12 @@ class RenewedSecret:
 
 
 def _remove_left(parent: int) -> None:
-    """Remove unlocked files, which :func:`keep` wrote in processes that have since been killed."""
+    """Remove unlocked files, whose writers were killed."""
     for name in os.listdir(parent):
         port = name.removeprefix(f"{SHARED}-")
         if not port.isdecimal() or name != name_of(int(port)):
             continue
-        with contextlib.suppress(OSError):  # a living process has locked the file, or has just removed it
+        with contextlib.suppress(OSError):  # raised if another process has locked or just removed the file
             descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,7 +147,7 @@ def _remove_left(parent: int) -> None:
 
 
 def find(name: str, bases: Iterable[str]) -> str | None:
-    """Return the secret in asyncdist's own file ``name``; None if there is no such file."""
+    """Return the secret in the file ``name`` of this user's private folders, or None if there is none."""
     for folder in private_folders.candidates(bases):
         with contextlib.suppress(OSError, ValueError), private_folders.opened(folder) as parent:
             return _read_in(parent, name)
@@ -155,13 +155,13 @@ def find(name: str, bases: Iterable[str]) -> str | None:
 
 
 def _read_in(parent: int, name: str) -> str:
-    """Return the secret with this name in a private folder. Raise OSError or ValueError if there is none."""
+    """Return the secret in a file of a private folder. Raise OSError or ValueError if there is none."""
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=parent)
     return job_secret.check(_read_open(descriptor, name), name)
 
 
 def shared(bases: Iterable[str]) -> str | None:
-    """Return the secret that all processes of this user on this host share; None if no folder is writable."""
+    """Return the secret that this user's processes on this host share, or None if no folder is writable."""
     bases = tuple(bases)
     for _ in range(_ATTEMPT_COUNT):
         found = find(SHARED, bases)
@@ -187,7 +187,7 @@ def _remove_unusable(name: str, bases: Iterable[str]) -> None:
 
 
 def _share(text: str, bases: Iterable[str]) -> bool:
-    """Write the shared secret unless it already exists; return False if no folder is writable."""
+    """Write the shared secret unless it already exists. Return False if no folder is writable."""
     for folder in private_folders.candidates(bases):
         with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
             with _begun(parent, text) as (begun, _), contextlib.suppress(FileExistsError):
@@ -198,7 +198,7 @@ def _share(text: str, bases: Iterable[str]) -> bool:
 
 @contextlib.contextmanager
 def _begun(parent: int, text: str) -> Iterator[tuple[str, int]]:
-    """Write a file under a temporary name, and yield the name and a descriptor; the body renames the file."""
+    """Write a file under a temporary name, and yield the name and a descriptor. The body renames or links the file."""
     begun = f"{SHARED}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(begun, flags, 0o600, dir_fd=parent)
@@ -206,7 +206,7 @@ def _begun(parent: int, text: str) -> Iterator[tuple[str, int]]:
         os.write(descriptor, text.encode())
         os.fsync(descriptor)  # otherwise a power loss could leave an empty file with the final name
         yield begun, descriptor
-    finally:  # the temporary file is removed even if the disk is full
+    finally:  # also reached if the disk is full
         with contextlib.suppress(FileNotFoundError):
             os.unlink(begun, dir_fd=parent)
         os.close(descriptor)
