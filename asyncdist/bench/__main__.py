@@ -54,7 +54,7 @@ def _sizes(text: str, largest: int) -> list[int]:
 
 
 async def _main(world: ad.World, options: argparse.Namespace) -> int:
-    """Run a benchmark, print its table or why it cannot run on rank 0, and return the exit code."""
+    """Run a benchmark, and return the exit code. Rank 0 prints the table, or why the benchmark cannot run."""
     benchmark = importlib.import_module(f"asyncdist.bench.{options.name}")
     refusal = ""
     if world.is_simulated:

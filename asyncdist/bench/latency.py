@@ -62,7 +62,7 @@ async def our_trips(world: ad.World, channel: ad.Channel[Any], message: Any, cou
 
 
 def _rival_trips(world: ad.World, rival: Rival, nbytes: int, count: int) -> float:
-    """Return the other library's one-way time in microseconds for messages as large as asyncdist's frame."""
+    """Return the other library's one-way time in microseconds. Its messages are as large as asyncdist's frames."""
     outgoing, incoming = (torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     rival.align(world.rank, 1 - world.rank)
     began_at = time.perf_counter()

@@ -51,7 +51,7 @@ async def _our_ring(world: ad.World, channel: ad.Channel[Ping], message: Ping, c
 
 
 def _rival_ring(world: ad.World, rival: Rival, nbytes: int, count: int) -> float:
-    """Return the other library's time from rank to rank in microseconds, for messages as large as asyncdist's frame."""
+    """Return the other library's time per hop in microseconds. Its messages are as large as asyncdist's frames."""
     tensor = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     previous, following = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     began_at = time.perf_counter()

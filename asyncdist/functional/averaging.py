@@ -300,7 +300,7 @@ class _Gradients:
         self._scratch.give_back(self._model, "gradients", kept)
 
     def _flat(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a flat tensor for the elements of these tensors. Reuse the previous flat tensor if it fits."""
+        """Return a flat tensor for the elements of these tensors, reusing the previous one if it fits."""
         kept = self._flats.get(dtype)
         count = sum(tensor.numel() for tensor in tensors)
         if kept is not None and kept.numel() == count:
@@ -311,7 +311,7 @@ class _Gradients:
 
 
 def _views(kept: list[Tensor] | None, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return consecutive views of ``flat`` with the tensors' shapes. Reuse the previous views if they fit."""
+    """Return consecutive views of ``flat`` with the tensors' shapes, reusing the previous ones if they fit."""
     if kept and kept[0].data_ptr() == flat.data_ptr() and [k.shape for k in kept] == [t.shape for t in tensors]:
         return kept
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])

@@ -48,7 +48,7 @@ class _FileEntry(msgspec.Struct, frozen=True):
 
 
 class _RankEntry(_FileEntry, frozen=True):
-    """Manifest entry of a rank: its file, metric and number, and its separate weights file, if any."""
+    """Manifest entry of a rank: its file and, in the safetensors format, its weights file."""
 
     metric: float | None
     metric_mode: Literal["min", "max"]
@@ -131,7 +131,6 @@ def load_mapped(path: Path) -> Any:
 
 
 def _read_weights(stem: Path, entry: Mapping[str, Any], state: dict[str, Any]) -> None:
-    """Add the weights from the rank's separate weights file, if there is one, to its state."""
     if entry.get("safetensors") is not None:
         path = stem.with_suffix(".safetensors")
         _check_whole(path, entry["safetensors"])
@@ -204,7 +203,7 @@ def _crc_of(path: Path) -> int:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's entries, have been written to disk."""
+    """Wait until a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -223,7 +222,7 @@ def _numbers(place: Path) -> list[int]:
 
 
 def _delete_old(newest: Path, keep: int) -> None:
-    """Delete unfinished checkpoints, and all but the ``keep`` newest complete ones. Do not follow symbolic links."""
+    """Delete unfinished checkpoints, and all but the ``keep`` newest complete ones. Follow no symbolic links."""
     older = [newest.parent / _name(number) for number in _numbers(newest.parent)]
     older = [folder for folder in older if folder.name < newest.name and not folder.is_symlink()]
     whole = [folder for folder in older if (folder / _MANIFEST).is_file()]

@@ -92,8 +92,6 @@ def _plain_number(value: Any) -> Any:
 
 
 def _check_loadable(name: str, part: Any) -> None:
-    """Raise TypeError if a saved part could not be loaded again."""
-
     def without_contents(value: Any) -> Any:
         return torch.empty(0, device="cpu") if type(value) is torch.Tensor and not value.__dict__ else value
 

@@ -166,7 +166,6 @@ class JointWork(Generic[T]):
                 await own.free()
 
     def _settle(self, error: Exception | None) -> None:
-        """Fail the futures with an error, or cancel them if ``error`` is None."""
         futures: tuple[asyncio.Future[Any], ...] = (self._begun, self._outcome)
         for future in futures:
             if future.done():

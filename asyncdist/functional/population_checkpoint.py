@@ -200,7 +200,7 @@ class PendingSave:
 
 
 class _Save:
-    """Saves this rank once. With ``is_beside``, a thread writes a copy of the state while training continues."""
+    """Saves this rank once. With ``is_beside``, a thread writes a copy while training continues."""
 
     def __init__(
         self,

@@ -373,7 +373,7 @@ async def _all_hosts(world: World, hostname: str) -> list[str]:
 
 
 def _in_words(layout: RankLayout) -> str:
-    """Return a one-line description of a layout. A long description is cut off and followed by a digest."""
+    """Describe a layout in one line. A long description is cut off and followed by a digest."""
     text = str(layout).replace("\n", "; ")
     if len(text) <= _WORDS_LENGTH_MAX:
         return text
@@ -381,7 +381,7 @@ def _in_words(layout: RankLayout) -> str:
 
 
 def _check_counts(world_size: int, buffer_count: int, group_count: int, coordinator: int | None) -> int:
-    """Return the number of training ranks. Raise ValueError for inconsistent numbers."""
+    """Return the number of training ranks, or raise ValueError for inconsistent numbers."""
     validation.count("world_size", world_size)
     validation.count("num_remote_buffers", buffer_count, least=0)
     validation.count("num_agent_groups", group_count)

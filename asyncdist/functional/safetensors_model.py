@@ -77,7 +77,7 @@ def read_foreign(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return these contiguous tensors without overlaps. A tensor that begins inside another tensor is copied."""
+    """Return these contiguous tensors, copying any that begins inside another tensor."""
     apart: dict[str, torch.Tensor] = {}
     ends: dict[torch.device, int] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):

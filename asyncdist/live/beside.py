@@ -26,10 +26,10 @@ _LINE_LENGTH_MAX: Final = 1 << 16
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the job, show a live table of its ranks if the output is a terminal, and return the job's exit code.
+    """Run the job, show a live table of its ranks on a terminal, and return the job's exit code.
 
-    The job's own output to the terminal is printed above the table, line by line. Output to a file or a pipe is not
-    changed. ``words`` are the arguments of ``asyncdist run``, without ``--live``.
+    The job's output to the terminal is printed above the table. ``words`` are the arguments of ``asyncdist run``,
+    without ``--live``.
     """
     # -P prevents imports of modules from the working directory, in which other users may have put files.
     command = [sys.executable, "-P", "-m", "asyncdist", "run", *words]
@@ -53,9 +53,9 @@ def run(words: Sequence[str]) -> int:
 
 
 def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) -> None:
-    """Show the table until ``child``, the process that runs the job, has ended and all its output has been shown.
+    """Show the table until ``child``, which runs the job, has ended and all its output has been shown.
 
-    Ranks write their final counters to ``folder``. With ``is_on_stderr``, the table is printed to standard error.
+    Ranks write their final counters to ``folder``.
     """
     from rich.console import Console
     from rich.live import Live

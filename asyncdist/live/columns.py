@@ -20,10 +20,10 @@ class Row:
     """Latest counters of one rank.
 
     Attributes:
-        now: Latest counters, or None before the first answer.
+        now: Latest counters, or None.
         before: Counters some seconds earlier, or None.
-        note: Note for the user, such as the reason why the rank makes no steps.
-        is_silent: Whether the rank has not answered the last request, so that ``now`` is old and rates are unknown.
+        note: Note for the user, for example why the rank makes no steps.
+        is_silent: Whether the rank has not answered the last request, so that ``now`` is old.
     """
 
     rank: int
@@ -68,14 +68,12 @@ class Column:
     """A column of the table.
 
     Attributes:
-        name: Header of the column.
-        meaning: Explanation of the column for readers of the page.
+        meaning: Explanation for readers of the page.
         priority: Order in which columns get space in a narrow terminal; 0 is first.
         width: Minimum width in characters.
         value: Function that returns the value of a rank's policy, or None for an empty cell.
-        formatted: Function that formats a value other than None.
         is_of_policy: Whether policies of one rank have different values.
-        is_optional: Whether the column is left out if all of its cells are empty.
+        is_optional: Whether the column is left out if it is empty.
     """
 
     name: str
@@ -140,7 +138,6 @@ def _of_policy(
 
 
 def _of_rank(name: str, meaning: str, size: tuple[int, int], value: Callable[[RankCounters], float]) -> Column:
-    """Return the column of a rank's number of bytes or losses."""
     return Column(name, meaning, *size, lambda row, _: None if row.now is None else value(row.now), amount)
 
 

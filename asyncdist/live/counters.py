@@ -28,11 +28,10 @@ class PolicyCounters:
         role: This rank's role in the round: a state of ``protocols.selective.member``, in lower case, or "" before the
             first round and for policies without roles.
         round: Newest round in which this rank had a role, or None.
-        replacement_count: Number of times that the policy has replaced the weights.
+        replacement_count: Number of replacements of the weights.
         abandoned_count: Number of abandoned rounds that should have replaced the weights.
         staleness_steps: Age, in steps, of the oldest snapshot in the last replacement, or None before the first one.
         coordinator: Rank of the current coordinator, or None while it is the initial coordinator.
-        latest: Description of the last replacement.
         fragment: Fragment of the last average. Like all following attributes, None for policies without contributions.
         staleness_versions: Number of averages since the average from which the oldest contribution to the last average
             was computed; None if averages are not counted.
@@ -40,7 +39,6 @@ class PolicyCounters:
         unencoded_nbytes: Size of the same contributions with ``wire="float32"``.
         outer_norm: L2 norm of the last mean difference.
         cosine: Mean cosine between the differences of two ranks in the last average.
-        waited_for_averages_s: Seconds for which steps have waited for averages.
     """
 
     policy: str
@@ -67,7 +65,7 @@ class RankCounters:
     """Counters of one rank since its world was opened.
 
     Attributes:
-        job: Eight hexadecimal digits, the same on all ranks of a job.
+        job: Name of the job, eight hexadecimal digits.
         time_s: Time at which the counters were read, in seconds on the rank's clock.
         policies: Open policies, or the most recently closed policy if none is open.
         sent_count, received_count: Numbers of messages sent and received on channels.
@@ -75,7 +73,6 @@ class RankCounters:
         received_nbytes: Number of bytes of tensors received, or read from other ranks' memory.
         waited_s: Seconds that main and its tasks have waited for other ranks since the counters were first read,
             without waits in progress.
-        lost: Ranks that are lost.
     """
 
     rank: int

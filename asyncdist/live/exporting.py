@@ -92,7 +92,7 @@ class Exporter:
         return PrometheusServer(self._read, destination.where, port)
 
     def _guarded(self, destination: Destination, act: Callable[..., object], *args: object) -> bool:
-        """Call ``act``, and return whether it succeeded. Log a warning if it raises an exception."""
+        """Call ``act``, log a warning if it raises, and return whether it succeeded."""
         try:
             act(*args)
         except Exception as error:  # libraries and the system may raise anything

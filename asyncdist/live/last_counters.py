@@ -1,7 +1,7 @@
 """Passes the final counters of ended ranks to the last table of ``asyncdist run --live``.
 
-A rank that has ended cannot answer requests. When its main has ended, each rank therefore writes its counters to the
-folder named by ASYNCDIST_LAST_COUNTERS, which ``asyncdist run --live`` creates.
+A rank that has ended cannot answer requests, so it first writes its counters to the folder named by
+ASYNCDIST_LAST_COUNTERS, which ``asyncdist run --live`` creates.
 """
 
 from __future__ import annotations

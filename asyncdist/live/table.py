@@ -26,9 +26,9 @@ def screen(
 ) -> Table:
     """Return a summary line, the table of the ranks, and notes on some ranks, from top to bottom.
 
-    Less important columns are omitted if the terminal is too narrow. If not all ranks fit into ``height`` lines, those
+    Columns that do not fit are omitted, the least important first. If not all ranks fit into ``height`` lines, those
     with the fewest steps are shown. For a job that has ended, ``before_end_s`` has the seconds from the last answer to
-    the end of the job, for each rank without final counters.
+    the end, for each rank without final counters.
     """
     from rich.table import Table
     from rich.text import Text
@@ -74,7 +74,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
 
 
 def _widths(rows: Sequence[Row], width: int) -> dict[Column, int]:
-    """Return the width of each column that fits and is not empty."""
+    """Return the width of each column that is not empty and fits into ``width``."""
     shown = columns(rows)
     left = width + _GAP
     widths: dict[str, int] = {}
@@ -87,7 +87,7 @@ def _widths(rows: Sequence[Row], width: int) -> dict[Column, int]:
 
 
 def _width_of(column: Column, rows: Sequence[Row]) -> int:
-    """Return the width of a column in characters. Text may be truncated, but numbers are always shown in full."""
+    """Return a column's width in characters. Text may be truncated, but numbers are shown in full."""
     cells = [column.text(row, policy) for row in rows for policy in policies_of(row)]
     needed = max([column.width, len(column.name), *map(len, cells)])
     return min(needed, _TEXTS.get(column.name, needed))

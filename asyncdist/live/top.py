@@ -87,10 +87,7 @@ class JobView:
         return self._rows
 
     def rows_at_end(self, left: Sequence[RankCounters] = ()) -> tuple[list[Row], dict[int, float]]:
-        """Return the rows of an ended job, and the ages in seconds of the last answers of ranks without final counters.
-
-        ``left`` has the final counters of the other ranks.
-        """
+        """Return the rows of an ended job, and the ages in seconds of answers of ranks without final counters."""
         now = time.monotonic()
         for counters in left:
             known = self._readings.row(counters.rank).now

@@ -99,7 +99,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _parameter_count(text: str) -> int:
-    """Convert a number of parameters such as ``1e9``, ``7B`` or ``350M`` to an integer."""
+    """Convert a number of parameters, such as ``7B``, to an integer."""
     found = _PARAMS.fullmatch(text)
     number = math.nan if found is None else float(found[1]) * _MULTIPLES[found[2].lower()]
     if not 1 <= number <= _PARAM_COUNT_MAX:
@@ -110,7 +110,7 @@ def _parameter_count(text: str) -> int:
 
 
 def _bandwidth(text: str) -> float:
-    """Convert a bandwidth such as ``1gbit`` or ``12.5MB/s`` to bytes per second."""
+    """Convert a bandwidth, such as ``1gbit``, to bytes per second."""
     bits, nbytes = _BITS.fullmatch(text), _BYTES.fullmatch(text)
     number = math.nan
     if bits is not None:
@@ -126,17 +126,14 @@ def _bandwidth(text: str) -> float:
 
 
 def _step_seconds(text: str) -> float:
-    """Convert a string to a number of seconds of at least a nanosecond."""
     return _seconds(text, _STEP_S_MIN)
 
 
 def _latency_seconds(text: str) -> float:
-    """Convert a string to a non-negative number of seconds."""
     return _seconds(text, 0.0)
 
 
 def _speed_ratio(text: str) -> float:
-    """Convert a string to a ratio of step times of at least 1."""
     try:
         number = float(text)
     except ValueError:
@@ -159,7 +156,6 @@ def _seconds(text: str, least: float) -> float:
 
 
 def _step_counts(text: str) -> tuple[int, ...]:
-    """Convert a list such as ``30,128`` to distinct, increasing numbers of steps."""
     try:
         return tuple(sorted({count(word) for word in text.split(",")}))
     except argparse.ArgumentTypeError:

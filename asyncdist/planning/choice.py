@@ -50,8 +50,6 @@ class Row:
     """A row of the tables: a method with a codec.
 
     Attributes:
-        name: Name of the method.
-        codec: Encoding of the values.
         method: Function of the number of steps between rounds that returns the method, or None if it cannot be used
             with that number.
         averages_each_step: Whether a round is always one step.

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _problem(wishes: Wishes, every: int) -> str | None:
-    """Return why the wishes cannot be met even with the most steps between rounds, or None if they can be met."""
+    """Return why the wishes cannot be met even with ``every`` steps between rounds, or None."""
     if wishes.fragments is not None and wishes.fragments > every:
         return f"argument --fragments: must be <= {every} with --every {every}, got {wishes.fragments}"
     if wishes.overlap_steps is not None and wishes.overlap_steps >= every:
@@ -171,7 +171,6 @@ def _options(method: DiLoCo) -> str:
 
 
 def _link_in_words(nbytes_per_s: float) -> str:
-    """Return a bandwidth as text in bits per second, such as ``"1 Gbit/s"``."""
     bits = nbytes_per_s * 8
     for unit, multiple in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if bits >= multiple:

@@ -6,11 +6,11 @@ ranks step at the same pace.
 
 A sharded mean is computed in two phases. First each rank sends every other rank that rank's slice. Then each rank sends
 the mean of its own slice to all others. A rank sends, and receives, 2 S (k - 1) / k bytes, where S is the encoded size
-of the values and k the number of ranks. The mean is encoded with the same codec as the values. With top-k, however, the
-mean contains the values of all ranks, so it has k times as many bytes, but at most as many as in float32. In DiLoCo,
-three messages precede the first phase: a report to the leader, its decision, and the requests for the slices. A slice
-is sent in chunks, and at the end of a phase a rank still receives the last chunk of each other rank. While the ranks
-train, each message also waits for the end of a step, because a rank moves data only while a step awaits.
+of the values and k the number of ranks. A top-k mean contains the values of all ranks, so it has k times as many bytes,
+but at most as many as in float32. In DiLoCo, a report to the leader, its decision, and the requests for the slices
+precede the first phase. A slice is sent in chunks, and at the end of a phase a rank still receives the last chunk of
+each other rank. While the ranks train, each message also waits for the end of a step, because a rank moves data only
+while a step awaits.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ class Job:
 
     Attributes:
         param_count: Number of the model's parameters, which are stored in float32.
-        rank_count: Number of ranks, at least 2.
-        step_s: Seconds in which a rank computes one step.
-        link: Link of each host.
+        step_s: Seconds per step of a rank.
     """
 
     param_count: int
@@ -143,7 +141,6 @@ class AverageAll:
     """Averages the weights of all ranks every ``every`` steps, as AverageAllPolicy or local SGD does.
 
     Attributes:
-        every: Steps between two rounds.
         is_sharded: Whether the mean is sharded. Otherwise, the first rank receives all weights and sends their mean.
     """
 
@@ -209,13 +206,11 @@ class RoundCost:
     """The cost of one round for the busiest rank.
 
     Attributes:
-        sent_nbytes: Bytes that the rank sends.
-        received_nbytes: Bytes that the rank receives.
         transfer_s: Seconds that the transfers of the round take.
         wait_s: Seconds in which the rank waits instead of computing.
         compute_s: Seconds in which the rank computes the steps of the round.
-        memory_nbytes: Memory of a rank in addition to the model, its gradients and the state of its optimizer.
-        staleness_steps: Steps that a rank trains between the capture of the values and the use of their mean.
+        memory_nbytes: Memory in addition to the model, its gradients and the state of its optimizer.
+        staleness_steps: Steps from the capture of the values to the use of their mean.
     """
 
     sent_nbytes: float
@@ -306,7 +301,7 @@ def chunk_nbytes(slice_nbytes: float) -> float:
 
 
 def _moved_nbytes(job: Job, method: DiLoCo) -> float:
-    """Return the bytes that a rank sends in a round: slices of the contributions, and their means."""
+    """Return the bytes that a rank sends in a round: slices of the contributions and means of slices."""
     codec = method.codec
     of_both = codec.nbytes_per_value + codec.mean_nbytes_per_value(job.rank_count)
     return _sharded_nbytes(job, job.param_count * of_both / 2)

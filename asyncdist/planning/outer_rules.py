@@ -37,8 +37,6 @@ class Shards:
     """Describes how the ranks' data differ.
 
     Attributes:
-        described: Description for the printed sentence.
-        row: Name of the row of the map.
         cells: Measurements, by the step time of the slowest rank divided by that of the fastest.
     """
 
@@ -86,7 +84,6 @@ def lines(slowest: float, shards: str, every: int) -> Iterator[str]:
     Args:
         slowest: Step time of the slowest rank divided by that of the fastest, at least 1.
         shards: Name of the division of the data.
-        every: Number of steps between rounds.
     """
     found = SHARDS[shards]
     yield f"The slowest rank takes {slowest:g} times as long as the fastest, and {found.described}."

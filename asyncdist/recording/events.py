@@ -2,10 +2,10 @@
 
 An event has a time, a kind and fields. A file represents a kind by its index in :data:`KINDS`, so new kinds and fields
 are appended (see :mod:`asyncdist.recording.writer`). Some fields are needed only for replays. ``pass`` is the number of
-a polling pass modulo 65536, -1 if a task received the message without a pass, or -2 if the message arrived before the
-world was open. ``turn`` counts the passes and yields of the current safe point. ``woken`` and ``begun`` count the waits
-that have ended and begun since the last safe point began. In the event of a safe point, ``woken`` counts from the
-previous safe point. The beginning of a safe point without events is not recorded.
+a polling pass modulo 65536, -1 if a task received the message without a pass, or -2 before the world was open. ``turn``
+counts the passes and yields of the current safe point. ``woken`` and ``begun`` count the waits that have ended and
+begun since the last safe point began. In the event of a safe point, ``woken`` counts from the previous safe point. The
+beginning of a safe point without events is not recorded.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Event(NamedTuple):
 
     Attributes:
         time_s: Time in seconds, on the clock of the rank's loop, which starts at an arbitrary moment.
-        kind: Kind of the event, a key of :data:`KINDS`.
-        fields: Values of the fields that :data:`KINDS` lists for the kind.
+        kind: Key of :data:`KINDS`.
+        fields: Values of the fields that :data:`KINDS` lists.
     """
 
     time_s: float
@@ -138,7 +138,6 @@ class EventLog:
     """Keeps the latest events of one rank, and passes every event to a sink if there is one.
 
     Attributes:
-        now: Function that returns the time in seconds.
         sink: Function called with each event, or None.
         counts: Number of events of each kind. Roles are counted by state, for example as ``"role giving"``.
     """

@@ -42,8 +42,6 @@ class RankRecording:
     """Recording of one process of a rank.
 
     Attributes:
-        schema: Schema by which the events are checked.
-        header_nbytes: Size of the header in bytes.
         nbytes: Size of the file in bytes when it was opened. Events that a running rank writes later are not read.
         damage: Description of the damage at which reading stops, or "".
     """
@@ -147,8 +145,8 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
         job: Name of the job, if the folder has recordings of several jobs.
 
     Raises:
-        RecordingError: No recording can be read, the folder has several jobs and ``job`` is None, a rank has two files,
-            or a file has content that no rank writes.
+        RecordingError: No recording can be read, the job is ambiguous, a rank has two files, or a file has content that
+            no rank writes.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -213,7 +211,7 @@ def _chosen_job(root: Path, found: Sequence[RankRecording], job: str | None) -> 
 
 
 def _open_all(paths: Sequence[Path]) -> tuple[list[RankRecording], list[RecordingError]]:
-    """Return the recordings in the readable files that are not empty, and an error for each unreadable file."""
+    """Return the recordings in the files that can be read and are not empty, and an error for each other file."""
     found, refused, schemas = [], [], dict[Any, EventSchema]()
     for path in paths:
         try:
@@ -274,7 +272,7 @@ def _open(path: Path, schemas: dict[Any, EventSchema]) -> RankRecording | None:
 
 
 def _looked_at(each: RankRecording) -> RankRecording:
-    """Check all blocks of a file of the chosen job, and return its recording with the current size and the damage."""
+    """Check all blocks of a file, and return its recording with the current size and the damage."""
     try:
         each = replace(each, nbytes=each.path.stat().st_size)
         return replace(each, damage=each.check())
@@ -283,7 +281,6 @@ def _looked_at(each: RankRecording) -> RankRecording:
 
 
 def _checked(path: Path, data: bytes) -> Header:
-    """Decode and check a header, and return it. Raise RecordingError if it is invalid."""
     try:
         preamble = schema.read_preamble(data)
     except (ValueError, RecursionError):
@@ -310,7 +307,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(file: _Part, begin: int, end: int) -> Iterator[_Block | str]:
-    """Yield the blocks from byte ``begin`` to ``end``, and finally a description of the damage if there is any."""
+    """Yield the blocks from byte ``begin`` to ``end``, and then a description of any damage."""
     limits = {"max_bin_len": OBJECT_NBYTES_MAX, "max_array_len": 3, **dict.fromkeys(_NONE, 0)}
     unpacker = msgpack.Unpacker(file, read_size=_READ_NBYTES, max_buffer_size=4 * OBJECT_NBYTES_MAX, **limits)
     for count in itertools.count():

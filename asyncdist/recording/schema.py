@@ -1,8 +1,7 @@
 """Defines the valid content of a recording, against which each header and each event is checked.
 
-A recording is untrusted input: a different version, a damaged disk or an attacker may have produced it. msgspec decodes
-the bytes directly into the types below and rejects wrong types, out-of-range numbers, and missing or unknown fields. It
-creates only objects of these types, so a few bytes cannot allocate gigabytes.
+A recording is untrusted input: another version, a damaged disk or an attacker may have produced it. msgspec decodes the
+bytes directly into the types below and rejects everything else, so a few bytes cannot allocate gigabytes.
 """
 
 from __future__ import annotations
@@ -88,8 +87,6 @@ class Header(Struct, frozen=True, kw_only=True):
     """Header of a rank's file, as :func:`asyncdist.recording.writer.header_of` writes it.
 
     Attributes:
-        job: Name of the job, the same on all of its ranks.
-        transport: Description of the transport, for users.
         asyncdist: Version of asyncdist.
         script, script_digest, arguments: Path of the program, its SHA-256 and its arguments.
         clock_s, unix_s: One moment on the event clock and on the wall clock, in seconds.
@@ -120,8 +117,6 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """Initial conditions of a rank, from the header, in which a replay starts.
 
     Attributes:
-        nonce: Random number of the job.
-        thread_count: Number of torch threads.
         hosts: Lowest rank on the host of each rank, by rank, or None if all ranks are on one host.
         first_seed: Torch's initial seed at import, or None if it is not recorded.
         sent_before_count: Number of messages sent before the world was open.
@@ -212,8 +207,8 @@ class EventError(Exception):
 class EventSchema:
     """Decodes the blocks of one file into checked events.
 
-    ``kinds`` are the kinds of events in the file, with the names of their fields. A file of a different version may
-    have kinds and fields that this version does not know. Such kinds are ignored, and listed in ``unknown``.
+    ``kinds`` maps the kinds of events in the file to their fields. Kinds that this version does not know are ignored,
+    and listed in ``unknown``.
     """
 
     def __init__(self, kinds: Mapping[str, Sequence[str]], size: int) -> None:
@@ -277,7 +272,6 @@ class EventSchema:
             return count
 
     def _refuse(self, content: bytes, error: Exception) -> NoReturn:
-        """Raise an EventError that describes the invalid content."""
         found = re.match(r"(?P<what>.*) - at `\$\[(?P<event>\d+)\](\[(?P<field>\d+)\])?", str(error), re.DOTALL)
         if found is None:
             raise EventError("the content must be a list of events") from error

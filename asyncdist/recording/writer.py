@@ -8,8 +8,8 @@ The file is a stream of MessagePack objects (https://github.com/msgpack/msgpack/
    :data:`~asyncdist.recording.events.KINDS`, the microseconds since the block's time, and the fields.
 
 A block is written with one system call when it is large or old, and when the rank fails or ends. A killed process
-therefore loses only the events of about the last second, and a truncated file loses only its last block. If the file
-cannot be written, one warning is logged and training continues.
+therefore loses only about the last second, and a truncated file only its last block. If the file cannot be written, one
+warning is logged and training continues.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ class RecordOptions:
     """Options of :func:`asyncdist.run` for recording. Raises TypeError or ValueError if they are invalid.
 
     Attributes:
-        folder: Folder for the files, created if necessary.
-        limit_nbytes: Maximum size of a rank's file in bytes.
+        limit_nbytes: Maximum size of a rank's file.
     """
 
     folder: Path
@@ -232,7 +231,7 @@ class RecordWriter:
             self.flush()
 
     def _add_safe_point(self, time_s: float) -> None:
-        """Record the beginning or the end of a safe point, or both in one event if no event occurred in between."""
+        """Record the beginning or the end of a safe point, or both as one event if no event occurred in between."""
         block = self._block
         if not block:
             self._block_began_at = time_s
@@ -293,7 +292,7 @@ class RecordWriter:
         self._end()
 
     def _write_cut(self, why: str) -> None:
-        """Record why the file ends, if there is space. Otherwise it would look like the file of a killed rank."""
+        """Record why the file ends, if there is space. Otherwise it looks like the file of a killed rank."""
         if self._file is None:
             return
         content = _encode((_CODES["cut"], 0, why))

@@ -33,11 +33,7 @@ class Average:
 
     Attributes:
         first_s, last_s: Times of the first and the last contribution.
-        last_rank: Rank of the last contribution.
-        contribution_count: Number of recorded contributions.
         applied_s: Time at which the last rank applied the average; NaN if no rank applied it.
-        applied_count: Number of ranks that applied the average.
-        donors: Ranks whose contributions were averaged.
         left_out: Members whose contributions were not averaged.
         gains: Gain of each donor's contribution on held-out data; empty if it was not measured.
         waited_s: Longest wait of a rank for the average.

@@ -76,7 +76,7 @@ class Clocks:
             self._offsets[host] += shift
 
     def _least_delays(self, recording: Recording) -> dict[tuple[str, str], float]:
-        """Return the minimum seconds from the send to the receive of a message, by source and destination host."""
+        """Return the minimum delay of a message in seconds, by source and destination host."""
         hosts = {each.rank: self._hosts[each.path] for each in recording.ranks}
         sent, received = messages(recording, self, lambda line: hosts[line[0]] != hosts[line[1]])
         delays: dict[tuple[str, str], float] = {}

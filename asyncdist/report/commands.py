@@ -173,7 +173,7 @@ def _say(command: str, text: str) -> int:
 
 
 def _print_table(names: Sequence[str], found: Iterable[Sequence[object]]) -> bool:
-    """Print a table if the output is a terminal and rich is installed. Return whether the table was printed."""
+    """Print a table if the output is a terminal and rich is installed, and return whether it was printed."""
     if not sys.stdout.isatty():
         return False
     try:

@@ -118,7 +118,6 @@ def _rounds(summary: Summary) -> Iterator[str]:
 
 
 def _averages(summary: Summary) -> Iterator[str]:
-    """Yield sentences about the rounds of policies that average contributions of all ranks."""
     rounds, ranks = summary.averages.rounds(), summary.averages.ranks
     if not rounds:
         return
@@ -162,7 +161,6 @@ def _waits(summary: Summary) -> Iterator[str]:
 
 
 def _contributions(summary: Summary) -> Iterator[str]:
-    """Yield sentences about the sizes of the contributions, their mean and the angles between them."""
     ranks = summary.averages.ranks.values()
     wire, whole = sum(each.wire_nbytes for each in ranks), sum(each.unencoded_nbytes for each in ranks)
     if wire and wire != whole:

@@ -151,7 +151,7 @@ def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, 
 
 
 def _of_populations(summary: Summary) -> Iterator[tuple[str, str, go.Figure | None]]:
-    """Yield sections with the metric and the lineage of each population. Populations never exchange weights."""
+    """Yield the metric and the lineage of each population, because populations never exchange weights."""
     if len(summary.populations) < 2:
         whose = [(0, "")]
     else:

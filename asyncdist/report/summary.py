@@ -66,10 +66,9 @@ class Round:
     Attributes:
         number: Identity of the round. Islands and policies on several groups number their rounds independently.
         began_s: Time of the decision. This and the following times are NaN for phases that were not reached.
-        frozen_s: Time at which the donors were fixed.
+        frozen_s: Time of the donors' choice.
         applied_s: Time at which the last replacer applied the average.
         ended_s: Time at which the coordinator ended the round.
-        applied_count: Number of replacers that applied the average.
     """
 
     number: RoundNumber
@@ -117,18 +116,15 @@ class Summary:
 
     Attributes:
         began_at_s: Time of the first event, in seconds since 1970.
-        duration_s: Seconds from the first event to the last.
         applied: Replacements of weights, oldest first.
         begun: Starts of policies in restarted processes, oldest first.
-        hyperparameters: New hyperparameters of a rank, each with time, rank and values by name.
-        rounds: Rounds of selective averaging, oldest first.
-        averages: Rounds of policies that average contributions of all ranks.
+        hyperparameters: New hyperparameters, each with time, rank and values by name.
         nbytes: Size in bytes of all messages from one rank (row) to another (column), with shape (size, size).
         news: Losses, failovers, errors of main and incomplete files, each with time, reporting rank and text.
         first_step_s: Time at which the first step of any rank ended, in seconds since the job began, or infinity.
         ends: Error that ended main on each recorded rank: "" if main returned, None if the end is not recorded. For a
             restarted rank, the error in its last process.
-        message_count: Number of messages of all ranks, including messages of policies and of the runtime.
+        message_count: Number of messages, including those of policies and of the runtime.
         sent_counts, received_counts: Numbers of messages of the program's own channels, by (source, destination, tag).
         told: Summaries of the reports that the job made no progress, without duplicates. They are also in ``news``.
     """
@@ -318,7 +314,6 @@ def _add(
     time_s: float,
     event: Event,
 ) -> None:
-    """Add one event to the summary."""
     match event.kind:
         case "policy" | "joined" | "closed":
             _add_life_of_policy(summary, policies, rank, time_s, event)

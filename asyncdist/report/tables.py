@@ -140,8 +140,7 @@ def export_parquet(recording: Recording, folder: Path) -> list[Path]:
 def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Sequence[Value]]]:
     """Run an SQL statement, in SQLite's dialect, on the tables. Return the column names and the rows.
 
-    Only tables named in the statement are read. Raise QueryError if the statement is not a query, or if SQLite rejects
-    it, possibly while the rows are read.
+    Raise QueryError if the statement is not a query, or if SQLite rejects it, possibly while the rows are read.
     """
     words = set(re.findall(r"\w+", statement.lower()))
     wanted = [table for table in (*KINDS, "ranks") if table in words]
@@ -168,7 +167,7 @@ def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Seq
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Return SQLITE_OK for actions that only read, else SQLITE_DENY (sqlite.org/c3ref/set_authorizer.html)."""
+    """Return SQLITE_OK for actions that only read, and otherwise SQLITE_DENY (sqlite.org/c3ref/set_authorizer.html)."""
     if action == sqlite3.SQLITE_FUNCTION:
         return sqlite3.SQLITE_DENY if second == "load_extension" else sqlite3.SQLITE_OK
     if (

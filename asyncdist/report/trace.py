@@ -1,8 +1,8 @@
 """Converts a recording to a trace for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
 
-The format is Chrome's Trace Event Format, in JSON. Each rank is a process with five tracks: steps, rounds, sent
-messages, received messages, and waits. An arrow leads from the send of each message to its receive. Traces of torch's
-profiler can be added, aligned with the ranks by the wall clock.
+The format is Chrome's Trace Event Format. Each rank is a process with five tracks: steps, rounds, sent messages,
+received messages, and waits. An arrow leads from each send to its receive. Traces of torch's profiler can be added,
+aligned by the wall clock.
 
 Perfetto matches the two ends of an arrow by a hexadecimal number, and ignores arrows with other identifiers.
 """
@@ -127,7 +127,6 @@ def _pid(recording: Recording, each: RankRecording) -> int:
 
 
 def _head(recording: Recording, each: RankRecording) -> Iterator[Entry]:
-    """Yield the entries that name a process and its tracks."""
     pid, host = _pid(recording, each), each.header.hostname
     again = f", restarted ({each.incarnation})" if each.incarnation else ""
     yield _meta("process_name", pid, STEPS, f"rank {each.rank} on {host}{again}")
@@ -210,8 +209,6 @@ class _Messages:
 
 
 class _Tracks:
-    """Converts the steps, rounds and waits of one process to entries."""
-
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._metrics: dict[int, str] = {}  # by open policy: the name of its counter
@@ -267,8 +264,7 @@ class _Tracks:
     ) -> Iterator[Entry]:
         """Yield a span that begins at 0 or later. A span that overlaps another span is on an additional track.
 
-        Perfetto ignores overlapping spans and spans that begin before 0, such as a wait that began before the rank's
-        file.
+        Perfetto ignores overlapping spans and spans that begin before 0.
         """
         ends_us = self._ends_us[track]
         free = [place for place, end_us in enumerate(ends_us) if round(end_us, 3) <= round(began_us + slack_us, 3)]

@@ -25,8 +25,7 @@ class Compute:
     Attributes:
         step_s: Computing time before a safe point, in virtual seconds, on every rank.
         factors: Multipliers of ``step_s``, by rank. They also lengthen the rank's turns, as :class:`SlowRank` does.
-        pause_probability: Probability of a pause at each safe point.
-        pause_s: Duration of a pause, in virtual seconds.
+        pause_probability, pause_s: Probability of a pause at each safe point, and its duration in virtual seconds.
         overrun_probability: Probability, at each safe point, that the computation lasts until just after one of the
             rank's own timers. The rank then finds messages and an expired deadline at the same time. Timers later than
             :data:`OVERRUN_STEP_COUNT` times the computing time are ignored. None means 0 if ``step_s`` is a number;

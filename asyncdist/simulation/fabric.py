@@ -3,7 +3,7 @@
 The network may delay messages, reorder messages that differ in source or tag, complete requests late, choose which
 sender a wildcard receive matches, and send a message eagerly or by rendezvous. It never lets a message overtake an
 earlier message with the same source and tag, and never loses or duplicates a message between live ranks. All choices
-are derived from the seed in the order of virtual time, so a run is a function of its arguments.
+are derived from the seed.
 """
 
 from __future__ import annotations
@@ -210,7 +210,6 @@ class Fabric:
         return begins_at if path.is_shared else path.free_at
 
     def _enter(self, message: Message) -> None:
-        """Deliver a message from another host after the network interface has received it."""
         path = self._paths[message.source][message.dest]
         nbytes = message.nbytes if message.eager else 64
         done_at = self._interfaces.enter(message.dest, self._scheduler.time(), nbytes)
@@ -221,7 +220,6 @@ class Fabric:
         self._scheduler.at(done_at, self._take_in, (message,))
 
     def _enter_whole(self, receive: Receive, message: Message) -> None:
-        """Deliver the data of a large message from another host after the network interface has received it."""
         done_at = self._interfaces.enter(message.dest, self._scheduler.time(), message.nbytes)
         self._scheduler.at(done_at, self._take_whole, (receive, message))
 
@@ -268,7 +266,7 @@ class Fabric:
         self._ring(message.dest)  # the receiver's next poll may post a receive for this message
 
     def _is_held(self, message: Message) -> bool:
-        """Return whether a message's sender and receiver are disconnected; if so, drop or hold the message."""
+        """Return whether a message's sender and receiver are disconnected. If so, drop or hold the message."""
         if self.liveness.is_stale(message):
             self.fail_send(message)
             return True
@@ -281,7 +279,7 @@ class Fabric:
         return False
 
     def _refuse(self, message: Message) -> None:
-        """Fail the send of a message to a process that has ended, unless the send has already completed."""
+        """Fail a send to a process that has ended, unless the send has already completed."""
         if not message.done:
             message.error = RankLostError(f"rank {message.dest} is gone", rank=message.dest)
             self._ring(message.source)
@@ -323,7 +321,6 @@ class Fabric:
             self._transfer(receive, message)
 
     def _transfer(self, receive: Receive, message: Message) -> None:
-        """Send the data of a large message, behind earlier bytes on the link."""
         if self.has_restarts and self.liveness.is_stale(message):
             self._complete(receive, message)
             return

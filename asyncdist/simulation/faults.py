@@ -130,9 +130,8 @@ class Corrupt:
 class Interrupt:
     """Sends a signal to ``rank`` at ``at_s``: SIGTERM, as a batch scheduler does, or SIGINT, as Ctrl-C does.
 
-    The first signal cancels the rank's current await and notifies its peers. As described in :func:`asyncdist.run`, the
-    rank then ends with ``SystemExit(143)`` or KeyboardInterrupt, and the other ranks end with RankLostError. A second
-    signal kills the process at once, like :class:`Kill`.
+    The first signal cancels the rank's current await and notifies its peers (:func:`asyncdist.run`). The rank ends with
+    ``SystemExit(143)`` or KeyboardInterrupt, and the other ranks with RankLostError. A second signal kills the process.
     """
 
     rank: int
@@ -150,8 +149,7 @@ class Restart:
     """Starts a new process of the killed ``rank`` at ``at_s``, which runs ``main`` from the beginning.
 
     The fault fires only if the rank is dead and another rank is still running. The new process has a
-    ``world.incarnation`` that is higher by one, and each peer detects the process at a different time. Its result
-    becomes the rank's result.
+    ``world.incarnation`` that is higher by one, and its result becomes the rank's result.
     """
 
     rank: int
@@ -163,10 +161,10 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Leaves ``rank`` without a process at first; its first process joins the job at ``at_s``.
+    """Leaves ``rank`` without a process until ``at_s``, when its first process joins the job.
 
     Until then, the other ranks regard the rank as lost. If another rank is still running at ``at_s``, the process joins
-    like a restarted one, with ``world.incarnation`` 1. The rank may later be killed and restarted.
+    like a restarted one, with ``world.incarnation`` 1.
     """
 
     rank: int

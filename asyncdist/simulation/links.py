@@ -1,8 +1,7 @@
 """Describes a simulated network: the latency and the bandwidth of every link.
 
-A :class:`Link` describes the connection between two ranks, and a :class:`Network` all links. Times are virtual seconds,
-sizes are bytes, and rates are bytes per second. A duration is a constant number, or a distribution (:class:`Uniform`,
-:class:`Exponential`, :class:`LogNormal`) that is sampled with the simulation's seed.
+Times are virtual seconds. A duration is a constant number, or a distribution (:class:`Uniform`, :class:`Exponential`,
+:class:`LogNormal`) that is sampled with the simulation's seed.
 """
 
 from __future__ import annotations

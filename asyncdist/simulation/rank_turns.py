@@ -1,7 +1,7 @@
 """Decides when each simulated rank runs, and for how long it is busy.
 
-Every rank has an event loop with ready callbacks and timers. In a *turn* the rank runs its ready callbacks, as one
-iteration of asyncio's loop does. The :class:`~asyncdist.simulation.scheduler.Scheduler` decides when turns happen.
+In a *turn* a rank runs its ready callbacks, as one iteration of asyncio's loop does. The
+:class:`~asyncdist.simulation.scheduler.Scheduler` decides when turns happen.
 
 A rank that computes is *busy*: none of its tasks, timers or callbacks run until the computing time has passed, even if
 messages arrive. The scheduler's time stands still while a callback blocks (``time.sleep``). The callback's own clock
@@ -164,7 +164,7 @@ class Turns:
         return self._busy or self.dead
 
     def _run_ready(self) -> None:
-        """Run the ready callbacks. Callbacks that they add run in the next turn."""
+        """Run the ready callbacks, but not callbacks that they make ready."""
         if self._before_turn is not None:
             self._before_turn(self.rank)
         if self.dead:
@@ -405,6 +405,5 @@ class Turns:
 
 
 def _is_next_turn(action: Callable[..., object]) -> bool:
-    """Return whether the scheduler's ``action`` is the next turn of a rank."""
     owner = getattr(action, "__self__", None)
     return isinstance(owner, Turns) and owner.is_next_turn(action)

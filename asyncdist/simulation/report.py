@@ -21,15 +21,12 @@ class SimReport(Generic[T_co]):
         results: Return value of each rank's main, or the exception that ended it. Without ``return_exceptions``, the
             fault plan explains each exception (:meth:`check_ranks`). None for a rank that was killed or had not ended
             when the simulation stopped.
-        seed: Seed of the simulation.
         packed_trace: Last events, in packed form; :attr:`trace` unpacks them.
         trace_digest: Hexadecimal digest of all events and message contents; equal for equal arguments.
         virtual_time_s: Virtual seconds until the last rank ended.
-        message_count: Number of messages sent, with or without a frame.
-        byte_count: Total size of these messages, in bytes.
+        message_count, byte_count: Number and total size of the messages sent.
         event_count: Number of events: turns, timers and arrivals.
-        faults: Fault plan of the simulation.
-        faults_fired: Number of times that each fault fired, in the order of the plan.
+        faults_fired: Number of times that each fault of the plan ``faults`` fired.
         statistics: Final statistics of each rank; None for a rank that never started.
         killed_ranks: Ranks whose most recent process was killed.
     """
@@ -120,5 +117,4 @@ class SimReport(Generic[T_co]):
 
 
 def _is_exit(result: Any) -> bool:
-    """Return whether a rank's result is a ``SystemExit`` with a successful exit code."""
     return isinstance(result, SystemExit) and not result.code

@@ -1,8 +1,8 @@
 """Runs a script in the simulator: the command ``asyncdist sim``.
 
-The script runs as ``__main__``, as under ``python script.py``. Its call of ``asyncdist.run`` simulates all ranks and
-returns rank 0's value. The random states of Python, numpy and torch and the system's random bytes follow from the seed,
-and PYTHONHASHSEED is 0 unless it is set. A run is therefore a function of script, arguments, ranks, seed and faults.
+The script runs as ``__main__``. Its call of ``asyncdist.run`` simulates all ranks and returns rank 0's value. All
+random states and the system's random bytes follow from the seed, and PYTHONHASHSEED is 0 unless it is set. A run is
+therefore a function of script, arguments, ranks, seed and faults.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class Script:
     """Describes a run of ``asyncdist sim``. An instance is also a scenario for :func:`explore`.
 
     Attributes:
-        faults: Fault plan of every seed.
-        until_s: Virtual time, in seconds, by which all ranks must have ended; None for no limit.
+        until_s: Virtual time by which all ranks must have ended, in seconds, or None.
         record: Absolute path of the folder for recordings, or None.
         has_safe_path: Whether the user has kept the script's folder out of the module path. The process that runs the
             script cannot read this from ``sys.flags``, because :func:`explore` starts all processes with a safe path.
@@ -190,13 +189,12 @@ class _Host:
         self._states = _random_states()
 
     def _seeded(self) -> list[str]:
-        """Return the names of the generators whose state has changed since the beginning of the script."""
         now = _random_states()
         return [name for name, state in self._states.items() if state != now[name]]
 
 
 def _random_states() -> dict[str, str]:
-    """Return this process's random states, by generator, as strings that can be compared."""
+    """Return this process's random states, by generator, as comparable strings."""
     with np.printoptions(threshold=sys.maxsize):
         numpy_state = repr(np.random.get_state(legacy=False))
     torch_state = torch.get_rng_state().numpy().tobytes().hex()
@@ -286,7 +284,6 @@ def _run_main(script: Script, host: _Host) -> None:
 
 
 def _is_end_by_signal(error: BaseException, report: SimReport[Any] | None) -> bool:
-    """Return whether ``error`` is the exception by which an interrupt of the fault plan ended rank 0."""
     return report is not None and error is report.results[0] and is_end_by_signal(report, 0)
 
 
@@ -349,7 +346,7 @@ def run_once(script: Script, seed: int) -> int:
 
 
 def _how_to_see(script: Script, began_ns: int) -> list[str]:
-    """Return the command line that reports the recordings written since ``began_ns``; empty if there are none."""
+    """Return the command line that reports the recordings written since ``began_ns``, if there are any."""
     if script.record is None:
         return []
     found = {path: path.stat() for path in Path(script.record).glob(f"*{SUFFIX}")}
@@ -436,7 +433,6 @@ def _summary(report: SimReport[Any]) -> list[str]:
 
 
 def _brief(result: Any) -> str:
-    """Return a one-line description of a rank's return value or error."""
     if isinstance(result, BaseException):
         first = str(result).partition("\n")[0]
         return f"{type(result).__name__}: {first}" if first else type(result).__name__
@@ -454,8 +450,8 @@ def _abbreviated(lines: list[str]) -> list[str]:
 def run_many(script: Script, seeds: range, processes: int | None) -> int:
     """Run ``asyncdist sim --explore``: run the script with each seed until one fails, with a progress bar.
 
-    Only the failing seed is recorded: it runs once more, with the minimal fault plan. Return the exit code, 1 if a seed
-    failed and 0 otherwise. Raise ScriptError if the script does not call ``asyncdist.run`` exactly once.
+    To record a failing seed, run it once more with the minimal fault plan. Return the exit code, 1 if a seed failed and
+    0 otherwise. Raise ScriptError if the script does not call ``asyncdist.run`` exactly once.
     """
     torch.set_num_threads(1)
     is_terminal = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0

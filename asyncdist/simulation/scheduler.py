@@ -46,9 +46,7 @@ class Scheduler:
             survivors are frozen each time the number of collections has doubled.
 
     Attributes:
-        now: Virtual seconds since the start.
-        ahead_s: Virtual seconds for which the running callback has blocked. Its own time is ``now + ahead_s``.
-        task_count: Number of tasks created on all loops.
+        ahead_s: Virtual seconds for which the running callback has blocked, in addition to ``now``.
         idle_turn_count: Number of consecutive turns, of any ranks, that were not caused by an outside event.
         user_rank: Rank whose user code ran last; -1 at the beginning.
         stopped: Whether :meth:`run` must return.
@@ -214,7 +212,6 @@ class Scheduler:
 
 
 def _is_cancelled(args: tuple[Any, ...]) -> bool:
-    """Return whether ``args`` are the arguments of a cancelled timer."""
     if args and isinstance(args[0], Timer):
         timer = args[0]
         return timer.is_cancelled

@@ -95,24 +95,23 @@ def simulate(
     Args:
         main: Coroutine function, as for :func:`asyncdist.run`.
         args: Further arguments of ``main``; the same objects for every rank.
-        ranks: Number of ranks.
         seed: Seed of all random choices, including the ranks' initial random states.
         network: Latency, bandwidth and hosts; :class:`Network` by default.
         compute: Computing time of user code; :class:`Compute` by default.
         faults: Fault plan. A killed rank ends without running another line. Its ``finally`` blocks run when the
             simulation is over, but the messages that they send are dropped.
-        strict, record, record_limit_nbytes: The parameters of :func:`asyncdist.run`.
-        until_s: Virtual time, in seconds, by which all ranks must have ended; None for no limit.
+        strict, record, record_limit_nbytes: See :func:`asyncdist.run`.
+        until_s: Virtual time by which all ranks must have ended, in seconds, or None.
         after_event: Function called after every event, to check invariants. ``simulate`` raises its exception. If it
             returns a true value, the simulation stops, even if ranks are still running.
         return_exceptions: Whether exceptions that end ranks are only returned in ``results``. By default, ``simulate``
             raises the first exception that the fault plan does not explain (:meth:`SimReport.check_ranks`).
-        inherited_random: Names of generators: ``"random"``, ``"numpy"`` or ``"torch"``. Each rank begins with the
-            caller's states of these generators. The states of the others are derived from the seed and the rank.
+        inherited_random: Names of generators (``"random"``, ``"numpy"``, ``"torch"``) whose initial state on each rank
+            is the caller's instead of being derived from the seed and the rank.
 
     Raises:
-        BaseException: The first exception that ended a rank and that the fault plan does not explain, with a note that
-            names the rank. Causes are raised before consequences.
+        BaseException: The first exception that ended a rank and that the fault plan does not explain, causes before
+            consequences, with a note that names the rank.
         DeadlockError: No event was left, and some main had not returned. The message lists what each task waits for.
         TimeLimitError: ``until_s`` was reached before all ranks had ended. The message lists what each task waits for.
         KeyboardInterrupt: SIGINT was received between two events. The message lists what each task waits for.
@@ -168,7 +167,6 @@ def _run_alone(
 
 @types.coroutine
 def _no_time() -> Generator[None, None, None]:
-    """Return immediately when awaited."""
     yield from ()
 
 
@@ -206,8 +204,6 @@ class _Clock:
 
 
 class _Simulation:
-    """Runs one simulation with its ranks, network, scheduler and faults."""
-
     def __init__(self, arguments: Arguments, states: RandomStates) -> None:
         self._size = size = arguments.size
         self._seed = seed = arguments.seed
@@ -290,7 +286,6 @@ class _Simulation:
             return self._run_all(until_s, after_event)
 
     def _start_rank(self, rank: int, *, main: Any, args: tuple[Any, ...], options: RankOptions) -> asyncio.Task[None]:
-        """Start a process of ``rank``, and return its main task."""
         loop = self._loops[rank]
         context = loop.context = contextvars.copy_context()
         loop.generators = self._generators.of
@@ -450,7 +445,6 @@ class _Simulation:
         self._stop_if_over()
 
     def _restart(self, rank: int, index: int) -> None:
-        """Start a new process of a rank that was killed or has not joined yet."""
         self._fire(index)
         self._killed.discard(rank)
         self._trace.add(self._scheduler.now, "join" if rank in self._absent else "restart", rank, 0, 0, 0)
@@ -475,7 +469,6 @@ class _Simulation:
         return [rank for rank in range(self._size) if rank not in self._outcomes and rank not in self._killed]
 
     def _waiting(self, rank: int) -> list[str]:
-        """Return one line for each task of ``rank``, with its name and what it waits for."""
         world = self._worlds.get(rank)
         tasks = self._loops[rank].unfinished_tasks()
         texts = [f", {task.get_name()}: {what_awaits(task, world)}" for task in tasks]

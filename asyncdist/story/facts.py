@@ -75,12 +75,9 @@ class RankStory:
     """Describes what one rank is doing. Times are ages in seconds.
 
     Attributes:
-        job: Name of the job, eight hexadecimal digits.
-        program: Path of the script.
         line: Line of the user's code in which main blocks the loop, or "".
         inner_line: Innermost line called from ``line`` if it is not in the user's code, or "".
         still_s: Seconds since the rank last made a step or received a message.
-        waits: Waits of main and of spawned tasks.
         started: Number of started collectives, by the group's tag.
         unread: Descriptions of messages that have arrived for channels that are not open.
         heard: Seconds since the last message from each rank, by rank, for ranks that have sent a message.

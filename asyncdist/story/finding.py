@@ -42,7 +42,7 @@ def job_of_process(pid: int, found: Mapping[str, Sequence[Place]]) -> str | None
 
 
 def _distance(pid: int, places: Sequence[Place]) -> float:
-    """Return the number of generations from a process to its nearest rank, or infinity if no rank descends from it."""
+    """Return the number of generations from a process to its nearest rank, or infinity if it is no rank's ancestor."""
     lines = (list(_line_of(each.pid)) for each in places)
     return min((float(line.index(pid)) for line in lines if pid in line), default=math.inf)
 
@@ -56,7 +56,6 @@ def _refusal(name: str | None, found: Mapping[str, Sequence[Place]]) -> str:
 
 
 def _described(places: Sequence[Place]) -> str:
-    """Return a description of a job: its command, the number of its ranks on this host, and the first pid."""
     first = places[0].pid
     words: list[str] = []
     with contextlib.suppress(OSError):
@@ -69,7 +68,7 @@ def _described(places: Sequence[Place]) -> str:
 
 
 def _line_of(pid: int) -> Iterator[int]:
-    """Yield the pids of a process, its parent, its grandparent, and so on, as far as the system shows them."""
+    """Yield the pids of a process, its parent, its grandparent, and so on."""
     with contextlib.suppress(OSError, ValueError):
         while pid > 1:
             yield pid

@@ -47,9 +47,9 @@ class _LastOf:
 def tell_recording(folder: str, job: str | None = None) -> str:
     """Describe what each rank of a recorded job did last, in several lines.
 
-    A wait is recorded when it ends. A wait that was in progress at the end of the job is shown only if a signal ended
-    it, or if the job reported what its ranks were doing, because it made no progress or was aborted. ``job`` selects
-    one of several jobs in the folder. Raise RecordingError if the job is not unique or is unreadable.
+    A wait is recorded when it ends. A wait in progress at the end of the job is shown only if a signal ended it, or if
+    the job reported its waits, because it made no progress or was aborted. ``job`` selects one of several jobs in the
+    folder. Raise RecordingError if the job is not unique or is unreadable.
     """
     recording = read_recording(folder, job)
     ranks = {each.rank: _last_of(each) for each in recording.ranks}  # for a restarted rank, its last process
@@ -133,7 +133,7 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
 
 
 def _told(ranks: dict[int, _LastOf], end_s: float) -> list[str]:
-    """Return lines with each host's last report on a lack of progress and its last report before an abort."""
+    """Report, for each host, the last report on a lack of progress and the last report before an abort."""
     latest: dict[tuple[str, bool], tuple[float, str]] = {}
     for last in ranks.values():
         for event in last.told.values():
@@ -149,7 +149,7 @@ def _told(ranks: dict[int, _LastOf], end_s: float) -> list[str]:
 
 
 def _on_the_way(ranks: dict[int, _LastOf]) -> list[str]:
-    """Return lines about messages of the user's channels that were sent, but not received from the transport."""
+    """Report messages on the user's channels that were sent but never received from the transport."""
     missing = [
         (count - ranks[dest].received[source, tag], source, dest, tag)
         for source, last in ranks.items()

@@ -299,7 +299,6 @@ def was_asked(place: Place) -> bool:
 
 
 def _answer(place: Place, question: bytes) -> bytes:
-    """Return the first byte of a rank's answer to ``question``, or b"" if the rank does not answer."""
     client = _connect(place, question)
     if client is None:
         return b""

@@ -174,7 +174,7 @@ def _details(story: RankStory, stories: Mapping[int, RankStory]) -> list[str]:
 
 
 def _details_of_all(ranks: Sequence[int], stories: Mapping[int, RankStory]) -> list[str]:
-    """Return the details of ranks in the same state, as lines. Equal lines of several ranks are merged."""
+    """Return the details of ranks in the same state, as lines, with equal lines merged."""
     told: dict[tuple[str, int], list[int]] = {}
     for rank in ranks:
         counts: Counter[str] = Counter()

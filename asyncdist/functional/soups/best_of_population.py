@@ -161,7 +161,6 @@ class _Search:
         return self._told
 
     def _compare(self, told: tuple[str, str], first: int) -> float:
-        """Raise DisagreementError if this rank's layout or options differ from the first member's."""
         self._check()
         layout, options = told
         if layout != self._told[0]:
@@ -283,8 +282,6 @@ class _Search:
         self._state.load(self._mean)
 
     async def _add(self, member: int) -> None:
-        """Add a member's weights to the mean."""
-
         def add(mean: torch.Tensor, _: int, values: torch.Tensor) -> None:
             if self._count:
                 running_mean_into(mean, mean, values, self._count)

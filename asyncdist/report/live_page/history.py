@@ -58,7 +58,7 @@ class History:
                 series.add(time_s, *self._values(dict(_values(rows, name, quantity)), self._ranks))
 
     def _values(self, known: dict[int, float], ranks: range) -> list[float]:
-        """Return the value of each line, or NaN for a line without a value."""
+        """Return the value of each line, or NaN."""
         if len(ranks) <= LINE_COUNT_MAX:
             return [known.get(rank, math.nan) for rank in ranks]
         finite = [value for value in known.values() if math.isfinite(value)]
@@ -86,7 +86,6 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 
 def _values(rows: Sequence[Row], name: str, quantity: Quantity) -> Iterator[tuple[int, float]]:
-    """Yield each rank with its value, for ranks that have a value."""
     for row, policy in _policies(rows):
         if policy.policy == name:
             value = policy.metric if quantity == "metric" else steps_per_s(row, policy)

@@ -27,8 +27,7 @@ class Snapshot:
     """One reading of the job, encoded once for all viewers.
 
     Attributes:
-        body: The reading as JSON.
-        packed: ``body`` compressed with gzip.
+        packed: ``body``, which is JSON, compressed with gzip.
         read_at_s: Time of the reading on the monotonic clock.
         is_last: Whether the job has ended, so that no reading follows.
     """
@@ -43,7 +42,7 @@ class Snapshots:
     """Provides the newest reading of a job to any thread.
 
     A reading is taken on request if the previous reading is older than ``PERIOD_S``. Requests that arrive during a
-    reading wait for it. The number of readings therefore does not depend on the number of viewers.
+    reading wait for it.
     """
 
     def __init__(self, job: str, find: Callable[[], Mapping[str, Sequence[Place]]] = sockets.jobs) -> None:
@@ -112,7 +111,7 @@ def _step_s(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def _line(shown: Sequence[Column], row: Row, number: int) -> dict[str, Any]:
-    """Return a line of the table: the texts of its cells, and their numeric values, None for other cells."""
+    """Return a line of the table: the texts of its cells, and their numeric values or None."""
     policy = policies_of(row)[number]
     texts, values = [], list[float | None]()
     for column in shown:

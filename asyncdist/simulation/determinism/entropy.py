@@ -1,9 +1,9 @@
 """Replaces the operating system's random bytes with bytes derived from the simulation's seed.
 
-``os.urandom``, ``secrets``, ``uuid.uuid4``, ``random.Random()``, ``random.SystemRandom``, ``random.seed()``,
-``numpy.random.default_rng()``, ``numpy.random.seed()`` and ``torch.seed()`` normally give different numbers in each
-run. In a simulation they use a generator that is seeded with the simulation's seed and the rank. Functions imported by
-name before the simulation (``from os import urandom``) and ``torch.Generator().seed()`` still use real random bytes.
+In a simulation, ``os.urandom``, ``secrets``, ``uuid.uuid4``, ``random.Random()``, ``random.SystemRandom``,
+``random.seed()``, ``numpy.random.default_rng()``, ``numpy.random.seed()`` and ``torch.seed()`` use a generator that is
+seeded with the simulation's seed and the rank. Functions imported by name before the simulation (``from os import
+urandom``) and ``torch.Generator().seed()`` still use real random bytes.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ together with torch's modes (:mod:`asyncdist.tensors.torch_modes`). The function
 replaced once per simulation by functions that use the running rank's generator, because replacing them at each switch
 would take three times as long.
 
-A function that was imported from ``random`` before the simulation (``from random import random``) is not replaced and
-is shared by all ranks. A function imported from ``numpy.random`` does use the rank's own generator. The exception is
-the second of a pair of normal variates, which numpy stores outside the generator.
+All ranks share a function that was imported from ``random`` before the simulation (``from random import random``). A
+function imported from ``numpy.random`` uses the rank's generator, except for the second of a pair of normal variates,
+which numpy stores elsewhere.
 """
 
 from __future__ import annotations
@@ -69,9 +69,8 @@ class _States(NamedTuple):
 class RandomStates:
     """Stores the random states of each rank and of the code outside the ranks, and activates one of them at a time.
 
-    The initial states are derived from the seed and the rank, and are independent of the caller's random states. The
-    exceptions are the ``inherited`` generators, which a script may seed before it calls ``run``: every rank begins with
-    the caller's state of these generators.
+    The initial states are derived from the seed and the rank. Only the ``inherited`` generators, which a script may
+    seed before it calls ``run``, begin with the caller's states on every rank.
     """
 
     def __init__(self, size: int, seed: int, inherited: Collection[str] = ()) -> None:
@@ -107,7 +106,7 @@ class RandomStates:
         self.current = size
 
     def _fresh(self, process: str) -> _States:
-        """Return a process's initial random states: inherited, or seeded with the simulation's seed and its name."""
+        """Return a process's initial random states: inherited, or derived from the seed and the process's name."""
         inherited = self._inherited
         number = random.Random(f"{self._seed} random state {process}").getrandbits(63)
         seed: Any = _Seed(f"{self._seed} numpy's random state {process}")
@@ -145,7 +144,7 @@ class RandomStates:
             yield
 
     def _entropy_bytes(self, count: int) -> bytes | None:
-        """Return random bytes for the running rank, or None if no rank is running."""
+        """Return random bytes for the running rank, or None outside all ranks."""
         rank = self.current
         if rank == self._outside:
             return None

@@ -1,9 +1,8 @@
 """Prevents simulated ranks from using threads, processes and sockets, whose results would not be deterministic.
 
-The event loop refuses its own thread, process and socket methods. The calls in :data:`_ENTRIES` raise on the
-simulation's thread before they create anything. Some libraries may start threads and processes, because their results
-are deterministic (a compiler, ``DataLoader`` workers) or do not reach the program (progress bars, TensorBoard). A
-trusted library is recognised by the first calling module outside the standard library.
+The calls in :data:`_ENTRIES` raise on the simulation's thread. Some libraries may start threads and processes, because
+their results are deterministic (a compiler, ``DataLoader`` workers) or do not reach the program (progress bars,
+TensorBoard). A trusted library is recognised by the first calling module outside the standard library.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Makes the iteration order of asyncio's task sets deterministic, so that runs are reproducible.
 
 The order of a set depends on the hashes of its members. By default, an object is hashed by its address, which differs
-in each run. Tasks and futures of a simulated rank are therefore hashed by a number. ``asyncio.as_completed`` also puts
-coroutines into sets, and ``asyncio.wait`` puts futures made by ``asyncio.Future()`` into sets. During a simulation,
-asyncio's functions therefore use sets that iterate in insertion order. A program's own sets of coroutines, or of other
-objects without ``__hash__``, have no deterministic order.
+in each run. Tasks and futures of a simulated rank are therefore hashed by a number. asyncio's functions also put other
+objects into sets, and therefore use sets that iterate in insertion order. A program's own sets of objects without
+``__hash__`` have no deterministic order.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _GATHERED: Final[Any] = tasks._GatheringFuture  # type: ignore[attr-defined]
 
 
 class _InOrder(set[Any]):
-    """Set that iterates over its members in insertion order."""
+    """A set that iterates over its members in insertion order."""
 
     def __init__(self, members: Iterable[Any] = ()) -> None:
         self._came = dict.fromkeys(members)
@@ -68,6 +67,6 @@ def ordered_sets() -> Iterator[None]:
 
 
 def _hash_of_gathered(future: Any) -> int:
-    """Return the hash of an ``asyncio.gather`` future: its number on a rank's loop, else its default hash."""
+    """Return the hash of an ``asyncio.gather`` future: a number on a rank's loop, and otherwise its default hash."""
     loop = future.get_loop()
     return loop.number_of(future) if isinstance(loop, RankLoop) else object.__hash__(future)

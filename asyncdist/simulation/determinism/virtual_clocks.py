@@ -1,16 +1,14 @@
 """Makes ``time.sleep`` and the clocks of the module ``time`` use virtual time on simulated ranks.
 
 ``time.sleep(1)`` advances the rank's time by one second, during which none of its tasks, timers or callbacks run.
-Messages that the callback sends after the sleep are sent at the later time. Messages that arrive during the sleep are
-received at the next await. A loop that polls a clock, including the event loop's, also advances time. More than
-:data:`~asyncdist.simulation.rank_turns.READ_COUNT_MAX` reads and sleeps in one callback raise an error. Other blocking
-calls (``threading.Event.wait``, ``queue.Queue.get``, ``select.select``) block in real time and take no virtual time.
-``time.localtime``, ``strftime`` and similar functions use virtual time by default, in the machine's time zone.
+Messages that arrive during the sleep are received at the next await. A loop that polls a clock also advances time. More
+than :data:`~asyncdist.simulation.rank_turns.READ_COUNT_MAX` reads and sleeps in one callback raise an error. Other
+blocking calls (``threading.Event.wait``, ``queue.Queue.get``, ``select.select``) block in real time and take no virtual
+time. ``time.localtime``, ``strftime`` and similar functions use virtual time by default, in the machine's time zone.
 
-The functions are replaced for the duration of the simulation. The replacements call the originals outside the ranks'
-turns, in other threads and in forked processes. They also call the originals for the standard library and torch, which
-wait for real processes and files. A function that was imported by name before the simulation (``from time import
-sleep``) is not replaced, and ``datetime.now`` returns real time.
+The replacements call the original functions outside the ranks' turns, in other threads and in forked processes, and for
+the standard library and torch, which wait for real processes and files. A function that was imported by name before the
+simulation (``from time import sleep``) is not replaced, and ``datetime.now`` returns real time.
 """
 
 from __future__ import annotations
@@ -120,7 +118,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _calling_rank() -> RankLoop | None:
-    """Return the running rank's loop; None if no rank is running or the caller's caller is a trusted library."""
+    """Return the running rank's loop, or None outside all ranks or if the caller's caller is a trusted library."""
     loop = asyncio._get_running_loop()  # None in other threads and in forked processes
     if not isinstance(loop, RankLoop) or not loop.is_running():
         return None

@@ -64,16 +64,13 @@ class Failure:
 
     Attributes:
         seed: Seed that failed.
-        kind: Class name of the exception.
-        message: Message of the exception.
+        kind, message: Class name and message of the exception.
         traceback: Traceback, beginning with the scenario's first frame.
         trace: Last events of the seed's last simulation.
         faults: Fault plan of that simulation.
         minimal_faults: Minimal plan, with simple numbers, that fails in the same way. None if no minimal plan was
             found; ``note`` then contains the reason.
-        shrink_run_count: Number of runs that shrinking the plan took.
         repeat: Shell command that repeats the failure, with the minimal plan if there is one.
-        note: Further remarks; may be empty.
     """
 
     seed: int
@@ -111,7 +108,7 @@ class ExploreReport:
         faults_fired: Number of fired faults, by class name.
         events: Number of events on all ranks, by kind, as in :attr:`asyncdist.WorldStatistics.events`.
         seconds: Seconds since the first seed began, without shrinking.
-        failure: First failure in the order of the seeds; None if all seeds passed.
+        failure: First failure in the order of the seeds, or None.
     """
 
     seed_count: int
@@ -150,7 +147,7 @@ class ExploreReport:
 
 
 def _covered(events: Mapping[str, int]) -> str:
-    """Summarise the events of averaging rounds; return an empty string if there were none."""
+    """Summarise the events of averaging rounds, or return an empty string if there were none."""
     words = {"decided": "rounds", "applied": "applied", "abandoned": "abandoned", "coordinator": "failovers"}
     found = [f"{text} {events[kind]}" for kind, text in words.items() if events.get(kind)]
     roles = [f"{kind.removeprefix('role ')} {count}" for kind, count in sorted(events.items()) if kind[:5] == "role "]
@@ -175,7 +172,7 @@ def explore(
         seeds: Seeds in the order in which they are tried. An iterator is consumed gradually.
         processes: Number of processes, each with one torch thread; by default the number of cores. With 1, seeds run in
             this process.
-        on_progress: Function called with the current report about every half second, and at the end.
+        on_progress: Function called with the current report about twice per second, and at the end.
         quiet: Whether to print nothing to standard error after a failure.
 
     **Cancellation**: KeyboardInterrupt ends the processes at once, even while they run a seed.
@@ -200,7 +197,7 @@ def explore(
 
 
 def _checked(seeds: Iterable[int]) -> Iterator[int]:
-    """Return an iterator over the seeds. A list is checked for integers at once, and an iterator gradually."""
+    """Return an iterator over the seeds. A list is checked at once, and an iterator gradually."""
     if not isinstance(seeds, Iterable):
         raise TypeError(f"seeds must be an iterable of integers, as in range(1000), got {seeds!r:.80}")
     iterator = map(_seed, seeds if isinstance(seeds, (range, Iterator)) else [_seed(seed) for seed in seeds])
@@ -223,7 +220,7 @@ class _Passed:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Failure described by strings, because a user's exception may not be picklable."""
+    """A failure, described by strings because a user's exception may not be picklable."""
 
     seed: int
     kind: str
@@ -340,7 +337,7 @@ class _Progress:
 
 
 def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) -> _Failed | None:
-    """Return the first failure in the order of the seeds; None if all seeds pass."""
+    """Return the first failure in the order of the seeds, or None if all seeds pass."""
     pending: deque[tuple[list[int], Future[_Chunk]]] = deque()
     size = 1
     while True:
@@ -367,7 +364,6 @@ def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) ->
 
 
 def _investigate(runner: Inline | Pool, scenario: Any, failed: _Failed) -> Failure:
-    """Shrink the failing fault plan, and return a description of the failure."""
     attempts = _Attempts(runner, failed)
     try:
         minimal, note = _shrink(attempts, failed.faults, is_possible=takes_faults(scenario))
@@ -390,7 +386,7 @@ def _investigate(runner: Inline | Pool, scenario: Any, failed: _Failed) -> Failu
 def _shrink(
     attempts: _Attempts, faults: tuple[Fault, ...], *, is_possible: bool
 ) -> tuple[tuple[Fault, ...] | None, str]:
-    """Return the minimal plan, or None if there is none, and a note that explains the result."""
+    """Return the minimal plan, or None, and a note that explains the result."""
     if not faults:
         if attempts.fails_again():
             return (), ""
@@ -410,7 +406,7 @@ def _shrink(
 
 
 class _Attempts:
-    """Tests whether fault plans fail in the same way as the original plan, with a limited number of runs."""
+    """Tests with a limited number of runs whether fault plans fail in the same way as the original plan."""
 
     def __init__(self, runner: Inline | Pool, failed: _Failed) -> None:
         self._runner = runner

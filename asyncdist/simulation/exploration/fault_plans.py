@@ -21,7 +21,7 @@ class ScriptError(Exception):
 
 
 def read_faults(given: str, ranks: int) -> tuple[Fault, ...]:
-    """Read the fault plan of the option ``--faults``; raise ScriptError if it cannot be read or is invalid.
+    """Read the fault plan of the option ``--faults``. Raise ScriptError if it cannot be read or is invalid.
 
     ``given`` is a JSON list of objects such as ``{"kind": "Kill", "rank": 1, "at_s": 0.5}``, or the path of such a
     file.

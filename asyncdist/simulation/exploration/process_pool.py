@@ -80,9 +80,9 @@ class Inline:
 class Pool:
     """Runs seeds in worker processes.
 
-    No worker is left behind: workers that still run a seed at the end are killed. Each worker also exits when its
-    *lifeline* closes, a pipe whose other end is held by this process. SIGINT is blocked in the workers from the start,
-    because a terminal sends the signal to all processes, but only this process must react.
+    Workers that still run a seed at the end are killed. Each worker also exits when its *lifeline* closes, a pipe whose
+    other end is held by this process. SIGINT is blocked in the workers, because a terminal sends it to all processes,
+    but only this process must react.
     """
 
     def __init__(self, payload: bytes, process_count: int) -> None:

@@ -15,8 +15,8 @@ from asyncdist.simulation.faults import Fault, check_plan
 def shrink(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
     """Return a minimal subset of ``plan`` that fails, with numbers that are as simple as possible.
 
-    ``fails`` runs a plan and returns whether it fails; ``plan`` must fail. Removing faults and simplifying numbers
-    alternate until nothing changes, because a simpler number may make another fault unnecessary.
+    ``fails`` runs a plan and returns whether it fails. Removing faults and simplifying numbers alternate until nothing
+    changes, because a simpler number may make another fault unnecessary.
     """
     plan = tuple(plan)
     while (smaller := simplify(minimize(plan, fails), fails)) != plan:
@@ -28,7 +28,7 @@ def minimize(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) ->
     """Return a subset of ``plan`` that fails, but passes if any one of its faults is removed.
 
     The algorithm is delta debugging (Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002).
-    ``fails`` runs a plan and returns whether it fails; ``plan`` must fail.
+    ``fails`` runs a plan and returns whether it fails.
     """
     plan = tuple(plan)
     part_count = 2

@@ -1,10 +1,9 @@
 """Tracks the deaths and restarts of simulated ranks, and the connections between their processes.
 
-A restarted rank is a new process with the same rank number and an *incarnation* that is higher by one. As with TCP
-connections, a message belongs to the two processes between which it was sent, and never reaches a later process. A rank
-detects a new process in one of its own turns, after it has detected the death of the previous process. Until the rank
-accepts the connection, messages from the new process are held. If one process ends before it has accepted a connection,
-the other process detects a loss.
+A restarted rank is a new process with the same rank number and an *incarnation* that is higher by one. As with TCP, a
+message never reaches a later process of its receiver. A rank detects a new process in one of its own turns, after it
+has detected the death of the previous process. Until the rank accepts the connection, messages from the new process are
+held. If one process ends before it has accepted a connection, the other process detects a loss.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Liveness:
     Attributes:
         dead: Ranks without a process, because they were killed or have not joined yet.
         died_at: Virtual time of each dead rank's death, in seconds.
-        closed: Ranks whose process has ended normally.
+        closed: Ranks whose process ended normally.
         known_lost: Set of the ranks that each rank regards as lost, indexed by rank.
         stale_count: Number of messages dropped because their sender or receiver was restarted.
     """
@@ -154,7 +153,7 @@ class Liveness:
                 self._find_out(self._meet, other, rank, self._incarnations[rank])
 
     def _meet(self, observer: int, other: int, incarnation: int) -> None:
-        """Notify ``observer`` of the loss of ``other``'s previous process, and then of its new process."""
+        """Notify ``observer`` that ``other``'s previous process is lost, and that it has a new process."""
         known = self.connection(observer, other)[1]
         if known == incarnation and other not in self.known_lost[observer]:
             return  # the observer is already connected to the new process
@@ -163,7 +162,6 @@ class Liveness:
             self._introduce(observer, other, incarnation)
 
     def _introduce(self, observer: int, other: int, incarnation: int) -> None:
-        """Notify ``observer`` that ``other`` has a new process."""
         self._introduced[observer][other] = incarnation
         listen = self._return_listeners[observer]
         if listen is not None:

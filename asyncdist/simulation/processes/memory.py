@@ -7,8 +7,8 @@ these collections are *frozen*: later collections skip them.
 Handling a message accesses more memory pages than the processor's translation lookaside buffer holds. Simulations of
 many ranks therefore allocate objects in huge pages, of 2 MiB instead of 4 KiB.
 
-This module is compiled if a C compiler is available (:mod:`asyncdist.compiled`). The functions that allocate huge pages
-are C code in its ``.pxd`` file.
+The functions that allocate huge pages are C code in the module's ``.pxd`` file, used if the module is compiled
+(:mod:`asyncdist.compiled`).
 """
 
 from __future__ import annotations

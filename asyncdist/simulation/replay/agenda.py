@@ -42,7 +42,6 @@ class Agenda:
     Attributes:
         is_open: Whether the rank's world is open. Before that, no input is delivered.
         progress_count: Number of inputs delivered and safe points begun.
-        progressed_at_s: Virtual time at which ``progress_count`` last grew.
         catch_up: Function that delivers all inputs that are due. Its argument is the number of inputs, from the start
             of the record, that must not be deferred.
         seen_count: Number of delivered inputs, without messages that tasks received directly.

@@ -45,8 +45,7 @@ def _end(events: Sequence[Event]) -> int:
 class _Messages:
     """Indices of the sends and receives in a rank's record.
 
-    ``sent`` is keyed by receiver and tag. ``end`` is the number of events. The last sends of a killed rank may be
-    missing.
+    ``sent`` is keyed by receiver and tag. The last sends of a killed rank may be missing.
     """
 
     end: int

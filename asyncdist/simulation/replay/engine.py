@@ -180,7 +180,7 @@ class ReplayedEngine(ObservedEngine):
             raise self.failure  # the job failed before this collective ended
 
     async def _leave(self, what: WaitId) -> None:
-        """Wait for the point at which the task continued after the collective in the recorded run."""
+        """Wait until the point at which the task continued after the collective in the recorded run."""
         gate = self._gate
         is_to_come = gate.agenda.is_to_come(what)
         if not is_to_come and not gate.log.tells_collectives:

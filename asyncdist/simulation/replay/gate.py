@@ -226,7 +226,7 @@ class Gate:
             self._show(sight)
 
     def _is_waited_for(self, sight: Sight) -> bool:
-        """Return whether a task waits for a message that it received without waiting in the recorded run."""
+        """Return whether a task waits for a message for which it did not wait in the recorded run."""
         assert isinstance(sight, TakenByTask), f"{sight} was not taken by a task"
         requests: Iterator[Any] = (operation.request for operation in self._engine._operations)
         return any(request.is_for(sight.keys[0]) for request in requests if hasattr(request, "is_for"))
@@ -400,7 +400,6 @@ class Gate:
         return True
 
     async def _stop(self) -> None:
-        """Wait forever, because the record of this rank or of a rank that it needs has ended."""
         self.has_stopped = self._goes_no_further = True
         await self._loop.create_future()
 

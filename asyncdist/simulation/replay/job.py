@@ -33,7 +33,6 @@ class ReplayedJob:
     """Stores the records of a replay's ranks, and tracks the ranks' progress.
 
     Attributes:
-        decision_count: Number of recorded decisions.
         left_count: Number of recorded decisions that the replay has not reached, counted when the simulation is over.
         cut_ranks: Ranks whose record ends before main returns.
     """

@@ -112,9 +112,8 @@ class SafePoint:
 
     Attributes:
         woken_count, sent_count: Numbers of ended waits and sent messages since the previous safe point.
-        sights: Inputs recorded during the safe point.
+        sights: Inputs during the safe point.
         turn_count: Number of polling passes and yields to other tasks.
-        has_ended: Whether the end of the safe point is recorded.
     """
 
     woken_count: int = 0
@@ -133,12 +132,10 @@ class RankLog:
     """Record of one rank: its inputs and its decisions.
 
     Attributes:
-        entries: Inputs and safe points, oldest first.
         early: Number of messages received before the rank's world was open, by source and tag.
         clock: Clock readings, keyed by the line number of the code that read the clock.
         decisions: Decisions, by kind. The order between kinds depends on the order of tasks.
         is_over: Whether the end of main is recorded.
-        is_native: Whether MPI carried out collectives.
         results: Results of MPI's reductions, by the group's tag, as pairs of size in bytes and content. The content is
             b"" if it was too large to record.
         measured: Measured numbers, which depend on timing, by their identity.
@@ -180,7 +177,7 @@ def log_of(
     """Sort the recorded events of a rank into the inputs and the decisions of its record.
 
     If a signal ended the rank, ``events`` must end at the signal. ``sent_before_count`` is the number of messages sent
-    before the rank's world was open. The other arguments are attributes of :class:`RankLog`.
+    before the rank's world was open.
     """
     events = list(events)
     log = RankLog(is_native=is_native, tells_sleeps=tells_sleeps, tells_collectives=tells_collectives)
@@ -265,7 +262,7 @@ class _Reader:
 
 
 def _seen(event: Event, sent_count: int) -> Sight:
-    """Convert an event to an input that is not a message: the end of a wait, a failure, or a loss."""
+    """Convert an event other than a received message to a recorded input."""
     turn, woken_count = int(event.get("turn") or 0), int(event.get("woken") or 0)
     at = (turn, woken_count, sent_count, event.time_s)
     match event.kind:

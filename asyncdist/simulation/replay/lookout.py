@@ -119,9 +119,9 @@ class Lookout:
 class Hold:
     """Pauses a replayed rank after its current step until its next recorded message has arrived.
 
-    This cannot deadlock: in the recorded run, the sender needed nothing more from this rank before it sent the message.
-    ``may_begin`` returns whether the rank may be paused in this step. ``on_end`` is called when the message has
-    arrived, before anything else runs.
+    This cannot deadlock, because the recorded sender needed nothing more from this rank before it sent the message.
+    ``may_begin`` returns whether the rank may be paused now. ``on_end`` is called when the message has arrived, before
+    anything else runs.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Replays a recorded run in the simulator: each rank receives the recorded inputs and repeats its computations.
 
-Replaying a process's external inputs is an established method to debug parallel programs (T. J. LeBlanc and J. M.
-Mellor-Crummey, Debugging Parallel Programs with Instant Replay, IEEE Transactions on Computers C-36, 1987). A rank's
-*record* contains its external inputs (messages, clock readings and losses) in order, and its initial random states. The
-replay computes everything else again, and compares each decision and the weights with the record.
+A rank's *record* contains its external inputs (messages, clock readings and losses) in order, and its initial random
+states. The replay computes everything else again, and compares each decision and the weights with the record (T. J.
+LeBlanc and J. M. Mellor-Crummey, Debugging Parallel Programs with Instant Replay, IEEE Transactions on Computers C-36,
+1987).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Replayed:
     """Result of a replay.
 
     Attributes:
-        report: Report of the simulation. A rank whose record ends before its main returns has no result.
+        report: Report of the simulation, without a result for each rank in ``cut_ranks``.
         decision_count: Number of recorded decisions, including weights, that the replay repeated.
         left_count: Number of recorded decisions that the replay did not reach, because they depend on a rank whose
             record ends earlier.
@@ -77,7 +77,6 @@ def replay(
 def _run(
     job: ReplayedJob, recording: Recording, main: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...]
 ) -> SimReport[Any]:
-    """Simulate the job's ranks until all have ended or no rank makes progress."""
     token = instrument.set(job.open_rank)
     threads = torch.get_num_threads()
     torch.set_num_threads(recording.ranks[0].conditions().thread_count)

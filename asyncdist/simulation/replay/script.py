@@ -52,7 +52,7 @@ def test_replay_of_job_{name}() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ReplayedScript(Script):
-    """Script that replays a recorded run instead of simulating a new one, and appends the result to ``ended``."""
+    """A script that replays a recorded run instead of simulating a new one, and appends the result to ``ended``."""
 
     recording: Recording | None = None
     debugger: RankDebugger | None = None
@@ -109,9 +109,7 @@ def _why_foreign(script: Path, folder: Path, user: int) -> str | None:
     """Return why a script that is named only by a recording may belong to another user, or None if it may be run.
 
     Args:
-        script: Path of the script, which might not exist.
         folder: Current folder, possibly shared by all users, such as ``/tmp``.
-        user: User ID of this user.
     """
     if not script.is_relative_to(folder):
         return "is not in the current folder"
@@ -202,7 +200,7 @@ def run_command(
     """Run ``asyncdist replay``: replay a recording, print the result, and return the exit code.
 
     The code is 0 if the replay equals the recording, 1 if it differs or a rank fails as recorded, and 2 for wrong
-    input. ``rank`` is the rank in which pdb stops. ``to_test`` is the path of a test to write instead of a replay.
+    input. pdb stops in ``rank``. ``to_test`` is the path of a test to write instead.
     """
     try:
         recording = read_recording(folder, job)

@@ -166,7 +166,5 @@ class _Receive:
 
 
 class _PersistentReceive(_Receive):
-    """Receive that can be posted repeatedly."""
-
     def start(self) -> None:
         self.cancelled = False
