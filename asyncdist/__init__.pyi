@@ -25,6 +25,13 @@ from .functional.averaging import (
     average_models as average_models,
 )
 from .functional.calls import Calls as Calls
+from .functional.checkpoints.population_checkpoint import (
+    LoadedPopulation as LoadedPopulation,
+    PendingSave as PendingSave,
+    async_save_population as async_save_population,
+    load_population as load_population,
+    save_population as save_population,
+)
 from .functional.collectives import (
     all_gather as all_gather,
     all_reduce as all_reduce,
@@ -54,13 +61,6 @@ from .functional.parallel_groups import (
     ParallelLayout as ParallelLayout,
     new_parallel_groups as new_parallel_groups,
     parallel_groups as parallel_groups,
-)
-from .functional.population_checkpoint import (
-    LoadedPopulation as LoadedPopulation,
-    PendingSave as PendingSave,
-    async_save_population as async_save_population,
-    load_population as load_population,
-    save_population as save_population,
 )
 from .functional.ragged_gather import gather_distributed_data as gather_distributed_data
 from .functional.rank_layout import (

@@ -13,37 +13,7 @@ between calls.
 """
 
 from asyncdist.blocking.faces import Face as Face, context as context
-from asyncdist.blocking.helpers import (
-    all_gather as all_gather,
-    all_reduce as all_reduce,
-    all_to_all as all_to_all,
-    async_save_population as async_save_population,
-    average_gradients as average_gradients,
-    average_models as average_models,
-    barrier as barrier,
-    best_of_population as best_of_population,
-    broadcast as broadcast,
-    compute_and_broadcast as compute_and_broadcast,
-    gather as gather,
-    gather_distributed_data as gather_distributed_data,
-    gather_from_all_ranks as gather_from_all_ranks,
-    gather_scalar_from_all_ranks as gather_scalar_from_all_ranks,
-    initialize_distributed_compute as initialize_distributed_compute,
-    initialize_distributed_compute_mpi4py as initialize_distributed_compute_mpi4py,
-    load_population as load_population,
-    new_group as new_group,
-    new_mesh as new_mesh,
-    new_parallel_groups as new_parallel_groups,
-    pmax as pmax,
-    pmean as pmean,
-    pmin as pmin,
-    psum as psum,
-    reduce_and_broadcast as reduce_and_broadcast,
-    save_population as save_population,
-    surviving_group as surviving_group,
-    zero_first as zero_first,
-    zero_only as zero_only,
-)
+from asyncdist.blocking.helpers import blocking as _blocking, blocking_context as _blocking_context
 from asyncdist.blocking.policies import Policy as Policy, policy as policy
 from asyncdist.blocking.process_world import end_process_world as end_process_world, process_world as process_world
 from asyncdist.blocking.world import (
@@ -53,3 +23,44 @@ from asyncdist.blocking.world import (
     open_world as open_world,
     run as run,
 )
+from asyncdist.functional import (
+    averaging as _averaging,
+    collectives as _collectives,
+    main_process as _main_process,
+    parallel_groups as _parallel_groups,
+    ragged_gather as _ragged_gather,
+    rank_layout as _rank_layout,
+)
+from asyncdist.functional.checkpoints import population_checkpoint as _population_checkpoint
+from asyncdist.functional.soups import best_of_population as _best
+from asyncdist.spmd import mesh as _mesh, tree_collectives as _tree_collectives
+
+all_gather = _blocking(_collectives.all_gather)
+all_reduce = _blocking(_collectives.all_reduce)
+all_to_all = _blocking(_collectives.all_to_all)
+async_save_population = _blocking(_population_checkpoint.async_save_population)
+average_gradients = _blocking(_averaging.average_gradients)
+average_models = _blocking(_averaging.average_models)
+barrier = _blocking(_collectives.barrier)
+best_of_population = _blocking(_best.best_of_population)
+broadcast = _blocking(_collectives.broadcast)
+compute_and_broadcast = _blocking(_main_process.compute_and_broadcast)
+gather = _blocking(_collectives.gather)
+gather_distributed_data = _blocking(_ragged_gather.gather_distributed_data)
+gather_from_all_ranks = _blocking(_main_process.gather_from_all_ranks)
+gather_scalar_from_all_ranks = _blocking(_main_process.gather_scalar_from_all_ranks)
+initialize_distributed_compute = _blocking(_rank_layout.initialize_distributed_compute)
+initialize_distributed_compute_mpi4py = _blocking(_rank_layout.initialize_distributed_compute_mpi4py)
+load_population = _blocking(_population_checkpoint.load_population)
+new_group = _blocking(_collectives.new_group)
+new_mesh = _blocking(_mesh.new_mesh)
+new_parallel_groups = _blocking(_parallel_groups.new_parallel_groups)
+pmax = _blocking(_tree_collectives.pmax)
+pmean = _blocking(_tree_collectives.pmean)
+pmin = _blocking(_tree_collectives.pmin)
+psum = _blocking(_tree_collectives.psum)
+reduce_and_broadcast = _blocking(_main_process.reduce_and_broadcast)
+save_population = _blocking(_population_checkpoint.save_population)
+surviving_group = _blocking(_collectives.surviving_group)
+zero_first = _blocking_context(_main_process.zero_first)
+zero_only = _blocking_context(_main_process.zero_only)

@@ -2,7 +2,7 @@
 
 All members first exchange a *header* of fixed size, so that no rank waits for data that another rank cannot send. The
 header contains the rank's operation and root, and either a small value or the text of an exception. Values of more than
-1,000 bytes follow in a second collective. If operations or roots differ, all members get a DisagreementError.
+900 bytes follow in a second collective. If operations or roots differ, all members get a DisagreementError.
 
 **Cancellation**: an exchange that has begun completes in the background even if its caller is cancelled, because the
 other members depend on it.
@@ -27,32 +27,20 @@ T = TypeVar("T")
 
 HEADER_NBYTES: Final = 1024
 #: Format of the header: size of the payload, status, operation and root.
-_FORMAT: Final = struct.Struct("<QBBi")
+_FORMAT: Final = struct.Struct("<QB32si")
 #: Largest payload that fits into a header, in bytes.
 INLINE_NBYTES: Final = HEADER_NBYTES - _FORMAT.size
 _NOTHING, _VALUE, _ERROR = range(3)
-#: Operations that exchange headers. A header contains the operation's index in this tuple.
-_OPERATIONS: Final = (
-    "barrier",
-    "compute_and_broadcast",
-    "gather_from_all_ranks",
-    "gather_scalar_from_all_ranks",
-    "reduce_and_broadcast",
-    "zero_first",
-    "zero_only",
-    "average_models",
-    "average_gradients",
-    "gather_distributed_data",
-    "save_population",
-    "load_population",
-    "best_of_population",
-)
 _NO_ROOT: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The operation that a rank has called, and its root. A root that is not a rank raises an error on all members."""
+    """The operation that a rank has called, and its root.
+
+    The operation is the name of the called function, of at most 32 characters. A root that is not a rank raises an
+    error on all members.
+    """
 
     operation: str
     root: Any = None
@@ -219,7 +207,7 @@ async def collect(
 
 async def share(collectives: Collectives, group: Group, outcome: LocalResult, root: int) -> tuple[ResultHeader, bytes]:
     """Send the root's header and payload to every member, and return both. ``outcome`` is used only on ``root``."""
-    packed = _to_tensor(_pack_header(outcome, Call(_OPERATIONS[0], root)))
+    packed = _to_tensor(_pack_header(outcome, Call("share", root)))
     header = _read_header(root, await collectives.broadcast(packed, group, root))
     return header, await share_payload(collectives, group, outcome, header)
 
@@ -250,18 +238,19 @@ def _pack_header(outcome: LocalResult, call: Call) -> bytes:
         status, payload = (_NOTHING, b"") if outcome.payload is None else (_VALUE, outcome.payload)
     inline = payload if len(payload) <= INLINE_NBYTES else b""
     root = call.root if type(call.root) is int and 0 <= call.root < 1 << 31 else _NO_ROOT
-    header = _FORMAT.pack(len(payload), status, _OPERATIONS.index(call.operation), root)
+    header = _FORMAT.pack(len(payload), status, call.operation.encode(), root)
     return (header + inline).ljust(HEADER_NBYTES, b"\0")
 
 
 def _read_header(rank: int, tensor: torch.Tensor) -> ResultHeader:
     data = bytes(tensor.numpy())
-    nbytes, status, operation, root = _FORMAT.unpack_from(data)
-    if status > _ERROR or operation >= len(_OPERATIONS):
-        what = f"status {status} and operation {operation}"
-        raise RemoteProtocolError(f"rank {rank} sent a header with unknown {what}", rank=rank)
+    nbytes, status, name, root = _FORMAT.unpack_from(data)
+    operation = name.rstrip(b"\0").decode(errors="replace")
+    if status > _ERROR or not operation.isidentifier():
+        what = f"status {status} and operation {operation!r}"
+        raise RemoteProtocolError(f"rank {rank} sent a header with invalid {what}", rank=rank)
     inline = data[_FORMAT.size : _FORMAT.size + nbytes] if nbytes <= INLINE_NBYTES else b""
-    return ResultHeader(rank, Call(_OPERATIONS[operation], None if root == _NO_ROOT else root), status, nbytes, inline)
+    return ResultHeader(rank, Call(operation, None if root == _NO_ROOT else root), status, nbytes, inline)
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:

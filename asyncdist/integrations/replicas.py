@@ -11,8 +11,8 @@ from torch import distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncdist import Group, LocalProtocolError, environment, local_host, validation
+from asyncdist.blocking import all_gather, gather
 from asyncdist.blocking.callers import SwitchingCaller
-from asyncdist.blocking.helpers import all_gather, gather
 from asyncdist.blocking.world import World
 from asyncdist.integrations.joining import choose_gpus
 from asyncdist.protocols.joining.state_transfer import packed, unpacked

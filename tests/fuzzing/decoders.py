@@ -28,7 +28,7 @@ from asyncdist.collectives.error_exchange import Call, LocalResult, _pack_header
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.one_sided import OutdatedError, _SharedWindow
 from asyncdist.errors import RemoteProtocolError, TransportError
-from asyncdist.functional import checkpoint_files
+from asyncdist.functional.checkpoints import checkpoint_files
 from asyncdist.messaging import wire
 from asyncdist.tensors import pytrees, serialization
 from asyncdist.tensors.flat_state import Fingerprint

@@ -15,7 +15,7 @@ from torch import nn
 import asyncdist as ad
 from asyncdist import World
 from asyncdist.errors import BusyError, RankLostError, RemoteError
-from asyncdist.functional import checkpoint_files
+from asyncdist.functional.checkpoints import checkpoint_files
 from asyncdist.simulation import Compute, Kill
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 

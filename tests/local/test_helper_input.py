@@ -48,7 +48,7 @@ def test_one_sentence_names_the_value_and_what_is_allowed(call: Callable[[], Any
         try:
             found = call()
             await found
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             return str(error)
         return "nothing"
 

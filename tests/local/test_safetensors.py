@@ -14,7 +14,7 @@ from torch import nn
 import asyncdist as ad
 from asyncdist import World
 from asyncdist.errors import RemoteError
-from asyncdist.functional.safetensors_model import read_model, write_model
+from asyncdist.functional.checkpoints.safetensors_model import read_model, write_model
 
 
 class Odd(nn.Module):

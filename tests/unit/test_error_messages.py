@@ -14,7 +14,7 @@ from torch import nn
 from asyncdist import argument_types
 from asyncdist.collectives.agreement.messages import AgreementKey
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.functional import checkpoint_state
+from asyncdist.functional.checkpoints import checkpoint_state
 from asyncdist.functional.parallel_groups import ParallelLayout
 from asyncdist.integrations.joining import selective_averaging
 from asyncdist.launch import process_groups, rank_process

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from asyncdist import validation
-from asyncdist.functional import checkpoint_files, checkpoint_state, safetensors_model
+from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, safetensors_model
 from asyncdist.tensors.flat_state import Entry
 
 #: A saved model: a file of torch or safetensors, a folder of save_population, or a state dict in memory.

@@ -1,7 +1,8 @@
 """Writes and reads checkpoint files.
 
 Each file is written under a temporary name and then renamed, the manifest last.
-:mod:`asyncdist.functional.population_checkpoint` describes the folder's structure. All functions block on disk I/O.
+:mod:`asyncdist.functional.checkpoints.population_checkpoint` describes the folder's structure. All functions block on
+disk I/O.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 
 from asyncdist import validation
 from asyncdist._version import __version__
-from asyncdist.functional import checkpoint_state, safetensors_model
+from asyncdist.functional.checkpoints import checkpoint_state, safetensors_model
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 

@@ -34,9 +34,9 @@ from torch import nn
 from asyncdist import validation
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import RankLostError
-from asyncdist.functional import checkpoint_files, checkpoint_state
-from asyncdist.functional.checkpoint_files import ModelFormat
-from asyncdist.functional.checkpoint_state import Stateful
+from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state
+from asyncdist.functional.checkpoints.checkpoint_files import ModelFormat
+from asyncdist.functional.checkpoints.checkpoint_state import Stateful
 from asyncdist.functional.collectives import place
 from asyncdist.functional.joint_work import JointWork
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
