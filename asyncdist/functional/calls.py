@@ -42,9 +42,9 @@ class Calls(Generic[AskT, AnswerT]):
 
     ::
 
-        async with ad.Calls(Ask, Answer, tag=50, answer=lambda ask, source: Answer(2 * ask.number)) as calls: reply =
-            await calls.ask(Ask(21), dest=1) await ad.barrier()                            # others may still be asking
-            this rank
+        async with ad.Calls(Ask, Answer, tag=50, answer=lambda ask, source: Answer(2 * ask.number)) as calls:
+            reply = await calls.ask(Ask(21), dest=1)
+            await ad.barrier()                            # others may still be asking this rank
 
     Questions are answered while this rank awaits something, or is at a safe point. If ``answer`` is a coroutine
     function, several questions are answered concurrently.

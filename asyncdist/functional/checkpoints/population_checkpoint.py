@@ -5,7 +5,8 @@ checkpoint valid atomically. A killed save leaves a folder without a manifest, w
 
 A folder looks like this::
 
-    checkpoints/ checkpoint-000003/
+    checkpoints/
+        checkpoint-000003/
             manifest.json       number of ranks; size, CRC-32 and metric for each rank's file
             rank-00000.pt       a file for torch.load(..., weights_only=True): a dictionary with "model",
             rank-00001.pt       "optimizer", "optimizer_class", "optimizer_names",
