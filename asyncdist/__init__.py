@@ -4,7 +4,7 @@ One event loop per rank drives tag-multiplexed protocols over polled nonblocking
 coroutine, ``async def train(world)``, started by :func:`run`. It awaits policies from the package ``protocols``.
 
 ``__init__.pyi`` lists the public names. Each is imported on first use (PEP 562, SPEC 1), so that ``asyncdist --help``
-and ``asyncdist run`` do not spend a second or more on importing torch.
+and ``asyncdist run`` do not import torch, which takes a second or more.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Functions that divide a command line into words for argparse, and convert the values of its options."""
+"""Divides a command line between the command and its script, and converts the values of options for argparse."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def seconds(text: str) -> float:
 
 
 def folder(text: str) -> str:
-    """Return the name of a folder, which need not exist."""
+    """Return the name of a folder, which may be missing but not empty."""
     if not text:
         raise argparse.ArgumentTypeError("the folder must have a name, got ''")
     return text
@@ -53,14 +53,14 @@ def split_words(
     """Split a command line into the command's words and the script's words.
 
     The command's options may appear before or after the script's name. The script's words begin at the first word that
-    is neither an option of the command nor the script's name. After ``--``, the next word is the script's name if no
-    name was given before.
+    is neither an option of the command nor the script's name. After ``--``, the next word is the script's name unless a
+    name has occurred before.
 
     Args:
         arguments: Words of the command line.
         valued: Options of the command that take a value.
         flags: Options of the command without a value.
-        names: Number of positional words. The last one is the script's name. The result begins with the positional
+        names: Number of positional words, of which the last is the script's name. They are the first of the returned
             words, because argparse accepts an optional positional argument only directly after the previous one.
     """
     own: list[str] = []

@@ -1,12 +1,12 @@
 """Lists the modules that are compiled if a C compiler is available, and checks whether they are compiled.
 
-These modules handle every small message or dominate simulation time. They are ordinary Python; ``.pxd`` files next to
-them declare C types. ``setup.py`` compiles them with Cython into a folder named after a checksum of their sources, and
-their packages search that folder first. Compiled code therefore always matches the current source. The source itself
-runs, only more slowly, after an edit, on another Python version, without a compiler, or with ``ASYNCDIST_PURE=1``.
+These modules handle every small message or dominate simulation time. They are ordinary Python, and ``.pxd`` files next
+to them declare C types. ``setup.py`` compiles them with Cython into a folder named after a checksum of their sources,
+and their packages search that folder first. Compiled code therefore always matches the current source. After an edit,
+on another Python version, without a compiler, or with ``ASYNCDIST_PURE=1``, the slower source itself runs.
 
-Packages import this module first, and ``setup.py`` and ``tools/setup`` run it by its path, so it imports nothing else
-of asyncdist. It reads environment variables itself, because :mod:`asyncdist.environment` is imported later.
+Packages import this module first, and ``setup.py`` and ``tools/setup`` run it by its path. It therefore imports nothing
+else of asyncdist, and reads environment variables itself.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def is_wanted() -> bool:
 
 
 def search_path(package: str = "") -> list[str]:
-    """Return a list with the folder, if any, that ``package`` searches before its own ("" stands for asyncdist)."""
+    """Return the folder, if any, that ``package`` ("" for asyncdist) must search before its own, as a list."""
     if not is_wanted() or reason_against() is not None:
         return []
     return [str(folder() / package)]
 
 
 def reason_against() -> str | None:
-    """Return the reason why compiled modules are missing, with the remedy; None if all exist."""
+    """Return the reason why compiled modules are missing, with the remedy, or None if all exist."""
     place = folder()
     if all(place.joinpath(*module.split(".")).with_suffix(EXTENSION_SUFFIXES[0]).is_file() for module in MODULES):
         return None
@@ -93,7 +93,7 @@ def is_settled() -> bool:
 
 
 def describe() -> str:
-    """Return one line that says whether this Python runs the compiled modules, or why it does not."""
+    """Return "yes" if this Python runs the compiled modules, or else "no" and the reason."""
     if not is_wanted():
         return f"no, since {PURE_VARIABLE}={os.environ[PURE_VARIABLE]}"
     reason = reason_against()

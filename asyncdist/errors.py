@@ -1,8 +1,8 @@
-"""Defines every error that asyncdist raises on purpose, as one class hierarchy, named by cause.
+"""Defines the errors that asyncdist raises on purpose, as one class hierarchy, named by cause.
 
-Each error carries its facts as attributes (peer, tag, round, state), so that a handler need not parse the message.
-Errors can be pickled, so that a launcher can pass them between processes. The transport translates errors of its
-underlying library with ``raise ... from``.
+Each error carries facts, such as the peer or the tag, as attributes, so that a handler need not parse the message.
+Errors can be pickled, so that a launcher can pass them between processes. Transports translate the errors of their
+libraries with ``raise ... from``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class AsyncdistError(Exception):
-    """Base class of all errors of asyncdist. Keyword arguments become attributes and are appended to the message."""
+    """Base class of asyncdist's errors. Keyword arguments become attributes and are appended to the message."""
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -63,25 +63,29 @@ class TruncationError(AsyncdistError):
 
 
 class ClosedError(AsyncdistError):
-    """The channel, policy, group or world has been closed, by this rank or by the peer that the call needs."""
+    """The channel, policy, group or world was closed by this rank, or by a peer that the operation needs."""
 
 
 class LateError(ClosedError):
     """This rank was restarted or joined late, but the other ranks have already ended the world or policy.
 
-    No work is lost, so ``asyncdist.run`` prints one line and ends the process with exit code 0 instead of raising it.
+    Because no work is lost, ``asyncdist.run`` does not raise this error. It prints one line, and ends the process with
+    exit code 0.
     """
 
 
 class BusyError(AsyncdistError):
-    """A bounded queue is full, or a resource that has one user at a time is in use."""
+    """A bounded queue is full, or a resource for one user at a time is in use."""
 
 
 class DeadlockError(AsyncdistError):
     """A simulation has no events left, but some tasks are still waiting.
 
-    The error's text lists every waiting task, and the messages for channels that their receiver has not opened. Carries
-    ``seed``, and the SimReport up to the deadlock as ``report``, which is not pickled.
+    The message lists every waiting task, and the messages for channels that their receiver has not opened.
+
+    Attributes:
+        seed: Seed of the simulation.
+        report: Report of the simulation (:class:`SimReport`) up to the deadlock, which is not pickled with the error.
     """
 
     seed: int
@@ -120,10 +124,12 @@ class RemoteProtocolError(AsyncdistError):
 
 
 class RemoteError(AsyncdistError):
-    """A computation on another rank raised an exception. Carries ``rank``, ``kind`` and ``text``.
+    """A computation on another rank raised an exception, which is also raised on that rank, with its traceback.
 
-    ``kind`` is the exception's class, with its module unless that is ``builtins``. ``text`` is its message, shortened
-    if it is very long. The exception itself is raised on that rank, with its traceback.
+    Attributes:
+        rank: Rank on which the exception was raised.
+        kind: Name of the exception's class, with its module unless that is ``builtins``.
+        text: The exception's message, shortened if it is very long.
     """
 
     rank: int
@@ -142,16 +148,16 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def has_cause_here(error: BaseException) -> bool:
-    """Return whether ``error`` includes a failure of this rank, not only another rank's failure or a cancellation."""
+    """Return whether ``error`` includes a failure of this rank, and not only another's failure or a cancellation."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(has_cause_here, error.exceptions))
     if not isinstance(error, Exception):
         return False
-    import asyncio  # only here, because the command line imports this module, and asyncio imports 60 others
+    import asyncio  # not at the top, because the command line imports this module, and asyncio imports 60 others
 
     chain: BaseException | None = error
     seen: set[int] = set()
-    while chain is not None and id(chain) not in seen:  # re-raised errors may form a cycle
+    while chain is not None and id(chain) not in seen:  # the chain of re-raised errors may be a cycle
         seen.add(id(chain))
         if is_consequence(chain) or isinstance(chain, asyncio.CancelledError):
             return False
@@ -160,18 +166,20 @@ def has_cause_here(error: BaseException) -> bool:
 
 
 def remote_error(rank: int, kind: str, text: str) -> RemoteError:
-    """Return the error that the other ranks raise for an exception of ``rank``."""
+    """Return the error for the other ranks if ``rank`` has raised an exception."""
     return RemoteError(f"rank {rank} failed: {kind}: {text}", rank=rank, kind=kind, text=text)
 
 
 class DisagreementError(AsyncdistError):
-    """Ranks that must agree differ in class, options or model, or are missing. The message lists the differences."""
+    """Ranks that must agree have different classes, options or models, or are missing. The message lists them."""
 
 
 class StartTimeoutError(DisagreementError, TimeoutError):
     """Some of the ranks that must start together did not arrive in time.
 
-    Carries ``missing``, the missing ranks, and ``difference``, the first value on which the others disagree, if any.
+    Attributes:
+        missing: Missing ranks.
+        difference: Name of the first value on which the other ranks disagree, if any.
     """
 
     missing: tuple[int, ...]

@@ -1,7 +1,6 @@
-"""Checks and prepares the host for a job: ports, the loopback interface, memory, files and signals.
+"""Checks and prepares this host for a job: ports, the loopback interface, memory, files and signals.
 
-The module also defines which signals launchers pass on. It imports only the standard library, so that starting ranks
-does not import torch.
+The module also defines which signals launchers pass on. It does not import torch, so that ranks start fast.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ _RANK_NBYTES: Final = 16 << 20
 _PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 #: First ephemeral port according to RFC 6335.
 _RFC_6335_FIRST: Final = 49152
-#: Minimum number of ports below the ephemeral range: if there are fewer, most may be reserved for services.
+#: Minimum number of ports below the ephemeral range. If there are fewer, most may be reserved for services.
 _PORT_COUNT_MIN: Final = 16384
-#: Listen backlog, the same as that of torch's store; the kernel may lower it.
+#: Listen backlog, equal to that of torch's store. The kernel may lower it.
 _BACKLOG: Final = 4096
 #: Number of random ports to try before giving up.
 _DRAW_COUNT: Final = 64
-#: Signals that end the job: ranks still running some seconds after such a signal are killed.
+#: Signals that end the job. Ranks still running some seconds after such a signal are killed.
 ENDING_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
-#: Signal that asks each rank to report its state.
+#: Signal that requests a report of each rank's state.
 STORY_SIGNAL: Final = signal.SIGUSR1
-#: Signals that a launcher does not pass on, since they cannot be caught or concern only the launcher itself.
+#: Signals that a launcher does not pass on, because they cannot be caught or concern only the launcher itself.
 _KEPT_SIGNALS: Final = frozenset(
     int(getattr(signal, name, 0))
     for name in (
@@ -43,7 +42,7 @@ _KEPT_SIGNALS: Final = frozenset(
         *("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGEMT", "SIGRTMIN"),
     )
 )
-#: Signals that a launcher passes on to its ranks, since a script may handle any of them.
+#: Signals that a launcher passes on to its ranks, because a script may handle any of them.
 PASSED_ON_SIGNALS: Final = frozenset(int(number) for number in signal.valid_signals()) - _KEPT_SIGNALS
 
 
@@ -71,7 +70,7 @@ def check_script(script: str) -> None:
 
 @contextlib.contextmanager
 def told_variables() -> Iterator[dict[str, str]]:
-    """Yield the variables through which ranks on this host share a record of printed errors, to print each once."""
+    """Yield the variables by which this host's ranks share a record of printed errors, to print each error once."""
     if not hasattr(os, "memfd_create"):
         yield {}
         return
@@ -109,7 +108,7 @@ def check_loopback() -> None:
 
 def find_free_port() -> int:
     """Return a TCP port on which no process listens, below the kernel's ephemeral port range."""
-    import secrets  # imported only here and below, since it loads hashlib
+    import secrets  # not at the top of the module, because it imports hashlib
 
     lowest = _lowest_ephemeral_port()
     for _ in range(_DRAW_COUNT if lowest >= _PORT_COUNT_MIN else 0):
@@ -123,7 +122,7 @@ def find_free_port() -> int:
 
 
 def _lowest_ephemeral_port() -> int:
-    """Return the kernel's lowest ephemeral port; if it is unknown, the lowest ephemeral port of RFC 6335."""
+    """Return the kernel's lowest ephemeral port, or that of RFC 6335 if the kernel's is unknown."""
     try:
         return int(_PORT_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -136,7 +135,7 @@ def probe_port(port: int) -> None:
     with socket.socket(socket.AF_INET6 if has_both else socket.AF_INET) as probe:
         if has_both:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT do not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
         probe.bind(("", port))
 
 
@@ -144,7 +143,7 @@ def probe_port(port: int) -> None:
 def heeding_children() -> Iterator[None]:
     """Let this process read its children's exit codes, even if it was started with SIGCHLD ignored.
 
-    Raises RuntimeError outside the main thread, since only that thread can change how SIGCHLD is handled.
+    If SIGCHLD is ignored, raises RuntimeError outside the main thread, which alone can change the signal's handler.
     """
     if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
         yield
@@ -163,14 +162,14 @@ def heeding_children() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_received(put: Callable[[int, bool], object]) -> Iterator[None]:
-    """Call ``put`` for each signal of :data:`PASSED_ON_SIGNALS` that arrives in the body of the ``with`` statement.
+    """Call ``put`` for each signal of :data:`PASSED_ON_SIGNALS` that arrives during the ``with`` block.
 
-    Signals that are already ignored, such as SIGHUP under ``nohup``, stay ignored. On Linux, this thread blocks the
-    signals, and so do processes that it starts until they reset their signal mask.
+    Signals that are already ignored, such as SIGHUP under ``nohup``, remain ignored. On Linux, this thread blocks the
+    signals. So do processes that it starts, until they reset their signal mask.
 
     Args:
-        put: Function called with the signal's number, and with whether the kernel has also sent it to the foreground
-            processes of the terminal. It runs in another thread, or in a signal handler if the system has no
+        put: Function called with the signal's number, and with whether the kernel has also sent the signal to the
+            terminal's foreground processes. It runs in another thread, or in a signal handler if the system has no
             ``sigwaitinfo``.
     """
     numbers = {number for number in PASSED_ON_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
@@ -205,17 +204,17 @@ def signals_received(put: Callable[[int, bool], object]) -> Iterator[None]:
 
 
 def has_reached_foreground(came: signal.struct_siginfo) -> bool:
-    """Return whether a signal that this process has received went to all foreground processes of its terminal.
+    """Return whether the kernel has sent a signal to all foreground processes of this process's terminal.
 
-    Keys such as Ctrl-C send such signals. When the terminal closes, in contrast, the kernel signals only the session
-    leader. This process is the session leader if no shell started it, as with ``ssh -t HOST asyncdist run``.
+    The kernel does so for keys such as Ctrl-C. When the terminal closes, however, it signals only the session leader,
+    which is this process if no shell started it, as with ``ssh -t HOST asyncdist run``.
     """
     is_from_kernel = came.si_code > 0
     return is_from_kernel and not (came.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid())
 
 
 def stop_with_ranks(number: int) -> None:
-    """If ``number`` is SIGTSTP, which has stopped the ranks, also stop this process, so that its shell notices."""
+    """Stop this process if ``number`` is SIGTSTP, which has stopped its ranks, so that its shell notices."""
     if number == signal.SIGTSTP:
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -229,7 +228,7 @@ def signal_name(number: int) -> str:
 
 
 def open_standard_files() -> None:
-    """Open /dev/null for each closed standard file, since the next opened file would otherwise take its place."""
+    """Open /dev/null for each closed standard file, whose number the next opened file would otherwise get."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -240,7 +239,7 @@ def open_standard_files() -> None:
 
 
 def check_address(name: str, address: str) -> None:
-    """Raise ValueError unless ``address``, the value of the setting ``name``, resolves to a host."""
+    """Raise ValueError, which names the setting ``name``, unless ``address`` resolves to a host."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError) as error:
@@ -260,7 +259,7 @@ def is_loopback(address: str) -> bool:
 
 
 def listen_at(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens only on this address, or None if it is a name or belongs to another host."""
+    """Return a socket that listens only on this address; None for a name, another host's address or a used port."""
     host = "127.0.0.1" if address == "localhost" else address
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
@@ -271,7 +270,7 @@ def listen_at(address: str, port: int) -> socket.socket | None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(_BACKLOG)
-    except OSError:  # the port is in use, or a gateway translates this address
+    except OSError:  # the port is in use, or the address is not an interface's, as behind a gateway
         listener.close()
         return None
     return listener

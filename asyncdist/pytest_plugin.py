@@ -9,14 +9,15 @@
 
 ``ranks`` is a number, or a list of numbers, each of which makes a separate test. ``seeds`` is a count (default 20) or a
 list of seeds. The other options are those of :func:`asyncdist.simulate`: ``network``, ``compute``, ``faults``,
-``strict`` (default true) and ``until_s``. Options of a test's mark override those of its class and module. A test may
-have the parameters ``world``, the rank's :class:`asyncdist.World`, and ``sim_seed``. A failed test prints its seed, the
-end of the trace and a command that reproduces the failure. ``pytest --sim-seed N`` runs only seed N; ``--sim-seeds N``
-runs seeds 0 to N-1.
+``strict`` (default true) and ``until_s``. Options of a test's mark override those of its class and module. A test must
+have the parameter ``world``, the rank's :class:`asyncdist.World`, and may have ``sim_seed``. Both differ between runs,
+so they are not fixtures. Fixtures are created once per test, for all of its seeds.
+
+A failed test prints its seed, the end of the trace and a command that reproduces the failure. ``pytest --sim-seed N``
+runs only seed N, and ``--sim-seeds N`` runs seeds 0 to N-1.
 
 pytest loads this plugin in every session, so the plugin imports torch and the runtime only when the first simulated
-test runs. pytest sees a marked test as a plain function, so that plugins for coroutine tests ignore it. ``world`` and
-``sim_seed`` differ between runs, so they are not fixtures. Fixtures are created once per test, for all of its seeds.
+test runs. pytest sees a marked test as a plain function, so that plugins for coroutine tests ignore it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _MARKER: Final = (
     "seeds is a count or a list of seeds. The other options are those of asyncdist.simulate."
 )
 _SEED_COUNT: Final = 20
-#: Parameters of a marked test whose arguments the simulation provides, so that they are not fixtures.
+#: Parameters of a marked test that are not fixtures, because the simulation provides their values.
 _INJECTED: Final = ("world", "sim_seed")
 #: Name under which pytest parametrizes a test whose mark lists several numbers of ranks.
 _RANKS: Final = "sim_ranks"
@@ -86,7 +87,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Options of one test, merged from all its ``@pytest.mark.sim`` marks."""
+    """The options of one test, merged from all its ``@pytest.mark.sim`` marks."""
 
     ranks: tuple[int, ...]
     is_parametrized: bool
@@ -117,7 +118,7 @@ def _plan(item: pytest.Item) -> _Plan | None:
 
 
 def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
-    """Return the seeds to run: the seeds of the mark, unless a command-line option replaces them."""
+    """Return the mark's seeds, or those of the command line."""
     if _is_list(asked):
         seeds: Sequence[int] = asked if isinstance(asked, range) else validation.whole_numbers(asked)
     else:
@@ -130,7 +131,7 @@ def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
 
 
 def _is_list(value: Any) -> bool:
-    """Return whether a value can be iterated repeatedly, which is necessary because every item reads its mark again."""
+    """Return whether a value can be iterated repeatedly, as needed because each item reads its mark again."""
     return isinstance(value, Iterable) and not isinstance(value, Iterator)
 
 
@@ -149,11 +150,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(_RANKS, plan.ranks, ids=[f"ranks{count}" for count in plan.ranks])
 
 
-@pytest.hookimpl(wrapper=True, trylast=True)  # innermost: plugins for coroutine tests see plain functions
+@pytest.hookimpl(wrapper=True, trylast=True)  # the innermost wrapper, so that other plugins see plain functions
 def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> Generator[None, Any, Any]:
-    """Hide from pytest the arguments that the simulation provides, and turn marked tests into plain functions."""
+    """Turn marked tests into plain functions, and hide the parameters whose values the simulation provides."""
     function: Any = obj
-    if type(obj) in (staticmethod, classmethod):  # isinstance would call __class__ of every object in the module
+    if type(obj) in (staticmethod, classmethod):  # isinstance would evaluate __class__ of each object in the module
         function = function.__func__
     if type(function) is not FunctionType or not _is_marked(collector, function):
         return (yield)
@@ -224,10 +225,11 @@ class _Record:
 
     Attributes:
         is_seed_chosen: Whether ``--sim-seed`` can choose the seed.
-        report: Report of the simulation, even if it ended in a deadlock.
+        report: Report of the simulation, even after a deadlock.
         waiting: Description of each task's wait after a deadlock or a time limit.
-        earlier_seeds: Seeds that the test ran before with the same fixtures.
-        raised: Exception and its virtual time, by rank whose main raised, in chronological order.
+        earlier_seeds: Seeds that the test has already run with the same fixtures.
+        returned: Ranks whose main has returned.
+        raised: Exception of main and its virtual time, by rank, in chronological order.
     """
 
     ranks: int
@@ -242,11 +244,14 @@ class _Record:
     raised: dict[int, tuple[BaseException, float]] = field(default_factory=dict)
 
     def begin(self, faults: Sequence[Fault], trace: Trace, _: object) -> None:
-        """Store the faults and the trace of a simulation that starts. Called after its arguments were checked."""
+        """Store the faults and the trace of a starting simulation, whose arguments have been checked."""
         self.faults, self.trace = faults, trace
 
     def errors(self) -> dict[int, BaseException]:
-        """Return the error that ended each rank, by rank, in order of time; for a loss, the simulation's error."""
+        """Return the error that ended each rank, by rank, in chronological order.
+
+        For a rank whose main raised RankLostError or was cancelled, this is the error in the simulation's report.
+        """
         results = self.report.results if self.report is not None else ()
         errors = {}
         for rank in dict.fromkeys([*self.raised, *range(len(results))]):
@@ -259,9 +264,9 @@ class _Record:
     def failures(self) -> dict[int, BaseException]:
         """Return the errors that fail the test, with losses of other ranks last.
 
-        After a rank is killed, the others cannot end normally: the final barrier lacks that rank, and the first rank to
-        notice ends the job. The loss of a killed rank is therefore a failure only on ranks whose main raised it. A rank
-        that exits because of a simulated signal, and its loss on the others, are not failures.
+        After a rank is killed, the other ranks cannot end normally, because the final barrier lacks that rank. The loss
+        of a killed rank is therefore a failure only on ranks whose main has not returned. A rank's exit because of a
+        simulated signal is not a failure, nor is its loss on other ranks.
         """
         from asyncdist.simulation import Kill
 
@@ -289,7 +294,7 @@ _RECORD: Final = pytest.StashKey[_Record | None]()
 
 
 def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> SimReport[Any]:
-    """Run ``asyncdist.simulate``, record the result, and return the report with all exceptions of ranks."""
+    """Run ``asyncdist.simulate``, and record and return its report, which contains the ranks' exceptions."""
     __tracebackhide__ = True
     from asyncdist.simulation.simulate import STOPPED, observer, simulate
 
@@ -314,7 +319,7 @@ def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[
 
 
 def _watch(main: Callable[..., Coroutine[Any, Any, Any]], record: _Record) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Wrap ``main`` to record how it ends, since the simulation's report only shows how the whole rank ends."""
+    """Wrap ``main`` to record how it ends. The simulation's report shows only how the whole rank ends."""
 
     @functools.wraps(main)
     async def watched(world: World, *args: Any) -> Any:
@@ -331,7 +336,7 @@ def _watch(main: Callable[..., Coroutine[Any, Any, Any]], record: _Record) -> Ca
 
 
 def _check(record: _Record, report: SimReport[Any], code: CodeType) -> None:
-    """Raise an error if a rank failed or a fault did not fire, without traceback unless it contains the test's code."""
+    """Raise an error if a rank failed or a fault did not fire. A traceback without the test's code is removed."""
     __tracebackhide__ = True
     try:
         for error in record.failures().values():
@@ -354,7 +359,7 @@ def _codes(trace: TracebackType | None) -> Iterator[CodeType]:
 
 @pytest.fixture
 def sim_seed(request: pytest.FixtureRequest) -> int:
-    """Return the seed from ``--sim-seed``, or 0. A ``@pytest.mark.sim`` test gets the seed of the current run."""
+    """Return the seed of ``--sim-seed``, or 0. A ``@pytest.mark.sim`` test gets the current run's seed instead."""
     item = request.node
     if item.get_closest_marker("sim") is not None:
         _refuse(
@@ -368,7 +373,7 @@ def sim_seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., SimReport[Any]]:
-    """Return ``asyncdist.simulate`` with the default seed ``sim_seed``. If the test fails, its last run is reported."""
+    """Return ``asyncdist.simulate`` with the default seed ``sim_seed``. A failed test reports its last simulation."""
     item = request.node
     item.stash[_RECORD] = None
 
@@ -397,7 +402,7 @@ def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., Sim
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """If a test module cannot import from ``protocols``, report the other module that shadows this package."""
+    """Report the module that shadows ``protocols`` if a test module cannot import from this package."""
     report = yield
     if report.failed and isinstance(collector, pytest.Module) and "protocols" in str(report.longrepr):
         note = rank_program.find_shadowing()
@@ -408,7 +413,7 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """If a test cannot import from ``protocols``, report the other module that shadows this package."""
+    """Report the module that shadows ``protocols`` if a test cannot import from this package."""
     del item
     try:
         yield
@@ -432,11 +437,11 @@ def pytest_runtest_makereport(
     if report.failed:
         text = "\n".join(_lines(item, record))
         add = getattr(report.longrepr, "addsection", None)
-        if add is not None:  # the section is then shown whatever --show-capture says
+        if add is not None:  # a section of longrepr is shown even with --show-capture=no
             add("simulation", text)
         else:
             report.sections.append(("simulation", text))
-    item.stash[_RECORD] = None  # frees megabytes of trace; items live as long as the session
+    item.stash[_RECORD] = None  # frees the trace (megabytes), because items exist until the session ends
     return report
 
 
@@ -464,7 +469,7 @@ def _lines(item: pytest.Item, record: _Record) -> Iterator[str]:
 
 
 def _ends(errors: dict[int, BaseException]) -> list[str]:
-    """Return a line for each rank that failed on its own, and one line for all ranks that lost another rank."""
+    """Return one line for each rank's own failure, and one line for all ranks that lost another rank."""
     lines = []
     bereft = sorted(rank for rank, error in errors.items() if isinstance(error, RankLostError))
     for rank, error in sorted(errors.items()):
@@ -483,7 +488,7 @@ def _limited(lines: Sequence[str]) -> list[str]:
 
 
 def _story(record: _Record, events: tuple[TraceEvent, ...]) -> tuple[str, tuple[TraceEvent, ...]]:
-    """Return a title and the trace's events up to the reported failure; all events if no main has raised."""
+    """Return a title, and the trace's events until the reported failure (all events if no main has raised)."""
     rank = next(iter(record.failures()), None)
     if rank is None or rank not in record.raised:
         return "trace", events

@@ -1,7 +1,7 @@
-"""Runs the user's script in a rank of ``asyncdist run``: every rank is a process that runs this file.
+"""Runs the user's script in a rank of ``asyncdist run``. Each rank is a process that runs this file.
 
 The file runs as a program, outside any package, so it imports only the standard library. It therefore reads environment
-variables itself: PMI_FD, and the variables of jobs that continue when ranks die.
+variables itself.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-#: Path of this file, which runs the script named by its first argument.
+#: Path of this file. As a program, it runs the script named by its first argument.
 PROGRAM: Final = os.path.abspath(__file__)
 #: Path of this distribution's package ``protocols``.
 PROTOCOLS: Final = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
-#: Variable with the file descriptor on which a rank reports its state to its guardian, if the job survives lost ranks.
+#: Variable with the file descriptor for a rank's reports to its guardian process, if the job survives lost ranks.
 STARTED_VARIABLE: Final = "ASYNCDIST_STARTED_FD"
 # States that a rank reports to its guardian:
 #: The rank is opening a world, and the other ranks wait for it.
@@ -38,7 +38,7 @@ OPENS_WORLD: Final = b"0"
 IN_WORLD: Final = b"1"
 #: The rank has left the world, and the other ranks know it.
 LEFT_WORLD: Final = b"2"
-#: The end of this rank must end the job.
+#: The job must end when this rank ends.
 ENDS_JOB: Final = b"3"
 #: Variable with the name of the module that ranks run (``-m``) instead of a script.
 MODULE_VARIABLE: Final = "ASYNCDIST_MODULE"
@@ -49,10 +49,10 @@ LAUNCHER_VARIABLE: Final = "ASYNCDIST_LAUNCHER"
 #: Variable with the path of rank 0's standard input, or :data:`INHERITED` if rank 0 inherits the launcher's.
 STDIN_VARIABLE: Final = "ASYNCDIST_STDIN"
 INHERITED: Final = "inherited"
-#: Value for a terminal as standard input. Digits after a blank are other descriptors to connect to the terminal.
+#: Value of that variable for a terminal. Numbers after a blank are other descriptors to connect to the terminal.
 TERMINAL: Final = "/dev/tty"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-#: Variable with the launcher's pid and its descriptor for the file in which ranks record errors that they printed.
+#: Variable with the launcher's pid, and its descriptor of the file in which ranks record the errors that they print.
 TOLD_VARIABLE: Final = "ASYNCDIST_TOLD"
 #: Note added to a debugger's error if the rank has no input.
 _NO_INPUT: Final = (
@@ -63,7 +63,7 @@ _NO_INPUT: Final = (
 _guardian: int | None = None
 #: Variable that is 1 if the job continues when ranks die; Open MPI's ``mpirun --with-ft ulfm`` sets it.
 SURVIVAL_VARIABLE: Final = "OMPI_MCA_mpi_ft_enable"
-#: Seconds that a rank waits before it aborts the job, since MPICH's mpirun stops reading output on an abort.
+#: Seconds that a rank waits before it aborts the job, because MPICH's mpirun then stops reading output.
 _LAST_WORDS_S: Final = 0.2
 #: Maximum seconds to wait for the launcher to read this rank's output before the job is ended.
 _READERS_S: Final = 2.0
@@ -72,8 +72,8 @@ _READERS_S: Final = 2.0
 def rank_command(script: str, arguments: Sequence[str]) -> list[str]:
     """Return the command line of a rank that runs ``script`` through this file.
 
-    Every mpirun interprets an argument ``:`` as the start of another program's command line, so an argument that
-    consists of colons gets one more colon, which the rank removes.
+    mpirun interprets an argument ``:`` as the start of another program's command line. An argument that consists of
+    colons therefore gets one more colon, which the rank removes.
     """
     escaped = [word + ":" if set(word) == {":"} else word for word in (script, *arguments)]
     return [sys.executable, PROGRAM, *escaped]
@@ -88,7 +88,7 @@ def find_syntax_error(script: str) -> str | None:
         except SyntaxError as error:
             line = f"line {error.lineno}: " if error.lineno else ""
             return f"{line}{error.msg}{f': {error.text.strip()}' if error.text else ''}"
-        except ValueError as error:  # Python before 3.12 raises it for null bytes
+        except ValueError as error:  # raised for null bytes before Python 3.12
             return str(error)
     return None
 
@@ -102,8 +102,8 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
     - Standard input is the launcher's on rank 0 of a job on one host, and empty on other ranks. It does not pass
       through mpirun, because some mpiruns never close the input they forward, so that a read would hang.
-    - Output is line-buffered. With block buffering, output to mpirun's pipe would be delayed; unbuffered output would
-      mix words from several ranks in a line.
+    - Output is line-buffered. Block buffering would delay output to mpirun's pipe, and unbuffered output would mix
+      several ranks' words in a line.
     - A failure ends the job. If several ranks fail in the same way, only one prints the traceback.
     """
     _open_input()
@@ -129,7 +129,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as error:
         code = error.code
-        if code is not None and not isinstance(code, int):  # sys.exit was called with a message
+        if code is not None and not isinstance(code, int):  # the argument of sys.exit was a message
             print(code, file=sys.stderr)
         code = ending.code = exit_code(code)
         if code and os.getpid() == process_id:  # a child forked by the script must not end the job
@@ -137,9 +137,9 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
             _end_job(code)
         sys.exit(code)
     except BaseException as error:
-        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # drops the frame of run_script
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # drops this function's frame
         told = _leave_world(error) if os.getpid() == process_id else error
-        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C may interrupt the report if it has ended a peer first
+        with contextlib.suppress(KeyboardInterrupt):  # raised if Ctrl-C ended a peer before it reached this rank
             _tell_error(told)
         code = ending.code = 130 if isinstance(error, KeyboardInterrupt) else 1
         if os.getpid() == process_id:
@@ -148,14 +148,14 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def _open_input() -> None:
-    """Open this rank's standard input. If it is a terminal, open the output too, so that prompts appear immediately."""
+    """Open this rank's standard input and, if it is a terminal, the output, so that prompts appear immediately."""
     source = os.environ.pop(STDIN_VARIABLE, "")  # child processes must not inherit this variable
     if source == INHERITED:
         return
     is_first = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "") == "0"
     source, _, others = (source if is_first else os.devnull).partition(" ")
     for path in (source or os.devnull, os.devnull):
-        with contextlib.suppress(OSError):  # standard input is a socket without a path, or the launcher has ended
+        with contextlib.suppress(OSError):  # raised if standard input is a socket, or if the launcher has ended
             opened = os.open(path, (os.O_RDWR if others else os.O_RDONLY) | os.O_NOCTTY)
             for number in (0, *map(int, others)):
                 os.dup2(opened, number)
@@ -164,10 +164,10 @@ def _open_input() -> None:
 
 
 class _ToldOnce:
-    """Hook for :data:`sys.excepthook` that prints the same traceback once for all ranks of this host.
+    """A :data:`sys.excepthook` that prints equal tracebacks of this host's ranks only once.
 
-    Ranks often fail in the same way before they open a world, for example in an import. The first rank to fail prints
-    the traceback, and each other rank prints one line. They record printed tracebacks in a shared file, whose lock also
+    Ranks often fail in the same way before they open a world, for example in an import. The first rank prints the
+    traceback, and each other rank prints one line. They record printed tracebacks in a shared file, whose lock also
     keeps these lines below the traceback. Once a world is open, the ranks report their errors to each other instead.
     """
 
@@ -179,8 +179,8 @@ class _ToldOnce:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         explain_import(error)
         explain_input(error)
-        with contextlib.suppress(OSError):  # the launcher has just ended
-            if self._path and os.getpid() == self._process_id:  # forked children print their own tracebacks
+        with contextlib.suppress(OSError):  # raised if the launcher has just ended
+            if self._path and os.getpid() == self._process_id:  # forked children always print their tracebacks
                 with open(self._path, "r+b", buffering=0) as file:
                     fcntl.flock(file, fcntl.LOCK_EX)
                     self._tell(file, kind, error, trace)
@@ -209,7 +209,7 @@ class _ToldOnce:
 
 
 def _tell_error(error: BaseException) -> None:
-    """Print an error. For Ctrl-C during an import, print only one line, since every rank would print a traceback."""
+    """Print an error. For Ctrl-C during an import, print only one line instead of a traceback on every rank."""
     trace, line, is_import = error.__traceback__, "", False
     while trace is not None and isinstance(error, KeyboardInterrupt):
         code = trace.tb_frame.f_code
@@ -229,7 +229,7 @@ def _own_name() -> str:
 
 
 def _leave_world(error: BaseException) -> BaseException:
-    """If this process has an open world, report the error to the other ranks. Return the error to print."""
+    """Leave this process's world, if any, with ``error``, and return the error to print."""
     module = sys.modules.get("asyncdist.blocking.process_world")
     return error if module is None else module.leave_with(error)
 
@@ -237,8 +237,8 @@ def _leave_world(error: BaseException) -> BaseException:
 def heed_story_requests() -> None:
     """Handle SIGUSR1, which requests a report, so that it does not end a rank that is importing or has left its world.
 
-    In a Slurm job the signal stays unhandled, because Lightning uses it to save and requeue if no other handler is set.
-    The launcher starts ranks with the signal blocked, so an early request stays pending until this call.
+    In a Slurm job the signal remains unhandled, because Lightning uses it to save and requeue if it has no handler.
+    The launcher starts ranks with the signal blocked, so an early request remains pending until this call.
     """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and "SLURM_JOB_ID" not in os.environ:
         signal.signal(signal.SIGUSR1, tell_no_world)
@@ -247,13 +247,13 @@ def heed_story_requests() -> None:
 
 
 def _heed_no_more() -> None:
-    """Ignore SIGUSR1 from now on, since the exiting interpreter would restore its default: ending the process."""
+    """Ignore SIGUSR1, because the exiting interpreter would restore its default action, which ends the process."""
     if callable(signal.getsignal(signal.SIGUSR1)):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def tell_no_world(_number: int, frame: types.FrameType | None) -> None:
-    """Handle SIGUSR1 while no world is open: report that, with the line that the program is executing."""
+    """Handle SIGUSR1 while no world is open by printing the line that the program is executing."""
     while frame is not None and frame.f_back is not None and _is_passed_over(frame):
         frame = frame.f_back
     has_begun = frame is not None and frame.f_code.co_filename != __file__
@@ -275,7 +275,7 @@ def _prefix_output() -> None:
 
 
 class _Prefixed(io.TextIOBase):
-    """Text stream that writes to another stream, with a prefix before each line."""
+    """A text stream that writes to another stream, with a prefix before each line."""
 
     def __init__(self, stream: TextIO, prefix: str) -> None:
         self._stream = stream
@@ -313,8 +313,8 @@ class _Prefixed(io.TextIOBase):
 class _Ending:
     """Ends the process without MPI_Finalize, which may hang after a rank's death, if the job survives lost ranks.
 
-    It is registered with :mod:`atexit` before the script runs, and is therefore called last, after all threads have
-    ended. In a program that imports mpi4py itself, MPI_Finalize may still be called earlier.
+    Its :mod:`atexit` function is registered before the script runs, and is therefore called last, after all threads
+    have ended. In a program that imports mpi4py itself, MPI_Finalize may still be called earlier.
     """
 
     def __init__(self) -> None:
@@ -324,18 +324,18 @@ class _Ending:
 
     def _end(self) -> None:
         for file in filter(None, (sys.stdout, sys.stderr)):
-            with contextlib.suppress(OSError, ValueError):  # no process reads the output any longer
+            with contextlib.suppress(OSError, ValueError):  # raised if no process reads the output, or it is closed
                 file.flush()
         os._exit(self.code)
 
 
 def write_past_mpirun() -> None:
-    """Redirect this rank's output to the launcher's files, if on this host, since mpirun may no longer read it."""
+    """Redirect this rank's output to its launcher's files, if it is on this host. mpirun may have stopped reading."""
     launcher = os.environ.get(LAUNCHER_VARIABLE, "")
     if not launcher.isdecimal() or int(launcher) not in ancestors():
         return
     for number in (1, 2):
-        with contextlib.suppress(OSError):  # the file is closed, is a socket, or has no reader
+        with contextlib.suppress(OSError):  # raised if the file is closed, is a socket, or has no reader
             if os.path.samestat(os.fstat(number), os.stat(f"/proc/{os.getppid()}/fd/{number}")):
                 flags = os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK
                 opened = os.open(f"/proc/{launcher}/fd/{number}", flags)
@@ -349,7 +349,7 @@ def ancestors() -> list[int]:
     found = [os.getppid()]
     with contextlib.suppress(OSError, ValueError):
         while found[-1] > 1:
-            # The program name, which ends at the last ")", may contain any character.
+            # The program's name may contain any character, and ends at the last ")".
             _, _, behind_name = Path(f"/proc/{found[-1]}/stat").read_bytes().rpartition(b")")
             found.append(int(behind_name.split()[1]))
     return found
@@ -362,14 +362,14 @@ def tell_guardian(news: bytes) -> bool:
     if descriptor.isdecimal():
         _guardian = int(descriptor)
     if _guardian is not None:
-        with contextlib.suppress(OSError):  # the guardian was killed, and this rank will be too
+        with contextlib.suppress(OSError):  # raised if the guardian was killed, in which case this rank will be too
             os.set_inheritable(_guardian, False)
             os.write(_guardian, news)
     return _guardian is not None
 
 
 def exit_code(code: object) -> int:
-    """Return the exit code for ``sys.exit(code)``. Codes other than 0 whose low 8 bits are 0 become 1."""
+    """Return the exit code of ``sys.exit(code)``, which is 1 for failure codes whose low 8 bits are 0."""
     if not isinstance(code, int):
         return 0 if code is None else 1
     return code & 0xFF or int(code != 0)
@@ -378,15 +378,15 @@ def exit_code(code: object) -> int:
 def _end_job(code: int) -> None:
     """End the whole job after this rank has failed, unless mpirun or ``asyncdist.run`` ends it.
 
-    A script without ``asyncdist.run`` that fails after MPI_Init would wait in MPI_Finalize for the other ranks forever,
-    so it aborts. Under ``asyncdist.run``, the supervisor has already ended the job. Before MPI_Init, Open MPI's mpirun
-    ends the job at the first non-zero exit code, but MPICH's needs an abort command over PMI-1.
+    A script without ``asyncdist.run`` that fails after MPI_Init must abort, because it would wait for the other ranks
+    in MPI_Finalize forever. Under ``asyncdist.run``, the supervisor has already ended the job. Before MPI_Init, Open
+    MPI's mpirun ends the job at the first non-zero exit code, but MPICH's needs an abort command over PMI-1.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     is_mpi_up = mpi is not None and mpi.Is_initialized()
     is_supervised = "asyncdist.transports.mpi" in sys.modules
     if mpi is not None and is_mpi_up and not mpi.Is_finalized() and not is_supervised:
-        if mpi.COMM_WORLD.Get_size() == 1:  # MPI was started only by a library's check, and no rank waits
+        if mpi.COMM_WORLD.Get_size() == 1:  # only a library's check has initialized MPI, and no other rank waits
             return
         _await_readers()
         mpi.COMM_WORLD.Abort(code)
@@ -395,15 +395,15 @@ def _end_job(code: int) -> None:
 
 
 def abort_over_pmi(code: int) -> None:
-    """Ask MPICH's mpirun to end the job. Does nothing under other launchers.
+    """Request MPICH's mpirun to end the job. Do nothing under other launchers.
 
-    Without this request, mpirun sometimes (2 of 430 times) overlooks the exit of a rank without MPI_Finalize.
+    Without the request, mpirun overlooked the exit of a rank without MPI_Finalize in 2 of 430 runs.
     """
     descriptor = os.environ.get("PMI_FD", "")
     if descriptor.isdecimal():
         _await_readers()
         time.sleep(_LAST_WORDS_S)
-        with contextlib.suppress(OSError):  # mpirun has closed the descriptor, since it is already ending the job
+        with contextlib.suppress(OSError):  # raised if mpirun is already ending the job
             os.write(int(descriptor), b"cmd=abort exitcode=%d\n" % code)
 
 
@@ -412,7 +412,7 @@ def _await_readers() -> None:
     sys.stdout.flush()
     deadline = time.monotonic() + _READERS_S
     for descriptor in (1, 2):
-        with contextlib.suppress(OSError):  # the descriptor is closed
+        with contextlib.suppress(OSError):  # raised if the descriptor is closed
             if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
                 unread = array.array("i", [1])
                 while unread[0] and time.monotonic() < deadline:
@@ -421,7 +421,7 @@ def _await_readers() -> None:
 
 
 def explain_shadowing() -> None:
-    """Make an ImportError for ``protocols`` report the module that shadows or has overwritten this package."""
+    """Make uncaught ImportErrors for ``protocols`` name the module that shadows or has overwritten this package."""
     if find_shadowing() is None:
         return
     previous = sys.excepthook
@@ -434,7 +434,7 @@ def explain_shadowing() -> None:
 
 
 def explain_import(error: BaseException) -> None:
-    """Add a note to an ImportError for ``protocols`` that names the module that shadows or has overwritten it."""
+    """Add a note to an ImportError for ``protocols`` with the module that shadows or has overwritten this package."""
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols":
         note = find_shadowing()
         if note is not None and note not in _notes_of(error):
@@ -444,7 +444,7 @@ def explain_import(error: BaseException) -> None:
 def explain_input(error: BaseException) -> None:
     """Add a note to an end-of-input error, such as a debugger's, if this rank has an empty standard input."""
     is_end = isinstance(error, EOFError) or (type(error).__module__, type(error).__name__) == ("bdb", "BdbQuit")
-    with contextlib.suppress(OSError):  # standard input is closed
+    with contextlib.suppress(OSError):  # raised if standard input is closed
         if is_end and os.path.samestat(os.fstat(0), os.stat(os.devnull)) and _NO_INPUT not in _notes_of(error):
             error.add_note(_NO_INPUT)
 
@@ -454,13 +454,13 @@ def _notes_of(error: BaseException) -> list[str]:
 
 
 def find_shadowing() -> str | None:
-    """Return a message on how the package ``protocols`` is shadowed or overwritten, with the remedy, or None."""
+    """Return a message, with a remedy, if the package ``protocols`` is shadowed or overwritten, or None."""
     found = sys.modules.get("protocols")
     if found is not None and found is sys.modules.get("asyncdist.protocols"):
         return None
     try:
         spec = importlib.util.find_spec("protocols")
-    except ValueError:  # a program has created a module ``protocols`` without a spec
+    except ValueError:  # the program has created a module ``protocols`` without a spec
         return None
     if spec is None or spec.origin is None or Path(spec.origin).resolve() == PROTOCOLS:
         return find_overwriting()
@@ -471,11 +471,11 @@ def find_shadowing() -> str | None:
 
 
 def find_overwriting() -> str | None:
-    """Return a message that names the distribution that has overwritten ``protocols``, with the remedy, or None."""
+    """Return a message, with a remedy, if another distribution has overwritten ``protocols``, or None."""
     is_there = PROTOCOLS.is_file()
     if is_there and b"asyncdist.protocols" in PROTOCOLS.read_bytes():
         return None
-    from importlib.metadata import distributions  # the import takes 19 ms
+    from importlib.metadata import distributions  # not at the top of the file, because this import takes 19 ms
 
     others = [
         f"{each.metadata['Name']} {each.version}"

@@ -35,7 +35,7 @@ _RESERVED: Final = (
 
 
 class TagRegistry:
-    """Records which owner (a channel, policy or service) uses which tag on this rank."""
+    """Records which owner, such as a channel or a policy, uses each tag on this rank."""
 
     def __init__(self) -> None:
         self._owners: dict[int, str] = {}
@@ -57,7 +57,7 @@ class TagRegistry:
             )
 
     def release(self, tag: int) -> None:
-        """Make ``tag`` available again. Does nothing if no owner has claimed it."""
+        """Make ``tag`` available again, if an owner has claimed it."""
         self._owners.pop(tag, None)
 
 

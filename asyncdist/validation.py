@@ -1,8 +1,8 @@
-"""Checks values of options; all errors have the form ``NAME must be ALLOWED, got VALUE``.
+"""Checks values of options. All errors have the form ``NAME must be ALLOWED, got VALUE``.
 
 NumPy numbers, and numbers of other registered numeric types, are accepted and converted to Python's own types. A bool
-is not accepted as a number, since it is probably a misplaced flag. The error for a misspelled name suggests the nearest
-allowed name.
+is not accepted as a number, because it is probably a misplaced flag. The error for a misspelled name suggests the
+nearest allowed name.
 
 :func:`printable` makes foreign strings safe to print. :func:`optional_imports` reports how to install a missing
 library.
@@ -26,7 +26,7 @@ from asyncdist.errors import AsyncdistError
 
 P = ParamSpec("P")
 
-#: Oldest supported torch. Ranks that join later clone the torch.distributed store, which older versions do not support.
+#: Oldest supported torch. Ranks that join later clone torch.distributed's store, which older versions do not support.
 TORCH_MIN: Final = (2, 8)
 #: Smallest float above zero.
 SMALLEST: Final = math.ulp(0.0)
@@ -35,7 +35,7 @@ LARGEST: Final = math.nextafter(math.inf, 0.0)
 
 
 def refuse(name: str, value: Any, allowed: str, kind: type[Exception] = ValueError) -> NoReturn:
-    """Raise ``kind`` with the message ``NAME must be ALLOWED, got VALUE``; a very long value is shortened."""
+    """Raise ``kind`` with the message ``NAME must be ALLOWED, got VALUE``. A very long value is shortened."""
     text = repr(value)
     raise kind(f"{name} must be {allowed}, got {text if len(text) <= 200 else f'{text[:200]}...'}")
 
@@ -48,9 +48,9 @@ def one_of(values: Iterable[Any]) -> str:
 def printable(text: str, *, keep: str = "") -> str:
     r"""Return a foreign string as one line for a terminal or a log, with escapes like ``\x1b`` for control characters.
 
-    Control characters can control a terminal, and Unicode's can reorder text (Boucher and Anderson, Trojan Source,
-    USENIX Security 2023). Use this for every name received from a file, a peer or another process. The characters in
-    ``keep``, for example the newline, are not escaped.
+    Foreign control characters could control a terminal, and Unicode's could reorder text (Boucher and Anderson, Trojan
+    Source, USENIX Security 2023). Use this function for every name received from a file, a peer or another process. The
+    characters in ``keep``, for example the newline, are not escaped.
     """
     if text.isprintable():
         return text
@@ -60,7 +60,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def meant(name: str, allowed: Collection[str], otherwise: str | None = None) -> str:
-    """Return ``did you mean NAME?`` with the nearest allowed name; if none is near, ``otherwise`` or all of them."""
+    """Return ``did you mean NAME?`` with the nearest allowed name, or else ``otherwise`` or a list of all names."""
     near = difflib.get_close_matches(name, allowed, n=1)
     if near:
         return f"did you mean {near[0]}?"
@@ -70,12 +70,15 @@ def meant(name: str, allowed: Collection[str], otherwise: str | None = None) -> 
 def names_options(
     *, refused: Mapping[str, str] | None = None, called: Callable[[str, Sequence[Any]], str] | None = None
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Decorate a constructor so that its errors for unknown options and positional arguments help.
+    """Decorate a constructor to raise helpful errors for unknown options and too many positional arguments.
 
-    Before Python 3.13, Python's own error for a misspelled keyword has no suggestion. The known options are the
-    constructor's parameters and the keys of the TypedDict that annotates its ``**options``. ``refused`` maps options
-    that only similar constructors have to the reason why this one lacks them. ``called`` explains too many positional
-    arguments, which follow the order of a similar constructor: it gets the class's name and all of them.
+    The known options are the constructor's parameters and the keys of the TypedDict that annotates its ``**options``.
+    Python's own error for a misspelled keyword suggests an option only since Python 3.13.
+
+    Args:
+        refused: Reasons why this constructor lacks options that similar constructors have, by option.
+        called: Function that gets the class's name and all positional arguments, and explains arguments in the order of
+            a similar constructor.
     """
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
@@ -99,7 +102,7 @@ def names_options(
 def check_option_names(kind: type, names: Iterable[str]) -> None:
     """Raise the TypeError of :func:`names_options` if the constructor of ``kind`` lacks one of these options.
 
-    Nothing is checked if that constructor is not decorated.
+    Constructors without that decorator are not checked.
     """
     init: Any = kind.__init__  # type: ignore[misc]
     if hasattr(init, "refused_options"):
@@ -107,7 +110,7 @@ def check_option_names(kind: type, names: Iterable[str]) -> None:
 
 
 def _check_names(init: Callable[..., None], kind: type, names: Iterable[str], refused: Mapping[str, str]) -> None:
-    """Raise TypeError with all names that are not options; each has its reason, or the nearest option."""
+    """Raise TypeError with all names that are not options, each with the reason or the nearest option."""
     wrong = []
     for name in names:
         if name in refused:
@@ -130,7 +133,7 @@ def _refuse_positional(
 
 @functools.cache  # resolving the annotations takes 0.3 ms
 def option_names(init: Callable[..., None]) -> tuple[str, ...]:
-    """Return the names of a constructor's options in order: its parameters, then the keys of its TypedDict."""
+    """Return the names of a constructor's options: its parameters, then the keys of its TypedDict."""
     names: list[str] = []
     for parameter in inspect.signature(init).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -143,9 +146,9 @@ def option_names(init: Callable[..., None]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def reading_state(of: str) -> Iterator[None]:
-    """Convert errors about the content of a saved state to a ValueError that says whose state is damaged.
+    """Convert errors about the content of a saved state to a ValueError that names ``of``, the state's owner.
 
-    Errors that already name the problem, ValueErrors and asyncdist's own, are kept.
+    ValueErrors and asyncdist's own errors are kept, because they already name the problem.
     """
     try:
         yield
@@ -160,7 +163,7 @@ def reading_state(of: str) -> Iterator[None]:
 
 
 def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
-    """Return ``value`` as an int >= ``least``, or raise ValueError; its message also allows ``besides``."""
+    """Return ``value`` as an int >= ``least``, or raise ValueError, whose message also allows ``besides``."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -201,7 +204,7 @@ def ranks(name: str, values: Any) -> tuple[int, ...]:
 
 
 def real(name: str, value: Any, allowed: str, *, low: float, high: float = LARGEST) -> float:
-    """Return ``value`` as a float from ``low`` to ``high``, or raise ValueError; ``allowed`` describes the range."""
+    """Return ``value`` as a float from ``low`` to ``high``, which ``allowed`` describes, or raise ValueError."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     if not is_real or not low <= value <= high:
         refuse(name, value, allowed)
@@ -230,10 +233,10 @@ def missing_library(what: str, library: str, extra: str) -> str:
 
 @contextlib.contextmanager
 def optional_imports(what: str, libraries: Collection[str], extra: str) -> Iterator[None]:
-    """Report how to install a library whose import fails in the body of the ``with`` statement.
+    """Report how to install a library whose import fails in the ``with`` block.
 
     The error is a ModuleNotFoundError that names the feature ``what`` and the asyncdist extra that installs the
-    library. If a module that is not in ``libraries`` is missing, Python's own error is raised unchanged.
+    library. Errors for modules other than ``libraries`` are raised unchanged.
     """
     try:
         yield
@@ -251,7 +254,7 @@ def main_function(main: Any, args: Sequence[Any]) -> None:
         raise TypeError(f"main must be a coroutine function (async def), got {what}")
     try:
         signature = inspect.signature(main)
-    except ValueError:  # main has no signature that can be inspected: the call itself will raise
+    except ValueError:  # the signature of main cannot be inspected, so that only the call can raise an error
         return
     try:
         signature.bind(None, *args)
@@ -279,7 +282,7 @@ def _place_of(function: Any) -> str:
 
 
 def torch_problem(version: str) -> str | None:
-    """Return an error message with a remedy if this version of torch is too old, otherwise None."""
+    """Return an error message with a remedy if this version of torch is too old, or None."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or (int(found[1]), int(found[2])) >= TORCH_MIN:
         return None

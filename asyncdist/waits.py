@@ -1,8 +1,8 @@
-"""Identifies everything that a rank's task can wait for, and defines the messages that describe waits.
+"""Identifies everything for which a rank's task can wait, and defines the descriptions of waits.
 
-Recordings and replays find timers, deadlines and measured numbers by their :class:`WaitId`, which is described by the
-template of its :class:`WaitKind`. Templates may change without affecting replays, but a kind's value and the fields
-used with it must not change.
+Recordings and replays find timers, deadlines and measured numbers by their :class:`WaitId`. The template of its
+:class:`WaitKind` describes it. Templates may change, but a kind's value and the fields used with it must not, because
+replays depend on them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Self
 
 @enum.unique
 class WaitKind(enum.StrEnum):
-    """Lists the kinds of waits, each with its key in recordings and the format string for its description."""
+    """The kinds of waits, each with its key in recordings and the format string of its description."""
 
     template: str
 
@@ -41,7 +41,7 @@ class WaitKind(enum.StrEnum):
     STREAM_RECEIVE = "stream_receive", "stream from rank {peer}, tag {tag}"
     STREAM_RECEIVER = "stream_receiver", "rank {peer} to receive a stream"
     USER_REQUEST = "user_request", "{name}"  # a request of mpi4py or torch that the program has started
-    # Only recordings and replays use these kinds. The number counts a task's sends to one rank on one tag.
+    # Only recordings and replays use the following kinds. The number counts a task's sends to one rank on one tag.
     MESSAGE_LEFT = "message_left", "send {number} to {peer}, tag {tag}"
     STREAM_LEFT = "stream_left", "stream {number} to {peer}, tag {tag}"
     WRITTEN_NBYTES = "written_nbytes", "written to {peer}, slot {number}"
@@ -91,7 +91,7 @@ class WaitKind(enum.StrEnum):
     FINALIZE_MESSAGES = "finalize_messages", "the finalize messages of the other ranks"
     MAIN_END = "main_end", "the end of main"
     PEER_FAILURE = "peer_failure", "the failure of a peer"
-    STOPPED_MAIN = "stopped_main", "{name}"  # used in a story if the simulation ended while main waited
+    STOPPED_MAIN = "stopped_main", "{name}"  # for a story, if the simulation ended while main waited
 
     # -- asyncdist.functional, asyncdist.integrations ---------------------------------------------------------------
     EARLIER_WORK = "earlier_work", "the end of an earlier {name}"
@@ -128,7 +128,7 @@ class WaitId(NamedTuple):
     Attributes:
         kind: Member of :class:`WaitKind`, or an unknown string if another version of asyncdist made the recording.
         tag: Tag of the awaited message, if any.
-        peer: Rank that alone can end the wait, if known.
+        peer: Only rank that can end the wait, if known.
         number: Number that distinguishes waits of the same kind: a round, a slot or a count.
         name: Name of a channel, a policy or an agreement, chosen by the user or a protocol.
     """
@@ -141,7 +141,7 @@ class WaitId(NamedTuple):
 
     def __str__(self) -> str:
         template = _TEMPLATES.get(self.kind)
-        if template is None:  # another version of asyncdist has recorded this kind
+        if template is None:  # only another version of asyncdist knows this kind
             named = zip(self._fields, self, strict=True)
             facts = (f"{field} {value}" for field, value in named if value not in (None, ""))
             return ", ".join(facts)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def ranks_in_words(ranks: Collection[int], *, span_count_max: int | None = None) -> str:
-    """Return ``"rank 3"`` or ``"ranks 0, 1, 5-9"``; ranks after ``span_count_max`` spans are only counted."""
+    """Return a list like ``"rank 3"`` or ``"ranks 0, 1, 5-9"``. Ranks after ``span_count_max`` spans are counted."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:
@@ -51,7 +51,7 @@ def size_in_words(nbytes: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[object]], *, right: Collection[int] = ()) -> str:
-    """Return the lines of a table with aligned columns; those whose indices are in ``right`` are right-aligned."""
+    """Return a table with left-aligned columns, or right-aligned columns for the indices in ``right``."""
     lines = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
