@@ -1,13 +1,12 @@
 """Averages gradients or weights over a group once, synchronously, without a policy.
 
-All tensors of one dtype are averaged in one collective. Sums are computed in float32 or wider, in rank order, and
-divided by the group's size, so results are bitwise identical on all transports. Equal values stay unchanged, and the
-mean of finite values is finite, even if their sum is not (:mod:`asyncdist.tensors.means`). The members first compare
-their models. If they differ, all members raise an error that names the first difference.
+Sums are computed in float32 or wider, in rank order, and divided by the group's size, so results are bitwise identical
+on all transports. Equal values stay unchanged, and the mean of finite values is finite, even if their sum is not
+(:mod:`asyncdist.tensors.means`).
 
 Tensors are read and written in pieces, so no other task may use the model during the call. For 64 KiB or more,
-processes on one host, with MPI or torch, read each other's memory instead of sending messages, if they can
-(:mod:`asyncdist.collectives.algorithms.shared_memory_reduce`). The result is the same.
+processes on one host, with MPI or torch, read each other's memory if they can
+(:mod:`asyncdist.collectives.algorithms.shared_memory_reduce`).
 
 **Cancellation**: the collectives end in the background, and this rank's tensors keep their values.
 """
@@ -56,7 +55,7 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
     state is kept for later calls, as long as the model exists.
 
     Args:
-        model: Model with the same names, shapes, dtypes and tied weights on all members; on any device.
+        model: Model with the same names, shapes, dtypes and tied weights on all members, on any device.
         training_group: Ranks that average; by default all.
         world: World of the call; by default the current one.
 
@@ -161,8 +160,8 @@ class _Kept:
 class _Models:
     """Prepares a model's state for averaging, and writes the average back. Raises an error for an invalid model.
 
-    ``summary`` is a digest of the layout, ``spreads`` contains the tensors to average, and ``exact`` contains flat
-    tensors of integers and booleans.
+    ``summary`` is a digest of the layout, ``spreads`` has the tensors to average, and ``exact`` has integers and
+    booleans.
     """
 
     def __init__(self, model: nn.Module, world: World, state: FlatState | None = None) -> None:
@@ -233,9 +232,8 @@ async def _check_equal(
 class _Gradients:
     """Gradients of a model, as one flat tensor per accumulation dtype. Raises an error for an invalid model.
 
-    ``present`` contains 1 for each parameter with a gradient and 0 for each parameter without one. ``summary`` contains
-    digests of ``present`` and of the ``fingerprint`` of all parameters. ``spreads`` contains the gradients that are
-    present on any member.
+    ``present`` is 1 for each parameter with a gradient, otherwise 0. ``summary`` has digests of ``present`` and of all
+    parameters. ``spreads`` has the gradients that are present on any member.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:

@@ -51,12 +51,10 @@ class Calls(Generic[AskT, AnswerT]):
 
     Args:
         ask_type: Frozen dataclass for questions.
-        answer_type: Frozen dataclass for answers; must differ from ``ask_type``.
+        answer_type: Frozen dataclass for answers, different from ``ask_type``.
         tag: Tag of the messages, as for :meth:`asyncdist.World.channel`.
         answer: Function or coroutine function that takes a question and the asking rank, and returns the answer. If
             None, this rank only asks.
-        group: Ranks that take part; by default all.
-        world: World of the calls; by default the current one.
 
     Raises:
         TypeError: The types are equal, or have fields that cannot be sent.

@@ -56,10 +56,8 @@ async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0
     Args:
         group: Group, possibly freed, whose surviving members form the new group; by default all ranks.
         timeout_s: Seconds to wait for the last member.
-        world: World of the call; by default the current one.
 
     Raises:
-        TypeError: ``group`` is not a group.
         StartTimeoutError: Some members did not join in time.
         RankLostError, ClosedError, DisagreementError: The members did not agree on a list of survivors in time.
     """
@@ -144,7 +142,7 @@ def all_gather(
     Args:
         tensor: Tensor of equal shape and dtype on all members, on any device; with an axis name a tree of tensors.
         axis_name: Name of a mesh axis. With None, the tree is returned unchanged.
-        axis: Dimension of the results for the ranks' leaves; only with an axis name.
+        axis: Dimension of the results along which the ranks' leaves are placed; only with an axis name.
         tiled: Whether to concatenate the leaves instead of stacking them; only with an axis name.
         mesh: Mesh with the axis, by default the newest open mesh; only with an axis name.
         group: Ranks that take part, by default all; only without an axis name.

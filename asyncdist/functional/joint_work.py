@@ -1,9 +1,8 @@
 """Runs several helper calls as one unit that all members complete, even if the caller is cancelled on some rank.
 
-A cancelled helper completes in the background, because the other members have entered it. But a rank whose caller is
-cancelled between two helpers would not call the second, and the other members would wait for it forever. With joint
-work, the members first meet in one exchange in the caller's group. A separate task then completes the work, in a group
-that no other call uses.
+Without joint work, a rank whose caller is cancelled between two helpers would not call the second, and the other
+members would wait for it forever. With joint work, the members first meet in one exchange in the caller's group. A
+separate task then completes the work, in a group that no other call uses.
 
 **Cancellation** of the caller is recorded. At the work's next :meth:`JointWork.check` on this rank, it becomes a
 RemoteError for the other members. After the last check, the work is completed on all ranks.

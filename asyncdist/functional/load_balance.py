@@ -31,10 +31,9 @@ class StepBalance:
         useful_s: Average working time of a rank in seconds: the mean over ranks, summed over iterations.
         waiting_s: Average time in seconds that a rank waited for the slowest rank: the maximum over ranks minus the
             mean, summed over iterations.
-        iteration_count: Number of iterations that all ranks have; further iterations are ignored.
+        iteration_count: Number of iterations that all ranks have. Further iterations are ignored.
         iteration_count_max: Largest number of iterations on any rank.
-        ranks: Ranks that have the step.
-        missing: Ranks that lack the step.
+        ranks, missing: Ranks that have the step, and ranks that lack it.
     """
 
     step: str
@@ -98,8 +97,7 @@ class StepTime:
     Attributes:
         max_s: Largest total of any rank, in seconds.
         mean_s: Mean of the ranks' totals, in seconds.
-        ranks: Ranks that have the step.
-        missing: Ranks that lack the step.
+        ranks, missing: Ranks that have the step, and ranks that lack it.
     """
 
     step: str
@@ -147,8 +145,7 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
         world_size: Number of dicts to use; by default all.
 
     Raises:
-        TypeError, ValueError: An entry is not a dict, or a value is not a number of seconds. The message names rank and
-            step.
+        TypeError, ValueError: An entry is not a dict, or a value is not a number of seconds.
     """
     timings = _checked(all_timing_dict, world_size)
     report = LoadImbalance(tuple(_balance(step, timings) for step in _steps(timings)))

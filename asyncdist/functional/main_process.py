@@ -2,8 +2,8 @@
 
 Each helper is collective in its group, by default the whole world. An exception in a rank's function is raised
 unchanged on that rank, and as a RemoteError with rank, type and message on every other member. A value of a type that
-cannot be sent also causes these errors. Values arrive with their exact type and content, and tensors arrive in CPU
-memory. Nothing is pickled (:mod:`asyncdist.tensors.serialization` lists the types).
+cannot be sent also causes these errors. Values arrive with their exact type and content
+(:mod:`asyncdist.tensors.serialization` lists the types), tensors in CPU memory.
 
 All helpers also work with a single rank. **Cancellation** of a member is reported to the others like an exception.
 """

@@ -35,7 +35,6 @@ class ParallelLayout:
     """Computes which ranks form the model, pipeline and data parallel groups.
 
     Attributes:
-        world_size: Number of ranks.
         model_parallelism: Number of ranks that share one stage of a model.
         pipeline_parallelism: Number of stages of a model.
 
@@ -97,7 +96,6 @@ class ParallelGroups(Generic[G]):
     """The three parallel groups that contain one rank.
 
     Attributes:
-        layout: Layout of all ranks.
         model: Group of the ranks that share a stage with this rank.
         pipeline: Group of the ranks with the stages of this rank's copy of the model, first stage first.
         data: Group of the ranks with the same weights.

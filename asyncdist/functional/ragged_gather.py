@@ -43,8 +43,7 @@ async def gather_distributed_data(
             members. The other dimensions and the dtype must be equal. Alternatively, on all members, a list of values
             that can be sent (:data:`asyncdist.tensors.serialization.ALLOWED`). The result is a list, or a tensor on the
             first rank's device.
-        world_size: None, or the group's size; for compatibility with torchgfn.
-        rank: None, or this rank; for compatibility with torchgfn.
+        world_size, rank: None, or the group's size and this rank; for compatibility with torchgfn.
         training_group: Ranks that take part; by default all.
         world: World of the call; by default the current one.
 

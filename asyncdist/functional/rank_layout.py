@@ -33,7 +33,6 @@ class RankLayout:
     """Roles of all ranks.
 
     Attributes:
-        world_size: Number of ranks.
         agent_groups: Training ranks of each agent group, as tuples or lists. Groups have equal sizes and need not be
             contiguous.
         clients: Training ranks that each buffer rank serves, by buffer rank; empty without buffers.
@@ -143,8 +142,6 @@ class RankLayout:
 
         Args:
             hosts: Host name of each rank.
-            num_remote_buffers: Number of buffer ranks.
-            num_agent_groups: Number of agent groups.
             coordinator: Rank that neither trains nor serves a buffer, or None.
 
         Raises:
@@ -198,12 +195,9 @@ class DistributedContext:
     native communicator, or None. Other groups only have ``ranks``.
 
     Attributes:
-        layout: Roles of all ranks.
-        num_training_ranks: Number of training ranks.
-        agent_group_size: Number of training ranks in each agent group.
-        agent_group_id: Index of this rank's agent group; None if it does not train.
-        assigned_buffer: Buffer rank that serves this training rank; None if there is none.
-        assigned_training_ranks: Training ranks that this buffer rank serves; None on other ranks.
+        agent_group_id: Index of this rank's agent group, or None if it does not train.
+        assigned_buffer: Buffer rank that serves this training rank, or None.
+        assigned_training_ranks: Training ranks that this buffer rank serves, or None on other ranks.
     """
 
     def __init__(self, world: World, layout: RankLayout, groups: Mapping[tuple[int, ...], Group]) -> None:

@@ -214,8 +214,7 @@ def arranged_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, loade
 
     Without parameter names, which older files lack, the saved order is kept.
 
-    Raises:
-        ValueError: The optimizers have different parameters in their groups.
+        Raise ValueError if the optimizers' groups have different parameters.
     """
     if loaded.get("optimizer_names") is not None:
         own = loading.parameter_names(model, optimizer)

@@ -56,10 +56,9 @@ class LoadedPopulation:
     """Result of :func:`load_population` on this rank.
 
     Attributes:
-        folder: Folder of the checkpoint.
         source: Rank whose file was loaded.
         is_copy: Whether another rank continues as the source rank. If so, this rank has kept its own random states.
-        metric: Metric of the source rank; None if unknown.
+        metric: Metric of the source rank, or None.
         extra: Value that the source rank passed to :func:`save_population` as ``extra``.
     """
 
@@ -87,14 +86,13 @@ async def save_population(
 
     All ranks of ``group`` must call this function. A thread writes the files, while this rank continues to send its
     snapshots. Model and optimizer must not change before the call returns. If the call raises, the checkpoint is not
-    valid, and earlier checkpoints are unchanged.
+    valid.
 
     Args:
         path: Folder for all checkpoints, accessible to all ranks. It is created if it does not exist.
-        model, optimizer: Model and optimizer of this rank; any torch module and optimizer.
-        policy: Policy of this rank, or another object with a ``state_dict``.
-        extra: Further state of this rank: tensors, numbers, strings, and lists and dictionaries of these. NumPy numbers
-            become Python numbers.
+        policy: Policy, or another object with a ``state_dict``.
+        extra: Further state: tensors, numbers, strings, and lists and dictionaries of these. NumPy numbers become
+            Python numbers.
         metric: Metric by which :func:`load_population` chooses ranks; by default the policy's newest metric. Larger is
             better, unless ``policy`` has ``metric_mode="min"``.
         keep: Number of newest checkpoints to keep, including this one, or None for all.
@@ -112,8 +110,7 @@ async def save_population(
             ``torch.load(weights_only=True)`` refuses. The other ranks get RemoteError.
         OSError: A file cannot be written. The other ranks get RemoteError.
         RankLostError: A rank was lost while files were written, or a member of ``group`` is lost.
-        ValueError: ``keep`` is not a positive integer, or ``format`` is unknown.
-        ModuleNotFoundError: The package safetensors is missing.
+        ValueError, ModuleNotFoundError: ``keep`` or ``format`` is invalid, or the package safetensors is missing.
 
     **Cancellation**: before this rank's file is complete, the others get RemoteError, and the checkpoint is not valid.
     After that, the others complete the checkpoint. The cancellation is raised once this rank no longer writes a file.
@@ -235,8 +232,8 @@ class _Save:
     async def begin(self, take_state: Callable[[], dict[str, Any]]) -> str:
         """Take this rank's state, begin the save when all ranks have joined, and return the folder's name.
 
-        By default, after a loss, only the ranks that were never lost save. A rank that has not detected the loss yet
-        begins in the group of all ranks, gets RankLostError, and then joins the survivors.
+        By default, only the ranks that were never lost save. A rank that has not detected a loss yet begins in the
+        group of all ranks, gets RankLostError, and then joins the survivors.
         """
         world = self._world
         if self._is_default_group and world.peers.attendance.loss_count:
@@ -332,9 +329,9 @@ async def load_population(
 
     All ranks of ``group`` must call this function. Everything is read and compared before anything is changed. If one
     rank raises, all do, and no model has changed. With as many ranks as were saved, each gets its own state and
-    continues bitwise identically. With fewer ranks, the saved ranks with the best metrics are chosen, and assigned in
-    rank order. If the policy has replicas of several ranks, whole replicas are chosen by the mean metric of their
-    ranks. With more ranks, some get copies and keep their own random states, and a warning is logged.
+    continues bitwise identically. With fewer ranks, the saved ranks (or whole replicas of several ranks) with the best
+    metrics are chosen, and assigned in rank order. With more ranks, some get copies and keep their own random states,
+    and a warning is logged.
 
     Without ``group``, a restarted rank (``world.incarnation`` above 0) raises FileNotFoundError at once, because the
     others already train. The policy that it then enters gives it the state of another rank.

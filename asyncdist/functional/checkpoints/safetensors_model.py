@@ -1,9 +1,8 @@
 """Writes and reads a model's state as a safetensors file, which ``safetensors.torch.load_file`` also opens.
 
-The format stores dense tensors by name, without sharing. Tied weights are written under their first name. The other
-names are stored in the file's metadata, as ``safetensors.torch.save_model`` does, so that
-``safetensors.torch.load_model`` also works. Unsupported entries (``get_extra_state``, sparse or quantized tensors,
-complex128) are returned separately.
+The format stores dense tensors by name, without sharing. Tied weights are written under their first name, with the
+other names in the file's metadata, so that ``safetensors.torch.load_model`` also works. Unsupported entries
+(``get_extra_state``, sparse or quantized tensors, complex128) are returned separately.
 """
 
 from __future__ import annotations

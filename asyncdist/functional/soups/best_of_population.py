@@ -1,8 +1,8 @@
 """Gives every rank the best model of the population: the best rank's model, or a mean of several ranks' models.
 
 All ranks measure their own models, and then the same trial means. To compute a mean, the ranks broadcast their weights
-in turn, in pieces, and every rank averages the pieces that it receives. Besides the model, a rank needs memory for a
-copy of its own weights, for the mean, and for one piece.
+in turn, in pieces. Besides the model, a rank needs memory for a copy of its own weights, for the mean, and for one
+piece.
 
 The rank with the best model decides, because it has measured both the best model and the means on the same data. The
 other ranks also measure the means, so that different data on the ranks is detected.
@@ -64,9 +64,8 @@ async def best_of_population(
     """Write the best weights of the population into every rank's model, and return how they were chosen.
 
     All ranks of ``group`` must call this function, after the policy has ended. The candidates are the model of each
-    rank, the mean of all models (the uniform soup), and the greedy soup. The greedy soup starts with the best model,
-    and adds each other model, in the order of their metrics, if that makes the metric strictly better. The result is at
-    least as good as the best model.
+    rank, the mean of all models (the uniform soup), and the greedy soup, which starts with the best model and adds each
+    other model, in the order of their metrics, if that makes the metric strictly better.
 
     Floating and complex parameters and persistent buffers are averaged in float32 or wider. Integers, such as
     BatchNorm's counter, are copied from the best model. A model whose metric is not finite, or whose weights contain

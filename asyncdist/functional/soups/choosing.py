@@ -60,7 +60,6 @@ class GreedyChoice:
     Attributes:
         order: Members with a finite metric, best first. Members with equal metrics are in ascending order.
         members: Members of the soup, in the order in which they were added.
-        metric: Metric of the soup.
 
     Raises:
         ValueError: No member has a finite metric.

@@ -1,7 +1,7 @@
 """Averages saved models, in one process: uniform and greedy soups, and the mean of the latest checkpoints.
 
-The models are memory-mapped and read one at a time. In addition, these functions need memory for the mean and for a
-copy of the model's own weights, to restore them after an error.
+The models are memory-mapped and read one at a time. Memory is also needed for the mean and for a copy of the model's
+own weights, to restore them after an error.
 """
 
 from __future__ import annotations

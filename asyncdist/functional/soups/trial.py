@@ -67,9 +67,7 @@ def check_loader(loader: Any) -> None:
 
 
 def recompute_statistics(model: nn.Module, loader: Iterable[Any] | None) -> None:
-    """Recompute the statistics of the model's BatchNorm layers from the batches of a loader.
-
-    Do nothing if there is no loader or no BatchNorm layer.
+    """Recompute the statistics of the model's BatchNorm layers, if any, from the batches of a loader, if given.
 
     Raises:
         ValueError: The loader yields no batches. The means would stay 0 and the variances 1.
