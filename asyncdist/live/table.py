@@ -66,7 +66,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
         drawn.add_column(column.name, justify=side, no_wrap=True, overflow="ellipsis", max_width=width_max)
     for row in rows:
         for number, policy in enumerate(policies_of(row)):
-            # rich would interpret markup in plain strings
+            # Text is used because rich would interpret markup in plain strings.
             cells = [Text(column.text(row, policy)) for column in widths]
             is_first = number == 0
             drawn.add_row(*(c if is_first or k.is_of_policy else "" for c, k in zip(cells, widths, strict=True)))

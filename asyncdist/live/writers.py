@@ -68,7 +68,8 @@ class WandbWriter:
     def __init__(self, project: str, counters: RankCounters) -> None:
         import wandb
 
-        mode: Any = environment.VARIABLES.get("WANDB_MODE", "offline")  # wandb's error lists the allowed modes
+        # Not checked here, because wandb's error lists the allowed modes.
+        mode: Any = environment.VARIABLES.get("WANDB_MODE", "offline")
         self._run: Any = wandb.init(
             project=project or "asyncdist",
             group=f"asyncdist-{counters.job}",

@@ -255,7 +255,7 @@ def _data_parallel(job: Job, method: DataParallel) -> RoundCost:
         transfer_s=transfer_s,
         wait_s=max(0.0, transfer_s - _BACKWARD_SHARE * job.step_s),
         compute_s=job.step_s,
-        memory_nbytes=job.model_nbytes,  # the buckets
+        memory_nbytes=job.model_nbytes,  # DDP's buckets
         staleness_steps=0,
     )
 
@@ -273,7 +273,7 @@ def _average_all(job: Job, method: AverageAll) -> RoundCost:
         transfer_s=transfer_s,
         wait_s=transfer_s,
         compute_s=method.every * job.step_s,
-        memory_nbytes=job.model_nbytes,  # a flat copy
+        memory_nbytes=job.model_nbytes,  # a flat copy of the weights
         staleness_steps=0,
     )
 

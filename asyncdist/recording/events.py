@@ -64,13 +64,13 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # Another rank was lost, or returned as a new process.
     "lost": ("rank", "turn", "woken"),
     "returned": ("rank", "incarnation"),
-    # Main ended with this error, or "" if it returned.
+    # Main ended with ``error``, or returned if ``error`` is "".
     "over": ("error",),
     # For replays: a safe point began or ended, a line of code read the clock, or a deadline expired.
     "safe_point": ("has_ended", "turns", "woken"),
     "clock": ("seconds", "line"),
     "deadline": ("what", "turn", "woken"),
-    # A policy ended with final weights that have this CRC-32, or None if they were too large to compute it.
+    # A policy ended. ``checksum`` is the CRC-32 of its final weights, or None if they were too large.
     "weights": ("policy", "checksum"),
     # A timer of the runtime or of asyncio fired, or work in a thread ended.
     "timer": ("what", "turn", "woken", "begun"),

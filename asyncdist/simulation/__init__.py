@@ -1,4 +1,4 @@
-"""Simulates many ranks in one process and in virtual time; a seed determines how the ranks interleave."""
+"""Simulates many ranks in one process and in virtual time. A seed determines how the ranks interleave."""
 
 from asyncdist import compiled
 

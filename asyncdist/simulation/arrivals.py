@@ -56,7 +56,7 @@ class ArrivalQueue:
 
     def __init__(self) -> None:
         self._by_source: dict[int, deque[Message]] = {}
-        self._sources: list[int] = []  # the sources of the queued messages, in any order
+        self._sources: list[int] = []  # ranks with queued messages, in any order
 
     def is_empty(self) -> bool:
         return not self._sources

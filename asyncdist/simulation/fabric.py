@@ -26,7 +26,7 @@ from asyncdist.simulation.scheduler import Scheduler
 from asyncdist.simulation.trace import Trace
 from asyncdist.transports.base import ANY_SOURCE, Buffer, as_bytes
 
-#: Eager limits to choose from, in bytes. None is 0, because programs rely on small messages being sent eagerly.
+#: Eager limits to choose from, in bytes. 0 is excluded, because programs rely on small messages being sent eagerly.
 _EAGER_CHOICES: Final = (256, 4096, 65536)
 
 
@@ -92,8 +92,8 @@ class _Path:
         self.draw_latency_s = link.latency_sampler(rng)
         self.bandwidth = link.bandwidth_nbytes_per_s
         self.free_at = 0.0
-        self.last_arrival: dict[int, float] = {}  # by tag
-        self.last_entry: dict[int, float] = {}  # by tag: the time at which the last message entered the host
+        self.last_arrival: dict[int, float] = {}  # keyed by tag
+        self.last_entry: dict[int, float] = {}  # time at which the last message entered the host, keyed by tag
 
 
 class Fabric:
@@ -391,7 +391,7 @@ class Fabric:
             self._ring(receive.dest)
 
     def kill(self, rank: int) -> None:
-        """Kill the process of ``rank``; each peer detects the loss at a different time."""
+        """Kill the process of ``rank``. Each peer detects the loss at a different time."""
         self._doorbells[rank] = None
         self._posted[rank].clear()
         for message in self.liveness.kill(rank):
@@ -411,7 +411,7 @@ class Fabric:
         self._ring(observer)
 
     def restart(self, rank: int) -> None:
-        """Start a new process for the dead ``rank``; each peer connects to this process separately."""
+        """Start a new process for the dead ``rank``. Each peer connects to this process separately."""
         unheard = self._unexpected[rank]
         self._paths[rank], self._posted[rank], self._unexpected[rank] = {}, {}, {}
         for paths in self._paths:
@@ -423,7 +423,7 @@ class Fabric:
                     self.fail_send(message)
 
     def accept(self, observer: int, other: int, incarnation: int) -> bool:
-        """Connect ``observer`` to a new process of ``other``; return whether it is alive and was not yet connected."""
+        """Connect ``observer`` to a new process of ``other``. Return whether it is alive and was not yet connected."""
         if not self.liveness.accept(observer, other, incarnation):
             return False
         for queue in self._unexpected[observer].values():  # drop messages of the previous process

@@ -148,7 +148,7 @@ class _Interface:
     free_of_small_at: float = 0.0
 
     def carry(self, ready_at: float, nbytes: int, bandwidth: float) -> tuple[float, float]:
-        """Return the times at which the first byte and the last byte of a message are carried."""
+        """Return the times at which the first and the last byte of a message pass through the interface."""
         is_small, transfer_s = nbytes <= _PACKET_NBYTES, nbytes / bandwidth
         begins_at = max(ready_at, self.free_of_small_at if is_small else self.free_at)
         if is_small:

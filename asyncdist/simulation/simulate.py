@@ -275,7 +275,7 @@ class _Simulation:
             observe(self._faults, self._trace, self._outcomes)
         for index, fault in enumerate(self._faults):
             if isinstance(fault, (Stall, SlowRank)) and not fault.at_s:
-                self._strike(index, fault)  # before the rank begins
+                self._strike(index, fault)  # takes effect before the rank begins
             elif isinstance(fault, (Kill, Restart, Join, Interrupt, Stall, SlowRank)) and fault.at_s is not None:
                 self._scheduler.at(fault.at_s, self._strike, (index, fault))
         self._start = functools.partial(self._start_rank, main=main, args=args, options=options)

@@ -14,7 +14,7 @@ except ImportError:  # Cython is needed to compile the module, not to run it
     cython = SimpleNamespace(compiled=False)
 
 _EVENT: Final = struct.Struct("<dBiiiq")
-if not cython.compiled:  # compiled code uses a C function
+if not cython.compiled:  # compiled code packs events with a C function
     _pack = _EVENT.pack
 _FLUSH_NBYTES: Final = 1 << 16
 KEPT_EVENT_COUNT: Final = 20_000

@@ -294,7 +294,7 @@ def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
     if size == len(files):
         return list(range(size))
     if len(files) % count or size % count:
-        count = 1  # the policy refuses this number of ranks, or is not the saved one
+        count = 1  # the policy will refuse this number of ranks, or has other replicas
     units = [files[first : first + count] for first in range(0, len(files), count)]
     return [unit * count + place for unit in _chosen(units, size // count) for place in range(count)]
 

@@ -125,7 +125,7 @@ async def save_population(
 
 async def _settle(policy: Stateful | None) -> None:
     """Let a policy with a method ``settle`` receive the data in flight, so that its state can be saved."""
-    # a blocking policy wraps the one with ``settle``
+    # A blocking policy wraps the one with ``settle``.
     settle = getattr(getattr(policy, "awaited", policy), "settle", None)
     if settle is not None:
         await settle()

@@ -1,1 +1,1 @@
-"""Choose what to deploy: the best model of a population or of saved checkpoints, or a mean of several of them."""
+"""Chooses what to deploy: the best model of a population or of saved checkpoints, or a mean of several models."""

@@ -43,7 +43,7 @@ from asyncdist.tensors.means import running_mean_into
 
 logger = logging.getLogger("asyncdist.soups")
 
-#: Elements per broadcast: 16 MiB of float32.
+#: Number of elements per broadcast, 16 MiB of float32.
 _PIECE_COUNT: Final = 1 << 22
 #: Relative and absolute difference between ranks' metrics of equal weights above which a warning is logged.
 _TOLERANCE: Final = (1e-2, 1e-8)

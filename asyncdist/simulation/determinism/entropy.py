@@ -25,7 +25,7 @@ _NAMES: Final[tuple[tuple[Any, str], ...]] = (
     (random, "_urandom"),
     *([(os, "getrandom")] if hasattr(os, "getrandom") else []),
 )
-#: Value that ``torch.seed()`` must return, for example in a replay; None for a value from the seeded generator.
+#: Value that ``torch.seed()`` returns, for example in a replay. If None, the simulation's generator supplies it.
 known_torch_seed: ContextVar[int | None] = ContextVar("asyncdist_known_torch_seed", default=None)
 
 

@@ -61,7 +61,7 @@ def refused_outside() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, what in _ENTRIES:
             original = getattr(owner, name, None)
-            if original is not None:  # not every operating system has every function
+            if original is not None:  # some operating systems lack some of these functions
                 setattr(owner, name, _guarded(original, what, is_refused))
                 stack.callback(setattr, owner, name, original)
         yield

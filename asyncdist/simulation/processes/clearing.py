@@ -39,7 +39,7 @@ def clear_away(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
                 waiting.pop()
             return not waiting or scheduler.event_count >= end
 
-        # a finally block may await something that never completes, and is then cancelled again
+        # A finally block may await something that never completes, and is then cancelled again.
         for _ in range(_CANCEL_COUNT):
             for task in waiting:
                 task.cancel()

@@ -47,7 +47,7 @@ class SimFuture(asyncio.Future[Any]):
 
 
 class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its handles are not asyncio.Handle
-    """The event loop that runs the tasks of one simulated rank; ``context`` is the context of the rank's main."""
+    """The event loop that runs the tasks of one simulated rank. ``context`` is the context of the rank's main."""
 
     context: contextvars.Context
     generators: Callable[[RankLoop], list[AsyncGenerator[Any, Any]]]
@@ -103,7 +103,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         return self._exception_handler
 
     def set_exception_handler(self, handler: Callable[[RankLoop, dict[str, Any]], object] | None) -> None:
-        """Set the handler for exceptions that no task of this rank retrieves; None for the default handler."""
+        """Set the handler for exceptions that no task of this rank retrieves. None restores the default handler."""
         if handler is not None and not callable(handler):
             raise TypeError(f"the exception handler must be a function or None, got {handler!r}")
         self._exception_handler = handler

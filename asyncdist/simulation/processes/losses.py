@@ -49,11 +49,12 @@ class Liveness:
         self.known_lost: list[set[int]] = [set() for _ in range(size)]
         self.stale_count = 0
         self._incarnations = [0] * size
-        self._met: dict[tuple[int, int], int] = {}  # (observer, other) -> connected incarnation of other; 0 if missing
+        # Incarnation of ``other`` to which ``observer`` is connected, keyed by (observer, other); 0 if missing.
+        self._met: dict[tuple[int, int], int] = {}
         self._held: dict[tuple[int, int], list[Any]] = {}
         self._introduced: list[dict[int, int]] = [
             {} for _ in range(size)
-        ]  # by rank: the new processes that it has detected but not accepted yet
+        ]  # new processes that each rank has detected but not accepted yet
         self.closed: set[int] = set()
         self._loss_listeners: list[Callable[[int], object] | None] = [None] * size
         self._return_listeners: list[Callable[[int, int], object] | None] = [None] * size

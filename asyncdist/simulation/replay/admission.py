@@ -44,7 +44,7 @@ class Admission:
     def open(self, engine: ObservedEngine) -> None:
         """Begin to admit messages in the recorded order, just before main starts."""
         self._engine = engine
-        self._early.clear()  # messages before main: a replay may need fewer of them to start
+        self._early.clear()  # drops messages recorded before main, because a replay may need fewer of them
 
     @property
     def has_permitted(self) -> bool:
@@ -52,7 +52,7 @@ class Admission:
         return bool(self._permitted)
 
     def permit(self, keys: Iterable[Key]) -> None:
-        """Admit these messages."""
+        """Admit one message for each of these pairs of source and tag."""
         self._permitted.extend(keys)
 
     def clear(self) -> None:
@@ -109,7 +109,7 @@ class Admission:
         return self._mailbox.pop(key)
 
     def _leave_no_more_to_task(self, taken: TakenByTask) -> None:
-        """Deliver the messages that the task received just after ``taken``, because it tests less often in a replay."""
+        """Deliver the messages that the task received right after ``taken``: a replayed task tests less often."""
         for sight in itertools.takewhile(taken.is_beside, self._agenda.sights()):
             if not isinstance(sight, TakenByTask) or sight.keys[0][1] != taken.keys[0][1]:
                 break

@@ -220,7 +220,7 @@ class Gate:
             left = self.agenda.exit_after(sight)
             if left is not None and self.agenda.is_due(left[0]):
                 self._show(left[0])
-                # in the recorded run, the collective ended before the tasks that this input wakes continued
+                # In the recorded run, the collective ended before the tasks that this input wakes continued.
                 sight.woken_count += 1
                 continue
             self._show(sight)

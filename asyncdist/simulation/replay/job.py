@@ -78,7 +78,7 @@ class ReplayedJob:
             raise self._difference
 
     def _judge(self) -> None:
-        """Find the first difference from the records. Only the first call does so: cancelled ranks decide again."""
+        """Find the first difference from the records, once, because cancelled ranks make further decisions."""
         if self._is_judged:
             return
         self._is_judged = True
@@ -144,7 +144,7 @@ class _Watch:
 
 
 class ReplayedRank:
-    """Replays one rank; has the interface of :class:`asyncdist.runtime.recording.Recording`."""
+    """Replays one rank, with the interface of :class:`asyncdist.runtime.recording.Recording`."""
 
     def __init__(
         self,

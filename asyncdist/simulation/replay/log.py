@@ -47,7 +47,7 @@ class Sight:
 
 @dataclass(slots=True)
 class Taken(Sight):
-    """Messages that one polling pass received, without a send in between; ``keys`` are their sources and tags."""
+    """Messages that one polling pass received without a send in between. ``keys`` are their sources and tags."""
 
     keys: list[Key]
 
@@ -62,21 +62,21 @@ class TakenByTask(Taken):
 
 @dataclass(slots=True)
 class Passed(Sight):
-    """The deadline of a task's wait expired."""
+    """The expiry of the deadline of a task's wait."""
 
     what: WaitId
 
 
 @dataclass(slots=True)
 class Fired(Sight):
-    """A timer of the runtime fired."""
+    """The firing of a timer of the runtime."""
 
     what: WaitId
 
 
 @dataclass(slots=True)
 class Lost(Sight):
-    """The rank was notified of another rank's loss."""
+    """The point at which the rank was notified of another rank's loss."""
 
     rank: int
 
@@ -87,7 +87,7 @@ FAILED: Final = WaitId(WaitKind.COLLECTIVE_FAILURE)
 
 @dataclass(slots=True)
 class Left(Sight):
-    """A task continued after a collective that failed (``what`` is :data:`FAILED`) or that MPI completed."""
+    """The point at which a task continued after a collective, either failed (:data:`FAILED`) or completed by MPI."""
 
     what: WaitId
 
@@ -194,7 +194,7 @@ class _Reader:
     def __init__(self, log: RankLog, sent_before_count: int, *, tells_ends: bool) -> None:
         self._log = log
         self._tells_ends = tells_ends
-        self._sights: deque[Any] = log.entries  # during a safe point, its inputs
+        self._sights: deque[Any] = log.entries  # the inputs of the safe point in progress, otherwise all entries
         self._point: SafePoint | None = None
         self._last_pass = -1
         self._sent_count = -sent_before_count

@@ -100,7 +100,7 @@ class ReplayTransport(Transport):
 
 
 class _Sent:
-    """Send that has completed, because its message is already in the receiver's mailbox."""
+    """A send that has completed, because its message is already in the receiver's mailbox."""
 
     cancelled = False
     source = -1
@@ -117,7 +117,7 @@ _SENT = _Sent()
 
 
 class _SentToLost(_Sent):
-    """Send that fails, because the sender has been notified of the receiver's loss."""
+    """A send that fails, because the sender has been notified of the receiver's loss."""
 
     def __init__(self, dest: int) -> None:
         self._dest = dest
@@ -127,7 +127,7 @@ class _SentToLost(_Sent):
 
 
 class _Receive:
-    """Receive that completes when a message is admitted, or fails when its rank is notified of a loss."""
+    """A receive that completes when a message is admitted, or fails when its rank is notified of a loss."""
 
     def __init__(self, admission: Admission, lost: Collection[int], buffer: memoryview, source: int, tag: int) -> None:
         self._admission = admission
