@@ -8,8 +8,8 @@
 
 Rank 0 prints a table of medians. Both libraries are measured alternately in the same processes.
 
-- ``latency``: one-way time of a small message between ranks 0 and 1: ``send`` and ``receive`` of a channel, compared
-  with blocking ``Send`` and ``Recv`` of mpi4py, or ``send`` and ``recv`` of torch.distributed on gloo.
+- ``latency``: one-way time of a small message between ranks 0 and 1 on a channel, compared with blocking ``Send`` and
+  ``Recv`` of mpi4py, or ``send`` and ``recv`` of torch.distributed on gloo.
 - ``bandwidth``: rate of a large tensor between ranks 0 and 1: ``world.send_stream`` and ``world.receive_stream``,
   compared with one blocking message.
 - ``ringtest``: time of a small message from rank to rank, in a ring of all ranks.

@@ -140,8 +140,9 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
     """Print a table of working and waiting time in each step, and return its numbers.
 
     Args:
-        all_timing_dict: One dict per rank, in rank order, that maps step names to seconds: a list, array or tensor with
-            one number per iteration, or a single number. ``gather_from_all_ranks(lambda: timing)`` returns such a list.
+        all_timing_dict: One dict per rank, in rank order, that maps step names to seconds. A value is a number, or a
+            list, array or tensor with one number per iteration. ``gather_from_all_ranks(lambda: timing)`` returns such
+            a list.
         world_size: Number of dicts to use; by default all.
 
     Raises:

@@ -96,8 +96,8 @@ def _streaming(job: Job, codec: Codec, wishes: Wishes) -> Callable[[int], Method
 def streaming(job: Job, codec: Codec, every: int, wishes: Wishes) -> DiLoCo | None:
     """Return Streaming DiLoCo with a round every ``every`` steps, or None if ``every`` is too small for the wishes.
 
-    Without wishes, the number of fragments divides ``every``, and the overlap is just long enough to hide the transfer
-    of a fragment, but ends before the next fragment.
+    Without wishes, the number of fragments divides ``every``. The overlap is just long enough to hide the transfer of a
+    fragment, but ends before the next fragment.
     """
     fragments, overlap_steps = wishes.fragments, wishes.overlap_steps
     if fragments is None:

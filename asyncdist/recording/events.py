@@ -2,10 +2,10 @@
 
 An event has a time, a kind and fields. A file represents a kind by its index in :data:`KINDS`, so new kinds and fields
 are appended (see :mod:`asyncdist.recording.writer`). Some fields are needed only for replays. ``pass`` is the number of
-a polling pass modulo 65536, -1 if a task received the message without a pass, or -2 before the world was open. ``turn``
-counts the passes and yields of the current safe point. ``woken`` and ``begun`` count the waits that have ended and
-begun since the last safe point began. In the event of a safe point, ``woken`` counts from the previous safe point. The
-beginning of a safe point without events is not recorded.
+a polling pass modulo 65536. It is -1 if a task received the message without a pass, and -2 before the world was open.
+``turn`` counts the passes and yields of the current safe point. ``woken`` and ``begun`` count the waits that have ended
+and begun since the last safe point began. In the event of a safe point, ``woken`` counts from the previous safe point.
+The beginning of a safe point without events is not recorded.
 """
 
 from __future__ import annotations

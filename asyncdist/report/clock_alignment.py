@@ -2,9 +2,9 @@
 
 The ranks of a host share a monotonic clock, and therefore one offset, taken from the rank that began first. Hosts are
 aligned by their wall clocks, which may differ by milliseconds. If a message would then arrive before it was sent, the
-receiving host's clock is moved forward by the least time that corrects this (the longest paths in the graph of such
-constraints, as in Duda et al., "Estimating global time in distributed systems", ICDCS 1987). If no offsets correct all
-messages, because one clock runs faster than another, the wall-clock offsets are kept.
+receiving host's clock is moved forward by the least time that corrects this. These times are longest paths in the graph
+of such constraints (Duda et al., "Estimating global time in distributed systems", ICDCS 1987). If no offsets correct
+all messages, because one clock runs faster than another, the wall-clock offsets are kept.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def messages(
     """Return the times of sends and of receives, in order, by line (source, destination and tag).
 
     The k-th send of a line belongs to its k-th receive. Lines of restarted ranks are left out, because messages to an
-    earlier process may be lost. ``wanted`` returns whether to include a line; by default all are included.
+    earlier process may be lost. ``wanted`` returns whether to include a line.
     """
     counts: dict[int, int] = defaultdict(int)
     for each in recording.ranks:

@@ -79,7 +79,7 @@ class LogNormalSampler:
     """Samples log-normal durations, with ``random.gauss`` inlined for speed.
 
     Like ``gauss``, stores the second normal variate of each pair in the generator's ``gauss_next``. ``median`` is in
-    seconds; ``sigma`` is the standard deviation of the durations' logarithm.
+    seconds. ``sigma`` is the standard deviation of the durations' logarithm.
     """
 
     def __init__(self, median: float, sigma: float, generator: random.Random) -> None:

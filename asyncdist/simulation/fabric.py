@@ -1,8 +1,8 @@
 """Simulates the network: follows the transport contract, but uses all the freedom that the contract allows.
 
-The network may delay messages, reorder messages that differ in source or tag, complete requests late, choose which
-sender a wildcard receive matches, and send a message eagerly or by rendezvous. It never lets a message overtake an
-earlier message with the same source and tag, and never loses or duplicates a message between live ranks. All choices
+The network may delay messages, reorder messages that differ in source or tag, and complete requests late. It may choose
+which sender a wildcard receive matches, and send a message eagerly or by rendezvous. It never lets a message overtake
+an earlier message with the same source and tag, and never loses or duplicates a message between live ranks. All choices
 are derived from the seed.
 """
 
@@ -123,7 +123,7 @@ class Fabric:
         self._eager_nbytes = rng.choice(_EAGER_CHOICES) if network.eager_nbytes is None else network.eager_nbytes
         self._is_pushed = (
             rng.random() < 0.5
-        )  # true if a large message waits until its sender is idle; otherwise the receiver fetches it
+        )  # whether a large message waits for an idle sender, instead of being fetched by the receiver
         self._paths: list[dict[int, _Path]] = [{} for _ in range(size)]
         self._posted: list[dict[int, deque[Receive]]] = [{} for _ in range(size)]
         self._unexpected: list[dict[int, ArrivalQueue]] = [{} for _ in range(size)]

@@ -231,7 +231,7 @@ class Turns:
         self._scheduler.ahead_s += seconds
 
     def sleep(self, seconds: float) -> None:
-        """Block the rank as ``time.sleep`` does; raise if the callback sleeps in an endless loop."""
+        """Block the rank as ``time.sleep`` does. Raise if the callback sleeps in an endless loop."""
         self._read_count += 1
         if self._read_count > READ_COUNT_MAX and self._running:
             self._refuse_endless_reads()

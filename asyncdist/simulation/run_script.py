@@ -116,7 +116,7 @@ class Script:
 
     @property
     def is_local(self) -> bool:
-        """Whether calls of ``asyncdist.run_local`` are simulated, too; otherwise they run unchanged."""
+        """Whether calls of ``asyncdist.run_local`` are also simulated. Otherwise they run unchanged."""
         return False
 
     def begin_process(self, rank: int) -> None:

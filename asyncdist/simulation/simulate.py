@@ -106,8 +106,8 @@ def simulate(
             returns a true value, the simulation stops, even if ranks are still running.
         return_exceptions: Whether exceptions that end ranks are only returned in ``results``. By default, ``simulate``
             raises the first exception that the fault plan does not explain (:meth:`SimReport.check_ranks`).
-        inherited_random: Names of generators (``"random"``, ``"numpy"``, ``"torch"``) whose initial state on each rank
-            is the caller's instead of being derived from the seed and the rank.
+        inherited_random: Names of generators (``"random"``, ``"numpy"``, ``"torch"``) that begin with the caller's
+            state on each rank. The states of the others are derived from the seed and the rank.
 
     Raises:
         BaseException: The first exception that ended a rank and that the fault plan does not explain, causes before
@@ -386,7 +386,7 @@ class _Simulation:
         return self._scheduler.random()
 
     def has_died(self, loop: RankLoop) -> bool:
-        """Return whether the process of ``loop`` was killed; True for all processes once cleanup has begun."""
+        """Return whether the process of ``loop`` was killed, or the clean-up has begun."""
         return loop.rank in self._killed or loop is not self._loops[loop.rank]
 
     def _stop_if_over(self) -> None:

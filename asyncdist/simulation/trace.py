@@ -25,7 +25,7 @@ _CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
 class TraceEvent(NamedTuple):
     """One event of a simulation. The meaning of ``a``, ``b``, ``tag`` and ``nbytes`` depends on the event's kind.
 
-    For a send or a receive, ``a`` is the source and ``b`` is the destination; otherwise ``a`` is usually a rank.
+    For a send or a receive, ``a`` is the source and ``b`` the destination. Otherwise ``a`` is usually a rank.
     """
 
     time_s: float

@@ -47,9 +47,9 @@ class _LastOf:
 def tell_recording(folder: str, job: str | None = None) -> str:
     """Describe what each rank of a recorded job did last, in several lines.
 
-    A wait is recorded when it ends. A wait in progress at the end of the job is shown only if a signal ended it, or if
-    the job reported its waits, because it made no progress or was aborted. ``job`` selects one of several jobs in the
-    folder. Raise RecordingError if the job is not unique or is unreadable.
+    A wait is recorded when it ends. A wait in progress at the end is shown only if a signal ended it, or if the job
+    reported a lack of progress or an abort. ``job`` selects one of several jobs in the folder. Raise RecordingError if
+    the job is not unique or is unreadable.
     """
     recording = read_recording(folder, job)
     ranks = {each.rank: _last_of(each) for each in recording.ranks}  # for a restarted rank, its last process

@@ -64,8 +64,8 @@ async def best_of_population(
     """Write the best weights of the population into every rank's model, and return how they were chosen.
 
     All ranks of ``group`` must call this function, after the policy has ended. The candidates are the model of each
-    rank, the mean of all models (the uniform soup), and the greedy soup, which starts with the best model and adds each
-    other model, in the order of their metrics, if that makes the metric strictly better.
+    rank, the mean of all models (the uniform soup), and the greedy soup. The greedy soup starts with the best model and
+    adds each other model, in the order of their metrics, if the metric becomes strictly better.
 
     Floating and complex parameters and persistent buffers are averaged in float32 or wider. Integers, such as
     BatchNorm's counter, are copied from the best model. A model whose metric is not finite, or whose weights contain

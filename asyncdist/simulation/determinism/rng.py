@@ -2,8 +2,8 @@
 
 At each switch between ranks, the states of torch's global generator and of numpy's global bit generator are swapped,
 together with torch's modes (:mod:`asyncdist.tensors.torch_modes`). The functions of ``random`` and ``numpy.random`` are
-replaced once per simulation by functions that use the running rank's generator, because replacing them at each switch
-would take three times as long.
+replaced once per simulation by functions that use the running rank's generator. Replacing them at each switch would
+take three times as long.
 
 All ranks share a function that was imported from ``random`` before the simulation (``from random import random``). A
 function imported from ``numpy.random`` uses the rank's generator, except for the second of a pair of normal variates,

@@ -55,7 +55,7 @@ def refused_outside() -> Iterator[None]:
     simulating = os.getpid(), threading.get_ident()
 
     def is_refused() -> bool:
-        """Return whether the caller's caller is untrusted code on a simulated rank; False in a forked process."""
+        """Return whether the caller's caller is untrusted code on a simulated rank, and not in a forked process."""
         return (os.getpid(), threading.get_ident()) == simulating and not _is_trusted(sys._getframe(2))
 
     with contextlib.ExitStack() as stack:

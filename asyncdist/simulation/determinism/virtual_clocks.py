@@ -6,9 +6,9 @@ than :data:`~asyncdist.simulation.rank_turns.READ_COUNT_MAX` reads and sleeps in
 blocking calls (``threading.Event.wait``, ``queue.Queue.get``, ``select.select``) block in real time and take no virtual
 time. ``time.localtime``, ``strftime`` and similar functions use virtual time by default, in the machine's time zone.
 
-The replacements call the original functions outside the ranks' turns, in other threads and in forked processes, and for
-the standard library and torch, which wait for real processes and files. A function that was imported by name before the
-simulation (``from time import sleep``) is not replaced, and ``datetime.now`` returns real time.
+The replacements call the original functions outside the ranks' turns, in other threads and in forked processes. They
+also do so for the standard library and torch, which wait for real processes and files. A function that was imported by
+name before the simulation (``from time import sleep``) is not replaced, and ``datetime.now`` returns real time.
 """
 
 from __future__ import annotations

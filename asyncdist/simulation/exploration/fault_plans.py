@@ -17,7 +17,7 @@ _KINDS: Final = {kind.__name__: kind for kind in get_args(Fault)}
 
 
 class ScriptError(Exception):
-    """``asyncdist sim`` cannot run the script; the message is one line for the user."""
+    """``asyncdist sim`` cannot run the script. The message is one line for the user."""
 
 
 def read_faults(given: str, ranks: int) -> tuple[Fault, ...]:

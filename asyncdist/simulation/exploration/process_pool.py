@@ -52,7 +52,7 @@ def unpack(payload: bytes) -> Any:
 
 
 class Inline:
-    """Runs seeds in this process; has the same methods as :class:`Pool`."""
+    """Runs seeds in this process, with the methods of :class:`Pool`."""
 
     #: Number of chunks of seeds that are in progress at a time.
     window = 1
@@ -142,7 +142,7 @@ class Pool:
 def open_runner(payload: bytes, process_count: int) -> Iterator[Inline | Pool]:
     """Open a :class:`Pool`, or an :class:`Inline` for one process, to run seeds until the context ends."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(1)  # a script without a __main__ guard was imported by this worker; its parent reports the error once
+        sys.exit(1)  # this worker has imported a script without a __main__ guard, which its parent reports
     runner = Inline(payload) if process_count == 1 else Pool(payload, process_count)
     try:
         yield runner

@@ -43,7 +43,7 @@ def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None,
 
 
 def hash_seed_prefix(default: str | None = None) -> str:
-    """Return a shell prefix that sets PYTHONHASHSEED as in this process; empty if it is unset or ``default``."""
+    """Return a shell prefix that sets PYTHONHASHSEED as in this process, or "" if it is unset or ``default``."""
     number = environment.hash_seed()
     return "" if number in (None, default) else f"{environment.HASH_SEED_VARIABLE}={number} "
 

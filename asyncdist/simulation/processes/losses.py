@@ -49,7 +49,7 @@ class Liveness:
         self.known_lost: list[set[int]] = [set() for _ in range(size)]
         self.stale_count = 0
         self._incarnations = [0] * size
-        # Incarnation of ``other`` to which ``observer`` is connected, keyed by (observer, other); 0 if missing.
+        # Incarnation of ``other`` to which ``observer`` is connected, keyed by (observer, other). The default is 0.
         self._met: dict[tuple[int, int], int] = {}
         self._held: dict[tuple[int, int], list[Any]] = {}
         self._introduced: list[dict[int, int]] = [
