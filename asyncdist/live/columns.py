@@ -160,7 +160,6 @@ def amount(nbytes: float) -> str:
     raise AssertionError("unreachable")
 
 
-#: All columns, from left to right.
 COLUMNS: Final = (
     Column("rank", "rank of the process", 0, 4, lambda row, _: row.rank),
     _of_policy("policy", "policy", "name of the policy", (2, 8), is_optional=True),

@@ -40,7 +40,6 @@ logger = logging.getLogger("asyncdist.recording.writer")
 
 FORMAT: Final = "asyncdist recording"
 VERSION: Final = 2
-#: Suffix of recording files.
 SUFFIX: Final = ".record"
 LIMIT_NBYTES: Final = 1 << 28
 #: Minimum duration of a recorded wait, in seconds.

@@ -149,7 +149,7 @@ class Summary:
     received_counts: Counter[Line] = field(default_factory=Counter)
 
     def lost_messages(self) -> dict[Line, int]:
-        """Return the number of messages, by line, that were not received by ranks with a recording."""
+        """Return the numbers of messages that were sent to ranks with a recording but not received, by line."""
         return {
             line: count - self.received_counts[line]
             for line, count in self.sent_counts.items()

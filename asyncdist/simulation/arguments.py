@@ -76,7 +76,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Stores the checked arguments of one simulation, with defaults filled in."""
+    """Checked arguments of one simulation, with defaults filled in."""
 
     size: int
     seed: int

@@ -22,7 +22,7 @@ EVENT_COUNT_MAX: Final = 1_000_000
 _COLLECT_EVERY: Final = 10_000
 #: Number of collections of the youngest generation for each collection of the middle generation.
 _MIDDLE_EVERY: Final = 16
-#: Number of ranks above which the number of events between two collections grows, in proportion to the number of ranks.
+#: With many ranks, the number of events between two collections is multiplied by the number of ranks over this number.
 _RANK_COUNT_OF_COLLECTIONS: Final = 32
 #: Minimum number of cancelled timers in the heap before they are removed, as in asyncio.
 _CANCELLED_COUNT_MIN: Final = 100

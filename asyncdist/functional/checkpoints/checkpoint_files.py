@@ -31,7 +31,6 @@ from asyncdist.functional.checkpoints import checkpoint_state, safetensors_model
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
-#: File format for models' weights.
 ModelFormat: TypeAlias = Literal["torch", "safetensors"]
 
 _FORMAT: Final = "population checkpoint of asyncdist"

@@ -124,7 +124,7 @@ class RandomStates:
         return states
 
     def restart(self, rank: int, incarnation: int) -> None:
-        """Initialise the states of a new process of ``rank``, different from those of the rank's previous processes."""
+        """Initialise the random states of a new process of ``rank``."""
         current = self.current
         if rank == current:
             self.switch(self._outside)

@@ -37,7 +37,7 @@ _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
 TRUSTED: Final = frozenset({"numpy", "torch", "tqdm"})
 #: Other packages that may start threads. Their threads only display progress bars or write logs and checkpoints.
 _TELLING_NOTHING: Final = frozenset({"lightning", "pytorch_lightning", "rich", "tensorboard"})
-#: Modules that start processes or threads on behalf of their caller, so the caller determines whether this is allowed.
+#: Modules that start processes or threads for their caller, which determines whether this is allowed.
 _SERVANTS: Final = ("torch.multiprocessing", "torch.distributed", "tqdm.contrib", __name__)
 
 

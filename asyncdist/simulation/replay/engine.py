@@ -189,7 +189,7 @@ class ReplayedEngine(ObservedEngine):
         wake = functools.partial(resolve_waiter, waiter, None)
         with gate.deadlines.waiting(what, self.loop.time(), wake):
             gate.lookout.look_soon()
-            if not is_to_come:  # the collective did not end: the job failed, or main ended first
+            if not is_to_come:  # the job's failure ended the collective, or main ended first
                 await self.park(waiter, what, is_of_request=True)
                 return
             if asyncio.current_task() is gate.tasks.main:
