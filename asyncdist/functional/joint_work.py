@@ -32,12 +32,12 @@ from asyncdist.waits import WaitId, WaitKind
 
 T = TypeVar("T")
 
-#: Seconds to wait for the work's group. All members have already joined the work, but one may block its event loop.
+#: Seconds to wait for the work's group. All members have joined the work, but one may block its event loop.
 _GROUP_TIMEOUT_S: Final = 600.0
 
 
 class JointWork(Generic[T]):
-    """This rank's part in a group's joint work. ``operation``, the name of the called function, appears in errors."""
+    """This rank's part in a group's joint work. ``operation`` is the called function's name, for errors."""
 
     def __init__(self, world: World, group: Group, operation: str) -> None:
         self._world = world

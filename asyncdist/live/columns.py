@@ -1,4 +1,4 @@
-"""Stores the latest counters of ranks, and defines the columns in which the table and the live page show them."""
+"""Stores the latest counters of ranks, and defines the columns that show them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from asyncdist.validation import printable
 if TYPE_CHECKING:  # avoids importing torch, which asyncdist top does not need
     from asyncdist.messaging.services import Services
 
-#: Maximum number of attempts to read. An attempt fails in the rare case that the rank opens a channel at the same time.
+#: Maximum number of attempts to read. Rarely, an attempt fails because the rank opens a channel meanwhile.
 _ATTEMPT_COUNT_MAX: Final = 100
 
 

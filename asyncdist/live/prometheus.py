@@ -20,7 +20,7 @@ _TIMEOUT_S = 10.0
 
 
 class RankCollector(Collector):
-    """Reads the counters of a rank when a request arrives, by calling ``read`` in a separate thread."""
+    """Reads the counters of a rank in a separate thread when a request arrives."""
 
     def __init__(self, read: Callable[[], RankCounters]) -> None:
         self._read = read

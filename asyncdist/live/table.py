@@ -12,7 +12,7 @@ from asyncdist.wording import ranks_in_words
 if TYPE_CHECKING:
     from rich.table import Table
 
-#: Number of terminal lines that do not show ranks: the summary, the column headers and the cursor line.
+#: Number of terminal lines without ranks: the summary, the column headers and the cursor line.
 _FRAME_HEIGHT: Final = 3
 _NOTE_COUNT_MAX: Final = 6
 #: Number of spaces between columns.

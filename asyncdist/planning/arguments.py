@@ -1,4 +1,4 @@
-"""Declares the arguments of ``asyncdist plan``, and converts quantities such as ``7B`` or ``1gbit`` to numbers."""
+"""Declares the arguments of ``asyncdist plan``, and converts quantities such as ``7B`` or ``1gbit``."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from asyncdist.validation import printable
 
 logger = logging.getLogger("asyncdist.recording.reader")
 
-#: Maximum number of jobs that an error names, the latest ones, if a folder has recordings of several jobs.
+#: Maximum number of jobs, the latest ones, that an error lists.
 _JOB_COUNT_MAX: Final = 8
 #: Number of bytes to read, and to check, at a time.
 _READ_NBYTES: Final = 1 << 16
@@ -186,7 +186,7 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
 
 
 def told_of_other_version(recording: Recording) -> str | None:
-    """Return a sentence that names both versions if another version of asyncdist wrote the recording, or None."""
+    """Return a sentence that names both versions if another version wrote the recording, or None."""
     for each in recording.ranks:
         if each.header.asyncdist != __version__:
             return f"{each.path} was written by asyncdist {each.header.asyncdist}, but this is asyncdist {__version__}"

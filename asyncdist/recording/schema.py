@@ -156,7 +156,7 @@ read_header: Final = msgspec.msgpack.Decoder(Header).decode
 read_conditions: Final = msgspec.msgpack.Decoder(Conditions).decode
 read_preamble: Final = msgspec.msgpack.Decoder(Preamble).decode
 
-#: Number of fields that are always present in events of a kind whose last fields are optional.
+#: Number of fields that are always present, for kinds of events with optional last fields.
 _REQUIRED_COUNTS: Final[Mapping[str, int]] = {"safe_point": 2, "received": 3, "applied": 10}
 _OFFSET: Final = Annotated[int, Meta(ge=-(10**16), le=10**16)]
 
@@ -247,7 +247,7 @@ class EventSchema:
             self._refuse(content, error)
 
     def reader(self) -> Callable[[bytes, float], list[Event]]:
-        """Return a function that decodes a block's content, given the block's time, into the events of known kinds."""
+        """Return a function that decodes a block's content and time into the events of known kinds."""
         unpacker, names = _unpacker(), self._names
 
         def read(content: bytes, time_s: float) -> list[Event]:

@@ -167,7 +167,7 @@ class RecordWriter:
         return not self._is_over
 
     def open(self, header: dict[str, Any]) -> None:
-        """Create the file, and write the header with the current time on the clock of events and on the wall clock."""
+        """Create the file, and write the header with the current time on the event clock and on the wall clock."""
         name = file_name(header["job"], header["rank"], header["incarnation"])
         clocks = {"clock_s": self._clock(), "unix_s": time.time()}
         try:
@@ -222,7 +222,7 @@ class RecordWriter:
         self._is_at_safe_point, self._woken_count = True, woken_count
 
     def end_safe_point(self, turn_count: int) -> None:
-        """Record the end of a safe point, at once if the rank has sent messages, otherwise before the next event."""
+        """Record the end of a safe point, at once if the rank has sent messages, else before the next event."""
         if self._is_over:
             return
         self._turn_count = turn_count

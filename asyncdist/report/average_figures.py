@@ -15,9 +15,9 @@ from asyncdist.report.drawing import evenly, named_ranks, new_figure, times
 from asyncdist.report.summary import Summary
 from asyncdist.wording import seconds_in_words, size_in_words
 
-#: Maximum number of rounds to draw. If there are more, an evenly spaced selection is drawn.
+#: Maximum number of rounds to draw, evenly spaced.
 ROUND_COUNT_MAX: Final = 400
-#: Maximum number of ranks in the table. If there are more, those with the longest and the shortest waits are listed.
+#: Maximum number of ranks in the table: those with the longest and the shortest waits.
 RANK_COUNT_MAX: Final = 64
 
 

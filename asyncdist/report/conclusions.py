@@ -13,7 +13,7 @@ from asyncdist.report.slow_ranks import ranks_at_start, slow_ranks_in_words
 from asyncdist.report.summary import Round, Summary
 from asyncdist.wording import plural, ranks_in_words, seconds_in_words, size_in_words
 
-#: Number of median step times after which the end of the first step is late, so that the startup time is mentioned.
+#: Number of median step times after which the end of the first step is so late that it is mentioned.
 _LATE_START_STEPS: Final = 3.0
 #: Maximum number of ranks, or of pairs of ranks, that a sentence names.
 _COUNT_MAX: Final = 8
@@ -21,7 +21,7 @@ _REASON_COUNT_MAX: Final = 3
 
 
 def conclusions(summary: Summary) -> list[str]:
-    """Return sentences about the ends of ranks, steps, metrics, rounds, the ancestry of the weights, and messages."""
+    """Return sentences about ends of ranks, steps, metrics, rounds, ancestry of the weights, and messages."""
     return [
         *_ends(summary),
         *_steps(summary),

@@ -19,7 +19,7 @@ _LOG_FACTOR: Final = 20.0
 
 
 def hyperparameter_sections(summary: Summary) -> Iterator[tuple[str, str, go.Figure]]:
-    """Yield (title, note, figure) for each hyperparameter. Yield nothing without population based training."""
+    """Yield (title, note, figure) for each hyperparameter, if there is population based training."""
     names = list(dict.fromkeys(name for _, _, values in summary.hyperparameters for name in values))
     for name in names[:FIGURE_COUNT_MAX]:
         yield f"Hyperparameter {name}", *_figure_of(summary, name)

@@ -23,13 +23,12 @@ from asyncdist.wording import ranks_in_words, size_in_words
 
 #: Maximum number of ranks for which each rank has its own line. For more ranks, quantiles are drawn.
 LINE_COUNT_MAX: Final = 64
-#: Maximum numbers of rounds and of replacements to draw. If there are more, an evenly spaced selection is drawn.
+#: Maximum numbers of rounds and of replacements to draw, evenly spaced.
 ROUND_COUNT_MAX: Final = 400
 MARK_COUNT_MAX: Final = 1500
 #: Number of columns of the heat maps over time.
 COLUMN_COUNT: Final = 200
-#: Quantiles of the metric: the axis covers the values between the first and the last, and the middle two are the
-#: quartiles.
+#: Quantiles of the metric. The axis covers the values between the outer two.
 _SCALE_QUANTILES: Final = (0.02, 0.25, 0.75, 0.98)
 #: Maximum number of interquartile ranges by which the metric axis extends beyond the quartiles.
 _SCALE_SPREADS: Final = 8.0

@@ -1,4 +1,4 @@
-"""Describes which ranks are slow, for the report of a recording and for the page of a running job."""
+"""Describes which ranks are slow, for reports and for the live page."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Message:
 
 
 class ArrivalQueue:
-    """Queues messages with one tag that arrived at one rank before a matching receive was posted."""
+    """Queues messages with one tag that arrived before a matching receive was posted."""
 
     def __init__(self) -> None:
         self._by_source: dict[int, deque[Message]] = {}
@@ -80,7 +80,7 @@ class ArrivalQueue:
         return messages or ()
 
     def take(self, wanted: int, rng: random.Random) -> Message | None:
-        """Remove and return the oldest message from ``wanted``, or from a random source if ``wanted`` is a wildcard."""
+        """Remove and return the oldest message from ``wanted``, or from a random source if it is a wildcard."""
         sources = self._sources
         if wanted != ANY_SOURCE:
             if not self._by_source.get(wanted):

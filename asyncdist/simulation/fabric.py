@@ -31,7 +31,7 @@ _EAGER_CHOICES: Final = (256, 4096, 65536)
 
 
 class Receive:
-    """A receive request. :meth:`start` posts it, and may be called again after its completion."""
+    """A receive request. :meth:`start` posts it, and may be called again after completion."""
 
     __slots__ = (
         "_fabric",
@@ -151,7 +151,7 @@ class Fabric:
         self._finish = self._complete
 
     def connect(self, turns: Sequence[Turns]) -> None:
-        """Set the ranks' turns, which allow delaying work until a busy rank is idle."""
+        """Set the ranks' turns, which can delay work until a busy rank is idle."""
         self._turns = list(turns)
 
     def send(self, buffer: Buffer, source: int, dest: int, tag: int) -> Message:

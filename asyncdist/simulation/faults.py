@@ -178,7 +178,7 @@ Fault: TypeAlias = Kill | Restart | Join | Interrupt | Stall | SlowRank | SlowLi
 
 
 def _check(fault: Fault, *names: str) -> None:
-    """Raise an error if a number is out of range. Convert numpy integers to int, so that the plan prints cleanly."""
+    """Raise an error if a number is out of range. Convert numpy integers to int."""
     for name in names:
         value, what = getattr(fault, name), f"{fault!r}: {name}"
         if name in ("at_turn", "at_message", "number"):

@@ -238,7 +238,7 @@ class Turns:
         self.block(seconds)
 
     def unblock(self) -> float:
-        """Reset and return the running callback's blocked time, so that the rank does not become busy for it."""
+        """Reset and return the running callback's blocked time, so that the rank is not busy for it."""
         seconds = self._scheduler.ahead_s
         self._scheduler.ahead_s = 0.0
         return seconds
@@ -368,7 +368,7 @@ class Turns:
         return self.call_at(self._scheduler.time() + delay, callback, *args, context=context)
 
     def timers_due(self, after_s: float, until_s: float) -> list[float]:
-        """Return the sorted times of the rank's timers that fire after ``after_s`` and not after ``until_s``."""
+        """Return the sorted times of the rank's timers after ``after_s`` and up to ``until_s``."""
         due = [
             entry[0]
             for entry in self._scheduler.entries()

@@ -1,4 +1,4 @@
-"""Defines the report of a simulation: the ranks' results, the number of messages, and the faults that fired."""
+"""Defines the report of a simulation: results, messages, and the faults that fired."""
 
 from __future__ import annotations
 

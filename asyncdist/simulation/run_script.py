@@ -289,7 +289,7 @@ def _is_end_by_signal(error: BaseException, report: SimReport[Any] | None) -> bo
 
 @contextlib.contextmanager
 def _program(script: Script) -> Iterator[None]:
-    """Set ``sys.argv`` and ``sys.path`` as if Python had been started with this script and its arguments."""
+    """Set ``sys.argv`` and ``sys.path`` as Python would for this script."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [script.path, *script.arguments]
     if not script.has_safe_path:
@@ -373,7 +373,7 @@ def print_out(*lines: str) -> None:
 
 
 def _exit_before_run(script: Script, error: SystemExit | None) -> int:
-    """Return the exit code of a script that ended before it ran ranks, for example because of ``--help``."""
+    """Return the exit code of a script that ended before it ran ranks, as with ``--help``."""
     code = None if error is None else error.code
     if isinstance(code, str):
         print(code, file=sys.stderr)

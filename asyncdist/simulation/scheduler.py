@@ -85,7 +85,7 @@ class Scheduler:
         self.at(when, fire, (timer,))
 
     def forget_timer(self) -> None:
-        """Count a cancelled timer that is in the heap, and remove all cancelled timers if there are many."""
+        """Count a cancelled timer in the heap, and remove all cancelled timers if there are many."""
         self._cancelled_count += 1
         if self._cancelled_count > _CANCELLED_COUNT_MIN and 2 * self._cancelled_count > len(self._heap):
             self._heap[:] = [entry for entry in self._heap if not _is_cancelled(entry[4])]
@@ -202,7 +202,7 @@ class Scheduler:
         return not self._now and all(_is_cancelled(args) or is_turn(action) for _, _, _, action, args in self._heap)
 
     def entries(self) -> list[tuple[float, float, int, Callable[..., object], tuple[Any, ...]]]:
-        """Return all future events as tuples: the time first, the action and its arguments last."""
+        """Return all future events as tuples that begin with the time and end with the action and its arguments."""
         return self._heap
 
     @property

@@ -372,7 +372,7 @@ class _Simulation:
             self._stop_if_over()
 
     def draw_busy_s(self, loop: RankLoop) -> float:
-        """Sample a rank's computing time before a safe point, which may end just after one of the rank's timers."""
+        """Sample a rank's computing time before a safe point. It may end just after one of the rank's timers."""
         seconds = self.draw_compute_s(loop.rank)
         if self._overrun_probability and self._overruns.random() < self._overrun_probability:
             now = loop.time()

@@ -1,4 +1,4 @@
-"""Records the events of a simulation: a digest of all events and message contents, and the last events in full."""
+"""Records the events of a simulation: a digest of all events and message contents, and the last events."""
 
 from __future__ import annotations
 

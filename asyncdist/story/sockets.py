@@ -46,7 +46,7 @@ TOLD_NBYTES_MAX: Final = 1 << 15
 ANSWER_S: Final = 1.0
 #: Minimum age, in seconds, at which a directory without a socket is removed.
 _BEGINNING_S: Final = 10.0
-#: Maximum number of ranks that are asked at once, because a process may often have only 1,024 open file descriptors.
+#: Maximum number of ranks that are asked at once. The limit on open file descriptors is often 1,024.
 _ASKED_COUNT_MAX: Final = 512
 _TRY_COUNT: Final = 10
 #: Maximum length of a Unix socket's path in bytes, without the terminating 0.
@@ -289,7 +289,7 @@ def _decoded(answers: dict[int, bytes]) -> Iterator[tuple[int, RankStory]]:
 
 
 def answers_pulse(place: Place) -> bool:
-    """Return whether the thread in which the rank answers requests responds."""
+    """Return whether the rank's answering thread responds."""
     return bool(_answer(place, PULSE))
 
 

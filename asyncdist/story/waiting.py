@@ -1,4 +1,4 @@
-"""Finds which ranks each rank waits for, and which are deadlocked, from descriptions of what the ranks are doing."""
+"""Finds which ranks each rank waits for, and which ranks are deadlocked."""
 
 from __future__ import annotations
 

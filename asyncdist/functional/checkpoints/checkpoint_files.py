@@ -112,7 +112,7 @@ def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, A
 
 
 def read_model(folder: Path, index: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the model's state written by :func:`write_rank`, memory-mapped, without reading the optimizer's state."""
+    """Return the model's state written by :func:`write_rank`, memory-mapped, without the optimizer's state."""
     stem = folder / f"rank-{index:05}"
     path = stem.with_suffix(".pt")
     _check_whole(path, entry)
@@ -234,7 +234,7 @@ def _delete_old(newest: Path, keep: int) -> None:
 
 
 def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the newest complete checkpoint in a folder, and its manifest. Raise FileNotFoundError if there is none."""
+    """Return the newest complete checkpoint in a folder, and its manifest, or raise FileNotFoundError."""
     if (path / _MANIFEST).is_file():
         return path, _read_manifest(path)
     folders = [path / _name(number) for number in reversed(_numbers(path))] if path.is_dir() else []
@@ -249,7 +249,7 @@ def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def find_last(path: Path, count: int) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the newest ``count`` complete checkpoints in a folder and their manifests, the oldest first."""
+    """Return the newest ``count`` complete checkpoints in a folder and their manifests, oldest first."""
     if (path / _MANIFEST).is_file():
         return [find_newest(path)]
     folders = [path / _name(number) for number in _numbers(path)]

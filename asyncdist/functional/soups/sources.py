@@ -34,7 +34,7 @@ class Source:
     held: Mapping[str, Any] | None = None
 
     def apart_from(self, model: nn.Module) -> Source:
-        """Return a source that does not change with the model. It is a copy if the source shares the model's memory."""
+        """Return a source that does not change with the model: a copy, if the source shares its memory."""
         own = {_address(each) for each in (*model.parameters(), *model.buffers())}
         if self.held is None or not any(
             isinstance(each, torch.Tensor) and _address(each) in own for each in self.held.values()

@@ -1,4 +1,4 @@
-"""Reads a running job for all viewers of its page, at most once per second, and only when a viewer asks."""
+"""Reads a running job for all viewers of its page, at most once per second, if a viewer asks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Snapshots:
         self._newest: Snapshot | None = None
 
     def newest(self) -> tuple[Snapshot, float]:
-        """Return the newest reading, and the number of seconds after which a newer reading is possible."""
+        """Return the newest reading, and the seconds after which a newer reading is possible."""
         with self._lock:
             newest = self._newest
             if newest is None or not (newest.is_last or time.monotonic() - newest.read_at_s < PERIOD_S):

@@ -1,1 +1,1 @@
-"""Makes simulated programs deterministic: controls clocks, random numbers, set order, generators, system calls."""
+"""Makes simulated programs deterministic: clocks, random numbers, set order, generators, system calls."""

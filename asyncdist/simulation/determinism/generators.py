@@ -17,7 +17,7 @@ from asyncdist.simulation.processes.event_loop import RankLoop
 
 
 class Generators:
-    """Maps each asynchronous generator to the event loop of the rank that started it."""
+    """Maps each asynchronous generator to the event loop of its rank."""
 
     def __init__(self) -> None:
         # The key is the generator's address, because weak references to a generator are dead when it is finalised.
@@ -27,7 +27,7 @@ class Generators:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Until the context ends, record the generators that this thread starts, and close abandoned ones."""
+        """Record the generators that this thread starts until the context ends, and close abandoned ones."""
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=self._on_first, finalizer=self._on_last)
         try:

@@ -25,7 +25,7 @@ from numpy.random.bit_generator import ISeedSequence
 from asyncdist.simulation.determinism.entropy import entropy_from
 from asyncdist.tensors.torch_modes import FRESH, RankModes
 
-#: Generators whose initial state on each rank can be inherited from the caller.
+#: Generators whose initial state may be inherited from the caller.
 INHERITABLE: Final = frozenset({"random", "numpy", "torch"})
 _RANDOM_NAMES: Final = [
     name for name in dir(random) if getattr(getattr(random, name), "__self__", None) is random._inst

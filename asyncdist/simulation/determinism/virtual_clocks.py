@@ -30,9 +30,9 @@ EPOCH_S: Final = 1_577_836_800.0
 #: Initial value of each clock, in seconds.
 _CLOCKS: Final = {"time": EPOCH_S, "monotonic": 0.0, "perf_counter": 0.0, "process_time": 0.0, "thread_time": 0.0}
 _CLOCKS_BY_ID: Final = ("clock_gettime", "clock_gettime_ns")
-#: Functions of ``time`` that use the current time if their argument is missing or None.
+#: Functions of ``time`` that use the current time by default.
 _OF_A_MOMENT: Final = ("localtime", "gmtime", "ctime")
-#: Functions of ``time`` that use the current date if an argument is missing, with the index of this argument.
+#: Functions of ``time`` that use the current date by default, with the index of the date argument.
 _OF_A_DATE: Final = {"asctime": 0, "strftime": 1}
 
 

@@ -132,7 +132,7 @@ class ExploreReport:
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
     def check(self) -> None:
-        """Raise AssertionError with a description of the failure, if there is one."""
+        """Raise AssertionError if there was a failure."""
         if self.failure is not None:
             raise AssertionError(str(self.failure))
 
@@ -274,7 +274,7 @@ def is_good_end(error: BaseException) -> bool:
 
 
 def signature_of(error: BaseException) -> str:
-    """Return a string that is equal for equal failures: the class and, for assertions, the beginning of the message."""
+    """Return the same string for equal failures: the class and, for assertions, the beginning of the message."""
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     if isinstance(error, BaseExceptionGroup):
         return f"{name}({', '.join(sorted({signature_of(inner) for inner in error.exceptions}))})"

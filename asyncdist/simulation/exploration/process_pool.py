@@ -104,7 +104,7 @@ class Pool:
             )
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Schedule ``function(payload, *args)`` in one of the workers, and return a future for its result."""
+        """Schedule ``function(payload, *args)`` in a worker, and return a future for its result."""
         if len(self._processes) < self._process_count:  # workers are started one by one, when they are needed
             others = set(multiprocessing.active_children())
             with (
@@ -140,7 +140,7 @@ class Pool:
 
 @contextlib.contextmanager
 def open_runner(payload: bytes, process_count: int) -> Iterator[Inline | Pool]:
-    """Open a :class:`Pool`, or an :class:`Inline` for one process, to run seeds until the context ends."""
+    """Open a :class:`Pool`, or an :class:`Inline` for one process, until the context ends."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(1)  # this worker has imported a script without a __main__ guard, which its parent reports
     runner = Inline(payload) if process_count == 1 else Pool(payload, process_count)

@@ -23,7 +23,7 @@ _CANCEL_COUNT: Final = 10
 
 
 def clear_away(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
-    """Cancel all tasks of these loops after the end of the simulation, without logging."""
+    """Cancel all tasks of these loops without logging."""
     left = [(loop, task) for loop in loops for task in loop.unfinished_tasks()]
     scheduler.stopped = False
     logging_was = logging.root.manager.disable

@@ -181,8 +181,7 @@ def _not_for_ranks(name: str) -> Any:
     return method
 
 
-#: Methods that reach outside the simulation. They raise an error that states the reason, unlike asyncio's
-#: NotImplementedError.
+#: Methods that reach outside the simulation. They raise an error that states why, unlike asyncio's NotImplementedError.
 _OUTSIDE: Final = (
     "add_reader",
     "add_signal_handler",

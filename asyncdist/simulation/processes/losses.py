@@ -72,7 +72,7 @@ class Liveness:
             listen(other, incarnation)
 
     def close(self, rank: int) -> None:
-        """Record that the process of ``rank`` has ended, and report its loss to ranks that it has not accepted yet."""
+        """Record that the process of ``rank`` has ended. Report its loss to ranks that it has not accepted yet."""
         self.closed.add(rank)
         self._loss_listeners[rank] = self._return_listeners[rank] = None
         incarnation = self._incarnations[rank]
@@ -81,7 +81,7 @@ class Liveness:
                 self._find_out(self._detect, other, rank, incarnation)
 
     def kill(self, rank: int) -> list[Any]:
-        """Kill the process of ``rank``, and return the messages held for it. Each peer detects the loss separately."""
+        """Kill the process of ``rank``, and return the messages held for it. Each peer detects the loss later."""
         self.dead.add(rank)
         self.died_at[rank] = self._scheduler.now
         held = self._drop_held(rank)

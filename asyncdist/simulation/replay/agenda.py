@@ -227,7 +227,7 @@ class Agenda:
         )
 
     def must_be_there(self, sight: Sight, ending_count: int = 0) -> bool:
-        """Return whether an input must arrive before the rank's next step, without further messages from this rank."""
+        """Return whether an input must arrive before the rank's next step, without the rank's help."""
         return self.is_due(sight, ending_count + isinstance(sight, TakenByTask))
 
     def is_possible(self, sight: Sight) -> bool:
@@ -270,7 +270,7 @@ class Agenda:
         return 0 if reading is None else reading.seen_count
 
     def read_clock(self) -> float:
-        """Return the time recorded for the calling line of code, or the virtual time if the world is not open yet."""
+        """Return the time recorded for the calling line of code, or the virtual time before the world is open."""
         if not self.is_open:
             return self._now()
         readings = self._log.clock[sys._getframe(1).f_lineno]

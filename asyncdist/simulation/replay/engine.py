@@ -1,4 +1,4 @@
-"""Implements the engine of a replayed rank, which ends waits at the same points as in the recorded run."""
+"""Implements the engine of a replayed rank."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Gate:
             self._ring()
 
     def see_losses(self) -> None:
-        """Deliver the losses that preceded the current operation in the recorded run, such as a send that fails."""
+        """Deliver the losses that preceded the current operation, such as a failed send, in the recorded run."""
         while isinstance(sight := self.agenda.next(), Lost) and self.agenda.is_open and self.agenda.is_due(sight):
             self._show(sight)
 

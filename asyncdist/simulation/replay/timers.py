@@ -1,4 +1,4 @@
-"""Stores a replayed rank's timers, sleeps and deadlines, which end at the same points as in the recorded run."""
+"""Stores a replayed rank's timers, sleeps and deadlines, which end at the recorded points."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Timers:
 
 
 class Wakings:
-    """Wakes tasks after sleeps and after work in threads, at the same points as in the recorded run."""
+    """Wakes tasks after sleeps and work in threads, at the recorded points."""
 
     def __init__(
         self, loop: RankLoop, timers: Timers, is_to_come: Callable[[WaitId], bool], look_soon: Callable[[], None]
@@ -136,7 +136,7 @@ class Wakings:
         args: tuple[object, ...],
         context: contextvars.Context | None,
     ) -> object:
-        """Set an asyncio timer that fires at the same point as in the recorded run."""
+        """Set an asyncio timer that fires at the recorded point."""
         return self._keep(when_s, what, functools.partial(callback, *args), context)
 
     def _keep(
@@ -161,7 +161,7 @@ class Deadline:
 
 
 class Deadlines:
-    """The deadlines of a replayed rank's tasks, which expire at the same points as in the recorded run."""
+    """The deadlines of a replayed rank's tasks, which expire at the recorded points."""
 
     def __init__(self, loop: RankLoop) -> None:
         self._loop = loop

@@ -1,4 +1,4 @@
-"""Transports the messages of a replay. They arrive at once, and each rank's gate decides when they are received."""
+"""Transports the messages of a replay. They arrive at once, but each rank's gate delays their receipt."""
 
 from __future__ import annotations
 
