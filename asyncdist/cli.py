@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
-    """Return the parser of all commands, with the arguments of at least ``command``."""
+    """Return the parser of all commands. The arguments of ``run`` are added only if ``command`` is ``run``."""
     parser = _Parser(
         prog="asyncdist", description="Awaitable message passing for distributed PyTorch training.", allow_abbrev=False
     )
@@ -270,9 +270,9 @@ def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _split_run(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the words of ``asyncdist run``, including the script's name, and the script's words.
+    """Split a command line into the words of ``asyncdist run``, up to the script's name, and the script's words.
 
-    Every word after the script's name belongs to the script, even a ``--``, which argparse would drop.
+    The script's words may include ``--``, which argparse would drop.
     """
     place = 0
     while place < len(arguments) and arguments[place].startswith("-"):
@@ -286,7 +286,7 @@ def _split_run(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line; never returns. ``arguments`` excludes the program's name; None means ``sys.argv[1:]``."""
+    """Run the command line ``arguments`` (by default ``sys.argv[1:]``), and exit."""
     local_host.open_standard_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
     own: list[str] = []
@@ -302,14 +302,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         words = ["replay", *own]
     _check_names(words)
     options, unknown = _parser(words[0] if words else "").parse_known_args(words)
-    if unknown:  # argparse's own error does not name the subcommand
+    if unknown:  # argparse's error would not name the subcommand
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
-    if options.command in ("sim", "replay") and arguments is None:  # this process may be restarted
+    if options.command in ("sim", "replay") and arguments is None:  # with sys.argv, this process can be restarted
         from asyncdist import environment
 
         environment.fix_hash_seed()
     if options.command == "run" and options.live:
-        from asyncdist.live import beside  # imported only here, since it loads msgspec
+        from asyncdist.live import beside  # imports msgspec
 
         sys.exit(beside.run([*(word for word in own if word != "--live"), *rest]))
     with local_host.heeding_children():
@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _check_names(words: Sequence[str]) -> None:
-    """If a command or option is unknown, exit with an error that suggests the most similar known name."""
+    """Exit with an error that suggests the most similar name if the command or an option is unknown."""
     if not words or words[0].startswith("-"):
         return
     name = words[0]
@@ -344,7 +344,7 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.command in ("report", "trace", "export", "query"):
         return report.run(options)
     if options.command == "plan":
-        from asyncdist.planning import command as plan  # imported only here, since no other command needs it
+        from asyncdist.planning import command as plan
 
         return plan.run(options)
     if options.command == "init":
@@ -352,11 +352,11 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.command == "top":
         return _top(options)
     if options.command == "story":
-        from asyncdist.story import command  # imported only here, since it loads msgspec
+        from asyncdist.story import command  # imports msgspec
 
         return command.run(options.job, options.recorded)
     if options.command == "doctor":
-        from asyncdist.launch import doctor  # imported only here, since it loads torch
+        from asyncdist.launch import doctor  # imports torch
 
         return doctor.run()
     try:
@@ -370,12 +370,12 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _top(options: argparse.Namespace) -> int:
     if options.web:
-        from asyncdist.report.live_page import command  # imported only here, since it loads numpy
+        from asyncdist.report.live_page import command  # imports numpy
 
         return command.run(options.job, options.port or 0)
     if options.port is not None:
         _Parser(prog="asyncdist top").error("--port is the port of the page; add --web")
-    from asyncdist.live import top  # imported only here, since it loads msgspec
+    from asyncdist.live import top  # imports msgspec
 
     return top.run(options.job)
 
@@ -389,7 +389,7 @@ def _init(flavour: str, path: Path) -> int:
         hidden = "the file must not be named like a module that the script imports; choose another name"
         print(f"asyncdist init: {str(path)!r}: {hidden}", file=sys.stderr)
         return 2
-    for name in ("train.py", "gossip.py"):  # the docstring's example commands contain these names
+    for name in ("train.py", "gossip.py"):  # names in the example commands of the scripts' docstrings
         text = text.replace(f" {name} ", f" {path} ").replace(f" {name}\n", f" {path}\n")
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -403,7 +403,7 @@ def _init(flavour: str, path: Path) -> int:
 
 
 def _ranks_missing(command: str, script: str, arguments: Sequence[str]) -> str:
-    """Return the error for a command without ``-n``, which may be among the script's arguments; otherwise None."""
+    """Return the error for a command without ``-n``, with a hint if ``-n`` is among the script's arguments."""
     text = "the following arguments are required before the script: -n/--ranks"
     if any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments):
         text += f". Options after the script are passed to the script; write asyncdist {command} -n RANKS {script}"
@@ -472,12 +472,12 @@ def _run_on_torch(script: str, arguments: Sequence[str], options: argparse.Names
     )
 
 
-#: Functions that start the ranks of ``asyncdist run``, for each transport. They return the exit code.
+#: For each transport, the function that starts the ranks of ``asyncdist run`` and returns the exit code.
 RUNNERS: Final[Mapping[str, Callable[..., int]]] = {"mpi": _run_on_mpi, "torch": _run_on_torch}
 
 
 def _metrics(named: str) -> str:
-    """Return the export destinations of counters, with absolute paths. Raise ValueError if one cannot be used."""
+    """Return the destinations of counters, with absolute paths. Raise ValueError if one cannot be used."""
     from dataclasses import replace
 
     from asyncdist.live.destinations import destinations, missing
@@ -517,7 +517,7 @@ def _script(options: argparse.Namespace) -> str:
 
 
 def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[str]]:
-    """Return the hosts with their numbers of ranks ([] for only this host), and the words of ``--ssh``."""
+    """Return the hosts with their numbers of ranks ([] for only this host), and the words of ``--ssh``'s command."""
     if options.hosts is None:
         if options.ssh is not None:
             raise local_host.LaunchError("--ssh needs --hosts, the list of hosts to which it connects")
@@ -532,7 +532,7 @@ def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[s
 
 
 def _check_supported(transport: str, options: argparse.Namespace) -> None:
-    """Raise LaunchError if the transport does not support all given options, or if they contradict each other."""
+    """Raise LaunchError if options are not supported by the transport, or contradict each other."""
     supporting = {
         name: [key for key in RUN_NAMES if name in BACKENDS[key].run_options]
         for name in TRANSPORT_OPTIONS
@@ -552,7 +552,7 @@ def _check_supported(transport: str, options: argparse.Namespace) -> None:
 
 
 def _replay(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from asyncdist.simulation.replay import script as scripts  # imported only here, since it loads torch
+    from asyncdist.simulation.replay import script as scripts  # imports torch
 
     if options.rank is not None and not options.pdb:
         print("asyncdist replay: --rank needs --pdb", file=sys.stderr)
@@ -572,7 +572,7 @@ def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _run_sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from asyncdist.simulation import run_script as scripts  # imported only here, since it loads torch
+    from asyncdist.simulation import run_script as scripts  # imports torch
     from asyncdist.simulation.exploration.fault_plans import ScriptError, read_faults
 
     try:

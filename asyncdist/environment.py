@@ -1,8 +1,8 @@
 """Reads and sets environment variables: detects the launcher of this process, and sets variables for ranks.
 
-:func:`detect` chooses the transport for ``transport="auto"``. The only other modules that read environment variables
-are :mod:`asyncdist.compiled` and :mod:`asyncdist.rank_program`, which run before this module is imported. This module
-imports only the standard library, so that starting ranks does not import torch.
+:func:`detect` chooses the transport for ``transport="auto"``. Apart from modules that run before this one is imported,
+such as :mod:`asyncdist.rank_program`, no other module reads environment variables. This module does not import torch,
+so that ranks start fast.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ VARIABLES: Final[Mapping[str, str]] = os.environ
 TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
 #: Source of a :class:`Launch` if the program itself has created a process group.
 GROUP_SOURCE: Final = "torch.distributed.init_process_group"
-#: Prefixes of variables that MPI's launchers set for their ranks; user settings like OMPI_MCA_* are not included.
+#: Prefixes of variables that MPI's launchers set for their ranks, except users' settings like OMPI_MCA_*.
 _MPI_PREFIXES: Final = tuple(BACKENDS["mpi"].prefixes)
-#: Prefix of user settings that also begin with the launchers' prefix PMIX_.
+#: Prefix of users' settings that also begin with the launchers' prefix PMIX_.
 _MPI_SETTINGS: Final = "PMIX_MCA_"
-#: Variables of all kinds of launchers, torchrun's first, because other launchers start one torchrun per host.
+#: Variables of all kinds of launchers. torchrun's are first, because other launchers start one torchrun per host.
 _RANK_VARIABLES: Final = [
     each for name in sorted(BACKENDS, key=lambda name: name != "torch") for each in BACKENDS[name].variables
 ]
 #: Variable that selects the torch.distributed backend for new process groups, if the program does not.
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
-#: Variable with the seconds that main may wait before a warning is logged; the program's own ``stall_s`` overrides it.
+#: Variable with the seconds that main may wait before a warning is logged. The program's ``stall_s`` overrides it.
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
 RECORD_VARIABLE: Final = "ASYNCDIST_RECORD"
 #: Variable with the destinations to which ranks export their counters.
@@ -62,13 +62,14 @@ LAST_COUNTERS_VARIABLE: Final = "ASYNCDIST_LAST_COUNTERS"
 INCARNATION_VARIABLE: Final = "ASYNCDIST_INCARNATION"
 #: Variable with the number of ranks (the highest ones) that may join the job after its start.
 EMPTY_VARIABLE: Final = "ASYNCDIST_EMPTY_PLACES"
-#: Variables with the secret by which a job's ranks authenticate each other, or with the path of the secret's file.
+#: Variable with the secret by which a job's ranks authenticate each other.
 SECRET_VARIABLE: Final = "ASYNCDIST_JOB_SECRET"
+#: Variable with the path of the secret's file.
 SECRET_FILE_VARIABLE: Final = "ASYNCDIST_JOB_SECRET_FILE"
 #: Variable that is 1 if all ranks of the job are on one host, and 0 if ranks on other hosts may join.
 LOOPBACK_VARIABLE: Final = "ASYNCDIST_LOOPBACK"
-#: Variable with the launcher's name of the job to which the variables of :data:`_OF_RUN` apply. A rank's child
-#: processes inherit them, and may be ranks of another job.
+#: Variable with the name of the job to which the variables of :data:`_OF_RUN` apply. A rank's child processes inherit
+#: these variables, but may be ranks of another job.
 RUN_VARIABLE: Final = "ASYNCDIST_RUN_ID"
 _OF_RUN: Final = (INCARNATION_VARIABLE, EMPTY_VARIABLE, LOOPBACK_VARIABLE)
 #: Variable that passes an MPI rank's pid and launcher variables to the rank's child processes.
@@ -91,9 +92,9 @@ def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str
 def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """Return the transport for which ``asyncdist run`` starts ranks, and the ranks' environment.
 
-    ``named``, the value of ``--transport``, overrides ASYNCDIST_TRANSPORT. The ranks' environment does not include
+    ``named``, the value of ``--transport``, overrides ASYNCDIST_TRANSPORT. The ranks' environment lacks
     ASYNCDIST_TRANSPORT, because ranks detect their launcher by its variables. Raises ValueError if ``asyncdist run``
-    does not start ranks on the transport.
+    does not support the transport.
     """
     what, name = "--transport", named
     if name is None:
@@ -114,13 +115,13 @@ def detect(
 
     Args:
         environ: Environment to read.
-        wanted: Transport that the caller requests, or ``"auto"`` to use ASYNCDIST_TRANSPORT if set. Variables of
-            launchers for other transports are ignored.
-        group: Rank and size in the process group that the program itself has created, if any. Used if no launcher's
-            variables are set.
+        wanted: Requested transport, or ``"auto"`` to use ASYNCDIST_TRANSPORT if set. Variables of launchers for other
+            transports are ignored.
+        group: Rank and size in the process group that the program has created, if any. Used if no launcher's variables
+            are set.
 
     Raises:
-        ValueError: Variables are not numbers, are missing, or contradict each other. One error names all of them.
+        ValueError: Variables are not numbers, are missing, or contradict each other. The error names all of them.
     """
     if wanted == "auto":
         wanted = environ.get(TRANSPORT_VARIABLE) or "auto"
@@ -182,7 +183,7 @@ def _detect(transport: str, variables: Variables) -> Launch | None:
 
 
 def _read_launch(transport: str, variables: Variables, names: RankVariables) -> Launch | None:
-    """Return the launch that one launcher's size and rank describe, after checking them; None if neither is set."""
+    """Return the launch that one launcher's size and rank describe, or None if neither is set. Record problems."""
     if not (variables.has(names.size) or variables.has(names.rank)):
         return None
     size, rank = variables.place(names.size, names.rank)
@@ -193,13 +194,13 @@ def _read_launch(transport: str, variables: Variables, names: RankVariables) -> 
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise TransportError if MPI has a single rank, but another launcher's variables, as torchrun's, show several."""
+    """Raise TransportError if another launcher's variables show several ranks. Called if MPI has only this rank."""
     variables = Variables(environ)
     found = _detect_any(variables, None)
     size = found.expected_size or 1
     if variables.problems or found.transport == "mpi" or size == 1:
         return
-    from asyncdist.errors import TransportError  # imported only here, to keep other imports minimal
+    from asyncdist.errors import TransportError  # not at the top of the module, to keep its imports minimal
 
     name = f"{TRANSPORT_VARIABLE}={environ[TRANSPORT_VARIABLE]}" if environ.get(TRANSPORT_VARIABLE) else "the program"
     raise TransportError(
@@ -214,7 +215,7 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> None:
 def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous:
     """Return the rendezvous described by the variables of torchrun or srun.
 
-    Raises ValueError if variables are missing, are not numbers or contradict each other (one error names all of them),
+    Raises ValueError if variables are missing, are not numbers or contradict each other (the error names all of them),
     if MASTER_ADDR cannot be resolved, or if rank 0 of a Slurm step is not on the host with that address.
     """
     why_missing, own = "", environ
@@ -263,7 +264,7 @@ def names_lost_ranks(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _detect_slurm(variables: Variables) -> Launch | None:
-    """Return the launch by a Slurm step with several tasks, or None. The caller may replace its transport, MPI."""
+    """Return the launch, on MPI, that a Slurm step with several tasks describes, or None."""
     step = slurm.find_step(variables)
     rank = variables.number("PMIX_RANK")
     if rank is not None:
@@ -272,7 +273,7 @@ def _detect_slurm(variables: Variables) -> Launch | None:
 
 
 def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
-    """Return this process's rank on its host; None if the launcher does not set it."""
+    """Return this process's rank on its host, or None if the launcher does not set it."""
     environ = {**os.environ, **_hidden} if environ is None else environ
     for name in (*(each.local_rank for each in _RANK_VARIABLES), "SLURM_LOCALID"):
         if environ.get(name, "").isdecimal():
@@ -281,10 +282,9 @@ def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
 
 
 def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int | None:
-    """Return a fair share of this host's cores for one rank; None to leave the number of threads alone.
+    """Return one rank's share of this host's cores, by default of the cores that this process may use.
 
-    The result is None if OMP_NUM_THREADS is set, or if no other rank is known to be on the host. ``cores`` defaults to
-    the number of cores that this process may use.
+    Return None, for no limit, if OMP_NUM_THREADS is set, or if no other rank is known to be on the host.
     """
     if environ.get("OMP_NUM_THREADS"):
         return None
@@ -293,12 +293,12 @@ def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None 
 
 
 def record(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the recording folder that the user has set for this job, or None."""
+    """Return the folder in which the user wants to record this job, or None."""
     return environ.get(RECORD_VARIABLE) or None
 
 
 def metrics(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the export destinations for counters that the user has set for this job, or None."""
+    """Return the destinations to which the user wants to export this job's counters, or None."""
     return environ.get(METRICS_VARIABLE) or None
 
 
@@ -310,9 +310,9 @@ def last_counters(environ: Mapping[str, str] = os.environ) -> str | None:
 def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the folders in which this user's processes on this host find each other, in order of preference.
 
-    Folders that do not depend on variables come first, because the ranks of a job may have different variables:
-    schedulers set a TMPDIR for each rank, one user's shells may differ in XDG_RUNTIME_DIR, and ``su`` keeps its
-    caller's. The list does not depend on whether a folder is writable.
+    Folders that do not depend on variables are first, because the ranks of a job may have different variables.
+    Schedulers set a TMPDIR for each rank, and XDG_RUNTIME_DIR may differ between a user's shells (``su`` keeps its
+    caller's).
     """
     session, named = f"/run/user/{os.getuid()}", environ.get("XDG_RUNTIME_DIR", "")
     usable = [path for path in (session, named) if os.path.isdir(path) and os.access(path, os.W_OK)]
@@ -333,21 +333,20 @@ def secret_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
 def program_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the absolute directories in PATH.
 
-    Relative directories, such as ``.``, are left out: the working directory may be writable by other users, and
-    asyncdist must not run their programs.
+    asyncdist must not run programs from relative directories such as ``.``, to which other users may be able to write.
     """
     return list(filter(os.path.isabs, environ.get("PATH", os.defpath).split(os.pathsep)))
 
 
 def find_program(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the path of a program in the absolute directories of PATH; None if there is none."""
+    """Return the path of a program in the absolute directories of PATH, or None."""
     return shutil.which(name, path=os.pathsep.join(program_directories(environ)))
 
 
 def home(environ: Mapping[str, str] = os.environ) -> str:
-    """Return this user's home directory; "" if neither HOME nor the system's user database specifies one."""
+    """Return this user's home directory, or "" if neither HOME nor the system's user database specifies one."""
     if not environ.get("HOME"):
-        with contextlib.suppress(KeyError):  # a container's user may have no entry in the database
+        with contextlib.suppress(KeyError):  # raised if the user is not in the database, as in containers
             return pwd.getpwuid(os.getuid()).pw_dir
     return environ.get("HOME", "")
 
@@ -359,7 +358,7 @@ def hide_secret() -> None:
 
 
 def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
-    """Hide and return the secret set for this job, or None. Raise ValueError if it is too short or not private."""
+    """Hide and return the secret that the user has set for this job, or None. Raise ValueError if it is unusable."""
     known = environ
     if known is None:
         hide_secret()
@@ -373,7 +372,7 @@ def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
 def _secret_of_job(environ: Mapping[str, str], address: str, port: int, size: int) -> JobSecret:
     """Return the secret of a job whose ranks meet at ``address`` and ``port``.
 
-    On a single host, the secret is derived from the user's secret by default.
+    For a job on one host, the default is derived from the secret that the user's processes share.
     """
     text = given_secret(None if environ is os.environ else environ)
     is_on_one_host = local_host.is_loopback(address) or local_size(environ) == size
@@ -383,9 +382,9 @@ def _secret_of_job(environ: Mapping[str, str], address: str, port: int, size: in
 
 
 def secret_of_group(address: str, port: int, size: int, environ: Mapping[str, str] = os.environ) -> JobSecret:
-    """Return the secret of a job that has created its own process group.
+    """Return the secret of a job whose program has created its process group.
 
-    Its store is at ``address`` and ``port``, which are "" and 0 for a store that is not at a port.
+    The store is at ``address`` and ``port``, which are "" and 0 for a store without a port.
     """
     return _secret_of_job(environ, address, port, size)
 
@@ -396,13 +395,13 @@ def is_slurm_job(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def stall_s(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return the ``stall_s`` of :func:`asyncdist.run` set by a variable, or None. Raise ValueError if it is invalid."""
+    """Return the value of ASYNCDIST_STALL_S, or None if it is not set. Raise ValueError if it is invalid."""
     text = environ.get(STALL_VARIABLE)
     return seconds(text, STALL_VARIABLE) if text else None
 
 
 def seconds(text: str, name: str) -> float:
-    """Parse a number of seconds above 0, which may be infinite. Raise ValueError, with ``name``, for other strings."""
+    """Parse a number of seconds above 0, which may be infinite. Raise ValueError, which names ``name``, if invalid."""
     try:
         number = float(text)
     except ValueError:
@@ -413,7 +412,7 @@ def seconds(text: str, name: str) -> float:
 
 
 def local_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of ranks on this host; None if the launcher does not set it."""
+    """Return the number of ranks on this host, or None if the launcher does not set it."""
     name = next((each.local_size for each in _RANK_VARIABLES if environ.get(each.local_size)), None)
     return slurm.local_size(environ) if name is None else number(environ, name)
 
@@ -436,12 +435,12 @@ def replace(environ: Mapping[str, str]) -> None:
 HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
 #: Variable that removes the script's folder and the working directory from Python's module search path.
 SAFE_PATH_VARIABLE: Final = "PYTHONSAFEPATH"
-#: Hash seed at interpreter startup. Setting the variable later, as torchgfn's set_seed does, has no effect.
+#: Hash seed when the interpreter started. Setting the variable later, as torchgfn's set_seed does, has no effect.
 _HASH_SEED_AT_START: Final = os.environ.get(HASH_SEED_VARIABLE, "")
 
 
 def hash_seed() -> str | None:
-    """Return the hash seed, which determines the order of sets of strings; None if Python chose it at random."""
+    """Return the hash seed, which determines the order of sets of strings, or None if Python chose it at random."""
     is_number = _HASH_SEED_AT_START.isdecimal()
     return _HASH_SEED_AT_START if is_number and not sys.flags.ignore_environment else None
 
@@ -459,7 +458,7 @@ def has_safe_path() -> bool:
 
 @contextlib.contextmanager
 def variable_set(name: str, text: str) -> Iterator[None]:
-    """Set this variable for processes that the body of the ``with`` statement starts."""
+    """Set a variable for processes that are started in the ``with`` block."""
     before = os.environ.get(name)
     os.environ[name] = text
     try:
@@ -472,10 +471,10 @@ def variable_set(name: str, text: str) -> Iterator[None]:
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` for a new job: without launcher variables if this process is a rank of another job.
+    """Return ``environ`` for a new job, without the launcher's variables if this process is a rank of another job.
 
-    MASTER_ADDR and similar variables are removed only from a torch rank, because users set them for libraries. For the
-    same reason, the variable that ``mpirun --with-ft`` sets is removed only from an MPI rank.
+    Variables that users set for libraries are removed only if the launcher may have set them: MASTER_ADDR and the like
+    in a torch rank, and the variable of ``mpirun --with-ft`` in an MPI rank.
     """
     is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     is_mpi_rank = any(name.startswith((_RANK_VARIABLE, "OMPI_COMM_WORLD_")) for name in environ)
@@ -488,7 +487,7 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-#: Prefixes of variables from which a training library concludes that it may use all ranks for its own training.
+#: Prefixes of variables from which a training library would conclude that it may use all ranks for one training.
 _RANKS_OF_LAUNCHERS: Final = (
     *("OMPI_COMM_WORLD_", "PMI_SIZE", "PMI_RANK", "MPI_LOCAL", "PALS_", "MV2_COMM_WORLD_"),
     *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_TASKS_PER_NODE"),
@@ -508,7 +507,7 @@ def hide_ranks() -> None:
 
 @contextlib.contextmanager
 def ranks_shown() -> Iterator[None]:
-    """Restore the launcher's hidden variables in the body of the ``with`` statement."""
+    """Restore the launcher's hidden variables during the ``with`` block."""
     shown = {name: text for name, text in _hidden.items() if name not in os.environ}
     os.environ.update(shown)
     try:
@@ -519,7 +518,7 @@ def ranks_shown() -> Iterator[None]:
 
 
 def show_as_ranks(variables: Mapping[str, str]) -> None:
-    """Set launcher variables for a training library, replacing the hidden ones."""
+    """Set launcher variables for a training library, instead of the hidden ones."""
     os.environ.update(variables)
 
 
@@ -541,8 +540,8 @@ def is_started_by_accelerate() -> bool:
 def become_rank() -> None:
     """Hide the variables that would make MPI mistake child processes for this rank.
 
-    ``os.environ`` keeps these variables for libraries in this process, but children do not inherit them. A data loader
-    worker that imports mpi4py.MPI, which initializes MPI, is then a world of one rank.
+    ``os.environ`` keeps them for libraries in this process, but children do not inherit them. A data loader worker that
+    imports mpi4py.MPI, which initializes MPI, is then a world of one rank.
     """
     os.environ[_RANK_VARIABLE] = f"{os.getpid()} {' '.join(_place(os.environ))}"
     for name in os.environ:
@@ -551,13 +550,13 @@ def become_rank() -> None:
 
 
 def rank_above(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the pid of the MPI rank that is this process's parent or other ancestor, or None."""
+    """Return the pid of the MPI rank that is an ancestor of this process, or None."""
     pid, *place = environ.get(_RANK_VARIABLE, "").split(" ")
     return int(pid) if pid.isdecimal() and int(pid) != os.getpid() and _place(environ) <= set(place) else None
 
 
 def _place(environ: Mapping[str, str]) -> set[str]:
-    """Return the variables that distinguish an MPI rank from others, including ranks of a job that it starts."""
+    """Return the variables that identify an MPI rank, also among ranks of a job that it starts."""
     names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_SIZE", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
     return {f"{name}={environ[name]}" for name in names if environ.get(name)}
 
@@ -568,7 +567,7 @@ def set_variables(variables: Mapping[str, str]) -> None:
 
 
 def backend_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the backend chosen for torch.distributed process groups, or None."""
+    """Return the backend that was chosen for torch.distributed process groups, or None."""
     return environ.get(_BACKEND_VARIABLE) or None
 
 

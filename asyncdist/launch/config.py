@@ -17,7 +17,7 @@ LAUNCH_METHODS: Final = ("forkserver", "spawn")
 
 @dataclass(frozen=True, slots=True)
 class MultiprocessConfig:
-    """Describes a job's ranks: their number, their rendezvous, and their division into parallel groups.
+    """The number of a job's ranks, their rendezvous, and their division into parallel groups.
 
     :meth:`resolve` fills in fields that are None.
 
@@ -102,15 +102,15 @@ class MultiprocessConfig:
         return {name: getattr(self, name) for name in names}
 
     def resolve(self) -> MultiprocessConfig:
-        """Return a config in which missing fields are filled in if they can be known before the ranks start.
+        """Return a config with the missing fields that can be known before the ranks start.
 
         - ``local_world_size``: ``world_size`` if given, otherwise the number of GPUs, or 1 without a GPU.
         - ``master_port``: a free port of this host.
         - ``rank`` and ``local_rank``: 0 if there is one rank. Otherwise, ``local_rank`` is derived from ``rank``.
 
         Raises:
-            ValueError: The filled-in values contradict the given ones, ``master_port`` is missing in a job of several
-                hosts, or ``master_addr`` cannot be resolved.
+            ValueError: The new values contradict the given ones, ``master_port`` is missing in a job on several hosts,
+                or ``master_addr`` cannot be resolved.
         """
         local_size = self.local_world_size or self.world_size or max(1, torch.cuda.device_count())
         size = self.world_size or local_size

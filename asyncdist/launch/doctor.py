@@ -1,7 +1,7 @@
 """Runs ``asyncdist doctor``: prints the transport that this process would use and why, and problems with their cures.
 
 :func:`gather` collects the facts, which may take a few seconds and start MPI. :func:`find_problems` uses only these
-facts. Under a launcher, every rank examines itself: rank 0 prints its facts and problems, and the first rank of every
+facts. Under a launcher, every rank examines itself. Rank 0 prints its facts and problems, and the first rank of every
 other host prints only problems.
 """
 
@@ -36,7 +36,7 @@ from asyncdist.wording import aligned, plural
 
 #: Launchers, keyed by the variable that identifies them.
 _STARTERS: Final = {key: title for backend in BACKENDS.values() for key, title in backend.launchers.items()}
-#: Functions that read from variables where the ranks of a transport meet, or raise ValueError.
+#: Functions that read from variables where the ranks of a transport meet, and raise ValueError if they cannot meet.
 RENDEZVOUS: Final[Mapping[str, Callable[[Mapping[str, str]], object]]] = {"torch": environment.torch_rendezvous}
 #: Names of the programs with which Open MPI and MPICH start ranks.
 _LAUNCHERS: Final = re.compile(r"(mpirun|mpiexec|orterun|prterun|prte)(\..*)?")
@@ -58,7 +58,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Mpi:
-    """Describes the result of starting MPI: the granted thread level, if known, or the ``error``."""
+    """The result of starting MPI: the granted thread level, if known, or the ``error``."""
 
     level: int | None = None
     error: str | None = None
@@ -66,26 +66,26 @@ class Mpi:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts that the command has gathered about this process and its host.
+    """The gathered facts about this process and its host.
 
     Attributes:
-        started: Launcher that started this process; no launcher if ``detection_error`` is set.
-        detection_error: Problem with the launcher's variables; None if there is none.
-        override: Value of ASYNCDIST_TRANSPORT; None if it is not set.
+        started: How this process was started; by no launcher if ``detection_error`` is set.
+        detection_error: Problem with the launcher's variables, if any.
+        override: Value of ASYNCDIST_TRANSPORT, if it is set.
         versions: Versions of Python and of packages; None for a package that is not installed.
         compiled: ``"yes"`` if the modules that process messages are compiled; otherwise the reason why they are not.
         unwritable: Reason why ranks on this host cannot write to each other's memory; None if they can.
         unringable: Reason why ranks on this host cannot wake each other on MPI; None if they can.
         is_unallowed_root: Whether the user is root, but the variables that make Open MPI's mpirun accept root are
             unset.
-        starter: MPI program that has started this job, if it does not belong to ``installation``; otherwise None.
+        starter: Path of the MPI program that has started this job, if it does not belong to ``installation``.
         path_mpirun: Path and flavour of the first ``mpirun`` in PATH.
         survives: Whether this process is a rank of an MPI job that continues when ranks die.
         restarts: Whether this process is a rank of a torch job that ranks may join later.
         own_cores: Number of cores that this process may use.
-        gpu_error: Reason why torch sees no GPU although the host has GPUs; None if there is none.
-        place_error: Reason why the ranks cannot meet with the current variables; None if there is none.
-        secret_error: Reason why the user's secret cannot be used; None if there is none.
+        gpu_error: Reason why torch sees no GPU although the host has GPUs, if so.
+        place_error: Reason why the ranks cannot meet with the current variables, if so.
+        secret_error: Reason why the user's secret cannot be used, if so.
         notes: Other problems, each as ``"problem: cure"``.
     """
 
@@ -165,7 +165,7 @@ def _mpi_problems(facts: Facts) -> list[Problem]:
     if not facts.may_use_mpi or facts.override == "local":
         return []
     if facts.installation.library is None and facts.started.transport == "local" and "gloo" in facts.backends:
-        return []  # jobs on torch do not use MPI
+        return []  # jobs on torch do not need MPI
     if facts.versions.get("mpi4py") is None:
         return [Problem("mpi4py is not installed", "pip install mpi4py, or start with torchrun")]
     problems = []
@@ -211,7 +211,7 @@ def _thread_problems(facts: Facts) -> list[Problem]:
     count, ranks = int(facts.omp_threads), facts.local_size or 1
     if count * ranks <= facts.host_cores and count <= facts.own_cores:
         return []
-    if count == 1:  # one thread is the minimum, and the user may want more ranks than cores
+    if count == 1:  # fewer threads are impossible, and the user may want more ranks than cores
         return []
     place = f"{facts.host_cores} cores" if count * ranks > facts.host_cores else f"a rank bound to {facts.own_cores}"
     return [
@@ -271,7 +271,7 @@ def _describe_death(facts: Facts) -> str:
 
 
 def _describe_users(facts: Facts) -> str:
-    """Return what the job's transport lets other users of this host do (docs/trust.md)."""
+    """Describe what the job's transport lets other users of this host do (docs/trust.md)."""
     if not facts.may_use_mpi or facts.installation.library is None:
         return "cannot run programs as you through a job"
     if mpirun.can_survive(facts.installation):
@@ -334,10 +334,10 @@ def format_problems(problems: Sequence[Problem]) -> list[str]:
 
 
 def run() -> int:
-    """Print facts and problems. Return exit code 0 if there are no problems, otherwise 1."""
+    """Print facts and problems. Return exit code 0 if there are no problems, or 1."""
     try:
         os.getcwd()
-    except FileNotFoundError:  # importing torch's libraries would end the process
+    except FileNotFoundError:  # in a deleted directory, importing torch's libraries would end the process
         gone = Problem("the working directory has been deleted", "cd to an existing directory")
         print("\n".join(format_problems([gone])), flush=True)
         return 1
@@ -367,7 +367,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         missing_bytecode(importlib.util.find_spec("torch")),
     )
     local_size = None
-    with contextlib.suppress(ValueError):  # detection_error reports this error
+    with contextlib.suppress(ValueError):  # detection_error already reports this error
         local_size = environment.local_size(environ)
     return Facts(
         started=started,
@@ -411,16 +411,16 @@ def _find_obstacle_to_ringing() -> str | None:
 
 
 def find_mpirun(environ: Mapping[str, str]) -> tuple[str, environment.Flavour | None] | None:
-    """Return the mpirun in PATH and the flavour that it reports, which may be None; None if there is no mpirun."""
+    """Return the path and the flavour (None if unknown) of the mpirun in PATH, or None if there is no mpirun."""
     path = environment.find_program("mpirun", environ)
     return None if path is None else (path, mpirun.launcher_flavour(path))
 
 
 def _find_starter(installation: mpirun.Installation) -> str | None:
-    """Return the path of the MPI program that started this process; None if it belongs to ``installation``."""
+    """Return the path of the MPI program that started this process, or None if it belongs to ``installation``."""
     folders = {os.path.dirname(os.path.realpath(path)) for path in installation.launchers.values()}
     for pid in reversed(rank_program.ancestors()):
-        with contextlib.suppress(OSError):  # the process belongs to another user, or has ended
+        with contextlib.suppress(OSError):  # raised if the process belongs to another user or has ended
             program = os.readlink(f"/proc/{pid}/exe")
             if _LAUNCHERS.fullmatch(os.path.basename(program)):
                 return None if os.path.dirname(program) in folders else program
@@ -456,7 +456,7 @@ def _ask_torch() -> tuple[list[str], list[str], str | None]:
 
 
 def missing_bytecode(spec: ModuleSpec | None) -> str | None:
-    """Return the reason why an imported package has no saved bytecode, and the cure, or None."""
+    """Return the reason why a package has no saved bytecode, with the cure, or None."""
     if spec is None or spec.cached is None or spec.origin is None or os.path.exists(spec.cached):
         return None
     folder = os.path.dirname(spec.origin)
@@ -468,7 +468,7 @@ def missing_bytecode(spec: ModuleSpec | None) -> str | None:
 
 
 def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str, str]) -> Mpi:
-    """Start MPI in a child process, which a failing MPI_Init may end, and return the result."""
+    """Start MPI in a child process, because a failing MPI_Init may end its process, and return the result."""
     if installation.library is None:
         return Mpi()
     is_rank = started.transport == "mpi" and started.source != "no launcher"
@@ -505,7 +505,7 @@ def _first_words(text: str) -> str:
 
 
 def tell_of_mpi() -> None:
-    """Start MPI for the :class:`Launch` in ``sys.argv``, and print the result; run in a child process."""
+    """Start MPI for the :class:`Launch` in ``sys.argv``, and print the result. Called in a child process."""
     started = Launch(**json.loads(sys.argv[1]))
     try:
         found = _start_mpi_here(started)
@@ -521,7 +521,7 @@ def _start_mpi_here(started: Launch) -> Mpi:
     from mpi4py import MPI
 
     library = MPI.Get_library_version()
-    mpi_launchers.check_library(started, library)  # the wrong library's MPI_Init would end this process
+    mpi_launchers.check_library(started, library)  # a wrong library's MPI_Init would end this process
     MPI.Init_thread(MPI.THREAD_FUNNELED)
     name = library.split(",")[0].splitlines()[0]
     mpi_launchers.check_world_size(started.expected_size, MPI.COMM_WORLD.size, name, source=started.source)
@@ -542,7 +542,7 @@ def _explain_no_gpu() -> str | None:
 
 
 def _check_place(transport: str, environ: Mapping[str, str]) -> str | None:
-    """Return the reason why the ranks cannot meet; None if they can."""
+    """Return the reason why the ranks cannot meet, or None if they can."""
     try:
         RENDEZVOUS.get(transport, dict)(environ)
     except ValueError as error:
@@ -551,7 +551,7 @@ def _check_place(transport: str, environ: Mapping[str, str]) -> str | None:
 
 
 def _check_secret(environ: Mapping[str, str]) -> str | None:
-    """Return the reason why the user's secret cannot be used; None if it can."""
+    """Return the reason why the user's secret cannot be used, or None if it can."""
     try:
         environment.given_secret(environ)
     except ValueError as error:

@@ -10,25 +10,25 @@ Each rank of ``asyncdist run`` has two guardians above it, small processes that 
   separate session. When the rank has ended, its remaining child processes get SIGTERM, and SIGKILL after ``GRACE_S``.
   Then the guardian ends with the rank's exit code or signal.
 - When a guardian's parent has ended, the guardian immediately kills the rank, and then the rank's child processes.
-- Both guardians do all of this. The inner one is in its own process group, since mpirun may kill the outer one's group.
+- Both guardians do all of this. The inner one has a separate process group, because mpirun may kill the outer one's.
   Processes survive only if both guardians are killed at the same moment.
 - A guardian passes signals on to the rank. The rank is in the outer guardian's process group, so signals from mpirun or
-  a terminal reach the rank directly. PARENT is the launcher's pid if the launcher sends signals only to the outer
-  guardian, and 0 under mpirun.
-- SIGUSR1 is ignored until the guardians have started: mpirun may pass it on immediately, so it starts them through a
-  shell that ignores the signal. It is blocked in the rank until :mod:`asyncdist.rank_program` has a handler for it.
+  a terminal reach it directly. PARENT is the launcher's pid if the launcher signals only the outer guardian, and 0
+  under mpirun.
+- mpirun may pass SIGUSR1 on before the guardians have started, so it starts them through a shell that ignores the
+  signal. In the rank, it is blocked until :mod:`asyncdist.rank_program` has a handler for it.
 - In jobs that continue when ranks die, a rank reports to the descriptor STARTED (0 in other jobs) when it joins or
-  leaves its world. If the rank fails before it has joined, or aborts the job, mpirun does not react, and the others
-  would wait forever. The outer guardian therefore asks mpirun to end the job, once per host. If the rank exits while it
-  is in the world, the outer guardian ends by SIGKILL, the only end that mpirun reports to the other ranks.
+  leaves its world. If the rank fails before it has joined, or aborts the job, mpirun does not react, and the other
+  ranks would wait forever. The outer guardian therefore requests mpirun to end the job, once per host. If the rank
+  exits while it is in the world, the outer guardian ends by SIGKILL, the only end that mpirun reports to other ranks.
 - Under ``asyncdist run`` on MPI, the outer guardian reports to the launcher that it guards the rank, that the rank has
-  joined the world, and, before mpirun does, how the rank has ended. From another host, an agent of the launcher
-  forwards the reports (:mod:`asyncdist.launch.supervision.guardian_reports`).
+  joined the world, and, before mpirun does, how the rank has ended. On other hosts, the launcher's agent forwards the
+  reports (:mod:`asyncdist.launch.supervision.guardian_reports`).
 - If the launcher has a terminal, rank 0 joins the launcher's process group (``GROUP_VARIABLE``), so that it may read
   from the terminal.
 
-The program reads environment variables itself and imports only a few modules of the standard library, so that the
-guardians delay the start of a rank by only 20 ms.
+The program reads environment variables itself and imports few modules, so that it delays the start of a rank by only
+20 ms.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 
 #: Path of this file, to run it as a program.
 PROGRAM: Final = os.path.abspath(__file__)
-#: Whether this system supports guardians. They need subreapers and parent-death signals, which only Linux has.
+#: Whether this system supports guardians, which need Linux's subreapers and parent-death signals.
 ARE_HERE: Final = sys.platform.startswith("linux")
-#: Shell command that starts a guardian with SIGUSR1 ignored, since mpirun may pass that signal on at once.
+#: Shell command that starts a guardian with SIGUSR1 ignored, because mpirun may pass that signal on immediately.
 _IGNORING_SIGUSR1: Final = ("/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
-#: Variable with the launcher's process group, which rank 0 joins so that it may read from the terminal.
+#: Variable with the launcher's process group, which rank 0 joins to read from the terminal.
 GROUP_VARIABLE: Final = "ASYNCDIST_TERMINAL_GROUP"
-#: Variable with the launcher's pid, its descriptor for reports, and the token that marks reports on standard error.
+#: Variable with the launcher's pid, its descriptor for reports, and the token that marks reports in standard error.
 REPORTS_VARIABLE: Final = "ASYNCDIST_REPORTS"
 #: Prefix of the folders of FIFOs for reports.
 REPORTS_FOLDER: Final = "/tmp/asyncdist-reports-"
@@ -65,7 +65,7 @@ GRACE_S: Final = 0.5
 #: Maximum seconds for killed processes to end. Only the kernel can delay this.
 _GONE_S: Final = 5.0
 _PERIOD_S: Final = 0.01
-# States that a rank reports, with the same values as in :mod:`asyncdist.rank_program`.
+# States that a rank reports, with the values that :mod:`asyncdist.rank_program` defines.
 _OPENS_WORLD: Final = b"0"
 _IN_WORLD: Final = b"1"
 _ENDS_JOB: Final = b"3"
@@ -76,34 +76,34 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def guarded(command: list[str], *, parent: int = 0, started: int = 0) -> list[str]:
-    """Return the command line that runs ``command`` under guardians; ``command`` itself if the system has none."""
-    # These options let Python start in 10 ms: it is isolated and does not load site-packages.
+    """Return the command line that runs ``command`` under guardians, or ``command`` if the system has none."""
+    # In isolated mode (-I) and without site-packages (-S), Python starts in 10 ms.
     guardian = [sys.executable, "-I", "-S", PROGRAM, str(parent), str(started), *command]
     return ([] if parent else [*_IGNORING_SIGUSR1]) + guardian if ARE_HERE else command
 
 
 def end_signal() -> int:
-    """Return the signal that makes a guardian kill the rank and its child processes, and end."""
+    """Return the signal that makes a guardian kill the rank and its child processes, and then end."""
     return int(signal.SIGRTMIN)
 
 
 def foreground_variables() -> dict[str, str]:
-    """Return the variables that put rank 0 into the foreground of this process's terminal, which it may then read."""
+    """Return the variables that put rank 0 into the foreground of this process's terminal, to read from it."""
     return {GROUP_VARIABLE: str(os.getpgrp())} if os.isatty(0) else {}
 
 
 def report_mark(token: str) -> bytes:
-    """Return the mark that begins a guardian's report, to distinguish it from ranks' output lines."""
+    """Return the mark that distinguishes a guardian's report from ranks' output lines."""
     return f"\x1easyncdist {token} ".encode()
 
 
 def reports_path(token: str) -> str:
-    """Return the path of this host's FIFO for reports. It contains the host's name, since containers may share /tmp."""
+    """Return the path of this host's FIFO for reports. It contains the host's name, as containers may share /tmp."""
     return f"{REPORTS_FOLDER}{token}-{os.uname().nodename}/fifo"
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when the process ``parent`` ends. Does nothing on systems other than Linux."""
+    """Make the kernel kill this process when the process ``parent`` ends. Works only on Linux."""
     if ARE_HERE:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -111,16 +111,16 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every orphan among its descendants."""
+    """Make this process the parent of every orphan among its descendants. Works only on Linux."""
     if ARE_HERE:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_children() -> None:
-    """End all descendants of this process, including orphans that it adopts in the meantime. Works on Linux only."""
+    """End all descendants of this process, including orphans that it adopts meanwhile. Works only on Linux."""
     told: set[int] = set()
     deadline = time.monotonic() + GRACE_S
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for a killed worker
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for a killed data worker
     while ARE_HERE and (late_s := time.monotonic() - deadline) < _GONE_S:
         while _reap() is not None:
             pass
@@ -130,13 +130,13 @@ def end_children() -> None:
         for pid in children:
             if late_s >= 0 or pid not in told:
                 told.add(pid)
-                # The pid is valid, since only this process reaps it.
+                # The pid cannot have been reused, because only this process reaps its children.
                 os.kill(pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM)
         time.sleep(_PERIOD_S)
 
 
 def open_descendants(pid: int) -> list[int]:
-    """Return a pidfd of each descendant of ``pid``; [] on systems other than Linux."""
+    """Return a pidfd of each descendant of ``pid``, or [] on systems other than Linux."""
     parents = _parents() if ARE_HERE else {}
     found, pidfds = {pid}, []
     while below := {child for child, parent in parents.items() if parent in found} - found:
@@ -167,13 +167,13 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if parent == 0:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the shell has set it to be ignored
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the shell ignores it
     signals_group = parent == 0 and not is_at_terminal
     outer = _stand_guard(parent or os.getppid(), signals_group=signals_group, heard=heard, reports=reports)
     os.setpgid(0, 0)
     inner = _stand_guard(outer, signals_group=False)
     reports.close()
-    with contextlib.suppress(OSError):  # the outer guardian was killed, and the inner one will kill this process
+    with contextlib.suppress(OSError):  # raised if the outer guardian was killed; the inner one kills this process
         os.setpgid(0, int(terminal_group) if is_at_terminal else group)
     die_with_parent(inner)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGUSR1})
@@ -188,13 +188,13 @@ class _Reports:
         pid, descriptor, self._token = (os.environ.pop(REPORTS_VARIABLE, "") or "- - ").split(" ")
         self._pipe = _open_fifo(reports_path(self._token)) if pid.isdecimal() else None
         if pid.isdecimal() and self._pipe is None and int(pid) in _ancestors():
-            with contextlib.suppress(OSError):  # the launcher has just ended
+            with contextlib.suppress(OSError):  # raised if the launcher has just ended
                 self._pipe = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC)
 
     def write(self, what: str, number: int) -> None:
-        """Write one report. If it says that the rank has failed, wait briefly for the launcher to read it."""
+        """Write one report. If the rank has failed, wait briefly for the launcher to read the report."""
         report = f"{self.rank} {what} {number}\n".encode()
-        with contextlib.suppress(OSError):  # no process reads the pipe any longer
+        with contextlib.suppress(OSError):  # raised if no process reads the pipe
             if self._pipe is not None:
                 os.write(self._pipe, report)
                 if what == "ended" and number:
@@ -208,7 +208,7 @@ class _Reports:
 
 
 def _open_fifo(path: str) -> int | None:
-    """Open a FIFO for writing. Return None if it does not exist or no process reads it."""
+    """Open a FIFO for writing, or return None if no process reads it."""
     try:
         return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -217,7 +217,7 @@ def _open_fifo(path: str) -> int | None:
 
 def _await_reader(pipe: int) -> None:
     """Wait, for at most ``_READ_S`` seconds, until the content of the pipe has been read."""
-    import array  # imported here to save time, since it is needed only after a failure
+    import array  # not at the top, to save time: needed only after a failure
     import fcntl
     import termios
 
@@ -238,14 +238,14 @@ def _ancestors() -> list[int]:
 
 def _parent_of(pid: int) -> int:
     with open(f"/proc/{pid}/stat", "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[1])  # the program's name may contain ")"
+        return int(file.read().rpartition(b")")[2].split()[1])  # the name before the last ")" may contain ")"
 
 
 class _Heard:
-    """Reads the states that a rank writes to the descriptor ``started``. SIGIO notifies this process of new bytes."""
+    """Reads the states that a rank writes to the descriptor ``started``. SIGIO notifies the guardian of new states."""
 
     def __init__(self, started: int) -> None:
-        import fcntl  # imported here to save time, since only jobs that survive losses need it
+        import fcntl  # not at the top, to save time: needed only in jobs that survive losses
 
         self._pipe, write = os.pipe()
         os.dup2(write, started)
@@ -256,8 +256,8 @@ class _Heard:
         self._last = b""
 
     def last(self) -> bytes:
-        """Return the last state that the rank has reported; b"" before the first report."""
-        with contextlib.suppress(BlockingIOError):  # the rank has written nothing new
+        """Return the last state that the rank has reported, or b"" before the first report."""
+        with contextlib.suppress(BlockingIOError):  # raised if the rank has reported no new state
             self._last = os.read(self._pipe, 1024)[-1:] or self._last
         return self._last
 
@@ -265,14 +265,15 @@ class _Heard:
 def _stand_guard(
     parent: int, *, signals_group: bool, heard: _Heard | None = None, reports: _Reports | None = None
 ) -> int:
-    """Fork. The parent becomes a guardian and never returns; the child returns the guardian's pid.
+    """Fork. The parent becomes a guardian and never returns, and the child returns the guardian's pid.
 
-    When ``parent`` ends, the guardian kills the rank. ``signals_group`` says whether ``parent`` sends its signals to
-    the whole process group of the guardian and the rank.
+    Args:
+        parent: Process after whose end the guardian kills the rank.
+        signals_group: Whether ``parent`` sends signals to the whole process group of the guardian and the rank.
     """
     own = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # wakes the guardian to check its parent
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # wakes the guardian when its parent ends
     child = os.fork()
     if child != 0:
         _guard(child, parent, signals_group=signals_group, heard=heard, reports=reports)
@@ -290,7 +291,7 @@ def _guard(child: int, parent: int, *, signals_group: bool, heard: _Heard | None
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-    elif reports is not None:  # a rank that the guardian has killed is not reported as a cause
+    elif reports is not None:  # the end of a rank that the guardian kills is not reported
         reports.write("ended", os.waitstatus_to_exitcode(status))
     end_children()
     code = os.waitstatus_to_exitcode(status)
@@ -302,8 +303,8 @@ def _guard(child: int, parent: int, *, signals_group: bool, heard: _Heard | None
 def _tell_of_failure(code: int, parent: int, heard: _Heard) -> int:
     """Handle the failure of a rank for which the other ranks would wait. Return the guardian's exit code.
 
-    If the rank has not joined the world, or aborts the job, ask mpirun to end the job. If the rank exits while it is in
-    the world, return the code by which mpirun notices its death.
+    If the rank has not joined the world, or aborts the job, mpirun is requested to end the job. If the rank exits while
+    it is in the world, the returned code makes mpirun notice its death.
     """
     news = heard.last()
     if news in (b"", _OPENS_WORLD):
@@ -319,13 +320,13 @@ def _tell_of_failure(code: int, parent: int, heard: _Heard) -> int:
 
 
 def _is_first_to_ask() -> bool:
-    """Return whether no other guardian has asked mpirun to end the job. A second request would end mpirun too early."""
+    """Return whether no other guardian has requested mpirun to end. A second request would end mpirun too early."""
     folder = os.environ.get("PMIX_SERVER_TMPDIR", "")  # mpirun creates and removes this folder
     try:
         os.close(os.open(os.path.join(folder, "asyncdist-ends"), os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
     except FileExistsError:
         return False
-    except OSError:  # without the folder, guardians cannot coordinate
+    except OSError:  # the folder does not exist, so that guardians cannot coordinate
         return True
     return True
 
@@ -340,15 +341,15 @@ def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group
             ended = dict(iter(_reap, None))
             if child in ended:
                 return ended[child]
-        elif came.si_signo == signal.SIGIO and came.si_code > 0:  # codes above 0 are from the kernel
+        elif came.si_signo == signal.SIGIO and came.si_code > 0:  # the kernel sends codes above 0
             on_word()
-        elif not (signals_group and (came.si_pid == parent or came.si_code > 0)):  # not sent by parent or kernel
+        elif not (signals_group and (came.si_pid == parent or came.si_code > 0)):  # the rank has not received it
             os.kill(child, came.si_signo)
     return None
 
 
 def _reap() -> tuple[int, int] | None:
-    """Return the pid and wait status of a child that has ended; None if no child has ended."""
+    """Return the pid and wait status of a child that has ended, or None."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -357,7 +358,7 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent's pid of each visible process, by pid. With hidepid=1 (proc(5)), other users' are hidden."""
+    """Return the parent's pid of each process, by pid. With hidepid=1 (proc(5)), other users' processes are missing."""
     found = {}
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -368,7 +369,7 @@ def _parents() -> dict[int, int]:
 def _end_as(code: int) -> NoReturn:
     """End this process with exit code ``code`` or, if it is negative, by signal -``code``."""
     if code < 0:
-        _prctl(_PR_SET_DUMPABLE, 0)  # avoids a second core file in addition to the rank's
+        _prctl(_PR_SET_DUMPABLE, 0)  # avoids a core file in addition to the rank's
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -12,9 +12,10 @@ Both sides send lines of JSON. The launcher writes commands to the agent's stand
 
 The agent writes its answers to standard output, between the ranks' output lines. Each answer begins with a mark that
 contains the launcher's TOKEN. When standard input ends, because the launcher, ssh or the network has failed, the agent
-kills all ranks. If the agent itself is killed, the guardians kill the ranks, on Linux. If an mpirun starts the ranks,
-the TOKEN of ``reports`` is not empty. The agent then forwards each of their guardians' reports as ``report``, and makes
-private folders for Open MPI, which it removes when it ends.
+kills all ranks. If the agent itself is killed on Linux, the guardians kill the ranks.
+
+If an mpirun starts the ranks, the TOKEN of ``reports`` is not empty. The agent then forwards each report of their
+guardians as ``report``, and makes private folders for Open MPI, which it removes when it ends.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from asyncdist.trust.mpi_folders import MpiFolders  # noqa: E402
 
 
 def mark(token: str) -> bytes:
-    """Return the mark at the beginning of a line for the launcher."""
+    """Return the mark that begins a line for the launcher."""
     return f"\x1easyncdist {token} ".encode()
 
 
@@ -51,7 +52,7 @@ def versions() -> dict[str, str]:
 
 
 class _Agent:
-    """Executes commands of a launcher on this host."""
+    """Executes a launcher's commands on this host."""
 
     def __init__(self, token: str) -> None:
         self._mark = mark(token)
@@ -90,7 +91,7 @@ class _Agent:
     def _read(self) -> None:
         try:
             for line in sys.stdin.buffer:
-                if line.endswith(b"\n"):  # an incomplete line means that the launcher or ssh has ended
+                if line.endswith(b"\n"):  # otherwise the launcher or ssh has ended within a line
                     self._events.put(("told", json.loads(line)))
         finally:
             self._events.put(("over", None))
@@ -105,7 +106,7 @@ class _Agent:
         elif "guardian" in told:
             if self._reports is not None:
                 self._reports.send_signal(told["guardian"], told["number"])
-        elif (rank := told["signal" if "signal" in told else "end"]) in self._ranks:  # the rank may have just ended
+        elif (rank := told["signal" if "signal" in told else "end"]) in self._ranks:  # it may have just ended
             process = self._ranks[rank]
             process.send_signal(told["number"]) if "signal" in told else process.end()
 
@@ -144,7 +145,7 @@ class _Agent:
             self._tell(ended=rank, code=127)
 
     def _tell(self, **news: Any) -> None:
-        os.write(1, self._mark + json.dumps(news).encode() + b"\n")  # a single write is enough for a short line
+        os.write(1, self._mark + json.dumps(news).encode() + b"\n")  # one write suffices for a short line
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Starts ranks of a script that join a running job: ``asyncdist run --join HOST:PORT``.
 
 The job was started by ``asyncdist run --places``, and its store is at that address.
-:mod:`asyncdist.launch.place_claims` reserves free places (rank numbers without a process) in the store, and
+:mod:`asyncdist.launch.place_claims` reserves free places (rank numbers without a process) in the store.
 :mod:`asyncdist.launch.local_ranks` supervises the ranks, with two exceptions:
 
 - A rank that fails or is killed ends no other rank.
-- When the launcher receives a signal, it kills its ranks. The job's other ranks treat them as lost and continue.
+- After a signal, the launcher kills its ranks. The job's other ranks treat them as lost and continue.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def run(
     restarts: int = 0,
     environ: Mapping[str, str],
 ) -> int:
-    """Run ranks of a script in free places of a job, and return an exit code when the last one has ended.
+    """Run ranks of a script in free places of a job, and return an exit code when the last of them has ended.
 
     Args:
         address: Address of the job, as printed by its launcher.
         ranks: Number of ranks to start.
-        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or else gives each rank its share of cores.
+        threads: OMP_NUM_THREADS of each rank; None for the user's value, or else each rank's share of the cores.
         restarts: Maximum number of restarts of each rank after a signal has killed it.
 
     Returns:
@@ -154,7 +154,7 @@ def _check_listener(host: str, port: int) -> None:
 
 
 def _start_keeper(host: str, port: int, ranks: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the process that reserves the places. Shortly after this process ends, it frees them and ends too."""
+    """Start the process that reserves the places. When this process ends, it frees them and ends, too."""
     command = [sys.executable, place_claims.PROGRAM, host, str(port), str(ranks), __version__]
     quiet = {**environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}
     try:
@@ -178,7 +178,7 @@ def _read_claim(keeper: subprocess.Popen[bytes], address: str) -> dict[str, Any]
 
 
 def _end(keeper: subprocess.Popen[bytes]) -> None:
-    """End the process that has reserved the places, which first frees the places of ranks not reported as ended."""
+    """End the process that has reserved the places. It frees the places of ranks that were not reported as ended."""
     assert keeper.stdin is not None and keeper.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         keeper.stdin.close()

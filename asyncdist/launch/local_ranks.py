@@ -1,22 +1,22 @@
 """Starts ranks of a script on this host with the variables that torchrun sets: ``asyncdist run --transport torch``.
 
-- Each rank is in its own process group, so Ctrl-C in a terminal reaches only the launcher, which passes it on once. The
-  exception is rank 0 if the launcher has a terminal: it is in the launcher's group, so that it may read from it.
+- Each rank has a separate process group, so Ctrl-C in a terminal reaches only the launcher, which passes it on once. If
+  the launcher has a terminal, rank 0 is in the launcher's group, so that it may read from the terminal.
 - All signals of :data:`asyncdist.local_host.PASSED_ON_SIGNALS` are passed on to the ranks.
 - Processes that a rank has started (such as a data loader's workers) end with the rank, on Linux even in their own
   sessions (:mod:`asyncdist.launch.guardians`).
-- The first rank to fail decides the exit code, as with mpirun, unless that code is 1, with which Python ends after any
+- The first rank to fail decides the exit code, as with mpirun, unless the code is 1, with which Python ends after any
   exception. Ranks that stop because a different rank fails often end with 1 before that rank ends. A rank that fails in
   another way within ``SETTLE_S`` is therefore the cause.
-- The other ranks are asked to stop, and killed after ``STOP_S``. No process is left behind, on Linux even if the
-  launcher itself is killed.
+- The other ranks get SIGTERM, and are killed after ``STOP_S``. No process is left behind, on Linux even if the launcher
+  itself is killed.
 - With ``restarts``, a rank that was killed by a signal is restarted with the same variables, except for
-  ASYNCDIST_INCARNATION, which counts the restarts. A rank that exits is not restarted, since it has returned or has
+  ASYNCDIST_INCARNATION, which counts the restarts. A rank that exits is not restarted, because it has returned or has
   notified the others of its failure. A separate process serves the store (:mod:`asyncdist.launch.store_server`), so
-  that any rank may die, and the launcher records there which processes have ended.
-- With ``places``, the world has more ranks than the launcher starts, and processes for the others may join later
-  (:mod:`asyncdist.launch.joining_ranks`). A rank that is killed and not restarted also becomes free for them.
-- This module does not import torch, so that the launcher starts in 0.1 s and uses no CPU while it waits.
+  that any rank may die. The launcher records there which processes have ended.
+- With ``places``, the world has more ranks than the launcher starts, and processes for the other ranks may join later
+  (:mod:`asyncdist.launch.joining_ranks`). They may also take the place of a rank that was killed and not restarted.
+- This module does not import torch, so that the launcher starts in 0.1 s.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from asyncdist.launch.supervision import endings
 from asyncdist.trust import job_secret, secret_files
 from asyncdist.wording import ranks_in_words
 
-#: Maximum seconds for ranks to end after they were asked to stop.
+#: Maximum seconds for ranks to end after the signal that stops them.
 STOP_S: Final = 10.0
-#: Seconds between a rank's exit with code 1 and the request that the other ranks stop.
+#: Seconds between a rank's exit with code 1 and the signal that stops the other ranks.
 SETTLE_S: Final = 2.0
 #: Seconds for which the store runs after all ranks have ended, so that ranks of other launchers are notified.
 OVER_S: Final = 0.5
 
-#: An event, and its signal number or rank. A "key" is a signal that also reached the terminal's foreground processes.
+#: An event's kind, and its signal number or rank. A "key" is a signal that also reached the terminal's foreground.
 Event: TypeAlias = tuple[Literal["signal", "key", "ended", "late"], int]
 
 
@@ -88,14 +88,14 @@ def run(
     places: int | None = None,
     environ: Mapping[str, str],
 ) -> int:
-    """Run ``ranks`` ranks of a script on this host, and return the job's exit code when the last one has ended.
+    """Run ``ranks`` ranks of a script on this host, and return the job's exit code when the last of them has ended.
 
-    The result is 0 if the last process of each rank ended with 0; with ``places``, ranks that were killed while others
-    were alive do not count. Otherwise, it is the exit code of the first rank that failed (1 only if no rank ended with
-    another code soon after), or 128 plus the number of a signal that killed that rank or that the launcher received.
+    The exit code is 0 if the last process of each rank ended with 0. With ``places``, ranks that were killed while
+    others were alive do not count. Otherwise, it is the code of the first rank that failed (1 only if no rank ended
+    with another code soon after), or 128 plus the number of a signal that killed it or that the launcher received.
 
     Args:
-        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or else gives each rank its share of cores.
+        threads: OMP_NUM_THREADS of each rank; None for the user's value, or else each rank's share of the cores.
         restarts: Maximum number of restarts of each rank after a signal has killed it.
         places: Size of a world that more ranks may join later; None if no rank may join.
     """
@@ -124,12 +124,12 @@ def run_ranks(
     """Run a rank on this host with each of these environments, on any transport, and return the job's exit code.
 
     Args:
-        store: Runs the process in which the launcher records how ranks end, while the ranks run.
+        store: Context manager that runs the store's process, in which the launcher records how ranks end.
         is_open: Whether a new process may replace a killed rank that is not restarted.
     """
     local_host.check_script(script)
     command = rank_program.rank_command(script, arguments)
-    # Unlike other queues, SimpleQueue allows a signal handler to put items while this thread waits in get.
+    # Only a SimpleQueue allows a signal handler to put items while this thread waits in get.
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     processes: dict[int, RankProcess] = {}
     first = {rank_program.STDIN_VARIABLE: rank_program.INHERITED, **guardians.foreground_variables()}
@@ -155,7 +155,7 @@ def run_ranks(
 def _store(
     variables: Mapping[str, str], ranks: int, places: int | None, script: str, *, is_open: bool
 ) -> Iterator[RankProcess]:
-    """Run the process that serves the store. With ``places``, other launchers find the job's secret and places."""
+    """Run the process that serves the store. With ``places``, other launchers can find the job's secret and places."""
     server = _start_store(variables, is_open=is_open)
     kept: secret_files.RenewedSecret | None = None
     try:
@@ -177,10 +177,11 @@ class Restarts(Generic[P]):
 
     Args:
         start: Function that starts a rank, whose end will be an event.
+        environments: Environment of each rank.
         count: Maximum number of restarts of each rank.
         notes: Process that sets keys in the store; None if no rank may join.
         is_open: Whether a new process may replace a killed rank that is not restarted.
-        have_joined: Whether these ranks have joined the world of another launcher.
+        have_joined: Whether these ranks have joined another launcher's world.
     """
 
     def __init__(
@@ -204,11 +205,11 @@ class Restarts(Generic[P]):
         self.goes_on = count > 0 or is_open
 
     def start(self, rank: int, returncode: int, others: int) -> P | None:
-        """Restart a killed rank and return its process, or None if no restart is left or no other rank is alive."""
+        """Restart a killed rank, and return its process; None if no restart is left or no other rank is alive."""
         why = endings.how_ended(returncode)
         number = self._newest[rank] - self._first[rank]
         has_others = others > 0 or self.have_joined
-        is_only_one = len(self._environments) == 1  # the only rank of a job can start a new world alone
+        is_only_one = len(self._environments) == 1  # a job's only rank can start a new world alone
         if not (has_others or is_only_one) or number == self._count:
             left = "the others continue without it" if has_others else "no other rank is left for it to join"
             again = f"; it is not restarted ({number} of {self._count})" if self._count else ""
@@ -224,11 +225,11 @@ class Restarts(Generic[P]):
         return self._start(rank, variables)
 
     def is_borne(self, others: int) -> bool:
-        """Return whether the job survives a lost rank that is not restarted: others are alive, and ranks may join."""
+        """Return whether the job survives the loss of a rank that is not restarted."""
         return self._is_open and not self.have_joined and others > 0
 
     def note_exit(self, rank: int, returncode: int) -> None:
-        """Record in the store that the process of ``rank`` has ended, so that no rank keeps connecting to it."""
+        """Record in the store that the process of ``rank`` has ended, so that no rank tries to connect to it."""
         self.note(f"exited/{rank}.{self._newest[rank]}")
         if self._is_open and returncode >= 0:
             self.note(f"place/{rank}", f"free {self._newest[rank] + 1}" if returncode and self.have_joined else "left")
@@ -239,7 +240,7 @@ class Restarts(Generic[P]):
             tell(self._notes, f"asyncdist/{key} {value}")
 
     def newcomer(self, rank: int) -> str:
-        """Return a message clause that says how this rank joined a running world; "" for an initial rank."""
+        """Return a clause, for a message, on how this rank joined a running world, or "" for an initial rank."""
         if self.have_joined:
             return "which had joined the others"
         return "which was restarted" if self._newest[rank] else ""
@@ -298,7 +299,7 @@ def _announce_places(
 
 
 def _say_over(server: RankProcess) -> None:
-    """Notify the ranks of other launchers that the store is about to close, and wait until it has closed."""
+    """Notify other launchers' ranks that the store is about to close, and give them ``OVER_S`` seconds."""
     tell(server, f"asyncdist/{place_claims.OVER} ")
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(OVER_S)
@@ -315,7 +316,7 @@ def build_environments(
     secret: str = "",
     is_open: bool = False,
 ) -> list[dict[str, str]]:
-    """Return the environment of each rank. If ``is_open`` is true, ranks on other hosts may join the job."""
+    """Return the environment of each rank. If ``is_open``, ranks on other hosts may join the job."""
     share = str(max(1, (cores or local_host.available_cores()) // ranks))
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     if restarts or places is not None:
@@ -346,7 +347,7 @@ def build_environments(
 
 
 def newcomer_variables(incarnation: int, empty_count: int) -> dict[str, str]:
-    """Return the additional variables of a rank whose world other ranks may join later."""
+    """Return the additional variables of a rank whose world ranks may join later."""
     return {
         environment.INCARNATION_VARIABLE: str(incarnation),
         environment.EMPTY_VARIABLE: str(empty_count),
@@ -371,7 +372,7 @@ def start(
 
 def _popen(command: Sequence[str], variables: Mapping[str, str], what: str, *, stdin: int | None) -> RankProcess:
     guarded = guardians.guarded(list(command), parent=os.getpid())
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # the rank unblocks it after setting a handler
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # the rank unblocks it when it has a handler
     try:
         return RankProcess(guarded, env=variables, stdin=stdin, process_group=0)
     except OSError as error:
@@ -382,7 +383,7 @@ def _popen(command: Sequence[str], variables: Mapping[str, str], what: str, *, s
 
 @contextlib.contextmanager
 def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
-    """Put received signals into the event queue in the body of the ``with`` statement."""
+    """Put the signals that arrive during the ``with`` block into the event queue."""
     with local_host.signals_received(lambda number, is_key: events.put(("key" if is_key else "signal", number))):
         yield
 
@@ -392,7 +393,7 @@ def supervise(
 ) -> int:
     """Wait for all ranks, and return the job's exit code. If a rank fails or a signal ends the job, stop the others.
 
-    Ranks ``at_terminal`` are in the terminal's foreground, and get signals from its keys (Ctrl-C) directly.
+    The ranks ``at_terminal`` are in the terminal's foreground, and get the signals of its keys (Ctrl-C) directly.
     """
     return _Supervision(processes, events, again, at_terminal).run()
 
@@ -400,8 +401,8 @@ def supervise(
 class _Supervision(Generic[P]):
     """Waits for ranks, restarts or stops them, and finds the job's exit code, for :func:`supervise`.
 
-    When a signal arrives, ranks that have joined another launcher's world are killed. If they were allowed to stop on
-    their own, they would report a failure and thereby end that world.
+    An ending signal kills ranks that have joined another launcher's world. If they could stop on their own, they would
+    report a failure, which would end that world.
     """
 
     def __init__(
@@ -433,7 +434,7 @@ class _Supervision(Generic[P]):
         return self._code or (_explain(self._victims, 1, others=False) if self._victims else self._lost_code)
 
     def _end_late(self) -> None:
-        if self._code:  # the ranks have already been asked to stop
+        if self._code:  # the ranks have already got SIGTERM or a user's signal
             self._deadline = None
             for rank in self._living:
                 self._processes[rank].end()
@@ -447,7 +448,7 @@ class _Supervision(Generic[P]):
             local_host.stop_with_ranks(number)
             return
         if not self._code:
-            if self._victims:  # reports the failure before the ranks are stopped
+            if self._victims:  # report the failure before the ranks are stopped
                 _explain(self._victims, 1, others=True)
             self._code, self._deadline = 128 + number, None
         self._deadline = self._deadline or time.monotonic() + STOP_S
@@ -459,7 +460,7 @@ class _Supervision(Generic[P]):
 
     def _note_end(self, rank: int) -> None:
         self._living.discard(rank)
-        self._processes[rank].end()  # ends the rank's remaining child processes
+        self._processes[rank].end()  # end its remaining child processes
         returncode = self._processes[rank].returncode
         assert returncode is not None, "it has ended"
         self._again.note_exit(rank, returncode)
@@ -491,7 +492,7 @@ class _Supervision(Generic[P]):
         self._send(signal.SIGTERM)
 
     def _send(self, number: int, *, is_key: bool = False) -> None:
-        """Send a signal to the running ranks, except those that have already received it from the terminal."""
+        """Send a signal to the running ranks, except to those that have received it from the terminal."""
         for rank in self._living:
             if not (is_key and rank in self._at_terminal):
                 self._processes[rank].send_signal(number)
@@ -513,7 +514,7 @@ def _explain(ranks: Sequence[int], returncode: int, *, others: bool, was_passed_
 def rank_variables(
     rank: int, size: int, *, local_rank: int, local_size: int, address: str, port: int, run_id: str
 ) -> dict[str, str]:
-    """Return the variables that torchrun would set for this rank, with rank 0 itself serving the store."""
+    """Return torchrun's variables for this rank, for a job whose rank 0 serves the store."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

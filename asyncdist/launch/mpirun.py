@@ -1,7 +1,7 @@
 """Starts ranks of a script on MPI, here or on other hosts: finds the mpirun of mpi4py's library and runs it.
 
 This module implements ``asyncdist run`` for MPI. It sets the variables that library and mpirun need, and runs mpirun
-through :mod:`asyncdist.launch.supervision.mpirun_process`. It imports neither torch nor MPI: a child process finds out
+through :mod:`asyncdist.launch.supervision.mpirun_process`. It imports neither torch nor MPI. A child process reports
 which library mpi4py loads.
 """
 
@@ -29,7 +29,7 @@ from asyncdist.transports import mpi_launchers
 from asyncdist.trust import mpi_folders
 
 TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
-#: Variables that must both be 1 for Open MPI's mpirun to run as root. PRRTE's own names have no effect.
+#: Variables that must both be 1 for Open MPI's mpirun to run as root. PRRTE's names have no effect.
 ROOT_VARIABLES: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 #: Settings for jobs on one host. They disable libfabric, whose search for devices takes a second.
 _ON_ONE_HOST: Final[Mapping[str, Mapping[str, str]]] = {"openmpi": {"OMPI_MCA_btl": "^ofi"}, "mpich": {}}
@@ -45,7 +45,7 @@ _PROBED_HOSTS: Final[Mapping[str, str]] = {
 }
 #: Descriptor on which a rank reports its state to its guardian, in jobs that survive losses.
 _STARTED: Final = 199
-# Debian installs both MPIs under names like mpirun.openmpi.
+#: Names of mpirun programs. Debian installs both MPIs, under names like mpirun.openmpi.
 _MPIRUN_NAMES: Final = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
 _PROBE: Final = (
     "import mpi4py; mpi4py.rc.initialize = mpi4py.rc.finalize = False\n"
@@ -55,13 +55,13 @@ _PROBE: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Installation:
-    """Describes the MPI installation on this machine: the library that mpi4py loads, and the mpirun launchers.
+    """This machine's MPI: the library that mpi4py loads, and the mpirun launchers.
 
     Attributes:
         library: Flavour of the library that mpi4py loads; None if it loads no library.
         version: Version string of the library, or the reason why it cannot be loaded.
         wheels: Flavours that are installed as Python packages.
-        launchers: Path of the first mpirun of each flavour; this Python environment is searched before PATH.
+        launchers: Path of the first mpirun of each flavour in this Python environment, or else in PATH.
     """
 
     library: environment.Flavour | None
@@ -87,13 +87,13 @@ def run(
     Args:
         ssh: Words of the command that reaches a host.
         mpi: Flavour to use; None for the flavour of the library that mpi4py loads.
-        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or else gives each rank its share of cores.
+        threads: OMP_NUM_THREADS of each rank; None for the user's value, or else each rank's share of the cores.
         survives: Whether the job continues when ranks die.
 
     Returns:
-        The first of these that is known: 128 plus the number of a signal that this process received; the exit code of
-        the rank that ended the job, or 128 plus the number of the signal that killed it; mpirun's exit code. The result
-        is 0 only if a rank has ended with 0.
+        128 plus the number of the ending signal that this process received, if any. Otherwise the exit code of the
+        rank that ended the job, or 128 plus the number of the signal that killed it. If no such rank is known, mpirun's
+        exit code. It is 0 only if a rank has ended with 0.
 
     Raises:
         LaunchError: The script does not exist, no MPI or more than one is usable, or this MPI cannot run the job.
@@ -136,7 +136,7 @@ def run(
 
 
 def find_installation(environ: Mapping[str, str]) -> Installation:
-    """Return the library that mpi4py loads in a child process (0.1 s), and every mpirun."""
+    """Find the library that mpi4py loads, in a child process (0.1 s), and the mpirun of each flavour."""
     probe = subprocess.run(
         [sys.executable, "-P", "-c", _PROBE], env=dict(environ), capture_output=True, text=True, check=False
     )
@@ -153,7 +153,7 @@ def find_installation(environ: Mapping[str, str]) -> Installation:
 
 
 def _wheel_launcher_folder(name: str) -> str | None:
-    """Return the folder of a Python distribution's mpirun, possibly outside this environment; None if it has none."""
+    """Return the folder of the mpirun of a Python distribution, possibly outside this environment, or None."""
     try:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -175,7 +175,7 @@ def find_launchers(directories: Sequence[str]) -> dict[environment.Flavour, str]
 
 
 def launcher_flavour(path: str) -> environment.Flavour | None:
-    """Return the flavour that a launcher reports, or None if it is unknown."""
+    """Return the flavour that an mpirun reports, or None if it is unknown."""
     try:
         answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -247,21 +247,21 @@ def build_command(
     variables: Sequence[str] = (),
     survives: bool = False,
 ) -> list[str]:
-    """Return the command line of mpirun; ``variables`` names the variables to pass to other hosts.
+    """Return the command line of mpirun. ``variables`` are the names of the variables to pass to other hosts.
 
     Open MPI counts one slot per physical core and refuses more ranks. With ``--oversubscribe``, every unsuccessful
-    MPI_Test yields the core, so that a test took 8 ms with 4 ranks on 2 cores. Instead, the host gets as many slots as
+    MPI_Test would yield the core, which took 8 ms with 4 ranks on 2 cores. Instead, the host gets as many slots as
     ranks, and a test takes microseconds.
 
-    By default, Open MPI also binds ranks to cores. A rank's threads then share one core (62 ms instead of 43 for a
-    1200 x 1200 matmul on 2 cores), and two jobs use the same first cores while other cores idle. Unbound ranks were as
-    fast, so binding is disabled. MPICH neither counts slots nor binds.
+    Binding ranks to cores, Open MPI's default, is disabled. It makes a rank's threads share one core (62 ms instead of
+    43 ms for a 1200 x 1200 matmul on 2 cores), and two jobs use the same first cores while other cores idle. Unbound
+    ranks were as fast. MPICH neither counts slots nor binds.
     """
     names = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     if flavour == "openmpi":
         options = ["--host", names or f"localhost:{ranks}", "--bind-to", "none"]
         if hosts:
-            own = ("OMPI_", "PMIX_", "PRTE_")  # mpirun itself passes on variables with these prefixes
+            own = ("OMPI_", "PMIX_", "PRTE_")  # mpirun passes on variables with these prefixes automatically
             named = [name for name in variables if not name.startswith(own)]
             options += ["--map-by", "slot", *(word for name in named for word in ("-x", name))]
     else:
@@ -277,7 +277,7 @@ def ssh_settings(flavour: environment.Flavour, ssh: Sequence[str]) -> dict[str, 
     if flavour == "mpich":
         settings = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(shutil.which(ssh[0]))}
         return settings | ({"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(ssh[1:])} if ssh[1:] else {})
-    # Open MPI 5 reads the first two variables, and earlier versions the third.
+    # Open MPI 5 reads the variables of PRTE, and earlier versions those of OMPI.
     return {
         "PRTE_MCA_plm_ssh_agent": " ".join(ssh),
         "PRTE_MCA_plm_ssh_no_tree_spawn": "1",
@@ -309,7 +309,7 @@ def build_environment(
             settings |= dict.fromkeys(ROOT_VARIABLES, "1")
         if "SLURM_JOB_ID" in environ:
             settings |= _BESIDE_SLURM
-    elif ranks > cores:  # ranks that share a core yield it while they poll
+    elif ranks > cores:  # make ranks that share a core yield it while they poll
         settings |= {
             "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
             "MPIR_CVAR_CH4_PROGRESS_THROTTLE": "true",
@@ -318,5 +318,5 @@ def build_environment(
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     if survives and guardians.ARE_HERE:
         chosen[rank_program.STARTED_VARIABLE] = str(_STARTED)
-    around = {rank_program.LAUNCHER_VARIABLE}  # an outer job may have set it
+    around = {rank_program.LAUNCHER_VARIABLE}  # may belong to an outer job
     return {**settings, **{name: text for name, text in environ.items() if name not in around}, **chosen}

@@ -3,13 +3,13 @@
 A launcher of joining ranks runs this program, because it does not import torch itself. A *place* is a rank number in a
 job started with ``--places``. The job's store contains the place's state under ``place/RANK``:
 
-- ``held`` and a token of the holder: a process has the rank, or will have it.
-- ``free N``: no process has the rank; the next one will have incarnation N.
+- ``held`` and the holder's token: a process has the rank, or will have it.
+- ``free N``: no process has the rank, and the next one will have incarnation N.
 - ``left``: the rank has left the world in an orderly way, and no process may take its place.
 
 The program reserves the lowest free places. It prints one line of JSON: the facts that a launcher needs to start ranks
 there, or an error. Then it sets a key for each ``KEY VALUE`` line of its standard input. When standard input ends, the
-launcher has ended, and places whose ranks have not been reported as ended become free again.
+launcher has ended, and places whose ranks were not reported as ended become free again.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ PROGRAM: Final = os.path.abspath(__file__)
 JOB: Final = "places"
 #: Store key that is set when the job has ended.
 OVER: Final = "over"
-#: Timeout in seconds for torch's store client, which by default waits much longer for a process that does not answer.
+#: Timeout in seconds for torch's store client, whose default is much longer.
 _CONNECT_S: Final = 5.0
 _FREE: Final = "free "
 NOT_BELIEVED: Final = (
     "the job's secret differs from this command's: give both commands the same ASYNCDIST_JOB_SECRET_FILE, a file with "
     "mode 0600. On the launcher's host, the launcher's user needs no such file"
 )
-#: Number of retries if too few places are free, since two claimants at the same time may each get only some.
+#: Number of retries if too few places are free, because simultaneous claimants may each get only some.
 _PAUSE_COUNT: Final = 5
 _PAUSE_S: Final = 0.3
 
 
 class ClaimError(Exception):
-    """Raised if the places cannot be reserved; the message contains the reason."""
+    """Raised if the places cannot be reserved, with the reason as its message."""
 
 
 def describe(job: str, size: int, empty_count: int, version: str, *, is_open: bool = False) -> str:
-    """Return a description of a job as JSON. The last ``empty_count`` of its ``size`` ranks may join later."""
+    """Return a job's description as JSON. The last ``empty_count`` of its ``size`` ranks may join later."""
     return json.dumps({"job": job, "size": size, "empty_count": empty_count, "version": version, "is_open": is_open})
 
 
@@ -69,7 +69,7 @@ def claim(store: Any, count: int, version: str) -> dict[str, Any]:
         if not places or pause_count == _PAUSE_COUNT:
             break
         pause_count += 1
-        time.sleep(_PAUSE_S * secrets.randbelow(100) / 100)  # a random pause, since two claimants may have collided
+        time.sleep(_PAUSE_S * secrets.randbelow(100) / 100)  # a random pause, in case two claimants have collided
     else:
         return {**job, "places": places}
     raise ClaimError(f"-n must be <= {len(places)}, the number of free places of the job's {job['size']}, got {count}")
@@ -86,7 +86,7 @@ def _take_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
 
 
 def _take(store: Any, rank: int) -> int | None:
-    """Reserve a place. Return the incarnation of its next process; None if the place is not free."""
+    """Reserve a place. Return the incarnation of its next process, or None if the place is not free."""
     key, mine = f"place/{rank}", f"held {secrets.token_hex(8)}"
     if not store.check([key]):  # the store belongs to a different program
         return None
@@ -98,7 +98,7 @@ def _take(store: Any, rank: int) -> int | None:
 
 def keep(store: Any, places: Iterable[tuple[int, int]], lines: Iterable[str]) -> None:
     """Set keys for the launcher until it ends. Then free the places whose ranks it has not reported as ended."""
-    newest = dict(places)  # the last started incarnation of each rank
+    newest = dict(places)  # newest incarnation of each rank
     for line in lines:
         key, _, value = line.rstrip("\n").removeprefix("asyncdist/").partition(" ")
         store.set(key, value)

@@ -1,7 +1,7 @@
 """Creates torch.distributed process groups, for plain functions with their own collectives.
 
 Coroutines do not need process groups, because their world uses the torch transport. All functions in this module block,
-as in torch.distributed. Only this module and the torch transport import torch.distributed.
+as in torch.distributed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncdist.errors import LocalProtocolError, TransportError
 from asyncdist.functional.parallel_groups import ParallelGroups, ParallelLayout, current_groups
 from asyncdist.transports.torch_distributed.meeting.rendezvous import await_listener
 
-#: Device types that may have their own backend, as in ``"cpu:gloo,cuda:nccl"``.
+#: Backends that torch has registered but that cannot communicate.
 _FAKE_BACKENDS = ("undefined", "fake")
 
 
@@ -36,7 +36,7 @@ def default_backend() -> str:
 
 
 def get_distributed_backend() -> dist.Backend:
-    """Return the backend for new process groups: the user's choice, if any, otherwise :func:`default_backend`.
+    """Return the backend for new process groups: the user's choice, if any, or else :func:`default_backend`.
 
     Raises:
         ValueError: The chosen backend is not available.
@@ -57,7 +57,7 @@ def set_distributed_backend(backend: str) -> None:
 
 
 def available_backends() -> list[str]:
-    """Return the backends that torch was built with or that extensions have registered."""
+    """Return the available backends, including those that extensions have registered."""
     names = [name for name in dist.Backend.backend_list if name not in _FAKE_BACKENDS]
     return [name for name in names if dist.is_backend_available(name)]
 
@@ -137,7 +137,7 @@ def init_dist(
 
     Raises:
         ValueError: A number is out of range, the backend is not available, or ``init_method`` is not allowed.
-        TransportError: The ranks did not meet in time; the message names the rendezvous.
+        TransportError: The ranks did not meet in time. The message names the rendezvous.
         RuntimeError: A default process group already exists.
     """
     check_init_method(init_method)
@@ -188,7 +188,7 @@ def _join_store(
             f"rank {rank} did not reach the other {world_size - 1} ranks at {where} within {limit_s:g} s: {first}"
         ) from error
     store.set_timeout(usual)
-    return PrefixStore("default_pg", store)  # a prefix for torch's keys, because the store may have other users
+    return PrefixStore("default_pg", store)  # separates torch's keys from those of the store's other users
 
 
 def end_dist() -> None:
@@ -241,7 +241,7 @@ def init_parallel_groups(
     pipeline_backend: str | None = None,
     data_backend: str | None = None,
 ) -> ParallelGroups[dist.ProcessGroup]:
-    """Create the model, pipeline and data parallel process groups. Collective.
+    """Create the model, pipeline and data parallel process groups. All ranks must call this function.
 
     :mod:`asyncdist.functional.parallel_groups` describes the division into groups.
 
@@ -254,7 +254,7 @@ def init_parallel_groups(
         data_backend: Backend of the data parallel group; None for the default group's.
 
     Returns:
-        This rank's groups. From now on, :func:`asyncdist.parallel_groups` returns them too.
+        This rank's groups, which :func:`asyncdist.parallel_groups` then returns, too.
 
     Raises:
         ValueError: The numbers do not divide the world, or a backend is not available.
@@ -309,7 +309,7 @@ def all_to_all(input: torch.Tensor, group: dist.ProcessGroup | None = None) -> t
         group: Process group; None for the default group.
 
     Returns:
-        A tensor like ``input``, whose i-th part was sent by member i. Gradients are sent back the same way.
+        A tensor like ``input``, whose i-th part was sent by member i. Gradients are sent back in the same way.
 
     Raises:
         ValueError: The first dimension cannot be split evenly.

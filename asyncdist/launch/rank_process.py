@@ -1,4 +1,4 @@
-"""Runs a function as a rank in this process: joins the other ranks, and reports the result to the launcher.
+"""Runs a function as a rank in this process, and reports its end to the launcher.
 
 :func:`init_and_run` can be called in any process. :mod:`asyncdist.launch.spawn` starts processes that run
 :func:`be_child`.
@@ -37,16 +37,16 @@ P = ParamSpec("P")
 
 #: Timeout in seconds for the start of all ranks, including the imports of torch and of the script.
 START_TIMEOUT_S: Final = 300.0
-#: Exit priority of the function that runs last in a child. multiprocessing's own priorities are from -100 to 10.
+#: Exit priority of a function that runs last in a child. multiprocessing's own priorities are from -100 to 10.
 _LAST: Final = -1000
 
-# First byte of a child's result. Before the result, a child sends its launcher an empty message when it starts.
+# The following constants are the first byte of a child's result. At its start, a child sends an empty message.
 
 #: Result of a rank whose function has returned, or has called ``sys.exit(0)``.
 RETURNED: Final = b"."
 #: Result of a rank that caused the failure. The time, packed by ``MOMENT``, and the traceback follow.
 CAUSE: Final = b"!"
-#: Result of a rank that may be the cause, since torch.distributed reports a dead peer with a plain RuntimeError.
+#: Result of a rank that may be the cause, because torch.distributed reports a dead peer with a plain RuntimeError.
 PERHAPS: Final = b"?"
 #: Result of a rank that failed because it lost another rank.
 CONSEQUENCE: Final = b"-"
@@ -57,9 +57,9 @@ MOMENT: Final = struct.Struct("<d")
 def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args, **kwargs: P.kwargs) -> None:
     """Run this process as one rank: join the other ranks, call ``func(*args, **kwargs)``, and leave.
 
-    For a plain function there is a default process group, and :func:`asyncdist.parallel_groups` returns its parallel
-    groups. A coroutine function runs under :func:`asyncdist.run` on the torch transport, and gets a world before its
-    arguments. Its parallel groups are the world's.
+    A plain function has a default process group, and :func:`asyncdist.parallel_groups` returns its parallel groups. A
+    coroutine function runs under :func:`asyncdist.run` on the torch transport, and gets a world as its first argument.
+    Its parallel groups are the world's.
 
     Args:
         func: Function to run. Its return value is dropped.
@@ -70,7 +70,7 @@ def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args,
     Raises:
         TypeError: ``func`` is not a function, or ``cfg`` is not a config.
         ValueError: The config lacks a rank, or has process group options although ``func`` is a coroutine function.
-        TransportError: The other ranks did not join within 300 s; the message names the rendezvous.
+        TransportError: The other ranks did not join within 300 s. The message names the rendezvous.
         Exception: An error that ``func`` raised.
     """
     check_call(func, cfg)
@@ -140,7 +140,7 @@ async def _with_groups(
 
 
 def is_coroutine_function(func: Callable[..., Any]) -> bool:
-    """Return whether calling ``func``, which may be a partial or have an async ``__call__``, returns a coroutine."""
+    """Return whether ``func``, which may be a partial or have an async ``__call__``, returns a coroutine."""
     while isinstance(func, functools.partial):
         func = func.func
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
@@ -177,11 +177,11 @@ def be_child(
     kwargs: dict[str, Any],
     environ: Mapping[str, str],
 ) -> None:
-    """Run a child of the launcher: report the start, run as a rank, and report the result or why it failed."""
+    """Run a child of the launcher: report the start, run as a rank, and report success or the failure."""
     environment.replace(environ)
     os.setpgid(0, 0)
     guardians.adopt_orphans()
-    # With this priority, children are ended after multiprocessing has waited for its own children.
+    # With this priority, children are ended after multiprocessing has waited for those that it has started.
     multiprocessing.util.Finalize(None, guardians.end_children, exitpriority=_LAST)
     _end_with_launcher()
     pipe.send_bytes(b"")
@@ -207,9 +207,9 @@ def be_child(
 
 
 def _end_with_launcher() -> None:
-    """Make the kernel kill this process group when the launcher's end of a pipe closes. Only works on Linux.
+    """Make the kernel kill this process group when the launcher's end of a pipe closes. Works only on Linux.
 
-    A parent-death signal is not enough, since the parent may be the fork server, which outlives the launcher.
+    A parent-death signal is not enough, because the parent may be the fork server, which outlives the launcher.
     """
     parent = multiprocessing.parent_process()
     if not sys.platform.startswith("linux") or parent is None:
@@ -217,12 +217,12 @@ def _end_with_launcher() -> None:
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
-    if not parent.is_alive():  # the launcher ended before the call above
+    if not parent.is_alive():  # the launcher ended before O_ASYNC was set
         os._exit(1)
 
 
 def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call ``func``. Report its failure before the destruction of the process group makes other ranks fail."""
+    """Call ``func``, and report its failure before the end of the process group makes other ranks fail."""
     try:
         func(*args, **kwargs)
     except BaseException as error:
@@ -231,7 +231,7 @@ def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 class _Story:
-    """Reports to the launcher, only once, why this rank failed."""
+    """Reports to the launcher, once, why this rank failed."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe

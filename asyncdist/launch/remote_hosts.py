@@ -2,8 +2,7 @@
 
 On each host, ssh runs :mod:`asyncdist.launch.host_agent` with this process's interpreter and working directory, so all
 hosts of a job need the same files at the same paths. All hosts are checked before the first rank starts, so that one
-error reports all problems. When this process ends, each ssh process ends, and so do all processes that the agent has
-started.
+error reports all problems. When this process ends, the ssh processes and all processes started by agents end.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from asyncdist.launch import host_agent
 from asyncdist.trust.mpi_folders import MpiFolders
 from asyncdist.wording import ranks_in_words
 
-#: Default command to reach a host. A login fails instead of asking for a password or for an unknown host's key.
+#: Default command to reach a host. Instead of asking for a password or about an unknown host's key, it fails.
 SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 #: Maximum seconds for hosts to answer the check.
 HELLO_S: Final = 30.0
-#: Maximum seconds for an ssh to end after its agent was asked to end.
+#: Maximum seconds for ssh to end after its agent was requested to end.
 _CLOSE_S: Final = 15.0
 #: Prefixes of variables that describe a host, a login or a terminal, and are not passed to other hosts.
 _HOST_BOUND: Final = (
@@ -58,7 +57,7 @@ _MISSING: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Host:
-    """A host for ``slots`` ranks. Its name for ssh may include ``user@``."""
+    """A host for ``slots`` ranks. Its ``name`` may include ``user@``, as for ssh."""
 
     name: str
     slots: int
@@ -70,7 +69,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Return the hosts in ``--hosts a:4,b:4``; without a number, a host has one rank. Raise LaunchError if invalid."""
+    """Parse a list of hosts like ``a:4,b:4``. A host without a number has one rank. Raise LaunchError if invalid."""
     hosts: list[Host] = []
     for word in text.split(","):
         name, colon, number = word.partition(":")
@@ -86,7 +85,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def place_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
-    """Distribute ranks over the hosts in order, and return the used hosts. Raise LaunchError if slots are too few."""
+    """Distribute ranks over the hosts in order, and return the used hosts. Raise LaunchError if slots are missing."""
     slots = sum(host.slots for host in hosts)
     left = slots if ranks is None else ranks
     if left > slots:
@@ -105,7 +104,7 @@ def place_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
 
 
 def split_ssh(command: str) -> list[str]:
-    """Return the words of ``--ssh``, with its program's path. Raise LaunchError if there is no such program."""
+    """Return the words of ``--ssh``, of which the first is the program's path. Raise LaunchError if it is missing."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -125,7 +124,7 @@ def travelling(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class RemoteRank:
-    """The process of a rank on another host, with a ``returncode`` like that of :mod:`subprocess`."""
+    """The process of a rank on another host, with a ``returncode`` as in :mod:`subprocess`."""
 
     def __init__(self, agent: Agent, rank: int, ended: Callable[[], object]) -> None:
         self._agent = agent
@@ -149,7 +148,9 @@ class RemoteRank:
 
 
 class Agent:
-    """Connection to the agent on a host, which starts ranks. Prints the output of these ranks.
+    """A connection to the agent on a host, which starts ranks there. Their output is printed here.
+
+    ``cores``, ``port`` and ``folders`` are known after :meth:`check`.
 
     Args:
         ssh: Words of the command that reaches the host.
@@ -158,9 +159,9 @@ class Agent:
 
     Attributes:
         on_report: Function called in a thread with each report of a guardian.
-        cores: Number of cores for the ranks; known after ``check``.
-        port: Free port on the host; known after ``check``.
-        folders: Private folders for Open MPI on the host; known after ``check``.
+        cores: Number of cores for the ranks.
+        port: Free port on the host.
+        folders: Private folders for Open MPI on the host.
         heard_at: :func:`time.monotonic` time of the agent's last message.
     """
 
@@ -182,7 +183,7 @@ class Agent:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                process_group=0,  # Ctrl-C must reach ssh only through this process
+                process_group=0,  # Ctrl-C must not reach ssh directly
             )
         except OSError as error:
             raise local_host.LaunchError(f"{command[0]} cannot be started: {error}") from error
@@ -200,7 +201,7 @@ class Agent:
         self.say(script=script, count=host.slots, needs=list(needs), reports=reports)
 
     def check(self, deadline: float) -> str | None:
-        """Wait for the host's answer. Return its problem, or None."""
+        """Wait for the agent's report on the host. Return a problem, or None."""
         try:
             answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
@@ -236,14 +237,14 @@ class Agent:
         return started
 
     def say(self, **news: Any) -> None:
-        """Send a command to the agent. Does nothing if the agent has ended."""
+        """Send a command to the agent, unless it has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._process.stdin.write(json.dumps(news).encode() + b"\n")
             self._process.stdin.flush()
 
     def close(self, patience_s: float = _CLOSE_S) -> None:
-        """End the remaining ranks on the host and close the connection; kill ssh after ``patience_s`` seconds."""
+        """End the remaining ranks on the host, and close the connection. Kill ssh after ``patience_s`` seconds."""
         assert self._process.stdin is not None
         if self._process.stdin.closed:
             return
@@ -260,7 +261,7 @@ class Agent:
 
     @staticmethod
     def _reading(read: Callable[[IO[bytes]], None], pipe: IO[bytes]) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, local_host.PASSED_ON_SIGNALS)  # a different thread handles signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, local_host.PASSED_ON_SIGNALS)  # another thread handles signals
         with pipe:
             read(pipe)
 
@@ -273,10 +274,10 @@ class Agent:
                 _write(1, rest[:place])
                 self._hear(json.loads(rest[place + len(mark) : end]))
                 rest = rest[end + 1 :]
-            kept = rest.rfind(mark[:1])  # a line of the agent may begin at this index
+            kept = rest.rfind(mark[:1])  # the agent's next line may begin at this index
             if kept < 0 or (len(rest) - kept > len(mark) and not rest.startswith(mark, kept)):
                 kept = len(rest)
-            if self._is_ready:  # earlier lines are the host's login message
+            if self._is_ready:  # before, the host prints its login message
                 _write(1, rest[:kept])
             rest = rest[kept:]
         self._lose()
@@ -291,7 +292,7 @@ class Agent:
             self._answers.put(news)
 
     def _lose(self) -> None:
-        """Report the loss of the connection to the user and to all code that waits for the host or its ranks."""
+        """Report that the connection has ended to the user, and to all code that waits for the host or its ranks."""
         self._answers.put({})
         if self._ranks:
             code = self._process.wait()
@@ -307,7 +308,7 @@ class Agent:
             self._ranks.pop(rank).note_end(255)
 
     def _warn(self, stderr: IO[bytes]) -> None:
-        """Print the host's standard error. Until the agent is ready, only store the last line, to explain a failure."""
+        """Print the host's standard error. Until the agent is ready, only store its last line, to explain a failure."""
         for line in stderr:
             if self._is_ready:
                 _write(2, line)
@@ -315,13 +316,13 @@ class Agent:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):  # no process reads this process's output any longer
+    with contextlib.suppress(BrokenPipeError):  # raised if no process reads this process's output
         while data:
             data = data[os.write(descriptor, data) :]
 
 
 def _remote_command(token: str) -> str:
-    """Return a command line that starts the agent in any shell."""
+    """Return a command line that starts the agent, whatever the user's shell on the host is."""
     folder, python, agent = map(shlex.quote, (os.getcwd(), sys.executable, host_agent.PROGRAM))
     steps = f"cd {folder} || exit 91; test -x {python} || exit 92; test -r {agent} || exit 93"
     return f"exec sh -c {shlex.quote(f'{steps}; exec {python} {agent} {token}')}"
@@ -331,7 +332,7 @@ def _remote_command(token: str) -> str:
 def connected(
     hosts: Sequence[Host], ssh: Sequence[str], script: str, *, needs: Sequence[str] = (), reports: str = ""
 ) -> Iterator[list[Agent]]:
-    """Connect to all hosts, and yield their agents. Raise LaunchError with all problems if hosts cannot run the job."""
+    """Connect to all hosts, and yield their agents. Raise LaunchError, with all problems, if a host is unusable."""
     agents: list[Agent] = []
     try:
         deadline = time.monotonic() + HELLO_S

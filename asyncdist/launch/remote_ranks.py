@@ -1,6 +1,6 @@
 """Starts ranks of a script on several hosts with the variables that torchrun sets: ``asyncdist run --hosts``.
 
-:mod:`asyncdist.launch.local_ranks` supervises the ranks, under the same rules as local ranks.
+:mod:`asyncdist.launch.local_ranks` supervises the ranks like those of this host.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def run(
     threads: int | None = None,
     environ: Mapping[str, str],
 ) -> int:
-    """Run ranks of a script on these hosts, and return the job's exit code when the last one has ended.
+    """Run ranks of a script on these hosts, and return the job's exit code when the last of them has ended.
 
-    The result is 0 if the last process of each rank ended with 0. Otherwise it is the code of the first rank that
+    The exit code is 0 if the last process of each rank ended with 0. Otherwise it is the code of the first rank that
     failed, or 128 plus the number of a signal that killed it or that the launcher received.
 
     Args:
         hosts: Hosts, with the number of ranks on each.
         ssh: Words of the command that reaches a host.
-        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or else gives each rank its share of cores.
+        threads: OMP_NUM_THREADS of each rank; None for the user's value, or else each rank's share of the cores.
         environ: Environment of this process. The ranks get all variables that do not describe this host.
     """
     command = rank_program.rank_command(script, arguments)
@@ -54,7 +54,7 @@ def run(
 def build_environments(
     environ: Mapping[str, str], agents: Sequence[Agent], *, threads: int | None, secret: str = ""
 ) -> list[dict[str, str]]:
-    """Return the environment of each rank; if ``threads`` is None, the user's OMP_NUM_THREADS is kept."""
+    """Return the environment of each rank. If ``threads`` is None, the user's OMP_NUM_THREADS is kept."""
     size, run_id = sum(agent.host.slots for agent in agents), local_host.new_run_id()
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     chosen[environment.SECRET_VARIABLE] = secret

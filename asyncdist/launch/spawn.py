@@ -1,15 +1,15 @@
 """Runs a function on several ranks, each a new process of this host, joined by torch.distributed.
 
-A plain function gets a process group, a coroutine function a world.
+A plain function gets a process group, and a coroutine function gets a world.
 
 - Mistakes in the config, and a function that cannot be pickled, are reported before a process is started.
-- The first failure decides: the caller sees its traceback, and the other ranks are stopped. A rank that failed only
+- At the first failure, the other ranks are stopped, and the error contains its traceback. A rank that failed only
   because it lost another rank does not count as the first, even if it reports first.
 - No rank outlives the call or, on Linux, the calling process. Processes that a rank has started end with the rank, on
-  Linux even in their own sessions. Such processes may survive only if another process kills the rank.
+  Linux even in their own sessions. They may survive only if another process kills the rank.
 
-multiprocessing pickles the function and its arguments to send them to the children. Threads and MPI do not survive a
-fork, so ranks are spawned, or forked by a server process that uses neither. Each child runs
+multiprocessing pickles the function and its arguments to send them to the children. Because threads and MPI do not
+survive a fork, ranks are spawned, or forked by a server process that uses neither. Each child runs
 :mod:`asyncdist.launch.rank_process`.
 """
 
@@ -53,7 +53,7 @@ from asyncdist.runtime.signals import interrupt_error
 
 P = ParamSpec("P")
 
-#: Maximum seconds for children to end after they were asked to stop.
+#: Maximum seconds for children to end after SIGTERM.
 STOP_S: Final = 5.0
 
 
@@ -71,23 +71,23 @@ def launch_subprocesses(
     arguments in shared memory, as always with torch.multiprocessing. Clone a tensor before a rank changes it.
 
     Args:
-        func: Function that can be imported by its name. A coroutine function gets a world before the arguments; a plain
-            function has a process group; see :func:`init_and_run`.
+        func: Function that can be imported by its name. A coroutine function gets a world as its first argument, and a
+            plain function has a process group. See :func:`init_and_run`.
         cfg: Config without ranks. :meth:`MultiprocessConfig.resolve` fills in its missing fields.
-        setup: Function that is called once in this process, before the first rank starts; or None.
+        setup: Function called once in this process, before the first rank starts; or None.
         rank_offset: First rank on this host, in a job on several hosts.
         args: Arguments of ``func``.
         kwargs: Keyword arguments of ``func``.
 
     Raises:
-        RuntimeError: ``func`` failed on a rank, whose traceback is in the message; or a rank was killed by a signal,
-            exited with a code other than 0, or did not start within 300 s. The other ranks have been stopped.
+        RuntimeError: ``func`` failed on a rank, and the message contains the traceback. Or a rank was killed by a
+            signal, exited with a code other than 0, or did not start within 300 s. The other ranks have been stopped.
         TypeError: ``func`` or an argument cannot be pickled, or has the wrong type. No rank was started.
         ValueError: A value is not allowed, or ``master_port`` is not free. No rank was started.
         KeyboardInterrupt: Ctrl-C was pressed. All ranks have been stopped.
-        SystemExit: The main thread received SIGTERM, SIGHUP or SIGQUIT, and the program has no handler for it. All
-            ranks have been stopped. The code is 128 plus the signal's number. Other signals without a handler are
-            passed on to the ranks.
+        SystemExit: The main thread received SIGTERM, SIGHUP or SIGQUIT, for which the program has no handler. All ranks
+            have been stopped. The code is 128 plus the signal's number. Other signals without a handler are passed on
+            to the ranks.
     """
     cfg = MultiprocessConfig() if cfg is None else cfg
     resolved = _checked_config(func, cfg, setup, rank_offset)
@@ -163,7 +163,7 @@ def _resolve_for(cfg: MultiprocessConfig, rank_offset: int) -> MultiprocessConfi
             f"local_world_size={local_size}, got {rank_offset!r}"
         )
     if cfg.backend is None and environment.backend_name() is not None:
-        # The fork server keeps the environment with which it was started.
+        # The config carries the choice, because the fork server keeps the environment with which it was started.
         return dataclasses.replace(cfg, backend=process_groups.get_distributed_backend())
     return cfg
 
@@ -212,14 +212,14 @@ def _is_guarded(func: Callable[..., Any], file: str) -> bool:
 
 @dataclass(slots=True)
 class _Child:
-    """State of one rank in the launcher.
+    """The launcher's state of one rank.
 
     Attributes:
-        pipe: Pipe from the rank, which sends an empty message when it runs, and its result at the end.
+        pipe: Pipe from the rank, which sends an empty message when it starts, and its result at the end.
         returned: Whether the rank's function has returned, or has called ``sys.exit(0)``.
-        failure: Traceback from the rank or, if there is none, a description of how it ended; None if it has not failed.
-        kind: Kind of failure: cause, possible cause or consequence; see :mod:`asyncdist.launch.rank_process`.
-        rest: Pidfds of the processes that the rank had started when it was asked to stop.
+        failure: Traceback of the rank, or a description of how it ended; None if it has not failed.
+        kind: Kind of failure: ``CAUSE``, ``PERHAPS`` or ``CONSEQUENCE``.
+        rest: Pidfds of the rank's descendants at the time of SIGTERM.
     """
 
     rank: int
@@ -248,7 +248,7 @@ class _Child:
 
     def reap(self) -> bool:
         """Return whether the rank has ended. If it failed without reporting a reason, set ``failure``."""
-        code = self.process.exitcode  # the sentinel is not used, since a forked child may keep it open
+        code = self.process.exitcode  # the sentinel is unreliable, because a forked child may keep it open
         if code is None:
             return False
         self.end_rest()
@@ -266,7 +266,7 @@ class _Child:
         return True
 
     def stop(self) -> None:
-        """Ask the rank to stop. First list its child processes, since they cannot be found after it has ended."""
+        """Request the rank to stop. Its descendants are listed before, because they cannot be found afterwards."""
         if self.process.pid is not None and self.process.exitcode is None:
             self.rest = guardians.open_descendants(self.process.pid)
             self.process.terminate()
@@ -282,9 +282,9 @@ class _Child:
         self.rest = []
 
 
-#: Seconds between checks for ended ranks, since a rank's forked child may keep the rank's pipe and sentinel open.
+#: Seconds between checks for ended ranks, whose pipes and sentinels forked children may keep open.
 _PERIOD_S: Final = 0.5
-#: Seconds to wait after each kind of failure for a different rank to report the cause or to end.
+#: Seconds to wait, after each kind of failure, for a different rank to report the cause or to end.
 _PATIENCE_S: Final = {CAUSE: 0.0, PERHAPS: 2.0, CONSEQUENCE: 5.0}
 
 
@@ -296,8 +296,8 @@ def _start_all(
     kwargs: dict[str, Any],
 ) -> None:
     context = multiprocessing.get_context(configs[0].launch_method)
-    # The server imports torch once for all ranks: 4 ranks on 2 busy cores start in 4 s instead of 15.
-    # The server does not import the script, since the script may start threads, which do not survive a fork.
+    # The server imports torch once for all ranks, so 4 ranks on 2 busy cores start in 4 s instead of 15 s. It does not
+    # import the script, which may start threads that do not survive a fork.
     context.set_forkserver_preload([rank_process.__name__])
     environ = environment.environment()
     for cfg in configs:
@@ -306,7 +306,7 @@ def _start_all(
             target=be_child, args=(theirs, func, cfg, args, kwargs, environ), name=f"rank {cfg.rank}"
         )
         try:
-            # Before a new process has this process's module path, it must not import from the working directory.
+            # A new process must not import from the working directory before it has this process's module path.
             with environment.variable_set(environment.SAFE_PATH_VARIABLE, "1"):
                 process.start()
         except OSError as error:
@@ -356,7 +356,7 @@ def _find_cause(ranks: Sequence[_Child]) -> str:
         left_s = began_at + _PATIENCE_S[found.kind] - time.monotonic()
         ended = [child for child in ranks if child not in living]
         gone = [child.rank for child in ended if child.process.exitcode == 0 and not child.returned]
-        if gone and found.kind != CAUSE:  # an early exit with 0 matters only after another failure
+        if gone and found.kind != CAUSE:  # an early exit with 0 may have caused the other failures
             text = f"rank {gone[0]} ended with exit code 0 before its function had returned"
             return text if found.kind == CONSEQUENCE else f"{text}; {_describe(found)}"
         if not living or left_s <= 0:
@@ -387,7 +387,7 @@ def _stop_all(ranks: Sequence[_Child]) -> None:
         deadline = time.monotonic() + STOP_S
         while (living := [child for child in ranks if not child.reap()]) and time.monotonic() < deadline:
             _wait_for_news(living, max(0.001, deadline - time.monotonic()))
-    finally:  # runs even after a second Ctrl-C
+    finally:  # also runs after a second Ctrl-C
         for child in ranks:
             if child.process.exitcode is None:
                 child.process.kill()

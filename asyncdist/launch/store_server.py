@@ -1,11 +1,11 @@
 """Serves the store at which ranks meet: ``python store_server.py ADDRESS PORT [open]``.
 
-The launcher starts this process and ends it by closing its standard input. Rank 0 cannot serve the store, because ranks
-that join later need it even if rank 0 has ended. The launcher cannot serve it, because it does not import torch.
+The launcher starts this process, and ends it by closing its standard input. Rank 0 does not serve the store, because
+ranks that join later need it even after rank 0 has ended. The launcher does not, because it does not import torch.
 
 The store listens only on the given address or, with ``open``, on all addresses of this host, for ranks on other hosts.
 For each ``KEY VALUE`` line on its standard input, the process sets the key, so that the launcher can notify the ranks.
-For each ``!TEXT`` line, it prints the text after it has processed the lines before.
+For each ``!TEXT`` line, it prints the text after it has processed the earlier lines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(address: str, port: int, *, is_open: bool) -> None:
 
 
 def carry_out(store: Any, lines: Iterable[str]) -> None:
-    """Process lines from the launcher: set a key for ``KEY VALUE``, print the text of ``!TEXT``."""
+    """Process the launcher's lines: set a key for ``KEY VALUE``, and print the text of ``!TEXT``."""
     for line in lines:
         if line.startswith("!"):
             print(line[1:].rstrip("\n"), file=sys.stderr, flush=True)

@@ -9,9 +9,9 @@ from typing import Final
 from asyncdist import local_host
 from asyncdist.wording import ranks_in_words
 
-#: Return codes of ranks that were stopped by another rank or by mpirun, and so are not the cause.
+#: Return codes of ranks that another rank or mpirun has stopped, so that they are not the cause.
 _STOPPED: Final = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL})
-#: Exit code of a rank that Open MPI ends after a lost connection: the number of MPI_ERR_UNKNOWN.
+#: Exit code of a rank that Open MPI ends after a lost connection, which is the number of MPI_ERR_UNKNOWN.
 _CONNECTION_LOST: Final = 14
 
 
@@ -21,7 +21,7 @@ def exit_code(returncode: int) -> int:
 
 
 def how_ended(returncode: int, *, was_passed_on: bool = False) -> str:
-    """Return how a process has ended. ``was_passed_on`` says whether the launcher sent the signal that killed it."""
+    """Describe how a process has ended. ``was_passed_on`` says whether the launcher sent the signal that killed it."""
     if returncode > 0:
         return f"ended with exit code {returncode}"
     how = f"was killed by {local_host.signal_name(-returncode)}"
@@ -36,10 +36,12 @@ class JobEnds:
 
     Attributes:
         goes_on_by: Option with which the other ranks would have continued after a kill; "" if there is none.
+        survives: Whether the job continues when ranks die.
         is_across_hosts: Whether ranks communicate over a network, so that Open MPI ends a rank that loses a connection.
-        passed_on: Signals that the launcher has forwarded to the ranks.
-        codes: Exit code of each ended rank, in the order in which the ranks ended; negative for a signal.
-        cause: Rank that has ended the job, according to its exit code or signal; None if there is none.
+        passed_on: Signals that the launcher has passed on to the ranks.
+        codes: Exit code of each ended rank, in chronological order; negative for a signal.
+        cause: Rank whose exit code or signal shows that it has ended the job; None if there is none.
+        asked_to_end: Signal that the launcher has received to end the job; None if there is none.
     """
 
     ranks: int
@@ -52,10 +54,10 @@ class JobEnds:
     asked_to_end: int | None = None
 
     def note(self, rank: int, code: int) -> str | None:
-        """Record how a rank has ended. Return a line to print at once, or None.
+        """Record how a rank has ended. Return a line to print immediately, or None.
 
         A rank that ends with 1, as Python does after any exception, may only have reacted to another rank's failure.
-        The same is true of a rank that Open MPI ends after it has lost its connection to another host.
+        So may a rank that Open MPI ends after a lost connection to another host.
         """
         is_first = not any(code and not self._is_of_connection(code) for code in self.codes.values())
         self.codes[rank] = code
@@ -88,7 +90,7 @@ class JobEnds:
         return self.is_across_hosts and code == _CONNECTION_LOST
 
     def _conclude_survivors(self, code: int) -> tuple[int, list[str]]:
-        """Return the exit code and lines to print for a job that survives losses, and fails only if all ranks fail."""
+        """Return the exit code and the lines to print for a job that fails only if all ranks fail."""
         codes = list(self.codes.values())
         if code or len(codes) < self.ranks or 0 in codes:
             return code, []

@@ -1,7 +1,7 @@
 """Receives reports from the guardians of ranks on this host, for a launcher on another host.
 
-The guardians write to a FIFO, which this process reads. Reports in a rank's output could be lost, because mpirun no
-longer reads its ranks' output when it stops them.
+The guardians write to a FIFO, which this process reads. Reports in a rank's output could be lost, because mpirun stops
+reading output when it stops the ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from asyncdist.trust import private_folders
 
 #: Line that makes the reading thread end.
 _OVER: Final = b"over\n"
-#: Age in seconds from which a folder whose FIFO no process reads is removed; an agent may be about to open a newer one.
+#: Age in seconds from which a folder whose FIFO no process reads is removed. Newer FIFOs may not have been opened yet.
 _LEFT_S: Final = 60.0
 
 
 class GuardianReports:
-    """Reads one job's reports on this host in a thread, which calls ``tell``, and sends signals to the guardians."""
+    """Reads one job's reports on this host in a thread, which passes them to ``tell``, and signals the guardians."""
 
     def __init__(self, token: str, tell: Callable[[str], object]) -> None:
         self._tell = tell
@@ -35,10 +35,10 @@ class GuardianReports:
         self._path = guardians.reports_path(token)
         self._reader: threading.Thread | None = None
         _remove_left()
-        with contextlib.suppress(OSError):  # without a FIFO, guardians write reports to their ranks' output
+        with contextlib.suppress(OSError):  # without a FIFO, guardians write to their ranks' output
             os.mkdir(os.path.dirname(self._path), mode=0o700)
             os.mkfifo(self._path, mode=0o600)
-            # Opened for writing as well, so that the reader does not see an end of file.
+            # O_RDWR keeps a writer open, so that the reader never sees an end of file.
             self._fifo = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             self._reader = threading.Thread(target=self._read, name="reports", daemon=True)
             self._reader.start()
@@ -49,7 +49,7 @@ class GuardianReports:
             signal.pidfd_send_signal(self._pidfds[rank], number)
 
     def close(self) -> None:
-        """Deliver the reports that have been written so far, and remove the FIFO."""
+        """Process the reports that have already been written, and remove the FIFO."""
         if self._reader is not None:
             os.write(self._fifo, _OVER)
             self._reader.join()
@@ -71,7 +71,7 @@ class GuardianReports:
 def _remove_left() -> None:
     """Remove the folders of this user's jobs whose agent was killed."""
     for path in glob.glob(f"{guardians.REPORTS_FOLDER}*"):
-        # The folder belongs to another user, or its agent has just removed it.
+        # An OSError means that the folder belongs to another user, or that its agent has just removed it.
         with contextlib.suppress(OSError), private_folders.opened(path) as folder:
             is_old = time.time() - os.fstat(folder).st_mtime > _LEFT_S
             if is_old and not _is_read(folder):

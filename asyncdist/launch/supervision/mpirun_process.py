@@ -1,13 +1,13 @@
 """Runs an mpirun as a child: passes signals on to the ranks, reports which rank failed, and finds the exit code.
 
-- mpirun and its ranks are in other process groups, so a terminal's keys reach only this process. This process sends
-  signals directly to the guardians of ranks on this host, because an mpirun that is asked to end stops reading its
-  ranks' output, and kills them after a quarter of a second. Until all ranks have guardians, mpirun gets the signals.
+- mpirun and its ranks are in other process groups, so a terminal's keys reach only this process. It sends signals
+  directly to the guardians of ranks on this host, because mpirun stops reading its ranks' output when it ends, and
+  kills them after a quarter of a second. Until all ranks have guardians, mpirun gets the signals.
 - Guardians report through a pipe how ranks have ended, before mpirun notices. This process can therefore name the
   failed rank before the other ranks print errors, and suppresses mpirun's own message.
 - On other hosts, agents forward reports and signals.
 - In a job that survives lost ranks, mpirun takes minutes to detect lost hosts. Until the ranks have met, this process
-  therefore probes the agents, and ends the job if a host does not answer.
+  therefore probes the agents, and ends the job if a host does not respond.
 - mpirun has no standard input. Rank 0 opens the standard input of this process (:mod:`asyncdist.rank_program`).
 - mpirun dies with this process.
 """
@@ -34,12 +34,13 @@ from asyncdist.launch.remote_hosts import Agent
 from asyncdist.launch.supervision.endings import JobEnds
 from asyncdist.launch.supervision.mpirun_words import MpirunWords
 
-#: Maximum seconds for ranks to end before mpirun ends them, and for mpirun to end before it is killed.
+#: Maximum seconds for ranks to end before mpirun ends them.
 STOP_S: Final = 10.0
+#: Maximum seconds for mpirun to end before it is killed.
 _MPIRUN_STOP_S: Final = 5.0
-#: Maximum seconds to read standard error after mpirun has ended, since a leftover process may keep it open.
+#: Maximum seconds to read standard error after mpirun has ended, because a leftover process may keep it open.
 _LAST_WORDS_S: Final = 1.0
-#: Maximum seconds for an agent to forward its last reports. Its host may be unplugged.
+#: Maximum seconds for an agent, whose host may be unplugged, to forward its last reports.
 _AGENT_END_S: Final = 3.0
 #: Seconds between probes of hosts.
 _PROBE_S: Final = 5.0
@@ -47,7 +48,7 @@ _PROBE_S: Final = 5.0
 _SILENCE_S: Final = 30.0
 #: Maximum seconds to hold back the beginning of an mpirun message before printing it incomplete.
 _HOLD_S: Final = 0.2
-#: Signals that Open MPI's mpirun passes on to its ranks. All other signals would end it.
+#: Signals that Open MPI's mpirun passes on to its ranks. Other signals would end it.
 _FOR_MPIRUN: Final = frozenset(
     {*local_host.ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT, signal.SIGALRM}
 ) - {signal.SIGQUIT}
@@ -64,8 +65,13 @@ def run(
 ) -> int:
     """Run mpirun, and return the job's exit code when it has ended.
 
-    ``ends`` decides which rank ends to report. ``token`` marks guardians' reports. ``agents`` are the agents on the
-    ranks' hosts, if the ranks are not on this host.
+    Args:
+        mpirun: Path of mpirun.
+        command: Command line of mpirun.
+        environ: Environment of mpirun and the ranks.
+        ends: Record of the ranks' ends, which decides the exit code.
+        token: Token that marks guardians' reports.
+        agents: Agents on the ranks' hosts; empty if the ranks are on this host.
     """
     with (
         local_host.told_variables() as told,
@@ -75,7 +81,7 @@ def run(
 
 
 class _Job:
-    """Runs one mpirun and supervises its ranks. Takes the arguments of :func:`run`."""
+    """Runs one mpirun and supervises its ranks, with the arguments of :func:`run`."""
 
     def __init__(
         self,
@@ -157,7 +163,7 @@ class _Job:
         )
 
     def _begin(self) -> None:
-        """Prepare the child process that becomes mpirun."""
+        """Prepare the child process that will execute mpirun."""
         guardians.die_with_parent(self._pid)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun has no handler for it while it starts
         signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
@@ -181,9 +187,9 @@ class _Job:
             thread.start()
         for thread in closing:
             thread.join()
-        self._copier.join(_LAST_WORDS_S)  # an ssh to an unplugged host may keep the pipe open
+        self._copier.join(_LAST_WORDS_S)  # ssh to an unplugged host may keep the pipe open
         os.close(self._reported)
-        self._reader.join(_LAST_WORDS_S)  # guardians may keep the pipe open briefly after mpirun was killed
+        self._reader.join(_LAST_WORDS_S)  # guardians may keep the pipe open after mpirun was killed
         while not self._events.empty():
             what, words = self._events.get()
             if what == "report":
@@ -217,7 +223,7 @@ class _Job:
         if is_ending and self._ends.asked_to_end is None:
             self._ends.asked_to_end = number
             self._stop_at = time.monotonic() + STOP_S
-        if is_ending and self._guarded_count < self._ends.ranks:  # mpirun ends the ranks that have no guardian yet
+        if is_ending and self._guarded_count < self._ends.ranks:  # only mpirun can end ranks without a guardian
             self._process.send_signal(number if number in _FOR_MPIRUN else signal.SIGTERM)
             return
         self._ends.passed_on.add(number)
@@ -237,7 +243,7 @@ class _Job:
     def _take_report(self, rank: int, what: str, number: int, agent: Agent | None) -> None:
         if what == "guarded":
             self._guarded_count += 1
-            with contextlib.suppress(ProcessLookupError):  # mpirun has just ended
+            with contextlib.suppress(ProcessLookupError):  # raised if mpirun has just ended
                 self._guarded[rank] = guardian = _Guardian(number) if agent is None else _RemoteGuardian(agent, rank)
                 for missed in sorted(self._missed):
                     guardian.send(missed)
@@ -252,7 +258,7 @@ class _Job:
             _say(line)
 
     def _end_late(self) -> None:
-        """End mpirun, and thereby all late ranks. The first call terminates mpirun, and the second kills it."""
+        """End mpirun, which ends all late ranks. The first call terminates mpirun, and the second kills it."""
         if self._is_stopping:
             self._process.kill()
             self._stop_at = None
@@ -262,7 +268,7 @@ class _Job:
             self._stop_at = time.monotonic() + _MPIRUN_STOP_S
 
     def _end_without(self, hosts: Sequence[str]) -> None:
-        """End the job because ``hosts`` do not answer; otherwise the ranks would wait until mpirun detects the loss."""
+        """End the job because ``hosts`` do not respond, unless the ranks have met. They would wait for minutes."""
         if self._have_met.is_set() or self._ends.asked_to_end is not None:
             return
         self._has_silent_hosts = True
@@ -280,7 +286,7 @@ class _Job:
         self._events.put(("ended", None))
 
     def _probe_hosts(self) -> None:
-        """Probe the hosts until the ranks have met or a host does not answer."""
+        """Probe the hosts until the ranks have met or a host does not respond."""
         while not self._have_met.wait(_PROBE_S):
             for agent in self._agents:
                 agent.say(probe=True)
@@ -318,7 +324,7 @@ class _Job:
 
 
 class _Guardian:
-    """Outer guardian of a rank on this host. The constructor raises ProcessLookupError if the guardian has ended."""
+    """The outer guardian of a rank on this host. The constructor raises ProcessLookupError if it has ended."""
 
     def __init__(self, pid: int) -> None:
         self._pidfd = os.pidfd_open(pid)
@@ -332,7 +338,7 @@ class _Guardian:
 
 
 class _RemoteGuardian:
-    """Outer guardian of a rank on another host, reached through the agent on that host."""
+    """The outer guardian of a rank on another host, reached through the agent on that host."""
 
     def __init__(self, agent: Agent, rank: int) -> None:
         self._agent = agent
@@ -342,7 +348,7 @@ class _RemoteGuardian:
         self._agent.say(guardian=self._rank, number=number)
 
     def close(self) -> None:
-        """Do nothing, since the agent owns the guardian's resources."""
+        """Do nothing. The agent owns the guardian's descriptor."""
 
 
 def _say(text: str) -> None:
@@ -350,6 +356,6 @@ def _say(text: str) -> None:
 
 
 def _write(data: bytes) -> None:
-    with contextlib.suppress(OSError):  # no process reads the output any longer
+    with contextlib.suppress(OSError):  # raised if no process reads the output
         while data:
             data = data[os.write(2, data) :]

@@ -1,13 +1,14 @@
-"""Filters the standard error of an mpirun and its ranks: receives bytes and returns the bytes to print for the user.
+"""Filters the standard error of an mpirun and its ranks.
 
-All bytes are passed through unchanged, except for:
+All bytes are passed through, except for:
 
 - Messages in which mpirun blames the rank that ended first. This rank often stopped only because a different rank
   failed, so the launcher reports the failure instead.
 - Reports of guardians on other hosts, each in a line with a mark.
 
-The filter also detects two kinds of messages: that mpirun has lost a host, which its exit code does not show, and that
-a rank has no connection to another host, after which Open MPI ends the job without an error in Python.
+The filter also detects two kinds of messages. One says that mpirun has lost a host, which its exit code does not show.
+The other says that a rank has no connection to another host, after which Open MPI ends the job without an error in
+Python.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ _UNREACHED: Final = (
     re.compile(rb"peer: (\S+) Unable to connect to the peer (\S+ on port \d+: [^\n]*)\n"),
     re.compile(rb"Message: +connect\(\) to (\S+):\d+ failed\n +Error: +([^\n]*) \(\d+\)\n"),
 )
-#: Open MPI's message about a silent connection. After a killed rank, it prints a different message.
+#: Open MPI's message about a silent connection. It prints a different message if a rank was killed.
 _SILENT: Final = re.compile(
     rb"peer: (\S+) mca_btl_tcp_frag_\w+: \w+ failed: (Connection timed out|[^\n]*unreachable) \("
 )
-#: Open MPI's message about the rank that ends the job because it has lost a connection.
+#: Open MPI's message about a rank that ends the job because it has lost a connection.
 _ENDER: Final = re.compile(
     rb"An error occurred in Socket closed\s+\[([^]\s:]+):\d+\] \*\*\* reported by process \[\d+,(\d+)\]"
 )
-#: Number of earlier bytes to keep, to recognize messages that arrive in pieces.
+#: Number of earlier bytes to keep, in order to recognise messages that arrive in pieces.
 _LONGEST: Final = 1024
 
 
@@ -56,9 +57,9 @@ class MpirunWords:
         blames: Suppressed messages that blame a rank.
         reports: Guardians' reports, without their marks.
         lost_node: Name of the host that mpirun has lost, if mpirun printed it.
-        silent: Host of a silent connection, and the reason; None if there is none.
-        unreached: Host that a rank could not reach, and the reason; None if there is none.
-        ender: Host and number of the rank that lost a connection, after which MPI ended the job; None if there is none.
+        silent: Host of a silent connection, and the reason, if any.
+        unreached: Host that a rank could not reach, and the reason, if any.
+        ender: Host and number of the rank that ended the job because it lost a connection, if any.
     """
 
     def __init__(self, mark: bytes) -> None:
@@ -76,11 +77,11 @@ class MpirunWords:
 
     @property
     def is_holding(self) -> bool:
-        """Whether bytes are held back because they may begin a message; :meth:`flush` returns them."""
+        """Whether bytes are held back because they may begin a message."""
         return bool(self._rest)
 
     def feed(self, data: bytes) -> bytes:
-        """Process the next bytes. Return the bytes that can be printed for the user."""
+        """Process the next bytes, and return the bytes to print."""
         self._rest += data
         passed = b""
         while (part := self._next()) is not None:
@@ -96,8 +97,8 @@ class MpirunWords:
         return passed
 
     def explain_connection(self, goes_on_by: str = "") -> str | None:
-        """Return a line for the user if a lost connection has ended the job. It suggests the option ``goes_on_by``."""
-        if self.ender is None:  # MPI used another network, or a rank raises the error itself
+        """Return a line, which suggests the option ``goes_on_by``, if a lost connection has ended the job, or None."""
+        if self.ender is None:  # MPI used another network, or a rank raised the error itself
             return None
         host, rank = self.ender
         reach = (
@@ -118,18 +119,18 @@ class MpirunWords:
         return f"rank {rank} on {host} could not connect to {peer} ({reason}), so MPI ended the job. {reach}"
 
     def explain_lost_host(self) -> str:
-        """Return a line for the user about a host that mpirun has lost."""
+        """Return a line about the host that mpirun has lost."""
         where = f": see that {self.lost_node[0]} runs and that its network is up" if self.lost_node else ""
         return f"mpirun has lost a host, and ended the job early{where}"
 
     def flush(self) -> bytes:
-        """Return the bytes that were held back, because the rest of the message has not arrived in time."""
+        """Return the bytes that were held back. Called if the rest of the message does not arrive in time."""
         held, self._rest = self._rest, b""
         self._is_at_line_start = held.endswith(b"\n")
         return held
 
     def _next(self) -> bytes | None:
-        """Return the next line, or part of a line, from the held bytes; None if more bytes are needed first."""
+        """Return the next line, or part of a line, from the held bytes, or None if more bytes are needed first."""
         if self._is_at_line_start:
             if self._rest.startswith(_BLAMES):
                 end = self._rest.find(b"\n" + _RULE, len(_RULE)) + 1
@@ -139,7 +140,7 @@ class MpirunWords:
                 self.blames.append(self._rest[:end])
                 self._rest = self._rest[end:]
                 return b""
-            if any(blame.startswith(self._rest) for blame in _BLAMES):  # also true for no bytes
+            if any(blame.startswith(self._rest) for blame in _BLAMES):  # also true if no bytes are held
                 return None
         return self._take_line()
 
