@@ -492,7 +492,6 @@ def _metrics(named: str) -> str:
 
 
 def _script(options: argparse.Namespace) -> str:
-    """Return the path of the script or module file that the ranks run."""
     if options.module is None:
         if options.script is None:
             raise local_host.LaunchError("the following arguments are required: script")

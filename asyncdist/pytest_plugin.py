@@ -519,7 +519,6 @@ def _repeat_lines(item: pytest.Item, record: _Record) -> Iterator[str]:
 
 
 def _fixture_scopes(item: pytest.Item) -> dict[str, str]:
-    """Return the scope of each fixture that the test uses by name."""
     asked = list(inspect.signature(getattr(item, "obj")).parameters)  # noqa: B009 - only some items have one
     asked += [name for mark in item.iter_markers("usefixtures") for name in mark.args]
     definitions: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009

@@ -268,7 +268,6 @@ def _is_passed_over(frame: types.FrameType) -> bool:
 
 
 def _prefix_output() -> None:
-    """Prefix each line of this rank's output with the rank, if requested."""
     if os.environ.get(PREFIX_VARIABLE) == "1":
         rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "?")
         sys.stdout, sys.stderr = (_Prefixed(stream, f"[{rank}] ") for stream in (sys.stdout, sys.stderr))

@@ -110,7 +110,6 @@ def check_option_names(kind: type, names: Iterable[str]) -> None:
 
 
 def _check_names(init: Callable[..., None], kind: type, names: Iterable[str], refused: Mapping[str, str]) -> None:
-    """Raise TypeError with all names that are not options, each with the reason or the nearest option."""
     wrong = []
     for name in names:
         if name in refused:

@@ -346,7 +346,6 @@ class LoopCaller(Caller):
         return BegunCall(made, waits_for)
 
     def _finish(self, begun: BegunCall) -> Any:
-        """Run a begun call to its end in main, and return the call's value."""
         self._awaited = self._next = begun
         self._wake_main()
         try:

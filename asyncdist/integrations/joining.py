@@ -483,7 +483,6 @@ def _is_of_two_kinds(error: DisagreementError) -> bool:
 
 
 def _is_equal(one: SpawnPolicy, other: SpawnPolicy) -> bool:
-    """Return whether two policies of this rank have equal types, names and options."""
     return (type(one), one.name, one.average_every) == (
         type(other),
         other.name,

@@ -96,7 +96,6 @@ class Averaging(Generic[PolicyT]):
         return info
 
     def _add(self, metric: Any, loss: Any, score: Any) -> None:
-        """Add the metric of a step to the running mean, unless the policy has ended."""
         if self.policy is not None:
             given, is_opposite = self.policy.awaited.given_metric(metric, loss, score)
             self._loss.add(given, is_negated=is_opposite)

@@ -338,7 +338,6 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         self._newest = found.get(self.monitor, self._newest)
 
     def _warn_of_no_metric(self) -> None:
-        """Warn once if no evaluation has reported the monitored metric."""
         if self.monitor not in self._evaluated:
             given = ", ".join(sorted(self._evaluated)) or "nothing"
             self._warn("no evaluation has reported the monitored metric %r; reported: %s", self.monitor, given)

@@ -542,7 +542,6 @@ def _explain_no_gpu() -> str | None:
 
 
 def _check_place(transport: str, environ: Mapping[str, str]) -> str | None:
-    """Return the reason why the ranks cannot meet, or None if they can."""
     try:
         RENDEZVOUS.get(transport, dict)(environ)
     except ValueError as error:
@@ -551,7 +550,6 @@ def _check_place(transport: str, environ: Mapping[str, str]) -> str | None:
 
 
 def _check_secret(environ: Mapping[str, str]) -> str | None:
-    """Return the reason why the user's secret cannot be used, or None if it can."""
     try:
         environment.given_secret(environ)
     except ValueError as error:

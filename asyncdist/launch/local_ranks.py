@@ -274,7 +274,6 @@ def _keep_secret(variables: Mapping[str, str]) -> secret_files.RenewedSecret:
 
 
 def _start_store(variables: Mapping[str, str], *, is_open: bool) -> RankProcess:
-    """Start the process that serves the store, at the address in the ranks' variables."""
     command = [sys.executable, store_server.PROGRAM, variables["MASTER_ADDR"], variables["MASTER_PORT"]]
     command += ["open"] * is_open
     return _popen(command, variables, "the store", stdin=subprocess.PIPE)

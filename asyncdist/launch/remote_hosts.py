@@ -266,7 +266,6 @@ class Agent:
             read(pipe)
 
     def _read(self, stdout: IO[bytes]) -> None:
-        """Process the agent's lines, and print the ranks' output."""
         mark, rest = host_agent.mark(self._token), b""
         while data := stdout.read1(1 << 16):  # type: ignore[attr-defined]
             rest += data

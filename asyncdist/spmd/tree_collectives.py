@@ -306,7 +306,6 @@ async def _gather_leaves(axis: Axis, leaves: Sequence[Tensor], dim: int, tiled: 
 
 
 def _placed(stacked: Tensor, dim: int, tiled: bool) -> Tensor:
-    """Concatenate the tensors in ``stacked`` along ``dim`` if ``tiled``, or else stack them along ``dim``."""
     if tiled:
         return torch.cat(list(stacked), dim=dim)
     return stacked.movedim(0, dim).contiguous()

@@ -454,7 +454,6 @@ class FlatState:
         return trained_names(self._model)
 
     def _refuse_changed(self, tensors: Sequence[Tensor]) -> None:
-        """Raise a ValueError that names the first entry whose shape or dtype has changed."""
         for entry, tensor in zip(self.entries, tensors, strict=True):
             if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
                 raise ValueError(

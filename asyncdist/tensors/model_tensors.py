@@ -270,7 +270,6 @@ def check_overlap(entries: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _check_cluster(cluster: Sequence[tuple[str, Tensor]], start: int, end: int) -> None:
-    """Raise ValueError if two of the entries between two addresses share a byte."""
     if len(cluster) < 2:
         return
     mask = np.zeros(end - start, dtype=np.bool_)

@@ -70,7 +70,6 @@ class LivingRank:
                 return
 
     def _remove_stale(self, parent: int) -> None:
-        """Remove the files of ranks that were killed."""
         for name in os.listdir(parent):
             # This rank's own file is skipped, because closing any descriptor of it would release the lock.
             if not name.startswith(_PREFIX) or name == self._name:

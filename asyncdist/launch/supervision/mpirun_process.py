@@ -286,7 +286,6 @@ class _Job:
         self._events.put(("ended", None))
 
     def _probe_hosts(self) -> None:
-        """Probe the hosts until the ranks have met or a host does not respond."""
         while not self._have_met.wait(_PROBE_S):
             for agent in self._agents:
                 agent.say(probe=True)

@@ -50,7 +50,6 @@ class TopK(BlockCodec):
         object.__setattr__(self, "block", block)
 
     def _kept_count(self, count: int) -> int:
-        """Return the number of values to keep of a block of ``count`` values."""
         return math.ceil(self.share * count)
 
     def _block_nbytes(self, count: int) -> int:

@@ -103,7 +103,6 @@ def _in_order(indices: Sequence[int], names: Sequence[str], own: Sequence[str]) 
 
 
 def _difference(names: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> str:
-    """Describe the first difference between the parameters of two optimizers."""
     saved, here = ({name for group in groups for name in group if name} for groups in (names, own))
     for name in sorted(here - saved):
         return f"{name!r} is only in this optimizer"

@@ -252,7 +252,6 @@ class _Replaced:
         return "undone" if float((self._new - self._old).norm()) > _LENGTH_RATIO * step else "kept"
 
     def _are_back(self, now: Tensor) -> bool:
-        """Return whether nearly all weights are back at their old values."""
         moved = (self._new - self._old).abs()
         is_seen = moved > 1e-3 * torch.maximum(self._new.abs(), self._old.abs())
         is_back = (now - self._old).abs() < 0.05 * moved
@@ -279,7 +278,6 @@ def _follow(copy: Copy, before: Tensor | None) -> None:
 
 
 def _schedule_free_of(optimizer: Any) -> Any:
-    """Return the first schedule-free optimizer among an optimizer and those that it wraps, or None."""
     return next((each for each in wrapped_optimizers(optimizer) if _is_schedule_free(each)), None)
 
 
