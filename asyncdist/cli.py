@@ -309,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
         environment.fix_hash_seed()
     if options.command == "run" and options.live:
-        from asyncdist.live import beside  # imports msgspec
+        from asyncdist.live import beside  # imported only here, because it loads msgspec
 
         sys.exit(beside.run([*(word for word in own if word != "--live"), *rest]))
     with local_host.heeding_children():
@@ -352,11 +352,11 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.command == "top":
         return _top(options)
     if options.command == "story":
-        from asyncdist.story import command  # imports msgspec
+        from asyncdist.story import command  # imported only here, because it loads msgspec
 
         return command.run(options.job, options.recorded)
     if options.command == "doctor":
-        from asyncdist.launch import doctor  # imports torch
+        from asyncdist.launch import doctor  # imported only here, because it loads torch
 
         return doctor.run()
     try:
@@ -370,12 +370,12 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _top(options: argparse.Namespace) -> int:
     if options.web:
-        from asyncdist.report.live_page import command  # imports numpy
+        from asyncdist.report.live_page import command  # imported only here, because it loads numpy
 
         return command.run(options.job, options.port or 0)
     if options.port is not None:
         _Parser(prog="asyncdist top").error("--port is the port of the page; add --web")
-    from asyncdist.live import top  # imports msgspec
+    from asyncdist.live import top  # imported only here, because it loads msgspec
 
     return top.run(options.job)
 
@@ -551,7 +551,7 @@ def _check_supported(transport: str, options: argparse.Namespace) -> None:
 
 
 def _replay(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from asyncdist.simulation.replay import script as scripts  # imports torch
+    from asyncdist.simulation.replay import script as scripts  # imported only here, because it loads torch
 
     if options.rank is not None and not options.pdb:
         print("asyncdist replay: --rank needs --pdb", file=sys.stderr)
@@ -571,7 +571,7 @@ def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _run_sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from asyncdist.simulation import run_script as scripts  # imports torch
+    from asyncdist.simulation import run_script as scripts  # imported only here, because it loads torch
     from asyncdist.simulation.exploration.fault_plans import ScriptError, read_faults
 
     try:

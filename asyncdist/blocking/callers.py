@@ -203,7 +203,7 @@ class LoopCaller(Caller):
         self._loop: asyncio.AbstractEventLoop
         self._host: asyncio.Task[Outcome[None]]
         self._next: BegunCall | None = None  # the call that main resumes next
-        self._awaited: BegunCall | None = None  # None after an interrupt, even if main still runs the call
+        self._awaited: BegunCall | None = None  # the call whose end stops the loop; None after an interrupt
         self._waiter: asyncio.Future[None]  # main waits for this future between calls
         self._is_ended = False  # whether the block has ended, so that main must end
         self._is_stopped = False  # whether main was cancelled between calls; the next call raises the reason

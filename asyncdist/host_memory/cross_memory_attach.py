@@ -9,9 +9,9 @@ write into the receiver's memory (``process_vm_writev``), which is used in three
 - The receiver reads memory that does not change, such as a snapshot (``process_vm_readv``).
 
 A process that allows such accesses publishes the address of a random token in its memory. The other process checks the
-token before each write and after each read, because the first process may have ended and its pid may have been reused,
-or it may have revoked the token. If the token cannot be read (from another container or user, under Yama's
-restrictions, or on systems other than Linux), messages are used instead.
+token before each write and after each read. The first process may have ended, so that its pid may have been reused, or
+it may have revoked the token. If the token cannot be read (from another container or user, under Yama's restrictions,
+or on systems other than Linux), messages are used instead.
 """
 
 from __future__ import annotations

@@ -67,10 +67,10 @@ _LIBRARIES: Final = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning
 class Averaging(Callback, Generic[PolicyT]):
     """Runs a policy during training.
 
-    Weights change between two training batches, after an optimizer step. If there are several ranks, each writes its
-    logs and checkpoints to a subfolder ``rank0``, ``rank1``, ... of the folders of the trainer, its loggers, its
-    profiler and its checkpoint callbacks, and only rank 0 shows a progress bar. Create this object before the trainer,
-    so that the trainer uses the subfolder from the beginning.
+    Weights change between two training batches, after an optimizer step. If there are several ranks, each writes to a
+    subfolder ``rank0``, ``rank1``, ... of the folders of the trainer, its loggers, its profiler and its checkpoint
+    callbacks. Create this object before the trainer, so that the trainer uses the subfolder from the beginning. Only
+    rank 0 shows a progress bar.
 
     Each rank logs the number of averages it has adopted as ``averages``. Checkpoints contain the policy's state, and a
     fit with ``ckpt_path`` continues from it. Trainers of ``pytorch_lightning`` and ``lightning.pytorch`` are supported.

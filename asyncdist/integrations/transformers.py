@@ -331,7 +331,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         if self.monitor is None:
             return
         found = metrics or {}
-        # Once metrics occur again, all evaluation datasets have been evaluated.
+        # If only known metrics are reported, all evaluation datasets have been evaluated once.
         if self.monitor not in found and self._evaluated.issuperset(found):
             self._warn_of_no_metric()
         self._evaluated.update(found)

@@ -21,8 +21,8 @@ Each rank of ``asyncdist run`` has two guardians above it, small processes that 
   leaves its world. If the rank fails before it has joined, or aborts the job, mpirun does not react, and the other
   ranks would wait forever. The outer guardian therefore requests mpirun to end the job, once per host. If the rank
   exits while it is in the world, the outer guardian ends by SIGKILL, the only end that mpirun reports to other ranks.
-- Under ``asyncdist run`` on MPI, the outer guardian reports to the launcher that it guards the rank, that the rank has
-  joined the world, and, before mpirun does, how the rank has ended. On other hosts, the launcher's agent forwards the
+- Under ``asyncdist run`` on MPI, the outer guardian reports to the launcher when it guards the rank, when the rank has
+  joined the world and, earlier than mpirun, how the rank has ended. On other hosts, the launcher's agent forwards the
   reports (:mod:`asyncdist.launch.supervision.guardian_reports`).
 - If the launcher has a terminal, rank 0 joins the launcher's process group (``GROUP_VARIABLE``), so that it may read
   from the terminal.
@@ -217,7 +217,7 @@ def _open_fifo(path: str) -> int | None:
 
 def _await_reader(pipe: int) -> None:
     """Wait, for at most ``_READ_S`` seconds, until the content of the pipe has been read."""
-    import array  # not at the top, to save time: needed only after a failure
+    import array  # imported only here to save time, because it is needed only after a failure
     import fcntl
     import termios
 
@@ -245,7 +245,7 @@ class _Heard:
     """Reads the states that a rank writes to the descriptor ``started``. SIGIO notifies the guardian of new states."""
 
     def __init__(self, started: int) -> None:
-        import fcntl  # not at the top, to save time: needed only in jobs that survive losses
+        import fcntl  # imported only here to save time, because only jobs that survive losses need it
 
         self._pipe, write = os.pipe()
         os.dup2(write, started)
@@ -343,7 +343,7 @@ def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group
                 return ended[child]
         elif came.si_signo == signal.SIGIO and came.si_code > 0:  # the kernel sends codes above 0
             on_word()
-        elif not (signals_group and (came.si_pid == parent or came.si_code > 0)):  # the rank has not received it
+        elif not (signals_group and (came.si_pid == parent or came.si_code > 0)):  # the rank has not got the signal
             os.kill(child, came.si_signo)
     return None
 

@@ -8,7 +8,7 @@ Both sides send lines of JSON. The launcher writes commands to the agent's stand
     {"signal": RANK, "number": N}                             sends a signal to a rank
     {"end": RANK}                                             kills a rank, and all its processes
     {"guardian": RANK, "number": N}                           sends a signal to the guardian of a rank of an mpirun
-    {"probe": true}                                           answered by ``alive`` at once
+    {"probe": true}                                           answered by ``alive`` immediately
 
 The agent writes its answers to standard output, between the ranks' output lines. Each answer begins with a mark that
 contains the launcher's TOKEN. When standard input ends, because the launcher, ssh or the network has failed, the agent
@@ -91,7 +91,7 @@ class _Agent:
     def _read(self) -> None:
         try:
             for line in sys.stdin.buffer:
-                if line.endswith(b"\n"):  # otherwise the launcher or ssh has ended within a line
+                if line.endswith(b"\n"):  # a line is incomplete if the launcher or ssh has ended
                     self._events.put(("told", json.loads(line)))
         finally:
             self._events.put(("over", None))
@@ -106,7 +106,7 @@ class _Agent:
         elif "guardian" in told:
             if self._reports is not None:
                 self._reports.send_signal(told["guardian"], told["number"])
-        elif (rank := told["signal" if "signal" in told else "end"]) in self._ranks:  # it may have just ended
+        elif (rank := told["signal" if "signal" in told else "end"]) in self._ranks:  # unless it has just ended
             process = self._ranks[rank]
             process.send_signal(told["number"]) if "signal" in told else process.end()
 

@@ -433,7 +433,7 @@ class _Supervision(Generic[P]):
         return self._code or (_explain(self._victims, 1, others=False) if self._victims else self._lost_code)
 
     def _end_late(self) -> None:
-        if self._code:  # the ranks have already got SIGTERM or a user's signal
+        if self._code:  # the ranks have not ended after the signal that should stop them
             self._deadline = None
             for rank in self._living:
                 self._processes[rank].end()

@@ -120,7 +120,7 @@ def run(
             environ = {**ssh_settings(flavour, ssh), **({} if survives else _PROBED_HOSTS), **environ}
         else:
             assert ranks is not None
-            if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # Open MPI uses any interface
+            if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # Open MPI could use any other interface
                 local_host.check_loopback()
             on_one, cores = ranks, local_host.available_cores()
             environ = {**_ON_ONE_HOST[flavour], **environ}
@@ -253,8 +253,8 @@ def build_command(
     MPI_Test would yield the core, which took 8 ms with 4 ranks on 2 cores. Instead, the host gets as many slots as
     ranks, and a test takes microseconds.
 
-    Binding ranks to cores, Open MPI's default, is disabled. It makes a rank's threads share one core (62 ms instead of
-    43 ms for a 1200 x 1200 matmul on 2 cores), and two jobs use the same first cores while other cores idle. Unbound
+    Binding ranks to cores, Open MPI's default, is disabled. A rank's threads would share one core (62 ms instead of
+    43 ms for a 1200 x 1200 matmul on 2 cores). Two jobs would use the same first cores while other cores idle. Unbound
     ranks were as fast. MPICH neither counts slots nor binds.
     """
     names = ",".join(f"{host.name}:{host.slots}" for host in hosts)

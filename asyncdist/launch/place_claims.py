@@ -88,7 +88,7 @@ def _take_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
 def _take(store: Any, rank: int) -> int | None:
     """Reserve a place. Return the incarnation of its next process, or None if the place is not free."""
     key, mine = f"place/{rank}", f"held {secrets.token_hex(8)}"
-    if not store.check([key]):  # the store belongs to a different program
+    if not store.check([key]):  # the store has no places, because a different program owns it
         return None
     found = bytes(store.get(key)).decode()
     if not found.startswith(_FREE) or bytes(store.compare_set(key, found, mine)).decode() != mine:

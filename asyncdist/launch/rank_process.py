@@ -40,7 +40,7 @@ START_TIMEOUT_S: Final = 300.0
 #: Exit priority of a function that runs last in a child. multiprocessing's own priorities are from -100 to 10.
 _LAST: Final = -1000
 
-# The following constants are the first byte of a child's result. At its start, a child sends an empty message.
+# The following constants are the first byte of a child's result.
 
 #: Result of a rank whose function has returned, or has called ``sys.exit(0)``.
 RETURNED: Final = b"."

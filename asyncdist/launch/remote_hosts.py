@@ -27,9 +27,9 @@ from asyncdist.launch import host_agent
 from asyncdist.trust.mpi_folders import MpiFolders
 from asyncdist.wording import ranks_in_words
 
-#: Default command to reach a host. Instead of asking for a password or about an unknown host's key, it fails.
+#: Default command to reach a host. It fails if it would have to ask for a password or about an unknown host's key.
 SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=10"
-#: Maximum seconds for hosts to answer the check.
+#: Maximum seconds for hosts to respond to the check.
 HELLO_S: Final = 30.0
 #: Maximum seconds for ssh to end after its agent was requested to end.
 _CLOSE_S: Final = 15.0
@@ -276,7 +276,7 @@ class Agent:
             kept = rest.rfind(mark[:1])  # the agent's next line may begin at this index
             if kept < 0 or (len(rest) - kept > len(mark) and not rest.startswith(mark, kept)):
                 kept = len(rest)
-            if self._is_ready:  # before, the host prints its login message
+            if self._is_ready:  # earlier output is the host's login message
                 _write(1, rest[:kept])
             rest = rest[kept:]
         self._lose()

@@ -1,8 +1,8 @@
 """Lists the transports, with the facts that other modules need before a transport is open.
 
-Code that belongs to one transport is chosen by its name, from a table with a row for each transport: ``OPENERS`` of
-:mod:`asyncdist.transports.select`, ``RUNNERS`` of :mod:`asyncdist.cli`, and ``RENDEZVOUS`` of
-:mod:`asyncdist.launch.doctor`. Facts about an open transport are its capabilities (:mod:`asyncdist.transports.base`).
+Code for one transport is looked up by the transport's name in ``OPENERS`` of :mod:`asyncdist.transports.select`,
+``RUNNERS`` of :mod:`asyncdist.cli`, and ``RENDEZVOUS`` of :mod:`asyncdist.launch.doctor`. Facts about an open transport
+are its capabilities (:mod:`asyncdist.transports.base`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 
 class RankVariables(NamedTuple):
-    """Names of the variables with which a launcher describes a rank, or "" for a variable that it does not set."""
+    """Names of the variables by which a launcher describes a rank, or "" for a variable that it does not set."""
 
     size: str
     rank: str
@@ -28,9 +28,9 @@ class Backend:
     Attributes:
         variables: Variables of a rank, for each kind of launcher.
         launchers: Launchers, keyed by the variable that identifies them (``Launch.source``).
-        prefixes: Prefixes of all variables that the launchers set for a rank, and that a new job must not inherit.
+        prefixes: Prefixes of the variables that the launchers set for a rank, which a new job must not inherit.
         is_run: Whether ``asyncdist run`` starts ranks on this transport.
-        run_options: Options of ``asyncdist run`` that this transport supports, unlike others.
+        run_options: Options of ``asyncdist run`` that this transport supports, but others do not.
     """
 
     variables: Sequence[RankVariables] = ()
@@ -40,7 +40,7 @@ class Backend:
     run_options: Sequence[str] = ()
 
 
-#: The transports. If launchers are nested, the launcher of the earlier transport is the inner one.
+#: The transports, by name. If launchers are nested, the inner one belongs to the transport listed first.
 BACKENDS: Final[Mapping[str, Backend]] = {
     "local": Backend(is_run=False),
     "mpi": Backend(

@@ -1,7 +1,7 @@
 """Views tensors as bytes, for all code that sends, stores or receives tensors.
 
-There are three pitfalls: a contiguous tensor may have any stride in a dimension of size 1, its conjugation or negation
-may be pending, and numpy supports neither bfloat16 nor float8.
+There are three pitfalls. A contiguous tensor may have any stride in a dimension of size 1. Its conjugation or negation
+may be pending. numpy supports neither bfloat16 nor float8.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 def _as_bytes(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor's bytes as a 1-D uint8 tensor.
 
-    Strides are ignored, since a dimension of size 1 may have any stride.
+    Strides are ignored, because a dimension of size 1 may have any stride.
     """
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(

@@ -322,10 +322,10 @@ class FlatState:
         """Write a state into the model's tensors, in place.
 
         Averaged entries become momentum * own + (1 - momentum) * average, where own is the model's current value. Both
-        products and the sum are rounded separately in the accumulation dtype, and the sum is clamped to the interval
-        between own and average before it is rounded to the entry's dtype. Equal values therefore stay equal, and finite
-        values stay finite. Momentum 0 copies the average bit for bit, and momentum 1 keeps the model's values. Integer
-        and bool entries are always copied.
+        products and the sum are rounded separately in the accumulation dtype. The sum is clamped to the interval
+        between own and average, and rounded to the entry's dtype. Equal values therefore stay equal, and finite values
+        stay finite. Momentum 0 copies the average bit for bit, and momentum 1 keeps the model's values. Integer and
+        bool entries are always copied.
 
         Args:
             buffers: A snapshot or a mean; not changed.

@@ -63,7 +63,7 @@ class WeightedMean:
         self._count = count
         self._keeps_equal = keeps_equal
         self.is_agreed = True
-        self._weights: list[float] = []  # scaled by 2^-exponent
+        self._weights: list[float] = []  # weights of the begun tensors, scaled by 2^-exponent
         self._exponent = 0
         self._shrinking = 1.0  # factor for the previous sums, applied before the current tensor is added
         self._is_careful = False

@@ -101,7 +101,7 @@ def trained_names(module: nn.Module) -> set[str]:
 def frozen_places(tensors: Sequence[Tensor]) -> list[int]:
     """Return the indices of the parameters that require no gradient, except those tied to a tensor that is kept."""
     frozen = [isinstance(tensor, nn.Parameter) and not tensor.requires_grad for tensor in tensors]
-    plain = (nn.Parameter, Tensor)  # a subclass may not have its own memory
+    plain = (nn.Parameter, Tensor)  # an instance of a subclass may have no memory of its own
     trained = {
         identity_of(each)
         for each, is_frozen in zip(tensors, frozen, strict=True)

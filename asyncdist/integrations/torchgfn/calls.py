@@ -47,7 +47,7 @@ class CallerNumbers:
         if number < expected:  # a new epoch has begun
             self.short_count = self.short_count + expected if expected < every else 0
             self.epoch_start, expected = iteration, 0
-        is_overdue = number // every > expected // every  # the script has skipped a number at which one was due
+        is_overdue = number // every > expected // every  # the script has skipped a number that was due
         if self.short_count >= every:
             self.short_count, is_overdue = 0, True
         return iteration + number - expected, is_overdue or (number + 1) % every == 0
@@ -86,7 +86,7 @@ class PortedCalls:
         if expose_params not in (None, True):
             validation.refuse("expose_params", expose_params, "None or True")
         if type(iteration) is int and iteration == policy.iteration and self._numbers.epoch_start == 0:
-            # This path is faster, and usual for scripts that number their iterations as the policy does.
+            # If the script numbers its iterations as the policy does, this faster path needs no translation.
             return model, optimizer, fields_of(await policy._guarded_step(local_metric))
         policy.check_can_step()
         if type(iteration) is not int or iteration < 0:

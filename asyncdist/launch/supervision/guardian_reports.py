@@ -61,7 +61,7 @@ class GuardianReports:
             for line in iter(lines.readline, _OVER):
                 rank, what, number = line.decode().split()
                 if what == "guarded":
-                    with contextlib.suppress(ProcessLookupError):  # the guardian has just ended
+                    with contextlib.suppress(ProcessLookupError):  # raised if the guardian has just ended
                         self._pidfds[int(rank)] = os.pidfd_open(int(number))
                 elif what == "ended" and int(rank) in self._pidfds:
                     os.close(self._pidfds.pop(int(rank)))

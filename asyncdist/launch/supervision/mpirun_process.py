@@ -1,8 +1,8 @@
 """Runs an mpirun as a child: passes signals on to the ranks, reports which rank failed, and finds the exit code.
 
 - mpirun and its ranks are in other process groups, so a terminal's keys reach only this process. It sends signals
-  directly to the guardians of ranks on this host, because mpirun stops reading its ranks' output when it ends, and
-  kills them after a quarter of a second. Until all ranks have guardians, mpirun gets the signals.
+  directly to the guardians of ranks on this host. An ending mpirun would stop reading its ranks' output, and kill them
+  after a quarter of a second. Until all ranks have guardians, mpirun gets the signals.
 - Guardians report through a pipe how ranks have ended, before mpirun notices. This process can therefore name the
   failed rank before the other ranks print errors, and suppresses mpirun's own message.
 - On other hosts, agents forward reports and signals.
@@ -44,7 +44,7 @@ _LAST_WORDS_S: Final = 1.0
 _AGENT_END_S: Final = 3.0
 #: Seconds between probes of hosts.
 _PROBE_S: Final = 5.0
-#: Maximum seconds without an answer from a host.
+#: Maximum seconds without a response from a host.
 _SILENCE_S: Final = 30.0
 #: Maximum seconds to hold back the beginning of an mpirun message before printing it incomplete.
 _HOLD_S: Final = 0.2

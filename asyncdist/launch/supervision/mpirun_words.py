@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-#: Messages of mpirun 5 (PRRTE 3) when it ends a job because a host does not answer.
+#: Messages of mpirun 5 (PRRTE 3) when it ends a job because a host does not respond.
 _LOST_HOST: Final = (
     b"PRTE has lost communication with a remote daemon",
     b"A daemon failed to report back after being spawned",

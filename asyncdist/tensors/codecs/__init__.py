@@ -16,7 +16,7 @@ topk     6 * share       none, but only the largest values of each block are kep
 ======== =============== =======================================================================
 
 Averaging ranks send encoded contributions, and then the encoded mean. A contribution has the error stated above, which
-error feedback sends later. The mean of decoded contributions has a codec of its own (:func:`codec_of_means`) and a
+error feedback sends later. The mean of decoded contributions has a separate codec (:func:`codec_of_means`) and a
 second error, which is not sent later:
 
 ======== ======================= =================================================================

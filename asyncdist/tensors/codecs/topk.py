@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncdist import validation
 from asyncdist.tensors.codecs.blocks import BlockCodec
 
-#: Maximum number of values per block, since the index of a value in its block is sent as 16 bits.
+#: Maximum number of values per block. The index of a value in its block is sent as 16 bits.
 _BLOCK_MAX: Final = 1 << 16
 _VALUE_NBYTES: Final = 4
 _PLACE_NBYTES: Final = 2

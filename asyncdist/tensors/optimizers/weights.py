@@ -239,8 +239,8 @@ class _Replaced:
     def judge(self) -> Verdict:
         """Return whether the optimizer keeps the new weights. Called after each step until the verdict is known.
 
-        A return to the old values proves nothing if the distance to them is as short as a single step, for example when
-        one of several identically trained ranks is a step behind. The next step shows how long a step is.
+        A return to the old values proves nothing if they are only one step away, as when one of several identically
+        trained ranks is a step behind. The next step shows how long a step is.
         """
         now, back = self._sample(), self._back
         if back is None:
