@@ -1,7 +1,7 @@
-"""Base class of policies with an *anchor*, common weights from which all ranks train.
+"""Base class of policies with an *anchor*: common weights from which all ranks train.
 
-Between two rounds each rank's own weights have drifted away from the anchor. :meth:`AnchoredPolicy.anchor_weights` puts
-the anchor into the model for a while, so that it can be validated or exported.
+Between two rounds each rank's own weights drift away from the anchor. :meth:`AnchoredPolicy.anchor_weights` puts the
+anchor into the model temporarily, so that it can be validated or exported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AnchoredPolicy(ReplicatedPolicy):
 
     @contextlib.asynccontextmanager
     async def anchor_weights(self) -> AsyncIterator[None]:
-        """Put the anchor into the model in an ``async with`` block, and this rank's own weights back at its end.
+        """Put the anchor into the model for the duration of an ``async with`` block, then restore this rank's weights.
 
         ::
 
@@ -33,23 +33,22 @@ class AnchoredPolicy(ReplicatedPolicy):
                 async with policy.anchor_weights():
                     held_out_loss = model(torch.ones(4, 2)).square().mean().item()
 
-        At the end of the block, even after an exception, parameters and buffers have the same bits as before, and
-        training continues as if the block had not been there. The optimizer is not changed. Do not train the model in
-        the block. A schedule-free optimizer has the same mode after the block as before it. Its ``eval()`` in the block
-        would mix the anchor with this rank's own iterate z.
+        Parameters and buffers are restored bit for bit, even after an exception. The optimizer is not changed. Do not
+        train the model in the block. A schedule-free optimizer keeps its mode. Do not call its ``eval()`` in the block:
+        that would mix the anchor with this rank's own iterate z.
 
-        The block sends and receives nothing. It shows the newest anchor that this rank has: for each fragment, the
-        anchor after its last merged round. With overlap, a quorum or asynchronous rounds, another rank may have a newer
-        anchor. One rank may enter the block alone. With ``replica_size``, all ranks of a replica enter it together.
-        Under `fully_shard` the model contains this rank's shards of the anchor.
+        No messages are sent. The block uses the newest anchor that this rank has merged. With overlap, a quorum or
+        asynchronous rounds, another rank may have a newer anchor. One rank may enter the block alone. With
+        ``replica_size``, all ranks of a replica must enter it together. Under `fully_shard` the model contains this
+        rank's shards of the anchor.
 
         Raises:
             BusyError: A step, a save, ``world.compute`` or another such block is in progress. In the block, ``step``,
                 ``settle`` and :func:`asyncdist.save_population` raise this error.
-            ClosedError: The call is outside the policy's ``async with`` block, or a rank of the replica has left.
+            ClosedError: The policy is not open, or a rank of the replica has left.
             LocalProtocolError: The policy has no anchor that is equal on all ranks.
 
-        **Cancellation**: the model has its own weights again. If the ranks of a replica were exchanging their parts,
+        **Cancellation** restores the rank's own weights. If it interrupts an exchange between the ranks of a replica,
         later steps of the replica raise ClosedError.
         """
         self._check_can("anchor_weights()")
@@ -63,7 +62,7 @@ class AnchoredPolicy(ReplicatedPolicy):
                     await self._write_anchor(tensors)
                     yield
                 finally:
-                    self._reshard()  # a forward pass has gathered parameters of the anchor
+                    self._reshard()  # a forward pass may have gathered the anchor's parameters
         finally:
             self._stage = "open"
 

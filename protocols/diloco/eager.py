@@ -1,11 +1,11 @@
-"""Eager outer steps: an anchor moves by the rank's own new difference, and by the mean of the previous round.
+"""Eager outer steps: an anchor moves by the rank's own new difference and the other ranks' previous differences.
 
-With k ranks, rank i's anchor makes the outer step of round t with the input (Kale et al., 2502.12996)
+With k ranks, rank i's anchor makes the outer step of round t with the gradient (Kale et al., 2502.12996)
 
     D_i(t) / k + [D(t - 1) - D_i(t - 1) / k]
 
-so that no rank waits for D(t), which travels until round t + 1. A rank's own share of a mean is applied one round
-earlier than the other ranks' shares, and each share is applied once. Therefore the anchors differ between the ranks.
+No rank waits for the mean D(t), which is in flight until round t + 1. Each share of a mean is applied once, but a rank
+applies its own share one round before the other ranks' shares. The anchors therefore differ between the ranks.
 :class:`AnchorMean` makes them equal.
 """
 
@@ -26,10 +26,11 @@ from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, norm_of
 
 
 class EagerFragment(FragmentState):
-    """State of one fragment with eager outer steps.
+    """Keeps the state of one fragment with eager outer steps.
 
-    The *rest* is the part of the previous round that the anchor does not contain yet, D(t - 1) - D_i(t - 1) / k. Until
-    the mean arrives, it is -D_i(t - 1) / k. It belongs to the anchor: a newcomer takes both from the leader.
+    The *rest* is the part of the previous round's mean that the anchor does not contain yet,
+    D(t - 1) - D_i(t - 1) / k. Until the mean arrives, the rest is -D_i(t - 1) / k. A rank that joins takes both the
+    anchor and the rest from the leader.
 
     Args:
         factory, decay, tensors, mixing: See :class:`FragmentState`.
@@ -46,11 +47,11 @@ class EagerFragment(FragmentState):
     ) -> None:
         super().__init__(layout, factory, decay, tensors, mixing=mixing)
         self._rest = [vector.new_flat() for vector in layout.stepped]
-        self._own: list[Tensor] = []  # this rank's difference, from its capture to the outer step
+        self._own: list[Tensor] = []  # this rank's difference; empty after the outer step
 
     @property
     def holds_mean(self) -> bool:
-        """False, since the needed values of a mean are copied."""
+        """False, since :meth:`merge` copies the values that it needs from a mean."""
         return False
 
     @torch.no_grad()
@@ -63,9 +64,11 @@ class EagerFragment(FragmentState):
 
     @torch.no_grad()
     def advance(self, donor_count: int) -> None:
-        """Make a round's outer step, with this rank's share of its new difference and the rest of the last mean.
+        """Make a round's outer step with this rank's share of the new mean and the rest of the previous mean.
 
-        A rank whose contribution is not used makes the step with the rest alone. If the rest is zero, it makes no step.
+        Args:
+            donor_count: Number of ranks that contribute to the new mean; 0 if this rank's contribution is not used.
+                The gradient is then the rest alone, and no step is made if the rest is zero.
         """
         if donor_count:
             for rest, own in zip(self._rest, self._own, strict=True):
@@ -90,16 +93,16 @@ class EagerFragment(FragmentState):
 
     @torch.no_grad()
     def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
-        """Add the encoded mean of all donors to the rest, and keep the values of the buffers until they are applied."""
+        """Add the donors' encoded mean to the rest, and keep the mean buffers until they are applied."""
         super().merge(verdict, encoded)
         self._values = {place: values.clone() for place, values in self._values.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of :meth:`FragmentState.state_dict` and the rest, with cloned tensors."""
+        """Return :meth:`FragmentState.state_dict` with a copy of the rest."""
         return {**super().state_dict(), "rest": [rest.clone() for rest in self._rest]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of a fragment with the same layout and options."""
+        """Load the state of an eager fragment with the same layout and options."""
         if "rest" not in state:
             raise ValueError(
                 "the state must have been saved by a policy with eager=True, like this policy, but it "
@@ -113,11 +116,11 @@ class EagerFragment(FragmentState):
 class AnchorMean(Fragment):
     """Replaces the anchors of one fragment by their mean over the ranks, in a separate round.
 
-    A rank keeps its progress since its anchor moved: its parameters are shifted by the change of the anchor. Floating
-    buffers take their mean. The outer optimizer's state and the rest are unchanged.
+    Each rank shifts its parameters by the change of its anchor, so it keeps its own progress. Floating buffers are
+    averaged too. The outer optimizer's state and the rest are unchanged.
 
     Attributes:
-        number: The last round of the exchange to which this rank has contributed its anchor; 0 before the first.
+        number: Number of the exchange's round whose mean this rank expects; 0 if none.
     """
 
     is_frequent = False
@@ -128,7 +131,7 @@ class AnchorMean(Fragment):
         self.number = 0
 
     def begin(self, number: int, version: int) -> None:
-        """Expect the mean of round ``number`` of the exchange; count ``version`` earlier rounds as merged."""
+        """Expect the mean of the exchange's round ``number``, after ``version`` merged rounds."""
         self.number, self.version = number, version
 
     @torch.no_grad()
@@ -147,15 +150,15 @@ class AnchorMean(Fragment):
         return norm
 
     def takes(self, number: int) -> bool:
-        """Return whether this rank has made its last contribution to the round.
+        """Return whether this rank expects the mean of round ``number``.
 
-        If other ranks end while this rank continues, it does not use their mean, which may arrive late.
+        A rank that continues while other ranks end ignores their mean, which may arrive late.
         """
         return number == self.number
 
     @torch.no_grad()
     def apply(self, tensors: Sequence[Tensor], *, is_late: bool = False, is_whole: bool = False) -> None:
-        """Make the mean the anchor, and shift the model's parameters by the change; change nothing without donors."""
+        """Replace the anchor by the mean and shift the parameters by the change; without donors, do nothing."""
         del is_late, is_whole
         anchors = iter(zip(self._fragment.layout.stepped, self._fragment.anchors, strict=True))
         for place, values in self._values.items():
@@ -167,7 +170,7 @@ class AnchorMean(Fragment):
             for (index, first, end), (_, begin, stop) in zip(vector.places, source.places, strict=True):
                 own, new = anchor[begin:stop], values[first:end]
                 current = values_of(vector, tensors[index])
-                # The anchors are rounded like the model's values: a rank without progress then gets the rounded mean.
+                # Both are rounded to the parameter's dtype, so that a rank without progress gets the rounded mean.
                 progress = current.to(own) - own.to(current).to(own)
                 write(vector, new + progress, tensors[index])
                 own.copy_(new)
@@ -176,5 +179,5 @@ class AnchorMean(Fragment):
 
 
 def interleaved(fragments: Sequence[Fragment], means: Sequence[AnchorMean]) -> list[Fragment]:
-    """Return the objects of one exchange's rounds in order: each fragment is followed by all of ``means``."""
+    """Return the fragments in the order of an exchange's rounds, with all of ``means`` after each fragment."""
     return [each for fragment in fragments for each in (fragment, *means)]

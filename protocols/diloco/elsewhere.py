@@ -1,4 +1,4 @@
-"""Explains to users of torchft, Accelerate and hivemind how those libraries' options and calls are written here."""
+"""Error hints that translate the options and calls of torchft, Accelerate and hivemind to this library's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-#: Names of options in other libraries, each with a hint for the error that is raised if it is passed here.
+#: Hint of the error that is raised if another library's option is passed to a policy, by the option's name.
 ELSEWHERE: Final = {
     **dict.fromkeys(
         ("sync_every", "local_sgd_steps", "target_batch_size", "H"),
@@ -74,11 +74,11 @@ ELSEWHERE: Final = {
 
 
 def call_of_library(kind: str, arguments: Sequence[Any]) -> str:
-    """Return how a call of another library is written here, judging by its positional arguments; "" if unknown.
+    """Return a hint that translates a call written for another library; "" if the library is not recognised.
 
     Args:
-        kind: Name of the policy that was called.
-        arguments: All positional arguments, at least three.
+        kind: Name of the called policy.
+        arguments: Positional arguments of the call, at least three.
     """
     second, third, *more = arguments[1:]
     is_outer = bool(more) and isinstance(more[0], torch.optim.Optimizer)

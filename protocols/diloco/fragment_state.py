@@ -1,6 +1,6 @@
-"""Keeps the state of one fragment of DiLoCo on one member: its anchor, outer optimizer and encoding error.
+"""Keeps the state of one fragment of DiLoCo on one rank: its anchor, outer optimizer and encoding error.
 
-:mod:`protocols.exchange.fragment` has the fragments of policies without an anchor.
+For policies without an anchor, see :mod:`protocols.exchange.fragment`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from asyncdist.tensors.codecs import ErrorFeedback
 
 
 class FragmentState(Fragment):
-    """Keeps the state of one fragment, with an anchor if there is an outer optimizer.
+    """Keeps one fragment's state on one rank. There is an anchor only with an outer optimizer.
 
     Args:
         factory: Factory of the outer optimizer; None to average the weights themselves.
         decay: Decay of the error feedback; None for no error feedback.
         tensors: The model's tensors, from which the anchor is copied.
         mixing: Share of the rank's own parameters that it keeps when a mean is applied.
-        keeps_captured: Whether the captured parameters are kept, so that a late mean can be applied.
-        keeps_base: Whether the anchor may move before this rank has captured its contribution, because it is late. The
-            difference is then measured from the *base*: a copy of the anchor from which the rank has trained.
+        keeps_captured: Whether to keep the captured parameters, so that a late mean can be applied.
+        keeps_base: Whether the anchor may move before a late rank has captured its contribution. The difference is
+            then measured from the *base*, a copy of the anchor from which the rank has trained.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class FragmentState(Fragment):
         super().__init__(layout)
         self._keeps_base = keeps_base
         self._base: list[Tensor] = []  # empty while the rank trains from the newest anchor
-        self._is_in_flight = False  # whether a contribution is captured and the mean is not applied yet
+        self._is_in_flight = False  # from the capture until the mean is applied
         self._mixing = mixing
         self._captured = [vector.new_flat() for vector in layout.stepped] if keeps_captured else []
         for vector, captured in zip(layout.stepped, self._captured, strict=bool(self._captured)):
-            gather(vector, tensors, captured)  # the progress for a loaded mean in flight is measured from here
+            gather(vector, tensors, captured)  # the start of the progress if a mean in flight is loaded
         self._outer: OuterStep | None = None
-        self._residuals: dict[int, ErrorFeedback] = {}  # by vector
+        self._residuals: dict[int, ErrorFeedback] = {}  # by index of the vector
         if factory is not None:
             anchors = [vector.new_flat() for vector in layout.stepped]
             for vector, anchor in zip(layout.stepped, anchors, strict=True):
@@ -68,9 +68,9 @@ class FragmentState(Fragment):
 
     @torch.no_grad()
     def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
-        """Write this member's contribution into ``encoded``, one tensor for each vector, and return its L2 norm.
+        """Write this rank's contribution into ``encoded``, one tensor for each vector, and return its L2 norm.
 
-        If the norm is not finite, the contribution must not be used, and the residuals are unchanged.
+        If the norm is not finite, the contribution must not be used. The encoding errors are then unchanged.
         """
         for vector, captured in zip(self.layout.stepped, self._captured, strict=bool(self._captured)):
             gather(vector, tensors, captured)
@@ -97,7 +97,7 @@ class FragmentState(Fragment):
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
     ) -> None:
-        """Write the combination of all donors' encoded slices; for whole tensors, the radial-directional mean."""
+        """Write the mean of the donors' encoded slices into ``into``; for whole tensors, the radial mean."""
         if number in each.whole:
             self.layout.average(each, number, parts, weights, into, radial_mean_into)
         else:
@@ -105,12 +105,12 @@ class FragmentState(Fragment):
 
     @property
     def uses_up(self) -> bool:
-        """True if there is an anchor, which :meth:`merge` moves."""
+        """True with an anchor, because :meth:`merge` then uses the mean up by moving it."""
         return self._outer is not None
 
     @torch.no_grad()
     def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
-        """Decode the mean of all donors, keep it until it is applied, and move the anchor."""
+        """Decode the donors' mean, move the anchor, and keep the other values until they are applied."""
         norm = cosine = None
         self._values = {}
         differences: list[Tensor] = []
@@ -121,8 +121,8 @@ class FragmentState(Fragment):
                 (self._values[place],) = vector.decoded_parts(parts)
         if self._outer is not None and encoded:
             norm = math.hypot(*map(norm_of, differences))
-            # The cosine follows from the norms of the differences and of their plain mean. With these options, other
-            # vectors are sent, or another mean is computed.
+            # The cosine is computed from the norms of the differences and of their plain mean. With error feedback,
+            # "topk" or the radial mean, the exchanged vectors or their mean are not these.
             is_other = bool(self._residuals) or self.layout.codec.name == "topk" or not self.layout.is_cut
             cosine = None if is_other else mean_cosine(verdict, norm)
             self._keep_base()
@@ -131,16 +131,15 @@ class FragmentState(Fragment):
         self.mean = Mean(verdict, norm, cosine)
 
     def _take(self, differences: Sequence[Tensor]) -> None:
-        """Move the anchors by the mean differences of all anchors, in consecutive parts."""
+        """Use the mean differences of all anchors, which are given in consecutive parts."""
         self._move(differences)
 
     def _move(self, gradients: Sequence[Tensor]) -> None:
-        """Make a step of the outer optimizer."""
         assert self._outer is not None, "states have no anchor"
         self._outer.step(gradients)
 
     def _keep_base(self) -> None:
-        """Copy the anchor before it moves, if this rank still trains from it."""
+        """Copy the anchor, which is about to move, if this rank still trains from it."""
         if self._keeps_base and not self._base and not self._is_in_flight:
             self._base = [anchor.clone() for anchor in self.anchors]
 
@@ -154,16 +153,13 @@ class FragmentState(Fragment):
         self._base, self._is_in_flight, self.applied_version = [], False, self.version
 
     def _apply_mixed(self, tensors: Sequence[Tensor], mixing: float) -> None:
-        """Write the newest common values into the model's tensors.
-
-        A parameter becomes ``mixing`` * its own value + (1 - ``mixing``) * the common value.
-        """
+        """Write ``mixing`` * own value + (1 - ``mixing``) * common value into each parameter; copy buffers."""
         anchors = iter(() if self._outer is None else self._outer.anchors)
         for place, vector in enumerate(self.layout.vectors):
             new = next(anchors, None) if vector.role == "stepped" else None
             if new is None:
                 if place not in self._values:
-                    continue  # no donor had finite values, and without an anchor the rank keeps its own
+                    continue  # no donor was finite, so the rank keeps its own values
                 new = self._values[place]
             if vector.role == "stepped" and mixing:
                 own = torch.empty_like(new)
@@ -173,9 +169,9 @@ class FragmentState(Fragment):
         self._values = {}
 
     def _apply_late(self, tensors: Sequence[Tensor]) -> None:
-        """Write the last mean into the model's tensors, and keep the progress of the parameters since the capture.
+        """Write own + (new - captured) into each parameter, which keeps the rank's progress since the capture.
 
-        Parameters become own + (new - captured), in the vector's dtype.
+        The sum is computed in the vector's dtype. Buffers are copied from the mean.
         """
         for vector, captured, new in zip(self.layout.stepped, self._captured, self._stepped(), strict=True):
             own = torch.empty_like(new)
@@ -188,7 +184,7 @@ class FragmentState(Fragment):
         self._values = {}
 
     def _stepped(self) -> list[Tensor]:
-        """Return the new parameters: the anchor or the mean, or the captured parameters if no donor was finite."""
+        """Return the anchor, or without one the mean, or if no donor was finite the captured parameters."""
         if self._outer is not None:
             return list(self._outer.anchors)
         if not self._values:
@@ -203,7 +199,7 @@ class FragmentState(Fragment):
 
     @torch.no_grad()
     def begin_again(self, tensors: Sequence[Tensor]) -> None:
-        """Write the anchor into the model's parameters, and measure the progress for a late mean from the anchor."""
+        """Write the anchor into the model's parameters, and measure the rank's progress from the anchor again."""
         self.restore(tensors)
         self._base = []
         for captured, anchor in zip(self._captured, self.anchors, strict=False):
@@ -211,7 +207,7 @@ class FragmentState(Fragment):
 
     @property
     def bases(self) -> tuple[Tensor, ...]:
-        """Flat tensors from which the next difference is measured: the base if there is one, otherwise the anchor."""
+        """Flat tensors from which the next difference is measured: the base, or the anchor if there is no base."""
         return tuple(self._base) or self.anchors
 
     @property
@@ -220,7 +216,7 @@ class FragmentState(Fragment):
         return () if self._outer is None else self._outer.anchors
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the version, captured parameters, anchor, outer state and residuals, with cloned tensors."""
+        """Return a copy of this rank's whole state, including its encoding errors."""
         outer = self._outer
         return {
             **super().state_dict(),
@@ -233,13 +229,13 @@ class FragmentState(Fragment):
         }
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the version, the last mean's donors, the anchor and the outer state, for a member that is behind."""
+        """Return the state that a rank needs after missing rounds: last mean, anchor and outer optimizer's state."""
         assert self._outer is not None, "members can be behind only with an outer optimizer"
         anchors = [anchor.clone() for anchor in self._outer.anchors]
         return {**super().shared_state(), "anchors": anchors, "outer": self._outer.state_dict()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Load another member's anchor and outer state; this rank's buffers are unchanged."""
+        """Load the :meth:`shared_state` of another rank; this rank's buffers are unchanged."""
         assert self._outer is not None, "members can be behind only with an outer optimizer"
         self._keep_base()
         super().load_shared_state(state)
@@ -248,12 +244,12 @@ class FragmentState(Fragment):
         self._outer.load_state_dict(state["outer"])
 
     def forget_own(self) -> None:
-        """Drop the encoding errors of the donor's contributions."""
+        """Set the encoding errors to zero, because a copied state contains the donor's."""
         for each in self._residuals.values():
             each.residual.zero_()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of a fragment with the same layout and options."""
+        """Load the state of a fragment with the same layout and options."""
         anchors, residuals = list(state["anchors"]), list(self._residuals.values())
         own_anchors = self.anchors
         shapes = [anchor.shape for anchor in anchors], [each.shape for each in state["residuals"]]
@@ -266,7 +262,9 @@ class FragmentState(Fragment):
         super().load_state_dict(state)
         self._base = [flat.clone() for flat in state["base"]]
         self._is_in_flight = state["is_in_flight"]
-        for flat, saved in zip(self._captured, state["captured"], strict=False):  # empty if late has changed
+        for flat, saved in zip(
+            self._captured, state["captured"], strict=False
+        ):  # either list is empty if the option late has changed
             flat.copy_(saved)
         for anchor, saved in zip(own_anchors, anchors, strict=True):
             anchor.copy_(saved)

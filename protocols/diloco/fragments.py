@@ -1,8 +1,8 @@
 """Divides the entries of a model's flat state into fragments, which are exchanged at different steps.
 
-Each entry belongs to exactly one fragment, and no fragment is empty. The result depends only on the entries' names,
-shapes and dtypes, so it is equal on all ranks. Tied weights are one entry with several names, so that the outer
-optimizer moves them once per round.
+Each entry belongs to exactly one fragment, and no fragment is empty. The division depends only on the entries' names,
+shapes and dtypes, so it is equal on all ranks. Tied weights are one entry with several names, which the outer optimizer
+moves once per round.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def fragments_of(entries: Sequence[Entry], count: int, pattern: FragmentPattern)
         count: Number of fragments.
         pattern: One of:
 
-            - ``"strided"``: Layer i goes to fragment i modulo ``count``, as in Streaming DiLoCo. An entry's layer is
-              the first number in its first name: 3 for ``"h.3.attn.weight"``. These numbers are then
-              replaced by 0, 1, 2, ... in ascending order. Entries without a layer, such as embeddings and the head, go
-              to fragment 0.
-            - ``"balanced"``: Each entry goes to the fragment that is smallest so far, the largest entry in bytes first.
-              Entries of equal size are taken by name.
-            - A list for each fragment, with names of modules (for all of their entries) and of parameters or buffers.
+            - ``"strided"``: Layer i goes to fragment i modulo ``count``, as in Streaming DiLoCo. Layers are numbered
+              0, 1, 2, ... in ascending order of the first number in an entry's name, such as 3 in
+              ``"h.3.attn.weight"``. Entries without a number, such as embeddings and the head, go to fragment 0.
+            - ``"balanced"``: The entries, in descending order of their bytes, each go to the fragment with the fewest
+              bytes. Entries of equal size are ordered by name.
+            - One list for each fragment, with names of modules, parameters and buffers. A module's name stands for all
+              of its entries.
 
     Raises:
         TypeError: The pattern has another type.
-        ValueError: There cannot be ``count`` fragments, or the lists do not contain each entry once.
+        ValueError: The model has fewer than ``count`` layers or tensors, or the lists do not name each entry once.
     """
     count = validation.count("fragments", count)
     if count > len(entries):
@@ -87,7 +87,6 @@ def _listed(entries: Sequence[Entry], count: int, lists: Sequence[Sequence[str]]
 
 
 def _listed_place(entry: Entry, lists: Sequence[Sequence[str]]) -> int:
-    """Return the index of the only list that contains an entry."""
     found: dict[int, str] = {}
     for name in entry.names:
         for place, prefixes in enumerate(lists):
@@ -107,7 +106,7 @@ def _listed_place(entry: Entry, lists: Sequence[Sequence[str]]) -> int:
 
 
 def _is_within(name: str, prefix: str) -> bool:
-    """Return whether a tensor has this name or belongs to the module of this name. "h.1" does not match "h.10.bias"."""
+    """Return whether ``prefix`` names a tensor or a module that contains it; "h.1" does not contain "h.10.bias"."""
     return name == prefix or name.startswith(f"{prefix}.")
 
 
@@ -132,5 +131,5 @@ def _is_list_of_names(names: Any) -> bool:
 
 
 def _gathered(chosen: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of each fragment's entries; ``chosen`` has the fragment of each entry."""
+    """Return the indices of each fragment's entries, given the fragment of each entry."""
     return tuple(tuple(i for i, each in enumerate(chosen) if each == fragment) for fragment in range(count))

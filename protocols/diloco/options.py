@@ -22,9 +22,9 @@ from asyncdist.tensors.codecs import Codec, find_codec
 
 #: Weights of the ranks' contributions: equal, or the numbers of tokens passed to `step`.
 Weighting: TypeAlias = Literal["equal", "tokens"]
-#: Combination of the ranks' differences: their mean, or tensor by tensor their mean norm and mean direction.
+#: Combination of the ranks' differences: their mean, or for each tensor the mean norm times the mean direction.
 Merge: TypeAlias = Literal["mean", "radial"]
-#: Behavior of a step whose mean is due and has not arrived: it waits for the mean, or skips it.
+#: Whether a step whose mean is due but has not arrived waits for the mean, or continues without it.
 Late: TypeAlias = Literal["wait", "skip"]
 #: Outer optimizer of the DiLoCo paper.
 NESTEROV: Final = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -81,7 +81,7 @@ def _pattern(name: str, value: Any) -> FragmentPattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCoOptions(ExchangeOptions):
-    """Options of DiLoCo and of the methods that it includes."""
+    """Options of DiLoCo, Streaming DiLoCo, local SGD and the other methods of :class:`protocols.DiLoCoPolicy`."""
 
     outer_optimizer: OuterFactory | None = option(
         "Function that makes the outer optimizer of a list of flat parameters; by default SGD with lr 0.7 and Nesterov "
@@ -240,7 +240,7 @@ class DiLoCoOptions(ExchangeOptions):
             )
 
     def _check_beside_eager(self) -> None:
-        """Raise ValueError if another option contradicts ``eager=True``."""
+        """Raise ValueError if an option is incompatible with ``eager=True``."""
         if self.outer_optimizer is None:
             raise ValueError(
                 "outer_optimizer must be a factory with eager=True, got None: an eager step is a step of the outer "
@@ -265,7 +265,7 @@ class DiLoCoOptions(ExchangeOptions):
                 validation.refuse(name, given, allowed)
 
     def agreed(self) -> dict[str, Any]:
-        """Return the options that must be equal on all members, by name, as JSON values."""
+        """Return the options that must be equal on all ranks, by name, as JSON values."""
         outer = "None" if self.outer_optimizer is None else described(self.outer_optimizer)
         return {
             **ExchangeOptions.agreed(self),
@@ -276,16 +276,16 @@ class DiLoCoOptions(ExchangeOptions):
 
 
 def check_has_whole_tensors(merge: Merge, *, holds_shards: bool) -> None:
-    """Raise ValueError if differences are merged tensor by tensor, but each rank has only shards of tensors."""
+    """Raise ValueError if ``merge`` needs whole tensors, but each rank has only shards of them."""
     if merge == "radial" and holds_shards:
         allowed = "'mean' if replicas are sharded, since no rank has whole tensors; replicas under DDP have them"
         validation.refuse("merge", merge, allowed)
 
 
 def described(factory: OuterFactory) -> str:
-    """Return an outer optimizer's class, and its options that differ from the defaults, to compare members.
+    """Return an outer optimizer's class and its options that differ from the defaults, to compare the ranks' options.
 
-    The optimizer is built to read its options, because functions with equal names may build different optimizers.
+    The factory is called, because functions with equal names may build different optimizers.
     """
     optimizer = factory([nn.Parameter(torch.ones(2, device="cpu"))])
     defaults = {name: text_of(each.default) for name, each in inspect.signature(type(optimizer)).parameters.items()}
@@ -296,9 +296,9 @@ def described(factory: OuterFactory) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return an option as a string that is equal on all ranks, and for equal numbers of different types.
+    """Return an option's value as a string that is equal on all ranks.
 
-    The address of an object in memory, as in the representation of a function, is left out.
+    Equal numbers of different types give equal strings. Memory addresses, as in a function's ``repr``, are left out.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return _ADDRESS.sub("", repr(float(value) if is_number else value))

@@ -1,8 +1,7 @@
-"""The adaptive outer optimizers of federated learning, which torch does not have.
+"""Adaptive outer optimizers of federated learning, which torch does not have.
 
-The other methods of the family use ``torch.optim.SGD`` as outer optimizer, or average without an outer optimizer. In
-this table, D is the anchor minus the mean of the ranks' weights, a the anchor, m the momentum buffer, lr and b the
-options ``lr`` and ``momentum``.
+Other methods use ``torch.optim.SGD`` as the outer optimizer, or none. In this table, a is the anchor, D is the anchor
+minus the mean of the ranks' weights, m is the momentum buffer, and lr and b are the options ``lr`` and ``momentum``.
 
 ============== ============================================= ================================
 method         ``outer_optimizer=``                          update
@@ -18,10 +17,10 @@ Lookahead      ``partial(SGD, lr=0.5)``                      a <- a - lr D, on o
 LocalSGD       ``None``                                      a <- mean of the ranks' weights
 ============== ============================================= ================================
 
-- SlowMo (Wang et al., ICLR 2020) divides D by the inner learning rate, and multiplies the step by the inner learning
-  rate. While the inner learning rate is constant, this equals the update above. Under a schedule it differs.
-- MuLoCo's one-rank code (Therien et al., 2025) has lr inside its buffer: m <- b m + lr D; a <- a - b m - lr D. While
-  the outer lr is constant, this equals the update above. Under an outer schedule it differs.
+- SlowMo (Wang et al., ICLR 2020) divides D by the inner learning rate, and multiplies the step by it. This equals the
+  update above only while the inner learning rate is constant.
+- MuLoCo's one-rank code (Therien et al., 2025) has lr inside its buffer: m <- b m + lr D; a <- a - b m - lr D. This
+  equals the update above only while the outer lr is constant.
 - ``SGD(lr=1.0)`` does not equal LocalSGD to the bit, because a - (a - mean) is rounded.
 """
 
@@ -42,7 +41,7 @@ _BELOW_ONE: Final = 1.0 - 2.0**-53
 
 
 class OuterOptimizer(torch.optim.Optimizer):
-    """Optimizer that moves one parameter at a time; a subclass implements :meth:`_move`."""
+    """Base class of optimizers that move one parameter at a time, in :meth:`_move`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -66,11 +65,11 @@ class OuterOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _move(self, parameter: Tensor, difference: Tensor, group: dict[str, Any]) -> None:
-        """Step one parameter with its gradient and the options of its group."""
+        """Update one parameter in place, with the options of its parameter group."""
 
 
 class _FedOptimizer(OuterOptimizer):
-    """Steps with a first moment m and a second moment v: a <- a - lr m / (sqrt(v) + tau).
+    """Base class of optimizers with a first moment m and a second moment v: a <- a - lr m / (sqrt(v) + tau).
 
     As in algorithm 2 of Reddi et al. (ICLR 2021), the moments have no bias correction, and v starts at tau ** 2. (The
     optimizers of TensorFlow Federated, and FedAdam of later versions of Flower, correct the bias.) Each operation is
@@ -87,7 +86,6 @@ class _FedOptimizer(OuterOptimizer):
         super().__init__(params, options)
 
     def _move(self, parameter: Tensor, difference: Tensor, group: dict[str, Any]) -> None:
-        """Step one parameter, with one temporary tensor of its size."""
         state = self.state[parameter]
         if not state:
             state["v"] = torch.full_like(parameter, group["tau"] ** 2)
@@ -101,7 +99,7 @@ class _FedOptimizer(OuterOptimizer):
     def _first_moment(
         self, state: dict[str, Tensor], difference: Tensor, group: dict[str, Any], spare: Tensor
     ) -> Tensor:
-        """Update m <- beta1 m + (1 - beta1) D and return it. ``spare`` is overwritten."""
+        """Update m <- beta1 m + (1 - beta1) D and return m. ``spare`` is overwritten."""
         if "m" not in state:
             state["m"] = torch.zeros_like(difference)
         beta = group["betas"][0]
@@ -184,7 +182,7 @@ class FedAdagrad(_FedOptimizer):
 def _sqrt(values: Tensor, out: Tensor) -> Tensor:
     """Write the correctly rounded roots of ``values`` into ``out`` and return it.
 
-    On CPUs torch calls a library that depends on the processor; MKL rounded 0.6 % of float32 roots wrongly.
+    numpy is used on CPUs, where torch's roots depend on the processor. MKL rounded 0.6 % of float32 roots wrongly.
     """
     if values.device.type == "cpu":
         np.sqrt(values.numpy(), out=out.numpy())

@@ -1,10 +1,10 @@
 """Moves one fragment's anchor with an outer optimizer, after the ranks' differences have been averaged.
 
 An outer optimizer is an ordinary ``torch.optim.Optimizer``. Its parameters are the anchor's flat tensors, and its
-gradient is the mean difference D = anchor - mean of the ranks' weights. It minimises: the anchor moves against D, and
-therefore towards the ranks' weights.
+gradient is the mean difference D = anchor - mean of the ranks' weights. A step against D therefore moves the anchor
+towards the ranks' weights.
 
-- The anchors are stepped in place, in the caller's memory. They are never replaced or copied.
+- The anchors are updated in place, in the caller's memory.
 - Each parameter is a piece of an anchor, so the optimizer should be elementwise, as SGD and Adam are.
 - D is the gradient only during :meth:`OuterStep.step`. The optimizer must not change it or keep a reference to it.
 - Equal anchors, states and differences give equal bits on ranks with the same torch and the same kind of processor.
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from asyncdist import validation
 
-#: Function that returns an optimizer of the given flat parameters, such as a partial of an optimizer's class.
+#: Function that returns an optimizer of the given flat parameters, such as a partial of an optimizer class.
 OuterFactory: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _PIECE_COUNT: Final = 1 << 18  # elements of each parameter of the outer optimizer
@@ -44,7 +44,7 @@ class OuterStep:
 
     Raises:
         TypeError: The factory returns an object that is not an optimizer.
-        ValueError: The optimizer has other parameters, adds weight decay, maximises, or needs a closure.
+        ValueError: The optimizer has other parameters, decays the weights, maximises, or needs a closure.
     """
 
     def __init__(self, factory: OuterFactory, anchors: Sequence[Tensor]) -> None:
@@ -65,8 +65,8 @@ class OuterStep:
         """Move the anchors by one step of the outer optimizer.
 
         Args:
-            differences: D = anchor - mean of the ranks' weights, for all anchors in turn, with their dtypes and device.
-                Each D may be divided into consecutive parts.
+            differences: Anchor - mean of the ranks' weights, for all anchors in turn, with their dtypes and device.
+                Each difference may be divided into consecutive parts.
         """
         counts = sum(map(len, differences)), sum(map(len, self.anchors))
         assert counts[0] == counts[1], f"differences have as many elements as anchors, {counts}"
@@ -80,10 +80,10 @@ class OuterStep:
 
     @torch.inference_mode(False)
     def momenta(self) -> list[Tensor] | None:
-        """Return a copy of the momentum of each anchor, a flat tensor with its shape.
+        """Return a copy of each anchor's momentum, with the anchor's shape.
 
-        None before the first momentum exists, or if the optimizer does not keep it as ``momentum_buffer`` or
-        ``exp_avg``, like torch's optimizers, or as ``m``, like FedAdam.
+        Return None before the first momentum exists. The same is true of an optimizer that does not keep it as
+        ``momentum_buffer`` or ``exp_avg``, like torch's optimizers, or as ``m``, like FedAdam.
         """
         found = []
         for parameter in self._parameters:
@@ -103,8 +103,8 @@ class OuterStep:
         Returns:
             ``"optimizer"``: The name of the optimizer's class.
             ``"sizes"``: The number of elements of each anchor.
-            ``"state"`` and ``"param_groups"``: The optimizer's ``state_dict()``, with cloned tensors, and without
-            options that are functions or other objects, such as a schedule.
+            ``"state"`` and ``"param_groups"``: The optimizer's ``state_dict()``, with cloned tensors. Options that
+            are functions or other objects, such as a schedule, are left out.
         """
         state = _cloned(self._optimizer.state_dict())
         state["param_groups"] = [_without_objects(group) for group in state["param_groups"]]
@@ -112,10 +112,10 @@ class OuterStep:
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`; its tensors are copied. The saved options replace the factory's.
+        """Load a copy of the result of :meth:`state_dict`, whose options replace those of the factory.
 
-        A warning names the numbers that differ, such as lr. Options that are functions or other objects are not saved,
-        and remain the factory's.
+        A warning names the numeric options that differ, such as lr. Options that are functions or other objects are
+        not saved, so the factory's remain.
 
         Raises:
             ValueError: The state belongs to an optimizer of another class, or to anchors of other sizes.
@@ -127,7 +127,7 @@ class OuterStep:
                 f"the saved outer state must belong to {present[0]} with anchors of {present[1]} elements, got "
                 f"{saved[0]} with {saved[1]}. Use the outer_optimizer and the fragments of the run that saved it"
             )
-        # torch uses the given tensors themselves if they have the right dtype and device.
+        # _cloned(): torch would share tensors that have the right dtype and device.
         own, groups = self._optimizer.state_dict()["param_groups"], state["param_groups"]
         if len(own) == len(groups):  # otherwise torch raises an error
             self._warn_of_changes(own, groups)
@@ -136,9 +136,9 @@ class OuterStep:
         _use_fast_kernels(self._optimizer)
 
     def _warn_of_changes(self, own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-        """Warn of saved numbers that differ from the factory's, if they are options of the optimizer's class.
+        """Warn of saved numeric options that differ from the factory's.
 
-        Other numbers in a parameter group, such as a count of steps, are state, and cause no warning.
+        Numbers that are not options of the optimizer's class, such as a count of steps, are state.
         """
         options = inspect.signature(type(self._optimizer)).parameters
         changes = {
@@ -157,7 +157,7 @@ class OuterStep:
 @torch.inference_mode(False)
 @torch.no_grad()
 def check_factory(factory: object) -> None:
-    """Check the option ``outer_optimizer``: build an optimizer of a parameter of two elements, and make two steps.
+    """Check the option ``outer_optimizer`` with an optimizer of two elements that makes two steps.
 
     Raises:
         TypeError: The factory is not a function, or does not return a ``torch.optim.Optimizer``.
@@ -178,12 +178,12 @@ def check_factory(factory: object) -> None:
 
 
 def _pieces(flats: Sequence[Tensor]) -> list[Tensor]:
-    """Divide flat tensors into pieces that stay in the cache between operations, which halves the time of a step."""
+    """Divide flat tensors into pieces that stay in the CPU cache, which halves the time of an outer step."""
     return [piece for flat in flats for piece in torch.split(flat, _PIECE_COUNT)]
 
 
 def _cut(parts: Sequence[Tensor], pieces: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the consecutive parts of flat tensors, divided like ``pieces``. Only pieces of several parts are copied."""
+    """Yield the elements of ``parts`` divided like ``pieces``. Only a piece that spans several parts is copied."""
     rest = [part for part in reversed(parts) if len(part)]
     for piece in pieces:
         found, missing = list[Tensor](), len(piece)
@@ -218,9 +218,9 @@ def _check_optimizer(optimizer: object, parameters: Sequence[nn.Parameter]) -> N
 
 
 def _check_steps(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-    """Raise ValueError if a zero difference changes the parameter, or if the optimizer changes or keeps D.
+    """Raise ValueError if the optimizer changes or keeps its gradient, or moves the parameter by a zero gradient.
 
-    The zero difference finds weight decay under any name.
+    A zero gradient reveals weight decay under any name.
     """
     name = type(optimizer).__name__
     for difference in (torch.zeros_like(parameter), torch.full_like(parameter, 0.25)):
@@ -238,16 +238,16 @@ def _check_steps(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> N
 
 
 def _keeps(optimizer: torch.optim.Optimizer, tensor: Tensor) -> bool:
-    """Return whether the optimizer's state contains the memory of a tensor."""
+    """Return whether the optimizer's state shares memory with ``tensor``."""
     kept = (each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor))
     return any(each.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for each in kept)
 
 
 def _use_fast_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Choose torch's implementations that suit large tensors.
+    """Choose torch's implementations for large tensors.
 
-    A fused kernel reads and writes each value once, which takes a third of the time for SGD. The implementation for
-    many small tensors (``foreach``) would need temporary memory of the size of all anchors.
+    A fused kernel reads and writes each value once, so that a step of SGD takes a third of the time. The ``foreach``
+    implementation would need temporary memory of the size of all anchors.
     """
     for group in optimizer.param_groups:
         if "foreach" in group:
@@ -257,7 +257,7 @@ def _use_fast_kernels(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _cloned(value: Any) -> Any:
-    """Return nested dicts, lists and tuples with each tensor cloned."""
+    """Return nested containers with each tensor cloned."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
@@ -268,7 +268,7 @@ def _cloned(value: Any) -> Any:
 
 
 def _without_objects(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group that a checkpoint can contain."""
+    """Return the options of a parameter group that can be saved in a checkpoint."""
     return {name: value for name, value in group.items() if _is_data(value)}
 
 

@@ -1,8 +1,8 @@
 """DiLoCo and its relatives: ranks train alone for some steps, and an outer optimizer applies their mean difference.
 
 Every ``average_every`` steps (H), each rank i sends the difference D_i = a - theta_i between the anchor a, which is
-equal on all ranks, and its own weights theta_i. The anchor makes one step of an outer optimizer with the mean
-difference as its gradient, and becomes the new weights of all ranks:
+equal on all ranks, and its own weights theta_i. An outer optimizer moves the anchor by one step with the mean
+difference as its gradient. The anchor becomes the new weights of all ranks:
 
     D = sum(w_i D_i) / sum(w_i),    a = outer(a, D),    theta_i = a
 
@@ -12,8 +12,8 @@ theta_i + (1 - alpha) a (Streaming DiLoCo: Douillard et al., 2501.18512). Withou
 themselves are averaged (local SGD; with ``weights="tokens"`` federated averaging: McMahan et al., 2017).
 
 The ranks wait for each other when a mean is applied. With ``late="skip"``, each rank instead applies a mean after its
-arrival, and keeps the progress that it has made since it captured its weights. If a rank is lost, the other ranks are
-averaged (:mod:`protocols.exchange.ledger`). The anchor and the outer optimizer's state stay equal on all ranks.
+arrival, and keeps the progress since it captured its weights. If a rank is lost, the remaining ranks are averaged
+(:mod:`protocols.exchange.ledger`). The anchor and the outer optimizer's state stay equal on all ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from asyncdist.tensors.flat_state import Entry
 
 
 class Landed(NamedTuple):
-    """A round in flight whose mean has arrived, and the seconds for which a step waited for the mean."""
+    """A round whose mean has arrived, and the seconds for which a step waited for the mean."""
 
     flight: Flight
     waited_s: float
@@ -77,10 +77,10 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
 
     All ranks must begin with equal weights. The outer optimizer moves the parameters. Floating buffers, such as
     BatchNorm's statistics, are averaged. Integer and bool buffers are copied from the first contributing rank. The
-    inner optimizer keeps its state. A rank whose weights are not finite does not contribute. It gets the other ranks'
-    mean, and its inner optimizer's state is cleared (``StepInfo.recovered``).
+    inner optimizer keeps its state. A rank whose weights are not finite does not contribute. It receives the other
+    ranks' mean, and its inner optimizer's state is cleared (``StepInfo.recovered``).
 
-    If ranks end their training after different numbers of steps, the others continue without them.
+    If some ranks end their training earlier, the others continue without them.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.
@@ -101,7 +101,9 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         **options: Unpack[DiLoCoOptionNames],
     ) -> None:
         own = self._own_options = DiLoCoOptions.of(options)
-        overlap_steps = average_every if own.eager else own.overlap_steps  # an eager mean travels for a round
+        overlap_steps = (
+            average_every if own.eager else own.overlap_steps
+        )  # an eager mean is in flight for a whole round
         schedule = Schedule(average_every, own.fragments, overlap_steps, own.warmup_steps)
         super().__init__(
             model,
@@ -120,10 +122,10 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
             warnings.warn(_LOSES_VALUES, UserWarning, stacklevel=3)
         self._chosen = fragments_of(self._whole_entries(), own.fragments, own.fragment_pattern)
         self._step_tokens = StepTokens(own.weights)
-        self._tokens = [0.0] * own.fragments  # since each fragment's previous contribution
-        self._landed: dict[int, Landed] = {}  # by fragment: the mean that the next eager step contains
-        self._anchor_means: list[AnchorMean] = []  # by fragment; empty unless steps are eager
-        self._settled_at = 0  # the round after which the anchors were averaged last
+        self._tokens = [0.0] * own.fragments  # by fragment, since its previous contribution
+        self._landed: dict[int, Landed] = {}  # by fragment; applied by its next eager step
+        self._anchor_means: list[AnchorMean] = []  # by fragment; empty without eager
+        self._settled_at = 0  # last round after which the anchors were averaged
         if own.eager:
             self._numbers_per_round = 1 + own.fragments
 
@@ -141,11 +143,11 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
             local_metric, loss, score: Metric of this rank for reports and the live table. It is read in steps that
                 capture a contribution, and does not affect the averages.
             tokens: Number of tokens or examples of this step, for ``weights="tokens"``. Pass it in all steps on all
-                ranks, or in no step; then each step counts as 1.
+                ranks, or in none. Without it, each step counts as 1.
 
         Raises:
-            TypeError: ``weights`` is not ``"equal"``, and the call has a positional number instead of ``tokens``.
-            ValueError: ``tokens`` is not finite and above 0, is missing in some steps, or is passed although
+            TypeError: ``weights`` is ``"tokens"``, and the number of tokens is passed by position.
+            ValueError: ``tokens`` is not a finite number above 0, is missing in some steps, or is passed although
                 ``weights`` is ``"equal"``.
         """
         if self._first_call is None:
@@ -154,7 +156,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         self._tokens = [each + count for each in self._tokens]
         return super().step(local_metric, loss=loss, score=score)
 
-    # -- the parts in which it differs from other policies on the exchange --------------------------------------------
+    # -- hooks of ExchangePolicy --------------------------------------------------------------------------------------
 
     def _options(self) -> Mapping[str, Any]:
         return {"average_every": self.average_every, **self._own_options.agreed()}
@@ -183,7 +185,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         ]
 
     def _whole_entries(self) -> Sequence[Entry]:
-        """Return the model's entries with the shapes of the whole tensors, even if this rank has only their shards."""
+        """Return the model's entries with the shapes of whole tensors, even if this rank has only shards."""
         whole = {name: tuple(each.shape) for name, each in self.model.named_parameters(remove_duplicate=False)}
         shapes = whole if self._flat.mesh_ranks else {}
         return [replace(each, shape=shapes.get(each.names[0], each.shape)) for each in self._flat.entries]
@@ -193,7 +195,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
 
     def _take_weight(self, fragment: int) -> float:
         tokens, self._tokens[fragment] = self._tokens[fragment], 0.0
-        # After cancelled steps, a fragment may be captured twice in one step, the second time without new tokens.
+        # After a cancelled step, a fragment may be captured again without new tokens.
         return max(tokens, LEAST_TOKENS) if self._own_options.weights == "tokens" else 1.0
 
     def _own_state(self) -> dict[str, Any]:
@@ -237,7 +239,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         return interleaved(self._fragments, self._anchor_means) if self._own_options.eager else self._fragments
 
     async def _apply_due(self, step: int) -> list[StepInfo]:
-        """Wait for the means that are due; with ``eager``, each is applied when its fragment is captured again."""
+        """Wait for the means that are due. With ``eager``, they are applied when their fragments are captured next."""
         if not self._own_options.eager:
             return await super()._apply_due(step)
         for fragment, flight in self._flights.due(step):
@@ -258,7 +260,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         flight = Flight(0, step, step) if landed is None else landed.flight
         ready = await self._readiness(fragment, flight.number)
         await self._write(fragment, ready, is_late=False, is_left_out=False)
-        if mean is None or landed is None:  # the first eager step contains only this rank's share
+        if mean is None or landed is None:  # the first eager step applies only this rank's share
             ready = ready._replace(norm=None, has_cosine=False)
             count = 0 if fragment in self._unsound_captures else 1
             mean = Mean(Verdict(1, (self._world.rank,) * count, (1.0,) * count, (0.0,) * count))
@@ -275,9 +277,8 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
     async def settle(self) -> None:
         """Wait for the means in flight; with ``eager``, also average the ranks' anchors.
 
-        All ranks call this method after the same number of steps; :func:`asyncdist.save_population` does. With
-        ``eager``, the ranks' parameters are shifted by the change of their anchors. Otherwise the weights do not
-        change.
+        All ranks must call this method after the same number of steps. :func:`asyncdist.save_population` calls it. With
+        ``eager``, each rank's parameters are shifted by the change of its anchor. Otherwise no weights change.
 
         Raises:
             BusyError: The call is inside a block of :meth:`anchor_weights`.
@@ -299,7 +300,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         place_count = len(self._fragments) * self._numbers_per_round
         is_sound = self._known_infinities.unsound_entry_of_model() is None
         for number, each in enumerate(self._anchor_means, first):
-            if each.number != number:  # equal if an earlier call was cancelled
+            if each.number != number:  # equal if a cancelled call has contributed already
                 version, place = divmod(number - 1, place_count)
                 each.begin(number, version)
                 encoded = exchange.new_encoded(place)
@@ -315,17 +316,13 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         self._settled_at = last
         await self._share(range(len(self._fragments)), tensors)
 
-    # -- beginning again with a new model ---------------------------------------------------------------------------
+    # -- restart with a new model -----------------------------------------------------------------------------------
 
     def _can_begin_again(self) -> bool:
-        """Return whether there is an anchor, from which a new model can begin."""
         return self._own_options.outer_optimizer is not None
 
     def take_model_of(self, other: SpawnPolicy) -> bool:
-        """Use the model of ``other`` from now on, and set its weights to the anchor.
-
-        Extends :meth:`SpawnPolicy.take_model_of`.
-        """
+        """Adopt the model of ``other`` and set its weights to the anchor; see :meth:`SpawnPolicy.take_model_of`."""
         if not super().take_model_of(other):
             return False
         with self._weights.following():

@@ -1,11 +1,12 @@
-"""Computes the radial-directional mean of tensors, which has the mean of their norms and their mean direction.
+"""Computes the radial-directional mean of tensors: the mean of their norms times their mean direction.
 
 For tensors v_i with weights w_i, and phi(x) = x / |x| with phi(0) = 0 (Decoupled DiLoCo, 2604.21428):
 
     sum(w_i |v_i|) / sum(w_i) * phi(sum(w_i phi(v_i)) / sum(w_i))
 
-A plain mean of k orthogonal tensors is shorter than each of them by a factor of sqrt(k); this mean has the mean of
-their norms. If the directions cancel each other, the result is the plain mean. Embeddings take the plain mean.
+The plain mean of k orthogonal tensors of equal norm is shorter by a factor of sqrt(k), but the radial-directional mean
+keeps their norm. If the directions cancel each other, it falls back to the plain mean. Embeddings always use the plain
+mean.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from torch import Tensor, nn
 
 from asyncdist.tensors.means import weighted_mean_into
 
-#: Largest length (0 to 1) of a mean direction that counts as 0. Rounding errors of float32 are shorter, and would
-#: otherwise become a direction.
+#: Largest length (0 to 1) of a mean direction that counts as 0, so that float32 rounding errors are not a direction.
 CANCELLED: Final = 1e-5
 
 
 @torch.no_grad()
 def radial_mean_into(into: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> None:
-    """Write the radial-directional mean of one tensor into ``into``; the mean of a single part is this part.
+    """Write the radial-directional mean of ``parts``, the ranks' values of one tensor, into ``into``.
 
     Args:
         into: Flat float32 or float64 tensor.
@@ -36,7 +36,7 @@ def radial_mean_into(into: Tensor, parts: Sequence[Tensor], weights: Sequence[fl
     if len(parts) == 1:
         into.copy_(parts[0])
         return
-    largest = max(weights)  # scaled by the largest, since products of large weights and norms would overflow
+    largest = max(weights)  # the product of a large weight and a norm could overflow
     shares = [weight / largest for weight in weights]
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64).item() for part in parts]
     total = math.fsum(shares)
@@ -53,6 +53,6 @@ def radial_mean_into(into: Tensor, parts: Sequence[Tensor], weights: Sequence[fl
 
 
 def embeddings_of(model: nn.Module) -> set[str]:
-    """Return all names of the weights of the model's embeddings, including tied weights."""
+    """Return the names of the weights of all embeddings of the model, including the names of tied weights."""
     tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
     return {name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in tables}

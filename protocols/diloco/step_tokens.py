@@ -11,10 +11,10 @@ LEAST_TOKENS: Final = 1e-9
 
 
 class StepTokens:
-    """Returns the number of tokens of each step, and checks that a rank reports it in all steps or in no step.
+    """Checks that the training loop passes the number of tokens in all steps or in none.
 
     Args:
-        weights: Option ``weights`` of the policy. ``"equal"`` counts no tokens.
+        weights: Option ``weights`` of the policy. With ``"equal"``, no numbers of tokens are allowed.
     """
 
     def __init__(self, weights: str) -> None:
@@ -28,8 +28,8 @@ class StepTokens:
             metric: Positional argument of ``step``; None for a policy that needs a metric.
 
         Raises:
-            TypeError: The weights are tokens, and the step has a positional number instead of ``tokens``.
-            ValueError: ``tokens`` is not finite and above 0, has no effect, or is missing in some steps.
+            TypeError: The weights are ``"tokens"``, and the number of tokens was passed by position.
+            ValueError: ``tokens`` is not a finite number above 0, has no effect, or is missing in some steps.
         """
         if tokens is None and metric is not None and self._weights != "equal":
             raise TypeError(
