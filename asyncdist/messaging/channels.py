@@ -299,10 +299,12 @@ class Channel(Generic[MessageT]):
 
     def known_by(self) -> list[tuple[tuple[int, int], wire.Decode]]:
         """Return the route (key and stamp) and the decoder of each message type."""
-        return list(zip(map(wire.keys_of, self._routes_of(self.scope)), self._codec.decoders, strict=True))
+        routes = wire.pack_routes(self.kind_count, self.demultiplexer.nonce, self.epoch, self.scope)
+        return [(keys, decode) for (_, keys), decode in zip(routes, self._codec.decoders, strict=True)]
 
     def _routes_of(self, scope: int) -> list[bytes]:
-        return [wire.pack_route(kind, self.demultiplexer.nonce, self.epoch, scope) for kind in range(self.kind_count)]
+        routes = wire.pack_routes(self.kind_count, self.demultiplexer.nonce, self.epoch, scope)
+        return [route for route, _ in routes]
 
     @property
     def kind_count(self) -> int:

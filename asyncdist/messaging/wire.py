@@ -79,6 +79,13 @@ def pack_route(kind: int, nonce: int, epoch: int, scope: int) -> bytes:
     return _ROUTE.pack(VERSION, kind, 0, nonce, epoch, scope)
 
 
+@functools.lru_cache(1024)  # The ranks of a simulation have the same routes.
+def pack_routes(kind_count: int, nonce: int, epoch: int, scope: int) -> tuple[tuple[bytes, tuple[int, int]], ...]:
+    """Return the packed route of each message type, with its key and stamp."""
+    routes = [pack_route(kind, nonce, epoch, scope) for kind in range(kind_count)]
+    return tuple((route, keys_of(route)) for route in routes)
+
+
 def unpack_route(route: bytes) -> Route:
     """Unpack a route from 16 bytes."""
     return Route._make(_ROUTE.unpack(route))

@@ -22,6 +22,8 @@ class RankSet(MutableSet[int]):
         self.bits = 0
         if isinstance(ranks, RankSet):
             self.bits = ranks.bits
+        elif isinstance(ranks, range) and ranks.step == 1:
+            self.bits = ((1 << len(ranks)) - 1) << ranks.start
         else:
             for rank in ranks:
                 self.bits |= 1 << rank

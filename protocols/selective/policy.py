@@ -16,6 +16,7 @@ complete leaves the weights unchanged, and its reason is reported.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -238,7 +239,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     def _choose_leader(self, members: tuple[int, ...]) -> int:
         first = members[0] if self._coordinators.coordinator is None else self._coordinators.coordinator
-        order = (first, *self._coordinators.successors, *members)
+        order = itertools.chain((first,), self._coordinators.successors, members)
         return next(rank for rank in order if rank in members or rank not in self._group.ranks)
 
     def _takes_means(self) -> bool:

@@ -38,7 +38,7 @@ async def start_without_lost(
     while True:
         lost = _lost(services)
         try:
-            await start(tuple(rank for rank in ranks if rank not in lost))
+            await start(tuple(ranks) if not lost else tuple(rank for rank in ranks if rank not in lost))
             return
         except (RankLostError, ClosedError, DisagreementError) as error:
             has_other_reason = isinstance(error, DisagreementError) and error.facts.get("difference") != "ranks"
@@ -53,9 +53,11 @@ async def start_without_lost(
 
 def lost_members(world: World, ranks: Sequence[int], meeting: Meeting) -> tuple[int, ...]:
     """Return the members of a policy that do not take part in its start, because they are lost or were restarted."""
+    replaced = world.agreements.incarnations.replaced(meeting.key)
+    if meeting.ranks == ranks:
+        return tuple(replaced)
     met = frozenset(meeting.ranks)
-    absent = (rank for rank in ranks if rank not in met)
-    return (*world.agreements.incarnations.replaced(meeting.key), *absent)
+    return (*replaced, *(rank for rank in ranks if rank not in met))
 
 
 def _has_changed(services: Services, lost: frozenset[int]) -> bool:

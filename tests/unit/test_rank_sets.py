@@ -33,3 +33,9 @@ def test_they_change_in_place(some: set[int], others: set[int], rank: int) -> No
     ranks.discard(rank)
     assert alias == some - others - {rank}
     assert repr(RankSet([5, 2])) == "RankSet([2, 5])"
+
+
+@given(st.integers(0, 300), st.integers(0, 300))
+def test_a_range_is_as_its_ranks(start: int, stop: int) -> None:
+    assert RankSet(range(start, stop)) == set(range(start, stop))
+    assert RankSet(range(start, stop, 3)) == set(range(start, stop, 3))
