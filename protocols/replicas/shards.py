@@ -173,6 +173,9 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
+    def _begin_step(self) -> bool:
+        return self.is_alone and not self.has_come  # otherwise, the ranks of a replica meet at each swap point
+
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         assert callable(local_metric), "the policy of the replicas reads the metric"
         if self.is_alone:
