@@ -24,7 +24,7 @@ def policies() -> list[type[SpawnPolicy]]:
 
 
 @pytest.mark.parametrize("cls", policies(), ids=lambda cls: cls.__name__)
-def test_a_policy_with_another_step_decides_itself_when_to_skip_it(cls: type[SpawnPolicy]) -> None:
+def test_a_policy_with_its_own_step_decides_when_to_skip_it(cls: type[SpawnPolicy]) -> None:
     """Regression: ranks of a sharded replica skipped a swap for which the others of the replica waited forever.
 
     They inherited ``_begin_step`` of the policy whose ``_step`` they replace.
