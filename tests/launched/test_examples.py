@@ -71,7 +71,7 @@ def run(name: str, folder: Path) -> str:
     ended = subprocess.run(
         [sys.executable, "-m", "asyncdist", *words],
         cwd=folder,
-        env=warm.environment({**mpi.base_environment(), "PATH": path}, *warm.LIBRARIES, simulates=True),
+        env=warm.environment({**mpi.base_environment(), "PATH": path}, *warm.LIBRARIES),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

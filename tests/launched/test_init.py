@@ -16,7 +16,7 @@ from asyncdist.cli import _STARTERS
 
 def asyncdist(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asyncdist", *words]
-    env = warm.environment(mpi.base_environment(), *warm.LIBRARIES, simulates=True)
+    env = warm.environment(mpi.base_environment(), *warm.LIBRARIES)
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
 
 

@@ -41,7 +41,7 @@ def check(reports: Any, ranks: int, library: str) -> None:
 
 
 def warm_environment() -> dict[str, str]:
-    return warm.environment(mpi.base_environment(), *warm.LIBRARIES, simulates=True)
+    return warm.environment(mpi.base_environment(), *warm.LIBRARIES)
 
 
 @pytest.mark.mpi
@@ -67,7 +67,7 @@ def test_on_torch(library: str, tmp_path: Path) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("library", ["plain", pytest.param("lightning", marks=pytest.mark.long)])
 def test_alone_it_trains_and_says_once_that_nothing_is_averaged(library: str, tmp_path: Path) -> None:
-    ended = torchrun.run_jobs([([sys.executable, str(SCRIPT), library, str(tmp_path)], {})], 100.0).check()
+    ended = torchrun.run_alone(SCRIPT, library, tmp_path).check()
     assert ended.stderr.count("trains alone") == 1, ended.stderr
     assert ended.reports[0]["weights"] == [0.0] * 4
 
@@ -142,7 +142,7 @@ def test_a_step_of_lightnings_optimizer_is_a_step_of_the_policy(tmp_path: Path) 
     """Lightning must not ask MPI for ranks: a rank that ended irregularly then left a segment of shared memory."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(LIGHTNING_STEPS))
-    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    ended = torchrun.run_alone(script).check()
     told = [line for line in ended.stdout.splitlines() if line.startswith("steps")]
     assert told == ["steps 3 3", "steps 2 2", "steps 3 3"], ended.output()
     assert "MPI False" in ended.stdout.splitlines()
@@ -180,7 +180,7 @@ def test_a_step_of_accelerates_optimizer_is_a_step_of_the_policy(tmp_path: Path)
     """Regression: step changed weights while gradients were accumulated, although optimizer.step() did nothing."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(ACCELERATE_STEPS))
-    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    ended = torchrun.run_alone(script).check()
     told = [line for line in ended.stdout.splitlines() if line.startswith("steps")]
     assert told == ["steps 0", "steps 0", "steps 0", "steps 1", "steps 1", "steps 2"], ended.output()
 
@@ -220,7 +220,7 @@ LIGHTNING_METRICS = """
 def test_a_metric_that_lightning_never_has_is_warned_of_once(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(LIGHTNING_METRICS))
-    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    ended = torchrun.run_alone(script).check()
     said = [told.count("has no metric so far, so it cannot be judged") for told in ended.stderr.split("training ")]
     assert said == [0, 1, 0, 1, 0], ended.output()
     assert "the monitored metric 'val_los' has not been logged; logged metrics: train_loss" in ended.stderr
@@ -298,7 +298,7 @@ def test_a_monitored_metric_is_judged_once(tmp_path: Path) -> None:
     """
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(MONITORED))
-    ended = torchrun.run_jobs([([sys.executable, str(script), str(tmp_path)], {})], 200.0).check()
+    ended = torchrun.run_alone(script, tmp_path, timeout_s=200.0).check()
     for library in "lightning", "transformers":
         assert f"{library} [4] 12" in ended.stderr, ended.output()
 

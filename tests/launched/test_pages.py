@@ -87,4 +87,4 @@ def environment() -> dict[str, str]:
     """Return the shell's environment, with this environment's commands first; ranks start warm."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     as_root = dict.fromkeys(ROOT_VARIABLES, "1")  # a plain mpirun of Open MPI refuses root
-    return warm.environment({**mpi.base_environment(), **as_root, "PATH": path}, *warm.LIBRARIES, simulates=True)
+    return warm.environment({**mpi.base_environment(), **as_root, "PATH": path}, *warm.LIBRARIES)

@@ -13,8 +13,6 @@ from support import mpi, torchrun, warm
 from asyncdist.launch import mpirun
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "hypergrid_blocking.py"
-#: The script's imports, which take eight seconds of one core.
-GFN = ("gfn.gym", "gfn.gflownet", "gfn.containers.replay_buffer_manager")
 
 OWN_GROUPS = """
     import torch
@@ -108,7 +106,7 @@ def check(reports: Any, buffer: int) -> None:
 
 
 def warm_environment() -> dict[str, str]:
-    return warm.environment(mpi.base_environment(), *GFN, simulates=True)
+    return warm.environment(mpi.base_environment(), *warm.GFN)
 
 
 @pytest.mark.mpi

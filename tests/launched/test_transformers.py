@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from pathlib import Path
 
@@ -72,7 +71,7 @@ def test_a_loss_observer_in_transformers_is_not_compiled(tmp_path: Path) -> None
     """Regression: the observer broke the model's graph, for which torch printed a warning of 13 lines on each rank."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(TRANSFORMERS_COMPILED))
-    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    ended = torchrun.run_alone(script).check()
     told = [line for line in ended.stdout.splitlines() if line.startswith("seen")]
     assert told == ["seen [1, 1, 1, 1, 1, 1]"] * 2, ended.output()
     assert "Graph break" not in ended.stderr and "metrics.py" not in ended.stderr, ended.stderr
@@ -138,7 +137,7 @@ def test_transformers_judges_a_rank_by_the_loss_that_it_logs(tmp_path: Path) -> 
     """
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(TRANSFORMERS_LOSSES))
-    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    ended = torchrun.run_alone(script).check()
     told = [line for line in ended.stdout.splitlines() if line.startswith("agree")]
     assert told == ["agree one batch", "agree accumulated", "agree smoothed", "agree own loss"], ended.output()
     assert ended.stderr.count("train() of this trainer does not call training_step()") == 1, ended.output()
@@ -149,7 +148,7 @@ def test_transformers_judges_a_rank_by_the_loss_that_it_logs(tmp_path: Path) -> 
 def test_a_metric_that_transformers_has_not_is_warned_of_once(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(TRANSFORMERS_METRICS))
-    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    ended = torchrun.run_alone(script).check()
     assert ended.stderr.count("no metric") == 2, ended.output()
     assert "eval_strategy is 'no', so only the program's own evaluations report 'eval_never'" in ended.stderr
     assert (

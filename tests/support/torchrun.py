@@ -134,6 +134,12 @@ def run_torchruns(
         return run_jobs([(command, env)] * agents, timeout_s)
 
 
+def run_alone(script: str | os.PathLike[str], *args: object, timeout_s: float = 100.0) -> Result:
+    """Run a Python script of training libraries in one process without a launcher."""
+    environ = warm.environment(base_environment(), *warm.LIBRARIES)
+    return run_jobs([(warm.alone(environ, script, *args), environ)], timeout_s)
+
+
 def run_jobs(jobs: Sequence[tuple[list[str], Mapping[str, str]]], timeout_s: float) -> Result:
     """Run commands at the same time until all have ended.
 

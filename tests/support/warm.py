@@ -55,6 +55,8 @@ VARIABLE = "ASYNCDIST_TEST_WARM"
 SIMULATION = "asyncdist"
 #: Training libraries for ``environment``, which take seconds to import.
 LIBRARIES = ("lightning", "transformers", "transformers.trainer", "accelerate")
+#: Modules of torchgfn that its scripts and the demo import.
+GFN = ("gfn.gym", "gfn.gflownet", "gfn.containers.replay_buffer_manager")
 #: Variable without which simulations restart.
 HASHES = {"PYTHONHASHSEED": "0"}
 
@@ -76,21 +78,37 @@ def command(
     return [__file__, _server(frozenset((k, v) for k, v in base.items() if k.startswith(COLD_PREFIXES))), *cold]
 
 
-def environment(base: Mapping[str, str], *libraries: str, simulates: bool = False) -> dict[str, str]:
-    """Return the variables with which ranks start warm, whichever process starts them.
+def environment(base: Mapping[str, str], *libraries: str) -> dict[str, str]:
+    """Return the variables with which ranks and simulations start warm, whichever process starts them.
+
+    One server, with a simulation's hash seed, starts both.
 
     Args:
         base: Environment that the processes would have.
         libraries: Modules to import in addition to torch.
-        simulates: Whether ``asyncdist sim`` starts warm too, from a server with a simulation's hash seed.
     """
     if not hasattr(os, "pidfd_open"):
         return dict(base)
     paths = [str(Path(__file__).with_name("warm_site")), *filter(None, [base.get("PYTHONPATH")])]
     environ = {**base, "PYTHONPATH": os.pathsep.join(paths)}
     asked = _asked(environ)
-    served = [asked, {**asked, **HASHES}] if simulates else [asked]
-    return {**environ, VARIABLE: json.dumps([(_server(frozenset(own.items()), libraries), own) for own in served])}
+    own = {**HASHES, **asked}
+    path = _server(frozenset(own.items()), libraries)
+    return {**environ, VARIABLE: json.dumps([(path, asked), (path, own)])}
+
+
+def alone(environ: Mapping[str, str], script: str | os.PathLike[str], *args: object) -> list[str]:
+    """Return the command that starts ``script args`` warm in one process without a launcher.
+
+    Args:
+        environ: Variables from :func:`environment` with which the command will run.
+        script: Path of the script.
+        args: Arguments of the script.
+    """
+    cold = [str(script), *map(str, args)]
+    if VARIABLE not in environ:
+        return [sys.executable, *cold]
+    return [sys.executable, "-S", __file__, json.loads(environ[VARIABLE])[0][0], *cold]
 
 
 def _asked(environ: Mapping[str, str]) -> dict[str, str]:
