@@ -24,6 +24,9 @@ from asyncdist.simulation import Kill, Link, Network, Restart, Uniform
 from protocols import AsyncDiLoCoPolicy
 from simulation.async_diloco_scenarios import Plan, Record, check, noted_steps, run, seen_in
 
+#: Two tests examine the same runs.
+drawn = functools.cache(seen_in)
+
 STEPS = (40,) * 4
 
 
@@ -110,7 +113,7 @@ def test_a_restarted_rank_begins_at_the_newest_anchor(rank: int, late: str) -> N
 @pytest.mark.parametrize("block", seeds(24))
 def test_any_faults_keep_each_contribution(block: int) -> None:
     for seed in range(block * 4, block * 4 + 4):
-        seen_in(seed)
+        drawn(seed)
 
 
 def test_a_newcomer_leads_if_the_leader_left_while_it_joined() -> None:
@@ -127,7 +130,7 @@ def test_an_answer_to_a_killed_process_does_not_keep_the_leader() -> None:
 def test_the_drawn_runs_have_all_kinds_of_events() -> None:
     seen: Counter[str] = Counter()
     for seed in range(16):
-        report, plan, record = seen_in(seed)
+        report, plan, record = drawn(seed)
         seen["failover"] += len(record.outers) > 1
         seen["newcomer"] += any(incarnation and life.infos for (_, incarnation), life in record.lives.items())
         seen["lost momentum"] += any(outer < version for version, outer in record.outers.items())

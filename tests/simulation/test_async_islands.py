@@ -6,6 +6,7 @@ most one killed rank, it also checks that no contribution is lost.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from protocols import AsyncDiLoCoPolicy
 from simulation.async_diloco_scenarios import OUTERS, Plan
 from simulation.async_island_scenarios import Begun, IslandPlan, Made, Merged, Record, check, noted, run, seen_in
 from simulation.test_async_diloco_faults import advance, made
+
+#: Two tests examine the same runs.
+drawn = functools.cache(seen_in)
 
 SLOW = Network(link=Link(latency_s=Uniform(1e-3, 0.03), bandwidth_nbytes_per_s=1e5))
 PLANS = {
@@ -115,14 +119,14 @@ def test_a_global_anchor_is_not_left_to_a_rank_that_leaves() -> None:
 @pytest.mark.parametrize("block", seeds(12))
 def test_any_faults_keep_each_contribution(block: int) -> None:
     for seed in range(block * 4, block * 4 + 4):
-        seen_in(seed)
+        drawn(seed)
 
 
 @pytest.mark.slow
 def test_the_drawn_runs_have_all_kinds_of_events() -> None:
     seen: Counter[str] = Counter()
     for seed in range(16):
-        _, plan, record, _ = seen_in(seed)
+        _, plan, record, _ = drawn(seed)
         seen["next regional server"] += any(len(begun(record, island)) > 1 for island in range(plan.islands))
         seen["next global server"] += len(begun(record, -1)) > 1
         seen["merge at the beginning"] += any(each.version == each.elected + 1 for each in begun(record, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 import asyncdist as ad
 from asyncdist.simulation import Kill, Restart, simulate
 from protocols import DiLoCoPolicy, StepInfo
-from simulation.simple_scenarios import POLICIES, Plan, check, draw_plan, has_partners, module_of, run
+from simulation.simple_scenarios import POLICIES, Plan, Record, check, draw_plan, has_partners, module_of, run
 
 
 def options_of(policy: str) -> dict[str, Any]:
@@ -45,17 +46,21 @@ def test_a_run_with_rounds_differs_from_one_without(policy: str) -> None:
 @pytest.mark.parametrize("seed", seeds(80))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_faults_change_nothing_but_the_donors(policy: str, seed: int) -> None:
-    plan = draw_plan(policy, seed)
-    _, record = run(plan, seed)
+    plan, record = drawn(policy, seed)
     check(plan, record, 1e-12)
+
+
+@functools.cache
+def drawn(policy: str, seed: int) -> tuple[Plan, Record]:
+    plan = draw_plan(policy, seed)
+    return plan, run(plan, seed)[1]
 
 
 def test_the_seeds_contain_losses_and_rounds_without_the_lost() -> None:
     seen: Counter[str] = Counter()
     for policy in POLICIES:
         for seed in range(12):
-            plan = draw_plan(policy, seed)
-            _, record = run(plan, seed)
+            plan, record = drawn(policy, seed)
             donors, _ = ({}, {}) if has_partners(policy, plan.options) else record.donors(plan.killed)
             seen["lost"] += bool(plan.killed)
             seen["smaller"] += any(len(ranks) < plan.ranks for ranks in donors.values())
