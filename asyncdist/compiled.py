@@ -5,8 +5,7 @@ to them declare C types. ``setup.py`` compiles them with Cython into a folder na
 and their packages search that folder first. Compiled code therefore always matches the current source. After an edit,
 on another Python version, without a compiler, or with ``ASYNCDIST_PURE=1``, the slower source itself runs.
 
-Packages import this module first, and ``setup.py`` and ``tools/setup`` run it by its path. It therefore imports nothing
-else of asyncdist, and reads environment variables itself.
+``setup.py`` and ``tools/setup`` run this module by its path, so it imports nothing else of asyncdist.
 """
 
 from __future__ import annotations

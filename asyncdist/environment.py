@@ -114,7 +114,6 @@ def detect(
     an srun step wants torch.distributed.
 
     Args:
-        environ: Environment to read.
         wanted: Requested transport, or ``"auto"`` to use ASYNCDIST_TRANSPORT if set. Variables of launchers for other
             transports are ignored.
         group: Rank and size in the process group that the program has created, if any. Used if no launcher's variables
@@ -310,9 +309,8 @@ def last_counters(environ: Mapping[str, str] = os.environ) -> str | None:
 def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the folders in which this user's processes on this host find each other, in order of preference.
 
-    Folders that do not depend on variables are first, because the ranks of a job may have different variables.
-    Schedulers set a TMPDIR for each rank, and XDG_RUNTIME_DIR may differ between a user's shells (``su`` keeps its
-    caller's).
+    Folders that do not depend on variables are first, because TMPDIR and XDG_RUNTIME_DIR may differ between the ranks
+    of a job (schedulers set a TMPDIR for each rank, and ``su`` keeps its caller's variables).
     """
     session, named = f"/run/user/{os.getuid()}", environ.get("XDG_RUNTIME_DIR", "")
     usable = [path for path in (session, named) if os.path.isdir(path) and os.access(path, os.W_OK)]

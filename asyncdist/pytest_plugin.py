@@ -16,8 +16,8 @@ so they are not fixtures. Fixtures are created once per test, for all of its see
 A failed test prints its seed, the end of the trace and a command that reproduces the failure. ``pytest --sim-seed N``
 runs only seed N, and ``--sim-seeds N`` runs seeds 0 to N-1.
 
-pytest loads this plugin in every session, so the plugin imports torch and the runtime only when the first simulated
-test runs. pytest sees a marked test as a plain function, so that plugins for coroutine tests ignore it.
+The plugin, which pytest loads in every session, imports torch only when the first simulated test runs. pytest sees a
+marked test as a plain function, so that plugins for coroutine tests ignore it.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class WaitId(NamedTuple):
     A replay does not distinguish waits with equal fields. A recording stores the fields as an array.
 
     Attributes:
-        kind: Member of :class:`WaitKind`, or an unknown string if another version of asyncdist made the recording.
+        kind: Member of :class:`WaitKind`, or an unknown string from another version's recording.
         tag: Tag of the awaited message, if any.
         peer: Only rank that can end the wait, if known.
         number: Number that distinguishes waits of the same kind: a round, a slot or a count.

@@ -1,9 +1,9 @@
 """Reads and writes the memory of other ranks on this host, in two ways.
 
-- :mod:`asyncdist.host_memory.shared_memory`: ranks map memory that was allocated for sharing, and use it like their own
-  (0.43 ms for 4 MiB). It is used for means among the ranks of a host, and for one-sided averaging.
+- :mod:`asyncdist.host_memory.shared_memory`: ranks map memory that was allocated for sharing (0.43 ms for 4 MiB). It is
+  used for means among the ranks of a host, and for one-sided averaging.
 - :mod:`asyncdist.host_memory.cross_memory_attach`: the kernel copies to or from any memory of another process (0.8 to
-  0.96 ms for 4 MiB). It is used for streams of users' tensors, and for the snapshots that joining ranks load.
+  0.96 ms for 4 MiB). It is used for streams of users' tensors, and for snapshots in parameter streams.
 
 MPI's windows took 0.48 ms for 4 MiB, but their creation is collective and blocks, and only MPI has them.
 """

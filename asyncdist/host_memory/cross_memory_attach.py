@@ -80,7 +80,6 @@ class PeerProcess:
         Args:
             source: Address of the bytes in this process, which must not change during the call.
             target: Address of the copy in the other process.
-            nbytes: Number of bytes.
 
         Raises:
             OSError: Not all bytes were written, because the process has ended or the address range is invalid.
@@ -94,7 +93,6 @@ class PeerProcess:
         Args:
             source: Address of the bytes in the other process, which must not change before the token is revoked.
             target: Address of the copy in this process.
-            nbytes: Number of bytes.
 
         Raises:
             OSError: Not all bytes were read, or the token was revoked. The copy must not be used.

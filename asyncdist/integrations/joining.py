@@ -236,9 +236,8 @@ class Training(Generic[PolicyT]):
         A trainer that ran out of memory may begin again with smaller batches while the other ranks train. If a policy
         with equal options is open on the model (or, after memory ran out, on a model of the same layout), this rank
         therefore continues with that policy. Otherwise the open policies of this object and of interrupted trainings
-        are ended, and a new policy is started. If memory ran out and the other ranks do not join the start, this rank
-        trains without a policy. A policy that has loaded a state replaces an open policy on the model, unless memory
-        ran out.
+        are ended, and a new policy is started. If memory ran out and the other ranks do not join, this rank trains
+        without a policy. Unless memory ran out, a policy with a loaded state replaces an open policy on the model.
         """
         world = join()
         if self._warning and world.rank == 0:

@@ -7,8 +7,7 @@ in the same way.
 - The program's seed determines the weights, because they are initialised before the training begins.
 - :func:`draw_apart` makes the global generators differ when the training begins.
 - :func:`shuffle_apart` does the same for samplers with their own seed or generator, and for a loader's generator, which
-  seeds its workers. The ranks of one replica keep the same order, because their library divides the rows among them.
-- :func:`forget_order` makes a stateful loader forget an order of rows that it has drawn or loaded.
+  seeds its workers. The ranks of a replica keep the same order, because their library divides the rows among them.
 
 Neither the clock nor the system's entropy is used, so a reproducible program stays reproducible.
 """

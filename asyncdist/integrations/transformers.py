@@ -371,9 +371,6 @@ class SelectiveAveraging(Averaging[Selective]):
         swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`; only for ``replica_size`` above 1.
         options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
-    Attributes:
-        last_info: Events of the policy's last step.
-
     Raises:
         TypeError, ValueError: An option has a wrong type or value, the trainer has several GPUs in one process, or
             ``TrainingArguments`` were made before this object with ``replica_size`` > 1.

@@ -35,9 +35,8 @@ class MultiprocessConfig:
             ``world_size``.
         backend: Backend of the default process group, as registered with torch; None for
             :func:`asyncdist.get_distributed_backend`.
-        model_parallel_backend: Backend of the model parallel group; None for the default group's.
-        pipeline_parallel_backend: Backend of the pipeline parallel group; None for the default group's.
-        data_parallel_backend: Backend of the data parallel group; None for the default group's.
+        model_parallel_backend, pipeline_parallel_backend, data_parallel_backend: Backends of the parallel groups; None
+            for the default group's.
         launch_method: ``"forkserver"`` or ``"spawn"``.
 
     Raises:

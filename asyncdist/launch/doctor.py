@@ -71,7 +71,7 @@ class Facts:
     Attributes:
         started: How this process was started; by no launcher if ``detection_error`` is set.
         detection_error: Problem with the launcher's variables, if any.
-        override: Value of ASYNCDIST_TRANSPORT, if it is set.
+        override: Value of ASYNCDIST_TRANSPORT.
         versions: Versions of Python and of packages; None for a package that is not installed.
         compiled: ``"yes"`` if the modules that process messages are compiled; otherwise the reason why they are not.
         unwritable: Reason why ranks on this host cannot write to each other's memory; None if they can.
@@ -83,9 +83,9 @@ class Facts:
         survives: Whether this process is a rank of an MPI job that continues when ranks die.
         restarts: Whether this process is a rank of a torch job that ranks may join later.
         own_cores: Number of cores that this process may use.
-        gpu_error: Reason why torch sees no GPU although the host has GPUs, if so.
-        place_error: Reason why the ranks cannot meet with the current variables, if so.
-        secret_error: Reason why the user's secret cannot be used, if so.
+        gpu_error: Reason why torch sees none of the host's GPUs.
+        place_error: Reason why the ranks cannot meet.
+        secret_error: Reason why the user's secret cannot be used.
         notes: Other problems, each as ``"problem: cure"``.
     """
 

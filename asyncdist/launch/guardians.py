@@ -15,8 +15,7 @@ Each rank of ``asyncdist run`` has two guardians above it, small processes that 
 - A guardian passes signals on to the rank. The rank is in the outer guardian's process group, so signals from mpirun or
   a terminal reach it directly. PARENT is the launcher's pid if the launcher signals only the outer guardian, and 0
   under mpirun.
-- mpirun may pass SIGUSR1 on before the guardians have started, so it starts them through a shell that ignores the
-  signal. In the rank, it is blocked until :mod:`asyncdist.rank_program` has a handler for it.
+- SIGUSR1 is blocked in the rank until :mod:`asyncdist.rank_program` has a handler for it.
 - In jobs that continue when ranks die, a rank reports to the descriptor STARTED (0 in other jobs) when it joins or
   leaves its world. If the rank fails before it has joined, or aborts the job, mpirun does not react, and the other
   ranks would wait forever. The outer guardian therefore requests mpirun to end the job, once per host. If the rank
@@ -24,8 +23,6 @@ Each rank of ``asyncdist run`` has two guardians above it, small processes that 
 - Under ``asyncdist run`` on MPI, the outer guardian reports to the launcher when it guards the rank, when the rank has
   joined the world and, earlier than mpirun, how the rank has ended. On other hosts, the launcher's agent forwards the
   reports (:mod:`asyncdist.launch.supervision.guardian_reports`).
-- If the launcher has a terminal, rank 0 joins the launcher's process group (``GROUP_VARIABLE``), so that it may read
-  from the terminal.
 
 The program reads environment variables itself and imports few modules, so that it delays the start of a rank by only
 20 ms.

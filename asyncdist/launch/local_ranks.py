@@ -2,7 +2,6 @@
 
 - Each rank has a separate process group, so Ctrl-C in a terminal reaches only the launcher, which passes it on once. If
   the launcher has a terminal, rank 0 is in the launcher's group, so that it may read from the terminal.
-- All signals of :data:`asyncdist.local_host.PASSED_ON_SIGNALS` are passed on to the ranks.
 - Processes that a rank has started (such as a data loader's workers) end with the rank, on Linux even in their own
   sessions (:mod:`asyncdist.launch.guardians`).
 - The first rank to fail decides the exit code, as with mpirun, unless the code is 1, with which Python ends after any
@@ -16,7 +15,6 @@
   that any rank may die. The launcher records there which processes have ended.
 - With ``places``, the world has more ranks than the launcher starts, and processes for the other ranks may join later
   (:mod:`asyncdist.launch.joining_ranks`). They may also take the place of a rank that was killed and not restarted.
-- This module does not import torch, so that the launcher starts in 0.1 s.
 """
 
 from __future__ import annotations
@@ -97,7 +95,7 @@ def run(
     Args:
         threads: OMP_NUM_THREADS of each rank; None for the user's value, or else each rank's share of the cores.
         restarts: Maximum number of restarts of each rank after a signal has killed it.
-        places: Size of a world that more ranks may join later; None if no rank may join.
+        places: Size of the world if ranks may join later, or None.
     """
     local_host.check_ranks(ranks)
     local_host.check_loopback()
@@ -177,7 +175,6 @@ class Restarts(Generic[P]):
 
     Args:
         start: Function that starts a rank, whose end will be an event.
-        environments: Environment of each rank.
         count: Maximum number of restarts of each rank.
         notes: Process that sets keys in the store; None if no rank may join.
         is_open: Whether a new process may replace a killed rank that is not restarted.

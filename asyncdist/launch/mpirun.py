@@ -1,8 +1,7 @@
 """Starts ranks of a script on MPI, here or on other hosts: finds the mpirun of mpi4py's library and runs it.
 
 This module implements ``asyncdist run`` for MPI. It sets the variables that library and mpirun need, and runs mpirun
-through :mod:`asyncdist.launch.supervision.mpirun_process`. It imports neither torch nor MPI. A child process reports
-which library mpi4py loads.
+through :mod:`asyncdist.launch.supervision.mpirun_process`. A child process reports which library mpi4py loads.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def run(
 
     Args:
         ssh: Words of the command that reaches a host.
-        mpi: Flavour to use; None for the flavour of the library that mpi4py loads.
+        mpi: Flavour to use; None for that of mpi4py's library.
         threads: OMP_NUM_THREADS of each rank; None for the user's value, or else each rank's share of the cores.
         survives: Whether the job continues when ranks die.
 

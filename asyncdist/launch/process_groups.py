@@ -126,7 +126,7 @@ def init_dist(
     Args:
         rank: Rank of this process in the job.
         local_rank: Rank of this process on its host. It selects the GPU, modulo the number of GPUs.
-        world_size: Number of ranks in the job.
+        world_size: Number of ranks.
         local_world_size: Number of ranks on this host.
         master_addr: Name or address of rank 0's host.
         master_port: Free TCP port on rank 0's host.
@@ -249,9 +249,7 @@ def init_parallel_groups(
         model_parallelism: Number of ranks that share one stage of a model.
         pipeline_parallelism: Number of stages of a model. Its product with ``model_parallelism`` must divide the
             world's size.
-        model_backend: Backend of the model parallel group; None for the default group's.
-        pipeline_backend: Backend of the pipeline parallel group; None for the default group's.
-        data_backend: Backend of the data parallel group; None for the default group's.
+        model_backend, pipeline_backend, data_backend: Backends of the groups; None for the default group's.
 
     Returns:
         This rank's groups, which :func:`asyncdist.parallel_groups` then returns, too.

@@ -64,8 +64,6 @@ def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args,
     Args:
         func: Function to run. Its return value is dropped.
         cfg: Config with the rank of this process.
-        args: Arguments of ``func``.
-        kwargs: Keyword arguments of ``func``.
 
     Raises:
         TypeError: ``func`` is not a function, or ``cfg`` is not a config.

@@ -159,7 +159,6 @@ class Agent:
 
     Attributes:
         on_report: Function called in a thread with each report of a guardian.
-        cores: Number of cores for the ranks.
         port: Free port on the host.
         folders: Private folders for Open MPI on the host.
         heard_at: :func:`time.monotonic` time of the agent's last message.

@@ -25,14 +25,13 @@ def run(
 ) -> int:
     """Run ranks of a script on these hosts, and return the job's exit code when the last of them has ended.
 
-    The exit code is 0 if the last process of each rank ended with 0. Otherwise it is the code of the first rank that
-    failed, or 128 plus the number of a signal that killed it or that the launcher received.
+    The exit code is 0 if each rank ended with 0. Otherwise it is the code of the first rank that failed, or 128 plus
+    the number of a signal that killed it or that the launcher received.
 
     Args:
-        hosts: Hosts, with the number of ranks on each.
         ssh: Words of the command that reaches a host.
         threads: OMP_NUM_THREADS of each rank; None for the user's value, or else each rank's share of the cores.
-        environ: Environment of this process. The ranks get all variables that do not describe this host.
+        environ: Environment of this process. The ranks get the variables that do not describe this host.
     """
     command = rank_program.rank_command(script, arguments)
     secret = local_ranks.given_secret(environ) or job_secret.draw()

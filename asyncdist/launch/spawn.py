@@ -4,7 +4,7 @@ A plain function gets a process group, and a coroutine function gets a world.
 
 - Mistakes in the config, and a function that cannot be pickled, are reported before a process is started.
 - At the first failure, the other ranks are stopped, and the error contains its traceback. A rank that failed only
-  because it lost another rank does not count as the first, even if it reports first.
+  because it lost another rank does not count.
 - No rank outlives the call or, on Linux, the calling process. Processes that a rank has started end with the rank, on
   Linux even in their own sessions. They may survive only if another process kills the rank.
 
@@ -76,8 +76,7 @@ def launch_subprocesses(
         cfg: Config without ranks. :meth:`MultiprocessConfig.resolve` fills in its missing fields.
         setup: Function called once in this process, before the first rank starts; or None.
         rank_offset: First rank on this host, in a job on several hosts.
-        args: Arguments of ``func``.
-        kwargs: Keyword arguments of ``func``.
+        args, kwargs: Arguments of ``func``.
 
     Raises:
         RuntimeError: ``func`` failed on a rank, and the message contains the traceback. Or a rank was killed by a

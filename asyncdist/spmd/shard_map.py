@@ -31,7 +31,6 @@ def shmap_map(
         fn: Function of one element. Its positional arguments are trees of tensors without the leading dimension. It
             returns a tree of tensors, with equal structure, shapes and dtypes for all elements. A coroutine function
             may use collectives along the mesh's axes, because all ranks of an axis process the same number of elements.
-        mesh: This rank's mesh.
         in_specs: One spec for each argument, or one for all. An axis name splits the leading dimension of the
             argument's leaves over that axis, whose size must divide the dimension. Call i gets element i of every split
             argument. None passes the whole argument, which must be equal on all ranks (this is not checked), to every
@@ -93,7 +92,6 @@ def shmap_vmap(
     Args:
         fn: Function of one element that uses only operations supported by ``torch.func.vmap``. It cannot be a coroutine
             function or use collectives. Reduce its outputs instead.
-        mesh: This rank's mesh.
         in_specs: Axes over which the arguments are split, as for :func:`shmap_map`.
         out_specs: Axes along which the outputs are gathered, as for :func:`shmap_map`.
         randomness: Behaviour of random operations in ``fn``, passed to ``torch.func.vmap``.

@@ -89,7 +89,7 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
 
     Args:
         key: Integer >= 0, or generator from which each call takes a new random key.
-        devices: Devices of the new generators.
+        devices: Device of each new generator.
 
     Raises:
         TypeError: The key is neither an int nor a generator.

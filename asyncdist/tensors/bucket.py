@@ -21,8 +21,7 @@ class Bucket:
 
     Args:
         flat: 1-D tensor of the tensors' dtype or a wider dtype.
-        pairs: Each tensor, in any memory layout and on any device, with its view of ``flat``. The views are in order
-            and leave no gaps.
+        pairs: Each tensor, in any memory layout and on any device, with its view of ``flat``. The views leave no gaps.
         memory: Memory shared by the host's ranks that begins with ``flat``; None if ``flat`` is not shared.
     """
 

@@ -24,7 +24,6 @@ class Piece:
 
     Attributes:
         first: Index of the piece's first element in the flat tensor of this dtype.
-        count: Number of elements.
         offset: Offset of the piece in the chunk, in bytes.
         averaged: Whether the elements are averaged instead of copied from the best rank.
     """

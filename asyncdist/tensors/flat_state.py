@@ -150,9 +150,9 @@ class FlatBuffers:
 class FlatState:
     """Copies a model's parameters and persistent buffers to and from flat tensors.
 
-    Each copy looks up the model's tensors again, because a module may replace a buffer in its forward, and a user may
-    replace `p.data` or a whole submodule. It raises an error if names, shapes, dtypes or sharing have changed. The
-    look-up takes a millisecond for a thousand modules.
+    Each copy looks up the model's tensors again (a millisecond for a thousand modules), because a module may replace a
+    buffer in its forward, and a user may replace `p.data` or a submodule. It raises an error if names, shapes, dtypes
+    or sharing have changed.
 
     Args:
         model: Module to copy; not changed by the constructor.

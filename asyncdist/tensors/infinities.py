@@ -41,8 +41,7 @@ class KnownInfinities:
     def unsound_entry_of_model(self, skipped: Collection[int] = ()) -> str | None:
         """Return the name of the model's first averaged entry with an unsound value, or None.
 
-        Args:
-            skipped: Indices of the entries to leave unchecked.
+        The entries with the indices ``skipped`` are not checked.
         """
         return self._first_unsound(pair for index, pair in enumerate(self._own()) if index not in skipped)
 

@@ -7,8 +7,8 @@ with a random name, which also separate the jobs of containers that share ``/tmp
 ``mpirun`` or ``srun`` has started uses its user's private folder in ``/dev/shm``, but mpirun's own folder is already
 in use.
 
-The process that makes a job's folders locks them (flock(2)) until it removes them. If it is killed, the lock ends, and
-the next job of this user removes the folders, whose files would otherwise occupy memory.
+The process that makes a job's folders locks them (flock(2)) until it removes them. If it is killed, the next job of
+this user removes the unlocked folders, whose files would otherwise occupy memory.
 """
 
 from __future__ import annotations

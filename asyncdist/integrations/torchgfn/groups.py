@@ -17,10 +17,8 @@ _HERE = "asyncdist.integrations.torchgfn"
 def group_of(group: Any) -> Group | None:
     """Return the asyncdist group with the ranks of ``group``, or None for all ranks. All members must call it.
 
-    If no world is open, it is opened, for which all ranks of the job must call this function.
-
-    Args:
-        group: An asyncdist group, a torch.distributed process group, an MPI communicator, or None.
+    If no world is open, it is opened, for which all ranks of the job must call this function. ``group`` may be an
+    asyncdist group, a torch.distributed process group, an MPI communicator, or None.
 
     Raises:
         TypeError: ``group`` has a different type.

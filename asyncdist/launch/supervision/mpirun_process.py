@@ -66,9 +66,6 @@ def run(
     """Run mpirun, and return the job's exit code when it has ended.
 
     Args:
-        mpirun: Path of mpirun.
-        command: Command line of mpirun.
-        environ: Environment of mpirun and the ranks.
         ends: Record of the ranks' ends, which decides the exit code.
         token: Token that marks guardians' reports.
         agents: Agents on the ranks' hosts; empty if the ranks are on this host.

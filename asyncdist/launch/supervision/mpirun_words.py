@@ -55,7 +55,6 @@ class MpirunWords:
 
     Attributes:
         blames: Suppressed messages that blame a rank.
-        reports: Guardians' reports, without their marks.
         lost_node: Name of the host that mpirun has lost, if mpirun printed it.
         silent: Host of a silent connection, and the reason, if any.
         unreached: Host that a rank could not reach, and the reason, if any.

@@ -24,10 +24,9 @@ class ErrorFeedback:
     Args:
         count: Number of values of the vector.
         decay: Factor of the residual, from 0 to 1.
-        device: Device of the residual and the differences.
 
     Attributes:
-        residual: 1-D tensor of ``count`` float32, initially zero.
+        residual: 1-D tensor of ``count`` float32 on ``device``, initially zero.
     """
 
     def __init__(self, count: int, *, decay: float = 1.0, device: torch.device | str = "cpu") -> None:

@@ -8,13 +8,12 @@ An optimizer with its own copy of the weights would undo an average at its next 
   every 10 steps, the loss of schedule-free SGD then ended at 0.084 instead of 0.020.)
 - **Mirrors**, which equal the weights after each step, such as float32 masters of a bfloat16 model. They become the new
   weights but keep their additional precision, so that averages do not lose small updates.
-- **Slow weights** of Lookahead: an average or a copy of the weights. They become the new weights.
+- **Slow weights** of Lookahead. They become the new weights.
 - **Origins**, from which the weights are recomputed (MADGRAD, D-Adaptation). They are shifted by the change of the
   weights.
 - **Compensations** of Kahan summation, the rounding errors of the old weights. They become zero.
 
-Any other tensor that follows the weights is logged once and left unchanged. Because an optimizer creates its state at
-its first step, the state is searched at each average. Only the layout of :class:`AveragedStates` is known earlier.
+Any other tensor that follows the weights is logged once and left unchanged.
 """
 
 from __future__ import annotations
@@ -297,10 +296,7 @@ def _is_schedule_free(optimizer: Any) -> bool:
 
 @contextlib.contextmanager
 def kept_mode(optimizer: Any) -> Iterator[None]:
-    """Restore the train() or eval() mode of schedule-free optimizers at the end of the ``with`` block.
-
-    The caller must restore the weights.
-    """
+    """Restore the mode (train() or eval()) of schedule-free optimizers after the ``with`` block, but not the weights."""
     wrapped = wrapped_optimizers(optimizer)
     groups = [group for each in wrapped for group in getattr(each, "param_groups", ()) if "train_mode" in group]
     modes = [group["train_mode"] for group in groups]
