@@ -39,13 +39,13 @@ def _rebuild(kind: type[AsyncdistError], message: str, facts: dict[str, Any]) ->
 
 
 class RankLostError(AsyncdistError):
-    """A peer has been lost: its process died, its connection closed, or it reported a failure. Carries ``rank``."""
+    """The peer ``rank`` is lost: its process died, its connection closed, or it reported a failure."""
 
     rank: int
 
 
 class TruncationError(AsyncdistError):
-    """A message was larger than its buffer. Carries ``message_nbytes``, if known, and ``buffer_nbytes``."""
+    """A message was larger than its buffer. ``message_nbytes`` is None if the message's size is unknown."""
 
     message_nbytes: int | None
     buffer_nbytes: int
@@ -107,7 +107,7 @@ class TimeLimitError(AsyncdistError, TimeoutError):
 
 
 class StallError(AsyncdistError):
-    """A rank has waited for its peers for longer than ``stall_s`` seconds. Carries ``rank``."""
+    """The rank ``rank`` has waited for its peers for longer than ``stall_s`` seconds."""
 
     rank: int
 

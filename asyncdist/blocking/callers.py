@@ -456,7 +456,7 @@ class SwitchingCaller(Caller):
         return cast(T, await self._serve(greenlet.greenlet(fn), *args, **kwargs))
 
     async def go_on(self, stack: greenlet.greenlet) -> object:
-        """Continue code that has called :data:`ask_for_world`, and return its value."""
+        """Continue code that waits in :data:`ask_for_world` on the stack ``stack``, and return its value."""
         return await self._serve(stack, self)
 
     async def _serve(self, stack: greenlet.greenlet, *args: Any, **kwargs: Any) -> object:

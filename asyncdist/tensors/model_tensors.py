@@ -99,7 +99,7 @@ def trained_names(module: nn.Module) -> set[str]:
 
 
 def frozen_places(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the indices of the parameters that require no gradient, except those tied to a tensor that is kept."""
+    """Return the indices of the frozen parameters that share no memory with a trained parameter or a buffer."""
     frozen = [isinstance(tensor, nn.Parameter) and not tensor.requires_grad for tensor in tensors]
     plain = (nn.Parameter, Tensor)  # an instance of a subclass may have no memory of its own
     trained = {

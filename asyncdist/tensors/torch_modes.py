@@ -147,7 +147,7 @@ class _InItsModes(Coroutine[Any, Any, Any]):
 
 
 def _create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """Create a task that runs in the torch modes of the rank that creates it; this is the loop's task factory."""
+    """Create a task with the torch modes of the rank that creates it. This function is the loop's task factory."""
     context = options.get("context")
     place = _rank_here.get(None) if context is None else context.get(_rank_here)
     return asyncio.Task(coroutine if place is None else _InItsModes(coroutine, *place), loop=loop, **options)

@@ -76,7 +76,7 @@ class KeptSecret:
     lock: int
 
     def remove(self) -> None:
-        """Remove the file."""
+        """Remove the file, and release its lock."""
         with contextlib.suppress(OSError), private_folders.opened(self.path.parent) as parent:
             os.unlink(self.path.name, dir_fd=parent)
         os.close(self.lock)

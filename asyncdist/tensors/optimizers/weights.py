@@ -296,7 +296,7 @@ def _is_schedule_free(optimizer: Any) -> bool:
 
 @contextlib.contextmanager
 def kept_mode(optimizer: Any) -> Iterator[None]:
-    """Restore the mode (train() or eval()) of schedule-free optimizers after the ``with`` block, but not the weights."""
+    """Restore the train() or eval() mode, but not the weights, of schedule-free optimizers after the ``with`` block."""
     wrapped = wrapped_optimizers(optimizer)
     groups = [group for each in wrapped for group in getattr(each, "param_groups", ()) if "train_mode" in group]
     modes = [group["train_mode"] for group in groups]
