@@ -5,7 +5,7 @@ write into the receiver's memory (``process_vm_writev``), which is used in three
 
 - The sender writes half of a message while the receiver copies the other half, so that two cores work. 4 MiB take 186
   us instead of MPI's 335 us, and 256 MiB take 18 ms instead of 37 ms.
-- With backends slower than MPI, the sender writes the whole message.
+- With backends that are slower than writing, such as gloo, the sender writes the whole message.
 - The receiver reads memory that does not change, such as a snapshot (``process_vm_readv``).
 
 A process that allows such accesses publishes the address of a random token in its memory. The other process checks the
