@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+from asyncdist.trust import new_files
 
 #: Maximum number of symbolic links that are followed, equal to the kernel's limit.
 _LINK_COUNT_MAX: Final = 40
@@ -21,26 +20,17 @@ _SHARED_MODE: Final = stat.S_ISVTX | stat.S_IWOTH
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file in the same folder, which replaces ``path`` when the context ends.
+    """Yield the path of a new file, which replaces ``path`` when the context ends.
 
-    If the body raises, the temporary file is removed and ``path`` stays unchanged. For a device or pipe, such as
+    If the body raises, the new file is removed and ``path`` stays unchanged. For a device or pipe, such as
     ``/dev/stdout``, or in a folder without write permission, ``path`` itself is yielded.
     """
     target = _target(path)
     if (path.exists() and not path.is_file()) or not os.access(target.parent, os.W_OK):
         yield path
         return
-    beside = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")
-    try:
-        os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-        yield beside
-        beside.replace(target)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        if isinstance(error, OSError) and error.filename == str(beside):
-            error.filename = str(path)
-        raise
+    with new_files.entered(target.parent) as folder, new_files.moved_into(folder, target.parent) as inner:
+        yield inner / target.name
 
 
 @contextlib.contextmanager
@@ -54,13 +44,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     was_there = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        inner = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
-        try:
+        with new_files.entered(folder) as opened, new_files.moved_into(opened, folder) as inner:
             yield inner
-            for file in inner.iterdir():
-                file.replace(folder / file.name)
-        finally:
-            shutil.rmtree(inner, ignore_errors=True)
     except BaseException:
         if not was_there:
             with contextlib.suppress(OSError):

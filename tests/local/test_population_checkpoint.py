@@ -22,6 +22,7 @@ import asyncdist as ad
 from asyncdist import World
 from asyncdist.errors import LocalProtocolError, RankLostError, RemoteError
 from asyncdist.functional.checkpoints import checkpoint_files
+from asyncdist.functional.checkpoints.checkpoint_files import ModelFormat
 from asyncdist.simulation import Kill
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
 
@@ -495,11 +496,55 @@ async def newest(world: World, path: Path) -> Path:
     return (await ad.load_population(path, *made())).folder
 
 
-def test_save_on_a_full_disk_names_the_file_and_leaves_no_part(tmp_path: Path) -> None:
+def test_save_on_a_full_disk_names_the_file_and_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: torch reported an unexpected position, and the partial file filled the disk for later saves."""
-    part = tmp_path / "rank-00000.pt.part"
-    part.symlink_to("/dev/full")
+    save = checkpoint_files._save
+    monkeypatch.setattr(checkpoint_files, "_save", lambda state, path: save(state, Path("/dev/full")))
     state = {"model": {"weight": torch.ones(1 << 16)}}
     with pytest.raises(OSError, match=r"No space left on device: '.*rank-00000.pt'") as raised:
         checkpoint_files.write_rank(tmp_path, 0, state, "torch")
     assert raised.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+def test_a_save_changes_no_file_through_planted_links(
+    format: ModelFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the owner of the folder planted ``rank-00000.pt.part``, and the save overwrote the link's target."""
+    victim, folder = tmp_path / "victim", tmp_path / "checkpoint-000001"
+    victim.write_text("precious")
+    folder.mkdir()
+    name = "rank-00000.pt" if format == "torch" else "rank-00000.safetensors"
+    for each in (f"{name}.part", name):
+        (folder / each).symlink_to(victim)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / name).symlink_to(victim)
+    sync = checkpoint_files._sync
+
+    def swapped(path: Path) -> None:
+        """Sync, after the owner of the folder has replaced the new folder by another one."""
+        if (tmp_path / "own").exists():
+            (part,) = folder.glob(".part-*")
+            part.rename(tmp_path / "taken")
+            (tmp_path / "own").rename(part)
+        sync(path)
+
+    monkeypatch.setattr(checkpoint_files, "_sync", swapped)
+    checkpoint_files.write_rank(folder, 0, {"model": {"weight": torch.ones(4)}}, format)
+    assert victim.read_text() == "precious" and not (folder / name).is_symlink()
+
+
+def test_no_checkpoint_is_written_or_deleted_through_a_link(tmp_path: Path) -> None:
+    """Regression: the owner of the parent folder put a link in place of the checkpoint's folder."""
+    home, folder = tmp_path / "home", tmp_path / "checkpoint-000001"
+    home.mkdir()
+    (home / "manifest.json").write_text("precious")
+    folder.symlink_to(home)
+    for write in (
+        lambda: checkpoint_files.write_rank(folder, 0, {"model": {}}, "torch"),
+        lambda: checkpoint_files.finish(folder, [], None),
+    ):
+        with pytest.raises(OSError, match="checkpoint-000001"):
+            write()
+    assert [file.name for file in home.iterdir()] == ["manifest.json"]
+    assert (home / "manifest.json").read_text() == "precious"

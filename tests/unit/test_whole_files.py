@@ -12,6 +12,7 @@ import pytest
 
 from asyncdist.report import whole_files
 from asyncdist.report.whole_files import is_planted, whole_file, whole_folder
+from asyncdist.trust import new_files
 
 OWN, OTHER, ROOT = 1000, 1001, 0
 LINK, PIPE, FILE = stat.S_IFLNK | 0o777, stat.S_IFIFO | 0o666, stat.S_IFREG | 0o644
@@ -71,3 +72,47 @@ def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
     (tmp_path / "two").symlink_to("one")
     with pytest.raises(OSError, match="symbolic links"), whole_file(tmp_path / "one"):
         raise AssertionError("there is no file to write")
+
+
+def test_a_file_swapped_for_a_link_is_not_written_through(tmp_path: Path) -> None:
+    """Regression: the owner of the folder replaced the new file by a link, and its target was overwritten."""
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.write_text("precious")
+    out.mkdir()
+    with whole_file(out / "job.html") as file:
+        for part in out.iterdir():
+            part.rename(tmp_path / "taken")
+            part.mkdir()
+            (part / "job.html").symlink_to(victim)
+        file.write_text("a page")
+    assert victim.read_text() == "precious" and (out / "job.html").read_text() == "a page"
+
+
+def test_a_folder_swapped_for_a_link_loses_no_files(tmp_path: Path) -> None:
+    """Regression: the owner of the folder replaced the new folder by a link, and its target's files were moved."""
+    home, out, taken = tmp_path / "home", tmp_path / "out", tmp_path / "taken"
+    for each in (home, out):
+        each.mkdir()
+    (home / "precious").write_text("")
+    with whole_folder(out) as inner:
+        (part,) = out.iterdir()
+        part.rename(taken)
+        part.symlink_to(home)
+        (inner / "ranks.csv").write_text("rank")
+    assert os.listdir(home) == ["precious"] and (out / "ranks.csv").read_text() == "rank"
+
+
+def test_a_new_folder_that_was_replaced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(new_files, "_owner_of_new_files", lambda folder, name: os.getuid() + 1)
+    with pytest.raises(PermissionError, match="another user has replaced"), whole_folder(tmp_path):
+        raise AssertionError("the folder is not used")
+    assert not os.listdir(tmp_path)
+
+
+def test_an_error_names_the_file_and_not_the_descriptor(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as raised, whole_folder(tmp_path / "out") as inner:
+        (inner / "ranks.csv").read_text()
+    assert raised.value.filename == str(tmp_path / "out" / "ranks.csv") and not (tmp_path / "out").exists()
+    with pytest.raises(FileNotFoundError) as raised, whole_file(tmp_path / "page.html") as file:
+        raise FileNotFoundError(2, "No such file or directory", str(file))
+    assert raised.value.filename == str(tmp_path / "page.html")

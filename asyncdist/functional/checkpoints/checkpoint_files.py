@@ -1,6 +1,6 @@
 """Writes and reads checkpoint files.
 
-Each file is written under a temporary name and then renamed, the manifest last.
+Each file is written in a private folder and then moved, the manifest last.
 :mod:`asyncdist.functional.checkpoints.population_checkpoint` describes the folder's structure. All functions block on
 disk I/O.
 """
@@ -8,7 +8,6 @@ disk I/O.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -28,6 +27,7 @@ import torch
 from asyncdist import validation
 from asyncdist._version import __version__
 from asyncdist.functional.checkpoints import checkpoint_state, safetensors_model
+from asyncdist.trust import new_files
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
@@ -79,7 +79,8 @@ def new_folder(place: Path) -> str:
 def finish(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None) -> None:
     """Write the manifest, which makes the checkpoint valid, and delete all but the newest ``keep`` checkpoints."""
     manifest = {"format": _FORMAT, "version": _VERSION, "asyncdist": __version__, "files": entries}
-    _write_aside(folder / _MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1)))
+    with new_files.entered(folder, follows=False) as opened:
+        _write_aside(opened, folder / _MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1)))
     _sync(folder)
     if keep is not None:
         _delete_old(folder, keep)
@@ -88,15 +89,16 @@ def finish(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None)
 def write_rank(folder: Path, index: int, state: Mapping[str, Any], format: ModelFormat) -> dict[str, Any]:
     """Write the files of the rank at position ``index`` of the population. Return its entry in the manifest."""
     stem, entry = folder / f"rank-{index:05}", {}
-    if format == "safetensors":
 
-        def write_model(path: Path) -> None:
-            nonlocal state
-            rest, tied = safetensors_model.write_model(path, state["model"])
-            state = {**state, "model": rest, "tied": tied}
+    def write_model(path: Path) -> None:
+        nonlocal state
+        rest, tied = safetensors_model.write_model(path, state["model"])
+        state = {**state, "model": rest, "tied": tied}
 
-        entry["safetensors"] = _write_aside(stem.with_suffix(".safetensors"), write_model)
-    return {**_write_aside(stem.with_suffix(".pt"), functools.partial(_save, state)), **entry}
+    with new_files.entered(folder, follows=False) as opened:
+        if format == "safetensors":
+            entry["safetensors"] = _write_aside(opened, stem.with_suffix(".safetensors"), write_model)
+        return {**_write_aside(opened, stem.with_suffix(".pt"), lambda path: _save(state, path)), **entry}
 
 
 def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,22 +159,19 @@ def _save(state: Mapping[str, Any], path: Path) -> None:
         torch.save(dict(state), file)
 
 
-def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
-    """Write a file under a temporary name, rename it, and return its size and checksum. Delete it if writing fails."""
-    beside = path.with_name(f"{path.name}.part")
+def _write_aside(folder: int, path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
+    """Write a file, move it to its folder, and return its size and checksum. Delete it if writing fails."""
     try:
-        write(beside)
-        _sync(beside)
-        entry = {"nbytes": beside.stat().st_size, "crc32": _crc_of(beside)}
-        beside.rename(path)
+        with new_files.moved_into(folder, path.parent) as inner:
+            written = inner / path.name
+            write(written)
+            _sync(written)
+            return {"nbytes": written.stat().st_size, "crc32": _crc_of(written)}
     except Exception as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         cause = _cause_of(error)
         if cause is not None and cause.filename is None:
             raise OSError(cause.errno, cause.strerror, str(path)) from error
         raise
-    return entry
 
 
 def _cause_of(error: BaseException | None) -> OSError | None:
@@ -229,8 +228,9 @@ def _delete_old(newest: Path, keep: int) -> None:
     for folder in older:
         if folder not in whole[len(whole) - (keep - 1) :]:
             # The manifest is deleted first, so that a partly deleted checkpoint is not valid.
-            (folder / _MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError), new_files.entered(folder, follows=False) as opened:
+                os.unlink(_MANIFEST, dir_fd=opened)
+            shutil.rmtree(folder, ignore_errors=True)  # it does not follow links either
 
 
 def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
