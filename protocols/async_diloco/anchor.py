@@ -1,8 +1,8 @@
-"""Keeps the anchor on the leader, and moves it with the outer optimizer for each version.
+"""Keeps the anchor on the leader, and makes its versions from the ranks' contributions.
 
 The outer optimizer moves the parameters. Floating buffers, such as BatchNorm's statistics, move towards the mean of
 the version's contributions by the share of the members that have contributed. If all members have contributed, the
-buffers become the mean, as in DiLoCo. Integer and bool buffers become those of the first contribution.
+buffers become the mean, as in DiLoCo. Integer and bool buffers are copied from the first contribution.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from asyncdist.protocols.exchange.fragment import mean_cosine
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.wire_layout import average_into, norm_of
 
-_YIELD_NBYTES: Final = 4 << 20  # bytes of a mean that are computed before other tasks run
+_YIELD_NBYTES: Final = 4 << 20  # bytes of a mean to compute before yielding to other tasks
 
 
 class Contribution(NamedTuple):
     """A contribution whose bytes have arrived.
 
     Attributes:
-        encoded: Encoded vectors; they may be overwritten.
+        encoded: Encoded vectors, which may be overwritten.
     """
 
     rank: int
@@ -43,9 +43,10 @@ class Contribution(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A new version of the anchor.
+    """Describes how a version of the anchor was made.
 
     Attributes:
+        donors, weights: Ranks with finite contributions, and their weights.
         norm: L2 norm of the mean difference; NaN if no contribution was finite.
         cosine: Mean cosine between two contributions' differences; NaN if unknown.
     """
@@ -57,20 +58,20 @@ class Outcome(NamedTuple):
 
 
 class Anchor:
-    """Keeps the anchor's parameters, outer optimizer and buffers.
+    """Keeps the anchor's parameters and buffers, and the outer optimizer that moves the parameters.
 
     Args:
-        block: Values from which the anchor is copied.
+        block: Initial values, which are copied.
 
     Attributes:
-        version: Number of steps since the beginning of the training.
+        version: Number of versions since the beginning of the training.
     """
 
-    @torch.inference_mode(False)  # the values outlive the inference mode of a step during which the leader begins
+    @torch.inference_mode(False)  # a leader may begin during a step in inference mode
     def __init__(self, layouts: Layouts, options: AsyncDiLoCoOptions, block: Block, version: int) -> None:
         self._layouts = layouts
         self._correct = options.correct
-        # Error feedback, topk and most corrections change the differences that are sent or applied: norms are unknown.
+        # Error feedback, "topk" and most corrections change the differences, so that their norms are unknown.
         is_difference = options.error_feedback is None and layouts.wire.codec.name != "topk"
         is_scaled = options.correct is None or isinstance(options.correct, StalenessWeight)
         self._knows_norms = is_difference and is_scaled and options.merge == "mean"
@@ -97,13 +98,13 @@ class Anchor:
         return Outcome(donors, weights, norm, math.nan if cosine is None else cosine)
 
     def _age(self, given: Contribution, round_versions: float) -> float:
-        """Return the staleness by which a contribution is weighted.
+        """Return the staleness by which a contribution is weighted; see ``StalenessWeight.first_round``.
 
-        All ranks begin from the first anchor. Without correction, the first contribution of a round of k ranks would
-        count as new, and the round would move the anchor by the mean times 1 + 1/2 + ... + 1/k.
+        Without a minimum, the first contributions of k ranks, which all begin from the first anchor, would move the
+        anchor by their mean times 1 + 1/2 + ... + 1/k.
 
         Args:
-            round_versions: Number of versions that a round of all members makes.
+            round_versions: Number of versions that one contribution of each member makes.
         """
         is_first = given.staleness == self.version - 1
         if is_first and isinstance(self._correct, StalenessWeight) and self._correct.first_round:
@@ -111,7 +112,7 @@ class Anchor:
         return given.staleness
 
     def _norm(self, given: Contribution, age: float) -> float:
-        """Return the norm of a contribution's corrected difference, if the correction only scales it."""
+        """Return the norm of a contribution's difference after a correction that only scales it."""
         return given.norm * self._correct.weight(age) if isinstance(self._correct, StalenessWeight) else given.norm
 
     @torch.no_grad()
@@ -150,17 +151,17 @@ class Anchor:
     def _move_buffers(self, mean: Sequence[Tensor], share: float) -> None:
         for vector, own, new in zip(self._layouts.exact.vectors, self._values, mean, strict=True):
             if vector.role == "averaged" and share < 1.0:
-                own.copy_(torch.where(own == new, own, own.lerp(new, share)))  # equal infinities would become NaN
+                own.copy_(torch.where(own == new, own, own.lerp(new, share)))  # lerp makes equal infinities NaN
             elif vector.role != "stepped":
                 own.copy_(new)
 
     @torch.no_grad()
     def merge(self, reference: Block, captured: Block | None) -> None:
-        """Make the next version by merging a global anchor; the outer optimizer's state is unchanged.
+        """Make the next version by merging the global anchor. The outer optimizer's state is unchanged.
 
         Args:
-            reference: The captured anchor, merged with the global anchor.
-            captured: The captured anchor; None if this anchor has not changed since the capture.
+            reference: The contributed anchor, merged with the global anchor.
+            captured: The contributed anchor; None if this anchor has not changed since it was contributed.
         """
         self.version += 1
         if captured is not None:
@@ -171,7 +172,7 @@ class Anchor:
 
     @torch.no_grad()
     def copy_into(self, block: Block) -> Block:
-        """Copy the anchor into a block, and return the block."""
+        """Copy the anchor into ``block`` and return ``block``."""
         for own, into in zip(self._values, block[1], strict=True):
             into.copy_(own)
         return block
@@ -181,5 +182,5 @@ class Anchor:
         return self._outer.state_dict()
 
     def load_outer_state(self, state: Mapping[str, Any]) -> None:
-        """Load a result of :meth:`outer_state`."""
+        """Load the result of :meth:`outer_state`."""
         self._outer.load_state_dict(state)

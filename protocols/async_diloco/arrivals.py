@@ -1,9 +1,8 @@
-"""Decides, on the leader, which contributions make the next version of the anchor. All functions are pure.
+"""Decides, on the leader, which contributions make the next version of the anchor. Nothing here communicates.
 
-A contribution is identified by its worker's rank and sequence number. The numbers of a restarted rank continue after
-those of its former process. The worker repeats a contribution to each new leader until it has an anchor that contains
-the contribution. The leader therefore compares it with the last contribution of this rank that the anchor contains, so
-that each contribution is applied exactly once.
+A contribution is identified by its worker's rank and sequence number. A restarted rank continues the sequence of its
+former process. A worker repeats its contribution to each new leader until it receives an anchor that contains it. The
+leader therefore compares its number with the rank's last applied number, so that each contribution is applied once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from asyncdist.protocols.async_diloco.messages import Applications, Standing
 
-#: Weights of the contributions to one version.
+#: Weighting of the contributions to one version: equal, by tokens, or by tokens times tokens per step.
 ArrivalWeighting: TypeAlias = Literal["equal", "tokens", "rate"]
 
 
@@ -24,8 +23,8 @@ class Arrival:
     """A contribution that a worker has reported; see :class:`messages.Arrived`.
 
     Attributes:
-        rank: Rank of the worker; on the global server, the number of an island.
-        source: Rank that offers the contribution.
+        rank: Rank of the worker; on the global server, the number of the island.
+        source: Rank that offers the contribution's bytes.
     """
 
     rank: int
@@ -39,20 +38,20 @@ class Arrival:
 
 
 class Handling(enum.Enum):
-    """Lists the ways in which the leader can handle a reported contribution."""
+    """Action of the leader for a reported contribution."""
 
-    FETCH = enum.auto()  # the contribution is new
-    ANSWER = enum.auto()  # the anchor already contains the contribution
-    IGNORE = enum.auto()  # the contribution is known, or its rank is not a member
+    FETCH = enum.auto()  # for a new contribution
+    ANSWER = enum.auto()  # for a contribution that the anchor already contains
+    IGNORE = enum.auto()  # for a contribution that is known, or whose rank is not a member
 
 
 class Quorum(NamedTuple):
-    """Describes the contributions that suffice for a version.
+    """Describes a set of contributions that suffice for a version.
 
     Attributes:
         ranks: Ranks that have contributed.
-        reported_at: Time at which the first rank of this version reported its contribution.
-        met_at: Time at which the quorum was met: the last needed contribution had arrived.
+        reported_at: Time at which the first of these contributions was reported.
+        met_at: Time at which the last of these contributions had arrived.
     """
 
     ranks: frozenset[int]
@@ -65,13 +64,12 @@ class Arrivals:
 
     Args:
         members: Living members.
-        quorum: Number of members whose contributions make a version; if fewer members live, the number of living
-            members.
-        applied: Sequence number of the last contribution of each rank that the anchor contains.
+        quorum: Number of contributing members that a version needs, or all living members if they are fewer.
+        applied: Sequence number of each rank's last contribution that the anchor contains.
 
     Attributes:
-        reported: Sequence number of the last contribution of each rank that this leader knows.
-        settling: Members that make no steps at present; the leader does not wait for their contributions.
+        reported: Sequence number of each rank's last reported contribution.
+        settling: Members that make no steps for now; a version does not need their contributions.
     """
 
     def __init__(self, members: Iterable[int], quorum: int, applied: Mapping[int, int] | None = None) -> None:
@@ -80,13 +78,13 @@ class Arrivals:
         self.reported = dict(self.applied)
         self.settling: set[int] = set()
         self._quorum = quorum
-        # Keys are rank and sequence number, and values contain the time of the report. _whole is in the order of
-        # arrival, and its values also contain the time of arrival.
+        # By rank and sequence number: contributions with the time of their report. Those whose bytes have arrived are
+        # in _whole, in the order and with the time of their arrival.
         self._fetching: dict[tuple[int, int], tuple[Arrival, float]] = {}
         self._whole: dict[tuple[int, int], tuple[Arrival, float, float]] = {}
 
     def on_arrived(self, arrival: Arrival, now: float) -> Handling:
-        """Record a reported contribution."""
+        """Record a reported contribution, and return how the leader handles it."""
         self.reported[arrival.rank] = max(self.reported.get(arrival.rank, 0), arrival.sequence)
         if arrival.sequence <= self.applied.get(arrival.rank, 0):
             return Handling.ANSWER
@@ -97,7 +95,7 @@ class Arrivals:
         return Handling.FETCH
 
     def on_whole(self, arrival: Arrival, now: float) -> None:
-        """Record that the leader has all bytes of a contribution."""
+        """Record that all bytes of a contribution have arrived."""
         key = arrival.rank, arrival.sequence
         found, reported_at = self._fetching.get(key, (None, now))
         if found == arrival:
@@ -105,34 +103,34 @@ class Arrivals:
             self._whole[key] = arrival, reported_at, now
 
     def on_gone(self, rank: int) -> None:
-        """Record that a member is lost or has left. A contribution that has arrived still counts."""
+        """Remove a member that is lost or has left. Its contributions that have arrived still count."""
         self.members.discard(rank)
         self._fetching = {key: each for key, each in self._fetching.items() if key[0] != rank}
 
     def forget(self, rank: int, source: int | None = None) -> None:
-        """Drop a worker's unapplied contributions; if ``source`` is given, only those that have not been received."""
+        """Drop a worker's unapplied contributions; with ``source``, only those being fetched from this rank."""
         fetching = self._fetching.items()
         self._fetching = {key: each for key, each in fetching if key[0] != rank or source not in (None, each[0].source)}
         if source is None:
             self._whole = {key: each for key, each in self._whole.items() if key[0] != rank}
 
     def is_awaited(self, arrival: Arrival) -> bool:
-        """Return whether the bytes of a contribution are still wanted."""
+        """Return whether the leader still waits for the bytes of a contribution."""
         found, _ = self._fetching.get((arrival.rank, arrival.sequence), (None, 0.0))
         return found == arrival
 
     def on_admitted(self, rank: int) -> None:
-        """Record a new member."""
+        """Add a member."""
         self.members.add(rank)
 
     @property
     def is_empty(self) -> bool:
-        """True if no reported contribution waits to be applied."""
+        """True if all reported contributions are applied."""
         return not self._fetching and not self._whole
 
     @property
     def is_complete(self) -> bool:
-        """True if contributions of all living members have arrived."""
+        """True if the contributions of all living members that make steps have arrived."""
         return bool(self._whole) and self.members - self.settling <= {rank for rank, _ in self._whole}
 
     def _needed(self) -> int:
@@ -150,24 +148,24 @@ class Arrivals:
         return None
 
     def take(self, *, takes_all: bool) -> tuple[Arrival, ...]:
-        """Return the contributions of the next version in the order of their ranks, and count them as applied.
+        """Return the contributions of the next version in the order of their ranks, and mark them as applied.
 
         Args:
-            takes_all: Whether the version contains all contributions that have arrived, as after a grace period.
-                Otherwise, it contains only the contributions that the quorum needs.
+            takes_all: Whether to take all contributions that have arrived, as after a grace period, instead of only
+                those that the quorum needs.
         """
         taken: dict[int, Arrival] = {}
         for key, (arrival, *_) in list(self._whole.items()):
             if not takes_all and taken and len(taken.keys() & self.members) >= self._needed():
                 break
-            if arrival.rank not in taken:  # otherwise a restarted rank's former process has contributed too
+            if arrival.rank not in taken:  # a restarted rank may have two: one of its former process
                 taken[arrival.rank] = arrival
                 del self._whole[key]
                 self.applied[arrival.rank] = arrival.sequence
         return tuple(arrival for _, arrival in sorted(taken.items()))
 
     def applications(self) -> Applications:
-        """Return the last contribution of each worker that is part of the anchor."""
+        """Return the sequence number of each worker's last contribution that the anchor contains."""
         return tuple(sorted(self.applied.items()))
 
 
@@ -180,12 +178,12 @@ def weight_of(tokens: float, steps: int, weighting: ArrivalWeighting) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Names the members from which a new leader takes its state.
+    """Names the members from which a new leader copies its state.
 
     Attributes:
-        version, holder: Version of the newest anchor among the living members, and a member that has it.
+        version, holder: Version of the members' newest anchor, and a member that has it.
         outer_version, outer_holder: Version of the newest copy of the outer optimizer's state, and a member that has
-            it; -1 if no member has a copy.
+            it; -1 without a copy.
     """
 
     version: int
@@ -195,10 +193,10 @@ class Choice:
 
 
 def choose(standings: Mapping[int, Standing], me: int) -> Choice:
-    """Choose the newest anchor, and the newest copy of the outer optimizer's state, among the members' standings.
+    """Choose the newest anchor and the newest copy of the outer optimizer's state from the members' standings.
 
-    The versions of all members belong to one lineage, because each leader begins with the newest anchor of all living
-    members. The leader ``me`` prefers its own copies, and otherwise the lowest rank.
+    Versions are comparable, because each leader begins with the newest anchor of all living members. Among equal
+    versions, the leader ``me`` prefers its own copy, then the lowest rank's.
     """
 
     def newest(version: Mapping[int, int]) -> int:

@@ -1,7 +1,7 @@
-"""Computes one worker's contributions: the differences between its anchor and its weights.
+"""Computes a worker's contributions: the differences between its anchor and its weights.
 
-A block is memory with one tensor for each vector of the model, in the vectors' own dtypes (:class:`Blocks`). The leader
-sends its anchor as a block, which becomes the worker's anchor when the worker applies it.
+A *block* is memory with one tensor for each vector of the model. The leader sends its anchor as a block, which becomes
+the worker's anchor.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from asyncdist.protocols.joining.state_transfer import state_nbytes_max
 from asyncdist.tensors.codecs import Codec, ErrorFeedback, find_codec
 from asyncdist.tensors.flat_state import Entry
 
-#: Memory for all vectors of a model, with a view for each vector.
+#: Memory for all vectors of a model, and a view of each vector.
 Block: TypeAlias = tuple[Tensor, list[Tensor]]
 
 
 class Layouts:
-    """Describes the vectors of a model: encoded in contributions, and unencoded in anchors.
+    """Describes the memory of contributions and anchors.
 
     Attributes:
-        wire: Layout of contributions.
-        exact: Layout of anchors. It has the same vectors in the same order, without a codec.
+        wire: Layout of contributions, with encoded vectors.
+        exact: Layout of anchors, with the same vectors unencoded.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Layouts:
         return block
 
     def stepped(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return those vectors of a block that the outer optimizer steps: the parameters."""
+        """Return the vectors of ``values`` that the outer optimizer moves: the parameters."""
         return [value for vector, value in zip(self.exact.vectors, values, strict=True) if vector.role == "stepped"]
 
     def block_of(self, tensors: Sequence[Tensor]) -> Block:
@@ -87,7 +87,7 @@ class Layouts:
 
 
 class Captures:
-    """Computes one worker's contributions, and applies anchors to its model.
+    """Computes a worker's contributions, and writes anchors into its model.
 
     Args:
         decay: Decay of the error feedback; None without error feedback.
@@ -96,7 +96,7 @@ class Captures:
     def __init__(self, layouts: Layouts, decay: float | None) -> None:
         self._layouts = layouts
         self._captured = [vector.new_flat() for vector in layouts.exact.stepped]
-        self._residuals: dict[int, ErrorFeedback] = {}  # by vector
+        self._residuals: dict[int, ErrorFeedback] = {}  # by index of the vector
         if decay is not None:
             self._residuals = {
                 place: ErrorFeedback(vector.count, decay=decay)
@@ -108,7 +108,7 @@ class Captures:
     def capture(self, base: Block, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
         """Write this worker's contribution into ``encoded``, one tensor for each vector, and return its L2 norm.
 
-        If the norm is not finite, the contribution must not be used, and the residuals are unchanged.
+        If the norm is not finite, the contribution must not be used. The encoding errors are then unchanged.
 
         Args:
             base: The anchor from which the differences are measured.
@@ -136,7 +136,7 @@ class Captures:
         """Write an anchor into the model.
 
         Args:
-            keeps_progress: Whether the parameters become own + (new - captured) instead of new.
+            keeps_progress: Whether parameters become own + (new - captured), to keep the progress since the capture.
         """
         captured = iter(self._captured)
         for vector, new in zip(self._layouts.exact.vectors, anchor[1], strict=True):
@@ -161,19 +161,19 @@ class Captures:
             scatter(vector, value, tensors)
 
     def clear_residuals(self) -> None:
-        """Drop the encoding errors of earlier contributions, which another worker made."""
+        """Set the encoding errors to zero, because a copied state contains another worker's."""
         for each in self._residuals.values():
             each.residual.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the captured parameters and the residuals, with cloned tensors."""
+        """Return a copy of the captured parameters and the encoding errors."""
         return {
             "captured": [flat.clone() for flat in self._captured],
             "residuals": [each.residual.clone() for each in self._residuals.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of a worker with the same layout and options."""
+        """Load the state of a worker with the same layout and options."""
         copy_all(state["captured"], self._captured)
         copy_all(state["residuals"], [each.residual for each in self._residuals.values()])
 

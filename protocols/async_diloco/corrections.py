@@ -1,14 +1,14 @@
-"""Corrects the difference of one contribution, by its staleness or its direction, before the outer step.
+"""Corrects a contribution's difference, by its staleness or its direction, before the outer step.
 
-A correction is a function ``correct(difference, momentum, staleness)`` that returns the corrected difference. It is
-called for each tensor of the model separately:
+A correction is a function ``correct(difference, momentum, staleness)`` that returns the corrected difference of one
+tensor of the model:
 
 - ``difference``: The flat difference D = anchor - weights of this tensor, which may be overwritten and returned.
 - ``momentum``: The outer optimizer's momentum buffer of the same tensor, which must not be changed; None before
   the first outer step, or if the optimizer has no momentum.
 - ``staleness``: Number of versions of the anchor since the version from which the difference is measured.
 
-A correction keeps no state. Users may write their own.
+A correction keeps no state. Users may pass their own functions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from asyncdist import validation
 
-#: Function of a tensor's flat difference, its momentum or None, and the staleness, which returns the new difference.
+#: Function of a tensor's flat difference, momentum (or None) and staleness that returns the corrected difference.
 Correction: TypeAlias = Callable[[Tensor, Tensor | None, int], Tensor]
 
 _BELOW_ONE: Final = 1.0 - 2.0**-53
@@ -42,9 +42,9 @@ class StalenessWeight:
     Args:
         power: Exponent, at least 0; with 0, the staleness has no effect.
         scale: Weight of a difference that is not stale.
-        first_round: Whether a difference from the first anchor counts as at least k - 1 versions old, for k ranks. All
-            ranks begin from this anchor, so the first of them would otherwise count as much as a whole round. With n
-            contributions per version, it is k / n - 1 versions.
+        first_round: Whether a difference from the first anchor counts as at least k / n - 1 versions old, for k ranks
+            and n contributions per version. All ranks begin from this anchor, so the first contribution would otherwise
+            count as much as a whole round.
 
     Raises:
         ValueError: An option is out of range.
@@ -75,9 +75,9 @@ class CGAD:
     moments, so combine it with ``outer_optimizer=functools.partial(torch.optim.Adam, lr=...)`` or ``FedAdam``. A
     difference that is not stale is unchanged.
 
-    The paper's abstract confirms the product of an exponential and a cosine gate that is 0 past a cutoff. It does not
-    confirm the gate's exact shape, which is the usual half cosine here. It also does not give the values of the two
-    options, so they have no defaults. The paper's experiments have delays of up to 8.
+    The paper's abstract describes an exponential times a cosine gate that is 0 past a cutoff. The half cosine used here
+    is an assumption. The abstract gives no values of the two options, so they have no defaults. The paper's experiments
+    have delays of up to 8.
 
     Args:
         decay: Rate of the exponential per version, at least 0.
@@ -109,7 +109,7 @@ class CGAD:
 class HeLoCo:
     """Turns differences towards the outer momentum, and shrinks the part of a difference that opposes the momentum.
 
-    With c for the cosine between the difference D and the momentum m of a tensor, v = m / |m|, and the confidence
+    c is the cosine between the difference D and the momentum m of a tensor, v = m / |m|, and the confidence is
     f = |D| / (|D| + kappa |m|) (Al Asif et al., 2606.00271, algorithm 2, per tensor):
 
     - c >= ``threshold``: D is unchanged.
@@ -121,12 +121,12 @@ class HeLoCo:
     Without momentum, or if D or m is 0, D is unchanged. The paper's small constant in the denominators is not needed.
 
     The paper's momentum is a running mean, mu m + (1 - mu) D. torch's SGD and :class:`DelayedNesterov` keep a sum,
-    which is 1 / (1 - mu) times as long. ``momentum`` is mu, which converts the sum. Only the confidence depends on it.
+    which is 1 / (1 - mu) times as long. ``momentum`` (mu) converts the sum for the confidence.
 
-    Two sources agree on the formula: ``canon/math/heloco.md`` of junaidaliop/zij (00728ec), and ``torchft/heloco.py``
-    of PanocularAI/torchft (0b0bae4), by the company of one of the authors. The defaults are torchft's. The paper
-    itself was not read. According to torchft, the paper also multiplies the corrected D by 1 / sqrt(k)
-    for k ranks, and sends the ranks a - lr mu m instead of the anchor a. This class does neither.
+    The formula is from ``canon/math/heloco.md`` of junaidaliop/zij (00728ec) and ``torchft/heloco.py`` of
+    PanocularAI/torchft (0b0bae4), by the company of one of the authors. The defaults are torchft's. The paper itself
+    was not read. According to torchft, the paper also multiplies the corrected D by 1 / sqrt(k) for k ranks, and sends
+    the ranks a - lr mu m instead of the anchor a. This class does neither.
 
     Args:
         momentum: Momentum coefficient mu of the outer optimizer.
@@ -169,13 +169,13 @@ class HeLoCo:
             return difference
         cosine = torch.dot(difference, momentum).item() / (length * momentum_length)
         if not cosine < self.threshold:
-            return difference  # also returned if the cosine is NaN
+            return difference  # even if the cosine is NaN
         mean_length = (1.0 - self.momentum) * momentum_length
         own, other = self.shares(cosine, length / (length + self.kappa * mean_length))
         return difference.mul_(own).add_(momentum, alpha=other * length / momentum_length)
 
     def shares(self, cosine: float, confidence: float) -> tuple[float, float]:
-        """Return p and q, with which p D + q |D| v is the corrected difference, for a cosine below the threshold."""
+        """Return p and q of the corrected difference p D + q |D| v, for a cosine below the threshold."""
         if cosine < 0.0:
             share = min(self.shrink * -cosine * confidence, self.shrink_max)
             return 1.0, -share * cosine
@@ -196,8 +196,8 @@ def correct_tensors(
     Args:
         difference: Flat difference of several tensors.
         momentum: Flat momentum buffer of the same tensors, or None.
-        bounds: First and last element of each tensor in the flat difference.
-        staleness: Number of versions since the difference's base.
+        bounds: First element of each tensor in the flat difference, and the element after its last.
+        staleness: Number of versions since the anchor from which the difference was measured.
 
     Raises:
         ValueError: The correction returns a tensor of another shape.
@@ -218,6 +218,6 @@ def _positive(name: str, value: Any) -> float:
 
 
 def _check(correction: object, **checks: Callable[[str, Any], float]) -> None:
-    """Replace each option of a frozen correction by its checked value."""
+    """Replace each option of a frozen dataclass by its checked value."""
     for name, check in checks.items():
         object.__setattr__(correction, name, check(name, getattr(correction, name)))

@@ -1,18 +1,17 @@
-"""Implements an outer optimizer for asynchronous DiLoCo: Nesterov momentum that is updated at every N-th arrival.
+"""Implements Nesterov momentum that is updated at every N-th arrival, an outer optimizer for asynchronous DiLoCo.
 
 D is the difference of one arrival, a the anchor, and m the momentum buffer; eps, beta, N and c are ``lr``,
-``momentum``, ``delay`` and ``activation``. Arrivals are counted in windows of N (Liu et al., 2401.09135, algorithm 3):
+``momentum``, ``delay`` and ``activation``. N arrivals make a window (Liu et al., 2401.09135, algorithm 3):
 
     the arrivals 1 to N - 1 of a window:    a <- a - eps (c beta m + D / N)
     its last arrival:                       m <- beta m + (sum of the window's D) / N
                                             a <- a - eps ((1 - c N + c) beta m + D / N)
 
-If all D of a window are measured from the same anchor, the window moves the anchor like one Nesterov step with the mean
-of these D, except for rounding.
+If all differences of a window are measured from the same anchor, the window moves the anchor like one Nesterov step
+with their mean, except for rounding.
 
-Without the delay, each of N arrivals multiplies m by beta and adds a difference that may be old. The momentum then
-lasts for 1 / (1 - beta) arrivals instead of windows, and stale differences push it in directions that no longer
-reduce the loss.
+Without the delay, the momentum would last for 1 / (1 - beta) arrivals instead of windows, and single stale differences
+would push it in directions that no longer reduce the loss.
 
 The paper's algorithm and ``src/halos/opt.py`` of HALoS (4b5bf73) have this formula. The published experiments
 use c = 0.
@@ -35,9 +34,8 @@ _BELOW_ONE: Final = 1.0 - 2.0**-53
 class DelayedNesterov(OuterOptimizer):
     """Steps at each arrival with D / N, and updates the momentum at every N-th arrival.
 
-    With ``delay=1``, each step makes the same operations as a step of ``torch.optim.SGD(lr=lr, momentum=momentum,
-    nesterov=True)`` with ``foreach=False``, and gives the same bits. The learning rate is outside the momentum buffer.
-    The buffer is a sum of differences, which is not multiplied by 1 - ``momentum``.
+    With ``delay=1``, each step gives the same bits as ``torch.optim.SGD(lr=lr, momentum=momentum, nesterov=True,
+    foreach=False)``. The momentum buffer is a sum of differences, without the factors ``lr`` and 1 - ``momentum``.
 
     Args:
         params: Parameters, whose gradients are the differences D.
@@ -65,7 +63,6 @@ class DelayedNesterov(OuterOptimizer):
         super().__init__(params, options)
 
     def _move(self, parameter: Tensor, difference: Tensor, group: dict[str, Any]) -> None:
-        """Step one parameter, with one temporary tensor of its size."""
         state, delay = self.state[parameter], group["delay"]
         state["arrivals"] = state.get("arrivals", 0) + 1
         is_last = state["arrivals"] >= delay
@@ -85,17 +82,17 @@ class DelayedNesterov(OuterOptimizer):
 
 
 def _update_momentum(state: dict[str, Any], difference: Tensor, group: dict[str, Any]) -> None:
-    """Update m with the mean of the window, and begin the next window."""
+    """Update m with the mean difference of the window, and begin the next window."""
     state["arrivals"] = 0
     mean = difference
     if group["delay"] > 1:
         mean = state.pop("accumulated").add_(difference).div_(group["delay"])
     if "momentum_buffer" in state:
         state["momentum_buffer"].mul_(group["momentum"]).add_(mean)
-    else:  # like torch, begin with the first gradient itself
+    else:  # like torch, begin with the first mean itself
         state["momentum_buffer"] = mean.clone() if mean is difference else mean
 
 
 def _own(tensor: Tensor, given: Tensor) -> Tensor | None:
-    """Return the tensor if it may be overwritten, or None if it is the given difference."""
+    """Return ``tensor`` if it may be overwritten, or None if it is the caller's difference."""
     return None if tensor is given else tensor

@@ -1,6 +1,6 @@
-"""Keeps one member's contribution without an answer, its newest anchor, and its copy of the outer optimizer's state.
+"""Keeps a member's newest anchor, unanswered contribution, and copy of the outer optimizer's state.
 
-A complete block is never changed, so it can be offered to other ranks as long as it is referenced.
+A complete block is never changed, so it can be offered to other ranks without a copy.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from asyncdist.protocols.async_diloco.messages import Applications, Applied, Arr
 
 
 def renumbered(applied: Applications, sources: Mapping[int, int]) -> Applications:
-    """Return the contributions of a saved anchor, by the ranks of this run.
+    """Return a saved anchor's contributions with the ranks of this run.
 
     Args:
-        sources: Rank in the saved run, by rank in this run.
+        sources: Rank of the saved run, by rank of this run.
     """
     saved = dict(applied)
     return tuple((rank, saved[source]) for rank, source in sorted(sources.items()) if source in saved)
 
 
 def sources_of(state: Mapping[str, Any], rank: int, ranks: Sequence[int]) -> dict[int, int]:
-    """Return the rank in the saved run that each of ``ranks`` continues.
+    """Return the rank of the saved run that each of ``ranks`` continues.
 
     Args:
         state: Saved state of the policy on this rank.
         rank: This rank.
 
     Raises:
-        ValueError: Another rank has saved the state, and it was not loaded by ``load_population``.
+        ValueError: Another rank saved the state, and ``load_population`` has not loaded it.
     """
     sources = state["sources"]
     if sources is None and state["rank"] != rank:
@@ -46,14 +46,14 @@ def sources_of(state: Mapping[str, Any], rank: int, ranks: Sequence[int]) -> dic
 
 
 def saved_outer(state: Mapping[str, Any]) -> tuple[int, Tensor] | None:
-    """Return the version and bytes of the outer optimizer's state in a policy's state, or None."""
+    """Return the version and bytes of the outer optimizer's state in a policy's saved state, or None."""
     served, copy = state["served"], state["outer"]
     return copy if served is None else (served["version"], served["outer"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outstanding:
-    """Describes a contribution that is not answered yet."""
+    """A contribution that the leader has not answered yet."""
 
     sequence: int
     block: Block
@@ -71,13 +71,13 @@ class Outstanding:
         return cls(state["sequence"], block, Arrived(*state["report"]))
 
     def left_out(self) -> Outstanding:
-        """Return the contribution in a form that is answered but not applied, because it would count twice."""
+        """Return a copy that the leader answers but does not apply."""
         return replace(self, report=replace(self.report, norm=math.nan))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """Describes a received anchor that contains this member's contribution."""
+    """A received anchor that contains this member's contribution."""
 
     report: Applied
     block: Block
@@ -100,10 +100,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldAnchor:
-    """Describes an anchor that a member can give to a new leader.
+    """An anchor that a member can offer to a new leader.
 
     Attributes:
-        merged: Number of the island's last contribution whose answer the anchor includes; 0 without islands.
+        applied: Contributions that the anchor contains.
+        merged: Number of the island's last contribution whose answer was merged into the anchor; 0 without islands.
     """
 
     version: int
@@ -126,14 +127,14 @@ class HeldAnchor:
 
 @dataclass(slots=True, eq=False)
 class Holdings:
-    """Keeps the state of one member that the loss of a leader does not affect.
+    """Keeps the state of one member that survives the loss of the leader.
 
     Attributes:
-        base: The anchor from which the member trains.
-        sequence: Number of the member's contributions.
+        base: Anchor from which the member trains.
+        sequence: Sequence number of the member's last contribution.
         outstanding: The last contribution, until it is answered.
-        answer: The answer to the last contribution, until it is applied.
-        inherited: Anchor that this member got from a leaving leader or from a saved state, or None.
+        answer: Answer to the last contribution, until it is applied.
+        inherited: Anchor received from a leaving leader or from a saved state, or None.
         outer: Version and bytes of the newest copy of the outer optimizer's state, or None.
         on_answer: Function to call when the answer to a contribution has arrived.
     """
@@ -148,11 +149,11 @@ class Holdings:
 
     @property
     def newest(self) -> HeldAnchor:
-        """The newest anchor."""
+        """The newest anchor that this member has."""
         return max(self._anchors(), key=lambda held: held.version)
 
     def anchor_of(self, version: int) -> HeldAnchor | None:
-        """Return the anchor of a version, or None if this member does not have it."""
+        """Return this member's anchor with ``version``, or None."""
         return next((held for held in self._anchors() if held.version == version), None)
 
     def _anchors(self) -> list[HeldAnchor]:
@@ -164,23 +165,23 @@ class Holdings:
         return found
 
     def begin(self, state: Mapping[str, Any], layouts: Layouts) -> None:
-        """Begin with a saved anchor, and with the saved state of the outer optimizer if there is one."""
+        """Begin with a saved anchor and, if saved, the outer optimizer's state."""
         self.base = HeldAnchor.of(state, layouts)
         if "outer" in state:
             self.outer = self.base.version, state["outer"].clone()
 
     def begin_joined(self, state: Mapping[str, Any], layouts: Layouts, sequence: int) -> None:
-        """Begin as a newcomer with the leader's anchor, instead of a checkpoint that the newcomer has loaded.
+        """Begin with the anchor of the leader that has admitted this restarted rank, and drop any loaded checkpoint.
 
         Args:
-            sequence: Number of the last contribution that the leader knows of this member.
+            sequence: Sequence number of this rank's last contribution that the leader knows.
         """
         self.begin(state, layouts)
         self.outstanding = self.answer = self.inherited = None
         self.sequence = sequence
 
     def load(self, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int], rank: int) -> None:
-        """Load the anchors and contributions of a saved policy on ``rank``; see :func:`renumbered` for ``sources``."""
+        """Load the saved state of the rank that ``rank`` continues; see :func:`renumbered` for ``sources``."""
         self.base, self.sequence = HeldAnchor.of(state["base"], layouts, sources), state["sequence"]
         if state["served"] is not None:
             self.inherited = HeldAnchor.of(state["served"], layouts, sources)
@@ -197,7 +198,7 @@ class Holdings:
         """Return a copy for checkpoints.
 
         Args:
-            served: State of the newest anchor with the outer optimizer's state, if this member has the latter in use.
+            served: State of the newest anchor with the outer optimizer's state, if this member is the leader.
         """
         return {
             "base": self.base.state(),
@@ -216,14 +217,14 @@ class Holdings:
         return Standing(newest.version, newest.applied, outer, sequence, outstanding)
 
     def take_answer(self, answer: Answer) -> None:
-        """Record the answer to the outstanding contribution."""
+        """Record the answer to the unanswered contribution."""
         self.answer, self.outstanding = answer, None
         if self.inherited is not None and self.inherited.version <= answer.report.version:
             self.inherited = None
         self.on_answer()
 
     def apply_answer(self) -> Answer:
-        """Make the answer's anchor the base, and return the answer."""
+        """Train from the answer's anchor from now on, and return the answer."""
         answer, self.answer = self.answer, None
         assert answer is not None, "an answer has arrived before it is applied"
         self.base = answer.held()

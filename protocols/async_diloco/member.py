@@ -1,7 +1,7 @@
-"""Takes part in asynchronous DiLoCo for one member: offers contributions, and receives anchors that contain them.
+"""Takes part in asynchronous DiLoCo for one rank: offers contributions, and receives anchors that contain them.
 
-The member that leads also has a :class:`~protocols.async_diloco.server.Server`. If the leader is lost or leaves, all
-members report their standing to the next leader. All messages and data move at safe points.
+The leader also has a :class:`~protocols.async_diloco.server.Server`. If the leader is lost or leaves, each rank reports
+its newest anchor and unanswered contribution to the next leader. Messages and data move only at safe points.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ logger = logging.getLogger("protocols.async_diloco")
 
 
 class AsyncMember:
-    """Sends one member's contributions, and receives its answers.
+    """Sends one rank's contributions to the leader, and receives the anchors that answer them.
 
     Args:
-        membership: Members of the policy, which this object opens.
-        holdings: This member's state, which a new leader needs.
-        is_overlapped: Whether ranks train while data moves; equal on all members.
-        options: Options of the server, if this member leads.
+        membership: Members of the policy; opened by this object.
+        holdings: State of this rank that a new leader needs.
+        is_overlapped: Whether ranks train while data moves; equal on all ranks.
+        options: Options of the server if this rank leads.
         name: Name of the channel in reports of waits.
-        regional: The connection to the global server if this member leads its island; None without islands.
+        regional: Connection to the global server, used if this rank leads its island; None without islands.
 
     Attributes:
-        server: The leader's server; None if this member does not lead.
+        server: This rank's server; None if it does not lead.
     """
 
     def __init__(
@@ -74,11 +74,13 @@ class AsyncMember:
         self._options = options
         self._regional = regional
         self._name = name
-        self._registrations: list[HeldAnchor] = []  # answers to this member's registration
-        self._early: list[tuple[int, int, AsyncMessage]] = []  # messages that arrived before this rank leads
-        self._fetching: asyncio.Task[None] | None = None  # the task that receives an answer
-        self._is_heir = False  # whether a leaving leader has given its anchor and outer state to this member
-        self._has_settled = False  # whether this member is leaving, and accepts no anchor from a leaving leader
+        self._registrations: list[HeldAnchor] = []  # global anchors received after registering
+        self._early: list[
+            tuple[int, int, AsyncMessage]
+        ] = []  # messages to the leader that arrived before this rank led
+        self._fetching: asyncio.Task[None] | None = None  # fetches the answer to the contribution
+        self._is_heir = False  # whether this rank has inherited a leaving leader's state
+        self._has_settled = False  # whether this rank is leaving, and inherits no state
         self._is_closed = False
         self.server: Server | None = None
         self._contributions = Offers(services, scopes.to_members, is_overlapped=is_overlapped)
@@ -97,7 +99,7 @@ class AsyncMember:
     # -- the policy's calls -----------------------------------------------------------------------------------------
 
     def contribute(self, block: Block, report: Arrived, sequence: int | None = None) -> None:
-        """Offer a contribution; its memory must not be changed afterwards."""
+        """Offer a contribution to the leader; ``block`` must not be changed afterwards."""
         own = self._holdings
         own.sequence = own.sequence + 1 if sequence is None else sequence
         own.outstanding = Outstanding(own.sequence, block, report)
@@ -105,18 +107,18 @@ class AsyncMember:
         self._tell_leader(report, own.sequence)
 
     async def answered(self) -> None:
-        """Wait until this member has the answer to its contribution, or until its replica is broken."""
+        """Wait until the leader has answered this rank's contribution, or a rank of its replica is lost."""
         own, members = self._holdings, self._membership
         wait = WaitId(WaitKind.CONTRIBUTION_ANSWER, number=own.sequence)
         await self._services.engine.until(lambda: own.outstanding is None or members.is_broken, wait)
 
     async def is_answered(self, deadline: float) -> bool:
-        """Wait until no contribution lacks an answer; return False if the deadline passes first."""
+        """Wait for the answer to this rank's contribution; return False if the deadline passes first."""
         wait = WaitId(WaitKind.OWN_ROUND)
         return await self._services.engine.until(lambda: self._holdings.outstanding is None, wait, deadline=deadline)
 
     def withdraw(self) -> None:
-        """Withdraw the contribution that has no answer yet."""
+        """Withdraw the unanswered contribution."""
         self._holdings.outstanding = None
         self._contributions.note_taken(self._membership.leader)
 
@@ -138,11 +140,11 @@ class AsyncMember:
         return found
 
     async def _take_registration(self, leader: int, version: int, applied: Applications) -> None:
-        """Receive the global anchor after a registration."""
+        """Fetch the global anchor that answers this rank's registration."""
         block = self._layouts.new_block()
         try:
             await self._anchors.fetch(leader, version, block[0])
-        except (RankLostError, StreamAborted) as error:  # this rank registers again with the next leader
+        except (RankLostError, StreamAborted) as error:  # registered() retries with the next leader
             logger.info("global anchor %d of rank %d did not arrive: %s", version, leader, error)
             return
         self._registrations.append(HeldAnchor(version, applied, block))
@@ -150,12 +152,12 @@ class AsyncMember:
         self.post(Taken(), leader, version)
 
     async def settled(self, deadline: float) -> bool:
-        """Wait until this member may leave: its contribution is answered, and the next leader has received the anchor.
+        """Wait until this rank's contribution is answered, and the next leader has the anchor, so that it may leave.
 
-        A member that has inherited the anchor waits until it leads, and gives the anchor to the next member. Otherwise
-        the anchor would be lost if both ranks leave at the same time.
+        A rank that has inherited the anchor waits until it leads, and passes the anchor on. Otherwise the anchor would
+        be lost if the old and the new leader leave at the same time.
 
-        Also return if another rank of this rank's replica is lost: the other members then no longer count this member.
+        Return at once if a rank of this rank's replica is lost, because its replica is then no longer a member.
 
         Returns:
             False if the deadline passed first, which is logged.
@@ -176,7 +178,7 @@ class AsyncMember:
         return is_free or members.is_broken
 
     def _note_late(self) -> None:
-        """Log which part of this member's state is lost if it leaves now."""
+        """Log the state that may be lost because this rank leaves now."""
         me, own = self._services.rank, self._holdings
         if own.outstanding is not None:
             logger.warning(
@@ -188,11 +190,11 @@ class AsyncMember:
             )
 
     async def settle(self) -> None:
-        """Notify the leader that this member makes no step at present, and wait for the answer to its contribution."""
+        """Notify the leader that this rank makes no steps for now, and wait for the answer to its contribution."""
         await self._membership.settle(lambda: self._holdings.outstanding is None)
 
     def leave(self) -> None:
-        """Leave the policy. A contribution without an answer is withdrawn."""
+        """Leave the policy, and withdraw the unanswered contribution."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -204,7 +206,7 @@ class AsyncMember:
         self._channel.close()
 
     def begin_joined(self) -> None:
-        """Take part in the policy as a newcomer that has loaded the leader's state."""
+        """Become a member, after a restarted rank has loaded the leader's state."""
         self._membership.complete_joining()
 
     # -- changes of the members -------------------------------------------------------------------------------------
@@ -214,14 +216,14 @@ class AsyncMember:
         return self.server is not None and self.server.has_begun
 
     def on_lost(self, rank: int) -> None:
-        """Continue without a member."""
+        """Stop offering data to a lost member."""
         self._contributions.note_taken(rank)
         self._anchors.note_taken(rank)
         if self.server is not None:
             self.server.on_lost(rank)
 
     def on_new_leader(self) -> None:
-        """Report this member's standing to the new leader."""
+        """Report this rank's newest anchor and unanswered contribution to the new leader."""
         if self._fetching is not None:
             self._fetching.cancel()
             self._fetching = None
@@ -238,17 +240,17 @@ class AsyncMember:
         self._anchors.admit(rank)
 
     def on_admitted(self, rank: int) -> None:
-        """Count a newcomer as a worker, as the leader."""
+        """As the leader, accept contributions of a rank that has joined."""
         assert self.server is not None, "only a leader admits"
         self.server.on_admitted(rank)
 
     def on_settling(self) -> None:
-        """As the leader, make versions without the members that make no step at present."""
+        """As the leader, stop waiting for the members that make no steps for now."""
         if self.server is not None:
             self.server.on_settling()
 
     def _report(self) -> None:
-        """Become the server if this member leads, and send this member's standing to the leader."""
+        """Start the server if this rank leads, and send this rank's :class:`Standing` to the leader."""
         if self._membership.leads:
             self.server = Server(
                 self._services,
@@ -292,7 +294,7 @@ class AsyncMember:
             self.server.on_given(source, number, message)
 
     def _hear(self, source: int, number: int, message: AsyncMessage) -> None:
-        """Handle a member's message as the leader, or keep it until this rank notices that it leads."""
+        """Handle a message to the leader, or keep it until this rank's server has started."""
         if self.server is None:
             self._early.append((source, number, message))
         elif isinstance(message, Standing):
@@ -303,7 +305,7 @@ class AsyncMember:
             self.server.on_register(source)
 
     def _obey(self, leader: int, number: int, message: AsyncMessage) -> None:
-        """Handle the leader's message as a member."""
+        """Handle a message from the leader."""
         own = self._holdings
         match message:
             case Applied():
@@ -311,7 +313,7 @@ class AsyncMember:
                 if is_new:
                     task = self._take_answer(leader, number, message)
                     self._fetching = self._anchors.spawn(task, f"anchor {message.version}")
-                elif self._fetching is None:  # the contribution came from this rank's previous process
+                elif self._fetching is None:  # it answers a contribution of this rank's previous process
                     self.post(Taken(), leader, message.version)
             case Registered(applied):
                 task = self._take_registration(leader, number, applied)
@@ -322,14 +324,14 @@ class AsyncMember:
                 self._anchors.spawn(self._inherit(leader, number, message), f"anchor {number} of rank {leader}")
 
     async def _take_answer(self, leader: int, number: int, report: Applied) -> None:
-        """Receive the anchor with this member's contribution, and the outer optimizer's state if it is offered too."""
+        """Fetch the anchor that contains this rank's contribution, and the outer optimizer's state if it is offered."""
         block, outer, nbytes = self._layouts.new_block(), new_bytes(0), report.outer_nbytes
         try:
             if nbytes:
                 outer = self._layouts.new_outer(nbytes, leader)
                 await self._anchors.fetch(leader, report.version, outer, SECOND)
             await self._anchors.fetch(leader, report.version, block[0])
-        except (RankLostError, StreamAborted) as error:  # this member reports the contribution to the next leader
+        except (RankLostError, StreamAborted) as error:  # the contribution is reported to the next leader
             logger.info("anchor %d of rank %d did not arrive: %s", report.version, leader, error)
             return
         finally:
@@ -342,14 +344,14 @@ class AsyncMember:
         self.post(Taken(), leader, report.version)
 
     def take_answer(self, number: int, answer: Answer) -> None:
-        """Record the answer to a contribution."""
+        """Record the answer to this rank's contribution ``number``."""
         own = self._holdings
         if own.outstanding is not None and own.outstanding.sequence == number:
             own.take_answer(answer)
             self._services.engine.recheck()
 
     def _give(self, leader: int, version: int, *, is_outer: bool) -> None:
-        """Offer the newest anchor, or the copy of the outer optimizer's state, to a new leader."""
+        """Offer this rank's anchor, or its copy of the outer optimizer's state, to a new leader."""
         held, outer = self._holdings.anchor_of(version), self._holdings.outer
         if is_outer and outer is not None and outer[0] == version:
             self._anchors.offer(version, outer[1], leader, SECOND)
@@ -359,7 +361,7 @@ class AsyncMember:
             self.post(Given(held.applied, 0, held.merged), leader, version)
 
     async def _inherit(self, leader: int, version: int, given: Given) -> None:
-        """Receive the anchor and the outer optimizer's state from a leader that leaves."""
+        """Fetch the anchor and the outer optimizer's state of a leaving leader."""
         block, outer = self._layouts.new_block(), self._layouts.new_outer(given.outer_nbytes, leader)
         try:
             await self._anchors.fetch(leader, version, outer, SECOND)
@@ -367,7 +369,7 @@ class AsyncMember:
         except (RankLostError, StreamAborted) as error:
             logger.info("anchor %d of rank %d, which leaves, did not arrive: %s", version, leader, error)
             return
-        if self._has_settled:  # the leader gives it to another member when this rank has left
+        if self._has_settled:  # the leader offers the state to another rank once this rank has left
             return
         self._is_heir = True
         self._holdings.inherited = HeldAnchor(version, given.applied, block, given.merged)

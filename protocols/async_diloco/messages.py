@@ -1,22 +1,22 @@
 """Defines the messages between the workers and the leader, which keeps the anchor.
 
-The round number in the frame's header is the worker's sequence number, or a version if the message's docstring says so.
-Annotations are real objects, never strings, since `get_type_hints` must return plain types.
+The round number in a frame's header is the worker's sequence number, unless a message's docstring says that it is a
+version. Annotations are not strings, because `get_type_hints` must return plain types.
 """
 
 from dataclasses import dataclass
 from math import isfinite
 from typing import Final
 
-#: Largest version or sequence number: both are sent as the round number in a frame's header.
+#: Largest version or sequence number, because both are sent as the round number in a frame's header.
 NUMBER_MAX: Final = 2**32 - 1
-#: Contributions that an anchor contains: the rank and last sequence number of each worker, in ascending order of ranks.
+#: Contributions that an anchor contains: each worker's rank and last sequence number, in ascending order of ranks.
 Applications = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Worker to leader: this worker offers a contribution.
+    """Offers a worker's contribution to the leader.
 
     Attributes:
         base_version: Version of the anchor from which the worker has trained.
@@ -42,17 +42,17 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Leader to worker: the anchor contains the contribution, and is offered to the worker.
+    """Offers an anchor to a worker whose contribution it contains.
 
     Attributes:
-        version: Version of the offered anchor.
-        applied: The contributions that this anchor contains.
+        version: Version of the anchor.
+        applied: Contributions that the anchor contains.
         donors, weights: Ranks whose contributions made this version, ascending, and their weights.
         staleness: Number of versions between the contribution's base and its application.
         norm, cosine: L2 norm of the mean difference, and mean cosine between two contributions; NaN if unknown.
         steps: Number of training steps until the worker's next contribution.
-        outer_nbytes: Size in bytes of the outer optimizer's state, which the worker must also fetch; 0 without one.
-        grace_s: Seconds that the leader has waited for further contributions to this version, after its quorum.
+        outer_nbytes: Size in bytes of the outer optimizer's state, which the worker must fetch too; 0 if not offered.
+        grace_s: Seconds that the leader has waited for contributions to this version after the quorum.
         merged: Number of the island's last contribution whose answer was merged into this anchor; 0 without islands.
     """
 
@@ -82,19 +82,19 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Receiver of an anchor to the rank that offers it: the anchor has arrived. The round number is its version."""
+    """Confirms that an offered anchor has arrived. The round number is the anchor's version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Member to a new leader: the newest anchor that this member has, and its contribution without an answer.
+    """Reports a member's newest anchor and unanswered contribution to a new leader.
 
     Attributes:
         version: Version of the anchor.
-        applied: The contributions that the anchor contains.
-        outer_version: Version to which the member's copy of the outer optimizer's state belongs; -1 without a copy.
-        sequence: Sequence number of the contribution; 0 if there is none.
-        outstanding: The contribution; empty if there is none.
+        applied: Contributions that the anchor contains.
+        outer_version: Version of the member's copy of the outer optimizer's state; -1 without a copy.
+        sequence: Sequence number of the unanswered contribution; 0 if there is none.
+        outstanding: The unanswered contribution; empty if there is none.
     """
 
     version: int
@@ -115,10 +115,10 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """New leader to a member: the leader will fetch the member's newest anchor. The round number is its version.
+    """Asks a member, as a new leader, to offer its newest anchor. The round number is the anchor's version.
 
     Attributes:
-        is_outer: Whether the leader will fetch the member's copy of the outer optimizer's state instead.
+        is_outer: Whether the leader wants the member's copy of the outer optimizer's state instead.
     """
 
     is_outer: bool
@@ -126,15 +126,14 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Offers an anchor or the outer optimizer's state.
+    """Offers an anchor or the outer optimizer's state to a new leader, or as a leaving leader to the next leader.
 
-    A member sends it to a new leader, or a leaving leader to its successor. The message's round number is the anchor's
-    version.
+    The round number is the anchor's version.
 
     Attributes:
-        applied: The contributions that the anchor contains.
-        outer_nbytes: Size in bytes of the outer optimizer's state; 0 without one.
-        merged: Number of the island's last contribution whose answer the anchor includes; 0 without islands.
+        applied: Contributions that the anchor contains.
+        outer_nbytes: Size in bytes of the outer optimizer's state; 0 if not offered.
+        merged: Number of the island's last contribution whose answer was merged into the anchor; 0 without islands.
     """
 
     applied: Applications
@@ -149,18 +148,18 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """Server of an island to the global server: this rank now serves its island.
+    """Registers the sending rank with the global server as the server of its island.
 
-    The global server drops the island's contributions that it has not applied.
+    The global server then drops the island's unapplied contributions.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """Answer to :class:`Register`: the global anchor is offered. The round number is its version.
+    """Answers :class:`Register` by offering the global anchor. The round number is the anchor's version.
 
     Attributes:
-        applied: The contributions that the anchor contains, by island.
+        applied: Contributions that the anchor contains, by island.
     """
 
     applied: Applications

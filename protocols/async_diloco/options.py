@@ -22,8 +22,8 @@ from asyncdist.protocols.selective.islands.layout import IslandOptions
 from asyncdist.protocols.step_info import PolicyEvent
 from asyncdist.tensors.codecs import Codec
 
-#: Default rule: the anchor moves by each difference divided by 1 + its staleness. If k ranks have the same speed, their
-#: k contributions of a round then move the anchor by about the mean difference, for any k.
+#: By default, the anchor moves by each difference divided by 1 + its staleness. One contribution of each of k equally
+#: fast ranks then moves the anchor by about their mean difference, for any k.
 DEFAULT_OUTER: Final = functools.partial(torch.optim.SGD, lr=1.0)
 DEFAULT_CORRECTION: Final = StalenessWeight(power=1.0, first_round=True)
 _ANCHOR_IS_WHOLE: Final = "DiLoCoPolicy has this option; here the anchor and each contribution are whole"
@@ -56,8 +56,8 @@ ELSEWHERE: Final = {
 LOSES_VALUES: Final = (
     "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"
 )
-#: Default outer optimizer of the global server of islands, from HALoS. The learning rate of HALoS, 0.15, is for one
-#: arrival; here ``lr`` is for a window of two arrivals.
+#: Default outer optimizer of the global server of islands, from HALoS. HALoS's learning rate of 0.15 is for one
+#: arrival, but ``lr`` is for a window of two arrivals.
 GLOBAL_NESTEROV: Final = functools.partial(DelayedNesterov, lr=0.3, momentum=0.5, delay=2)
 _STRAGGLERS: Final = "stragglers and rounds"
 _MEMBERS: Final = "members and timeouts"
@@ -214,7 +214,7 @@ class AsyncDiLoCoOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check each value, and fill in the defaults of the outer step and of islands."""
+        """Check each value, and set the defaults of the outer step and of islands."""
         Options.__post_init__(self)
         if self.outer_optimizer is None:
             if self.correct is not None:
@@ -250,7 +250,7 @@ class AsyncDiLoCoOptions(Options):
         )
 
     def check_grace(self, average_every: int) -> None:
-        """Raise ValueError if both grace options are given, or if ranks would wait because of ``grace_steps``."""
+        """Raise ValueError if ``grace_steps`` is too large, or contradicts ``grace_s`` or ``late``."""
         if not self.grace_steps:
             return
         if self.grace_s:
@@ -266,9 +266,9 @@ class AsyncDiLoCoOptions(Options):
             validation.refuse("grace_steps", self.grace_steps, f"at most average_every ({average_every})")
 
     def check_saved(self, outer: Mapping[str, Any]) -> None:
-        """Raise ValueError if the default outer optimizer would continue the state of another one.
+        """Raise ValueError if the default outer optimizer would load another optimizer's saved options.
 
-        The saved options replace the factory's, but the default's weight of staleness does not fit to them.
+        The default correction does not fit another optimizer's options, such as its learning rate.
         """
         if self.outer_optimizer is not DEFAULT_OUTER:
             return
@@ -284,13 +284,13 @@ class AsyncDiLoCoOptions(Options):
                 )
 
     def check_members(self, count: int) -> None:
-        """Raise ValueError if the quorum is larger than the number of members, counting a replica as one member."""
+        """Raise ValueError if the quorum is larger than ``count``, the number of members or replicas."""
         if self.quorum > count:
             counted = "members" if self.replica_size == 1 else "replicas"
             validation.refuse("quorum", self.quorum, f"from 1 to the number of {counted} ({count})")
 
     def agreed(self) -> dict[str, Any]:
-        """Return the options that must be equal on all members, by name, as JSON values."""
+        """Return the options that must be equal on all ranks, by name, as JSON values."""
         correct = "None" if self.correct is None else repr(self.correct)
         return {
             **Options.agreed(self),
@@ -304,13 +304,13 @@ class AsyncDiLoCoOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Contains the options of the server.
+    """Options of the server.
 
     Attributes:
+        own: Options of the policy.
         average_every: Number of steps until the fastest worker's next contribution.
         mirror_every: Number of versions between two copies of the outer optimizer's state; 0 for no copies.
-        islands: Number of each rank's island, for the global server, whose workers are the islands; None if the workers
-            are the ranks.
+        islands: On the global server, the number of each rank's island; None if the workers are ranks.
     """
 
     own: AsyncDiLoCoOptions
@@ -319,5 +319,5 @@ class ServerOptions:
     islands: Mapping[int, int] | None = None
 
     def worker_of(self, rank: int) -> int:
-        """Return the worker for which a rank contributes: the rank or its island."""
+        """Return the worker for which a rank contributes: its island on the global server, otherwise the rank."""
         return rank if self.islands is None else self.islands[rank]

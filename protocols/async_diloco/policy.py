@@ -1,17 +1,17 @@
 """Asynchronous DiLoCo: the leader applies each rank's difference to the anchor when it arrives, and no rank waits.
 
 Each rank trains alone from an anchor a_v. After ``average_every`` steps (H) it sends the difference D = a_v - theta
-between this anchor and its weights, and continues to train. The first member, the leader, makes one step of the outer
-optimizer with D, or with the mean difference of ``quorum`` ranks. Then it sends the new anchor back. The rank applies
-it in its first step after the arrival:
+between this anchor and its weights to the leader, and continues to train. The leader makes one step of the outer
+optimizer with D, or with the mean difference of ``quorum`` ranks, and sends the new anchor back. The rank applies the
+anchor in its first step after the arrival:
 
     theta <- a_new + (theta - theta_captured)
 
 (Liu et al., 2401.09135; with quorum and grace period: Decoupled DiLoCo, 2604.21428.) A rank has at most one difference
-in flight. With a slow leader, a rank therefore makes more steps per contribution. A slow rank makes only its own
-contributions stale.
+in flight, so it makes more steps per contribution if the leader is slow. A slow rank makes only its own contributions
+stale.
 
-With ``islands``, each island has such a leader, and the leaders contribute to a global server (HALoS, 2506.04531):
+With ``islands``, each island has a leader, which contributes to a global server (HALoS, 2506.04531):
 :mod:`protocols.async_diloco.islands.regional`.
 
 If the leader is lost, the next member continues from the newest anchor of all living members. Each contribution is
@@ -73,7 +73,7 @@ from asyncdist.tensors.flat_state import Entry
 from asyncdist.tensors.infinities import KnownInfinities, trouble_of
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
-#: Name of a compared value in error messages: whether a rank begins with a saved state.
+#: Name, in error messages, of the value that tells whether a rank begins with a saved state.
 _RESUMED: Final = "begins with a saved state"
 _OWN_STATE: Final = (
     *("captures", "base", "answer", "outstanding", "served", "outer", "sequence", "counts", "reported", "global"),
@@ -83,7 +83,7 @@ _OWN_STATE: Final = (
 
 @with_options(AsyncDiLoCoOptionNames, CommonOptions, AsyncDiLoCoOptions)
 class AsyncDiLoCoPolicy(AnchoredPolicy):
-    """Trains with asynchronous DiLoCo: each contribution is applied when it arrives, and no rank waits for other ranks.
+    """Trains with asynchronous DiLoCo: contributions are applied when they arrive, and no rank waits for another rank.
 
     ::
 
@@ -95,8 +95,8 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
     All ranks must begin with equal weights. The outer optimizer moves the parameters. Floating buffers, such as
     BatchNorm's statistics, move towards the mean of each version's contributions, by the share of the ranks that have
     contributed. Integer and bool buffers are copied from the version's first contributing rank. The inner optimizer
-    keeps its state. A rank whose weights are not finite does not contribute. Its weights are replaced by the anchor,
-    and its inner optimizer's state is cleared (``StepInfo.recovered``).
+    keeps its state. A rank whose weights are not finite does not contribute. It receives the anchor, and its inner
+    optimizer's state is cleared (``StepInfo.recovered``).
 
     With ``late="wait"`` and a quorum of all ranks, this policy equals :class:`DiLoCoPolicy` with the same outer
     optimizer.
@@ -137,14 +137,14 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             warnings.warn(LOSES_VALUES, UserWarning, stacklevel=3)
         self._layouts: Layouts
         self._captures: Captures
-        self._holdings: Holdings  # with `replica_size`, only on a replica's first rank, like _captures
+        self._holdings: Holdings  # like _captures, only on the first rank of a replica
         self._known_infinities: KnownInfinities
-        self._crew: Crew | None = None  # None if each rank is a replica, and if this rank is alone
-        self._is_compared = False  # whether the ranks of the replica were found to have equal weights
+        self._crew: Crew | None = None  # None unless replicas have several ranks
+        self._is_compared = False  # whether the replica's ranks are known to have equal weights
         self._alone: Anchor | None = None  # the anchor if this rank is alone
         self._island: Island | None = None  # None without islands
         self._federation: Federation | None = None  # None before the start, and without islands
-        self._upper_holdings: Holdings  # this rank's state among all ranks; only with islands
+        self._upper_holdings: Holdings  # like _holdings, for the global server; only with islands
         self._member: AsyncMember | None = None  # None before the start, and if this rank is alone
         self._admission: Admission | None = None
         self._stopwatch = Stopwatch() if own.dynamic_steps or own.grace_steps else None
@@ -166,11 +166,11 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         Args:
             local_metric, loss, score: Ignored.
             tokens: Number of tokens or examples of this step, for ``weights="tokens"`` or ``"rate"``. Pass it in all
-                steps on all ranks, or in no step; then each step counts as 1.
+                steps on all ranks, or in none. Without it, each step counts as 1.
 
         Raises:
-            TypeError: ``weights`` is not ``"equal"``, and the call has a positional number instead of ``tokens``.
-            ValueError: ``tokens`` is not finite and above 0, is missing in some steps, or is passed although
+            TypeError: ``weights`` is not ``"equal"``, and the number of tokens is passed by position.
+            ValueError: ``tokens`` is not a finite number above 0, is missing in some steps, or is passed although
                 ``weights`` is ``"equal"``.
         """
         if self._first_call is None:
@@ -179,7 +179,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return super().step(local_metric, loss=loss, score=score)
 
     def statistics(self) -> AsyncDiLoCoStatistics:
-        """Return this member's counts so far."""
+        """Return this rank's counts of steps and contributions."""
         server = None if self._member is None else self._member.server
         version = self._holdings.base.version if self._stage != "new" and self._is_first else 0
         counts = self.iteration, version, self._progress.contribution_count, self._progress.postponed_count
@@ -192,11 +192,11 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return {"average_every": self.average_every, **self._own_options.agreed()}
 
     def _leading_order(self) -> Sequence[int]:
-        """Return the order in which ranks become the leader or, with islands, the global server."""
+        """Return the ranks in the order in which they become the leader or, with islands, the global server."""
         return self._takers() if self._island is None else tuple(reversed(self._island.population))
 
     def _prepare(self) -> None:
-        """Lay out the vectors, and copy the anchor from the model."""
+        """Divide the ranks into replicas and islands, and copy the anchor from the model."""
         self._replicas = Replicas(self._members, 1 if self.is_alone else self._own_options.replica_size)
         self._island = self._own_options.layout.island_of(self._world.rank, self._members, self._services.hosts)
         self.admits_restarted = self.admits_restarted and self._island is None
@@ -214,36 +214,35 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return self._known_infinities.without(dict(self.model.named_parameters(remove_duplicate=False)))
 
     def _lay_out(self, entries: Sequence[Entry], parameters: set[str]) -> None:
-        """Begin with the model's weights, or with a saved state."""
+        """Create this rank's state from the model's weights, or load a saved state."""
         own = self._own_options
         divisible = embeddings_of(self.model) if own.merge == "radial" else None
         self._layouts = Layouts(entries, parameters, len(self._takers()), own.wire, divisible)
         self._captures = Captures(self._layouts, own.error_feedback)
         self._holdings = Holdings(HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
         if self._island is not None:
-            self._upper_holdings = Holdings(self._holdings.base)  # a block is never changed
+            self._upper_holdings = Holdings(self._holdings.base)  # sharing is safe: blocks are never changed
         self._take_saved()
 
     def _takers(self) -> tuple[int, ...]:
-        """Return the first rank of each replica, which contributes for its replica."""
+        """Return the ranks that contribute: the first rank of each replica."""
         return self._members[:: self._replicas.size]
 
     @property
     def _is_first(self) -> bool:
-        """True if this rank contributes for its replica, or has a replica of its own."""
+        """True if this rank is the first, or the only, rank of its replica, and contributes for it."""
         return self._crew is None or self._crew.leads
 
     def _agreed_values(self) -> dict[str, str]:
         return {**super()._agreed_values(), _RESUMED: "yes" if self._saved is not None or self._was_loaded else "no"}
 
     def _first_weights(self) -> dict[str, str]:
-        """Return the checksum of this rank's weights, equal on all ranks with the same part of the model."""
+        """Return this rank's checksum, which must be equal on all ranks with the same part of the model."""
         if self._was_loaded or self._saved is not None:
-            return {FIRST_WEIGHTS: "saved"}  # the ranks' anchors differ, and the leader begins with the newest anchor
+            return {FIRST_WEIGHTS: "saved"}  # saved anchors may differ: the leader begins with the newest
         return {FIRST_WEIGHTS: f"{self._checksum():08x}"}
 
     def _checksum(self) -> int:
-        """Return a checksum of the parameters of this rank's model, or of its shards."""
         return checksum_of_parameters(self._flat.entries, self._parameters(), self._own_tensors())
 
     async def _start(self) -> None:
@@ -309,7 +308,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
                 await member.settled(deadline)
                 if self._federation is not None:
                     await self._federation.settled(deadline)
-        finally:  # notifies the other ranks even if this task is cancelled
+        finally:  # so that the other ranks are notified even on cancellation
             member.leave()
             if self._federation is not None:
                 self._federation.leave()
@@ -324,7 +323,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         self._opened()[0].begin_joined()
 
     def _take_whole(self) -> None:
-        """Begin at the leader's newest anchor, not at its weights, whose progress the leader contributes itself."""
+        """Begin with the leader's newest anchor, not with its weights, whose progress the leader contributes."""
         state, rank, own = self._saved, self._world.rank, self._holdings
         assert state is not None, "the leader has sent its state"
         self._captures.clear_residuals()
@@ -335,7 +334,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             self._captures.restore(own.base.block, self._tensors())
 
     def _whole_state(self) -> dict[str, Any]:
-        """Return the weights, the optimizer's state, and the anchor, as the leader."""
+        """Return the leader's state that a joining rank loads."""
         state, server = super()._whole_state(), self._opened()[0].server
         assert server is not None, "only a leader admits"
         own = dict.fromkeys(("captures", "answer", "outstanding", "reported", "global"))
@@ -343,13 +342,13 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return {**state, "policy": {**state["policy"], **own, "reported_to_leader": reported}}
 
     async def _admit(self) -> None:
-        """As the leader, admit a restarted rank that has asked to join, with the state after this step."""
+        """As the leader, send the state after this step to a restarted rank that has asked to join."""
         if self._admission is None or self._member is None or not self._admission.is_asked:
             return
         server = self._member.server
         assert server is not None, "only a leader is asked"
         await server.freeze()
-        if self._admission.is_asked:  # the newcomer may have been lost during the wait
+        if self._admission.is_asked:  # the restarted rank may have been lost meanwhile
             self._admission.admit(self._whole_state)
         server.thaw()
 
@@ -359,9 +358,9 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         """Stop making versions until the next step, so that :meth:`state_dict` matches the other ranks' states.
 
         :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, versions
-        are still made, because other ranks may wait for them inside their steps. The leader then does not wait for the
-        ranks that have called this method, even if there is no quorum. With ``late="wait"`` and a quorum, all ranks
-        must call this method before a collective operation of the training loop.
+        are still made, because other ranks may wait for them in their steps. Their quorum then excludes the ranks that
+        have called this method. With ``late="wait"`` and a quorum, all ranks must call this method before a collective
+        operation of the training loop.
 
         Raises:
             BusyError: The call is inside a block of :meth:`anchor_weights`.
@@ -380,7 +379,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             return {name: self._saved[name] for name in _OWN_STATE}
         if self._stage == "new":
             return dict.fromkeys(_OWN_STATE)
-        # load_population fills in ``sources``: the rank in the saved run that each rank continues.
+        # load_population() sets ``sources``: the rank of the saved run that each rank continues.
         place = {"rank": self._world.rank, "sources": None, **self._replicas.place_of(self._world.rank)}
         if not self._is_first:
             return {**dict.fromkeys(_OWN_STATE), **self._progress.state(), **place}
@@ -407,7 +406,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             self._saved = state
 
     def _take_saved(self) -> None:
-        """Load the state that :meth:`load_state_dict` has given, if any."""
+        """Apply the state that was passed to :meth:`load_state_dict`, if any."""
         state, rank = self._saved, self._world.rank
         if state is None:
             return
@@ -426,7 +425,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
     # -- the anchor in the model ------------------------------------------------------------------------------------
 
     async def _write_anchor(self, tensors: Sequence[Tensor]) -> None:
-        """Write the newest anchor that this rank has, and on the leader the newest of all, with its buffers."""
+        """Write the newest anchor that this rank has into the model, with its buffers."""
         if self._is_first:
             self._captures.write(self._newest_anchor(), tensors)
         if self._crew is not None:
@@ -442,7 +441,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> bool:
-        self._progress.steps += 1  # before the first await, so that a cancelled step is counted
+        self._progress.steps += 1  # before the first await, so that a cancelled step counts
         leads = self._federation is not None or (self._member is not None and self._member.server is not None)
         if leads or self._crew is not None or self._stopwatch is not None or self._holdings.outstanding is not None:
             return False
@@ -473,8 +472,8 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             self._stopwatch.on_resume(self._world.time())
 
     async def _contribute(self) -> StepInfo:
-        """Apply the answer to the last contribution if it has arrived, and capture the next one if it is due."""
-        if self.is_alone and self._holdings.outstanding is not None:  # saved by a run with several ranks
+        """Apply the anchor that answers the last contribution, if it has arrived, and contribute again if due."""
+        if self.is_alone and self._holdings.outstanding is not None:  # loaded from a run with several ranks
             await self._apply_alone(self._holdings.outstanding)
         info = await self._take_answer()
         if self._progress.is_due and not self._progress.is_waiting:
@@ -486,11 +485,10 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return info
 
     def _own_tensors(self) -> Sequence[Tensor]:
-        """Return the tensors of this rank's model."""
         return self._flat.tensors(self._layout_buffers)
 
     def _tensors(self) -> Sequence[Tensor]:
-        """Return the tensors of the whole model; the first rank of a sharded replica has copies of the other shards."""
+        """Return the whole model's tensors; in a sharded replica, the first rank has copies of the other shards."""
         return self._own_tensors() if self._crew is None else self._crew.tensors(self._own_tensors())
 
     async def _capture(self) -> None:
@@ -503,7 +501,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             first, *_ = await self._crew.replica.gathered(None if report is None else astuple(report))
             report = Arrived(*first)
         self._progress.note_captured(report, self.iteration)
-        if block is None or report is None:  # this rank follows the first rank of its replica
+        if block is None or report is None:  # only the first rank of a replica contributes
             return
         if self._member is not None:
             self._member.contribute(block, report)
@@ -512,7 +510,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             await self._apply_alone(Outstanding(self._holdings.sequence, block, report))
 
     async def _collect(self, crew: Crew, unsound: str) -> str:
-        """Prepare a replica's contribution with its other ranks; return the name of a non-finite entry, or ""."""
+        """Collect the replica's shards and tokens on its first rank; return the name of a non-finite entry, or ""."""
         self._reshard()
         own = Readiness(True, unsound)
         if not (unsound or self._is_compared or self._holds_shards()):
@@ -534,12 +532,12 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         """Make the next version of the anchor from this rank's contribution alone."""
         anchor, own = self._alone, self._holdings
         assert anchor is not None, "the rank is not alone"
-        own.outstanding = contribution  # kept until it is answered, even if this call is cancelled
+        own.outstanding = contribution  # so that a cancelled call can be repeated
         facts = self._world.rank, self._own_options.weights, self.average_every
         own.take_answer(await answered_alone(anchor, self._layouts, own.newest, contribution, *facts))
 
     async def _take_answer(self) -> StepInfo:
-        """Apply the anchor with this rank's contribution if it has arrived; with ``late="wait"``, wait for it."""
+        """Apply the anchor with this rank's contribution, if it has arrived. With ``late="wait"``, wait for it."""
         if not self._progress.is_waiting:
             return NOTHING
         began_at = self._world.time()
@@ -554,7 +552,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return NOTHING if report is None else await self._apply(report, began_at)
 
     async def _apply(self, report: Applied, began_at: float) -> StepInfo:
-        """Write the new anchor into the model."""
+        """Write the new anchor into the model, and return the result of the step."""
         kept = None if self._resets_optimizer else self.optimizer
         crew, trouble = self._crew, trouble_of(self._known_infinities, kept)
         if crew is not None:
@@ -573,7 +571,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         if self._resets_optimizer or trouble:
             reset_optimizer_state(self.optimizer)
         self._progress.wanted = report.steps
-        wire = self._layouts.wire if self._is_first else None  # None if this rank does not contribute
+        wire = self._layouts.wire if self._is_first else None  # only contributing ranks send data
         info = replace(
             result_of(report),
             staleness_steps=self.iteration - self._progress.captured_at,
@@ -589,7 +587,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return info
 
     def _announce(self, info: StepInfo, report: Applied) -> None:
-        """Record this rank's contribution, whose round is now known, and the application of the anchor."""
+        """Log that this rank has contributed to a version, and has applied its anchor."""
         own = self._own_options
         event = self._progress.contributed(info.round, own.weights, info.wire_nbytes, info.unencoded_nbytes)
         self._journal.note_contributed(event)

@@ -1,4 +1,4 @@
-"""Counts one rank's training between two contributions."""
+"""Counts one rank's training steps and tokens between two contributions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from asyncdist.protocols.step_info import Contributed
 
 @dataclass(slots=True)
 class Progress:
-    """Counts one rank's training since its last contribution.
+    """Counts one rank's training steps and tokens since its last contribution.
 
     Attributes:
         wanted: Number of steps after which the next contribution is captured.
-        steps: Number of steps since the last contribution was captured.
-        tokens: Number of tokens since the last contribution was captured.
-        captured_at: Iteration in which the last contribution was captured.
-        is_waiting: Whether the anchor with the last contribution is not applied yet.
-        reported: Report on the last contribution; None before the first one, and on other ranks of a replica's first
-            rank.
+        steps: Number of steps since the last capture.
+        tokens: Number of tokens since the last capture.
+        captured_at: Iteration of the last capture.
+        is_waiting: Whether the rank waits for an anchor that contains its last contribution.
+        reported: Report on the last contribution; None before the first capture.
         contribution_count: Number of contributions that this process has captured.
-        postponed_count: Number of steps in which a contribution was due while the last one had no answer.
+        postponed_count: Number of steps in which a contribution was due while the last one was unanswered.
     """
 
     wanted: int
@@ -38,22 +37,22 @@ class Progress:
 
     @property
     def is_due(self) -> bool:
-        """True if enough steps were made for the next contribution."""
+        """True if the rank has made enough steps for its next contribution."""
         return self.steps >= self.wanted
 
     def note_captured(self, report: Arrived | None, iteration: int) -> None:
-        """Begin to count again, since a contribution was captured."""
+        """Record that a contribution was captured, and restart the counts."""
         self.reported, self.is_waiting, self.captured_at = report, True, iteration
         self.steps, self.tokens = 0, 0.0
         self.contribution_count += 1
 
     def contributed(self, number: int, weights: ArrivalWeighting, nbytes: int, unencoded_nbytes: int) -> Contributed:
-        """Return the event of the last contribution, whose round is now known.
+        """Return the event of the last contribution, once its round is known.
 
         Args:
             number: Number of the round.
             weights: Option that defines the contribution's weight.
-            nbytes, unencoded_nbytes: Size of the contribution.
+            nbytes, unencoded_nbytes: Size of the contribution with and without encoding.
         """
         own = self.reported
         assert own is not None, "an anchor is applied after a contribution"

@@ -1,8 +1,8 @@
 """Serves asynchronous DiLoCo on the leader: fetches contributions, makes versions of the anchor, and offers them.
 
-A new leader begins with an election of its state (:func:`~protocols.async_diloco.arrivals.choose`): all living members
-report their standing, and the leader takes the newest anchor among them. It then handles their unanswered contributions
-as new arrivals. All work is done in service tasks, never inside a step.
+A new leader begins with an election: all living members report their newest anchors and unanswered contributions. The
+leader takes the newest anchor (:func:`~protocols.async_diloco.arrivals.choose`), and handles the contributions as new
+arrivals. All work is done in service tasks, never inside a step.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ class Server:
     """Applies contributions to the anchor, and offers the anchor to the members.
 
     Args:
-        channel: The members' channel.
-        holdings: This rank's own state.
+        channel: Channel of the members' messages.
+        holdings: This rank's own state as a member.
         contributions, anchors: Channels on which contributions and anchors are offered and fetched.
-        registrations: List that receives the global anchor if this rank registers with its own global server.
-        regional: The connection to the global server; None if there are no islands, and for the global server.
+        registrations: List that receives the global anchor if this rank registers with itself as the global server.
+        regional: Connection to the global server; None without islands, and on the global server.
 
     Attributes:
         anchor: The anchor; None during the election.
-        applied_count: Number of contributions that this leader has applied.
-        staleness_sum: Sum of the staleness of these contributions in versions.
-        version_count: Number of versions that this leader has made.
-        grace_sum_s: Seconds that this leader has waited in grace periods.
+        applied_count: Number of applied contributions.
+        staleness_sum: Sum of the staleness of the applied contributions in versions.
+        version_count: Number of versions made.
+        grace_sum_s: Seconds of waiting in grace periods.
         lost_outer_state_count: Number of times that this leader began with an outer optimizer's state older than its
             anchor.
     """
@@ -96,19 +96,19 @@ class Server:
         self._options = options
         self._registrations = registrations
         self._regional = regional
-        self._registering: list[int] = []  # new servers of islands whose registration is not answered yet
+        self._registering: list[int] = []  # new servers of islands with unanswered registrations
         self._serving: dict[int, int] = {}  # by island: rank of its registered server
         self._arrivals = Arrivals(map(options.worker_of, membership.living), options.own.quorum)
         self._standings: dict[int, Standing] = {}
-        self._given: dict[tuple[int, int], Given] = {}  # received answers to Wanted, by rank and version
-        self._speeds: dict[int, float] = {}  # steps per second, as last reported by each living member
-        self._early: list[tuple[int, int, Arrived]] = []  # contributions that were reported during the election
-        # By rank and sequence number: encoded contributions that have arrived.
+        self._given: dict[tuple[int, int], Given] = {}  # answers to Wanted, by rank and version
+        self._speeds: dict[int, float] = {}  # last reported steps per second, by rank
+        self._early: list[tuple[int, int, Arrived]] = []  # contributions reported during the election
+        # Encoded contributions that have arrived, by rank and sequence number.
         self._blocks: dict[tuple[int, int], Tensor] = {}
         self._task: asyncio.Task[None] | None = None  # the election, or the task that makes versions
         self._outcome = Outcome((), (), math.nan, math.nan)
-        self._current: Block | None = None  # copy of the newest anchor; None until the anchor is offered
-        self._grace_s = 0.0  # seconds waited in the grace period of the newest version
+        self._current: Block | None = None  # copy of the newest anchor, made when it is offered first
+        self._grace_s = 0.0  # length of the newest version's grace period
         self._sync_times = SyncTimes()
         self._mirrored_at = 0
         self._is_frozen = False
@@ -120,16 +120,16 @@ class Server:
 
     @property
     def has_begun(self) -> bool:
-        """True if this leader has an anchor."""
+        """True once the election is over."""
         return self.anchor is not None
 
     def on_standing(self, rank: int, standing: Standing) -> None:
-        """Record a member's standing; the election begins when all living members have reported."""
+        """Record a member's report. The election begins when all living members have reported."""
         self._standings[rank] = standing
         self._look()
 
     async def _elect(self) -> None:
-        """Begin with the newest anchor and outer optimizer's state among the living members."""
+        """Begin with the living members' newest anchor and newest copy of the outer optimizer's state."""
         me = self._services.rank
         held: HeldAnchor | None = None
         outer: tuple[int, Tensor] | None = None
@@ -193,7 +193,7 @@ class Server:
         return self._given.pop((holder, version), None)
 
     def on_given(self, source: int, version: int, given: Given) -> None:
-        """Record that a member offers its anchor or its outer state."""
+        """Record that a member offers its anchor or its copy of the outer state."""
         self._given[source, version] = given
         self._services.engine.recheck()
 
@@ -201,8 +201,7 @@ class Server:
         """Begin to serve with an anchor and an outer optimizer's state.
 
         Args:
-            elected: Version of the newest anchor among the members. The outer optimizer's state should have this
-                version.
+            elected: Version of the members' newest anchor, which the outer optimizer's state should have too.
         """
         own = self._options.own
         anchor = Anchor(self._layouts, own, held.block, held.version)
@@ -234,7 +233,7 @@ class Server:
     # -- members ----------------------------------------------------------------------------------------------------
 
     def on_lost(self, rank: int) -> None:
-        """Continue without a member."""
+        """Stop waiting for a member that is lost or has left."""
         self._standings.pop(rank, None)
         self._speeds.pop(rank, None)
         self._sync_times.on_gone(rank)
@@ -249,11 +248,11 @@ class Server:
         self._services.engine.recheck()
 
     def on_admitted(self, rank: int) -> None:
-        """Count a newcomer as a worker."""
+        """Accept contributions of a rank that has joined."""
         self._arrivals.on_admitted(rank)
 
     def on_settling(self) -> None:
-        """Stop waiting for members that make no step at present."""
+        """Stop waiting for members that make no steps for now."""
         self._arrivals.settling = self._membership.settling
         self._look()
         self._services.engine.recheck()
@@ -261,7 +260,7 @@ class Server:
     # -- contributions ----------------------------------------------------------------------------------------------
 
     def on_arrived(self, rank: int, sequence: int, report: Arrived) -> None:
-        """Fetch a reported contribution, or answer a worker whose contribution the anchor contains."""
+        """Fetch a reported contribution, or answer it if the anchor already contains it."""
         if self.anchor is None:
             self._early.append((rank, sequence, report))
             return
@@ -286,7 +285,7 @@ class Server:
         memory, _ = self._layouts.new_contribution()
         try:
             await self._contributions.fetch(arrival.source, arrival.sequence, memory)
-        except (RankLostError, StreamAborted) as error:  # the rank is lost or leaves
+        except (RankLostError, StreamAborted) as error:  # the rank is lost or leaves the policy
             logger.info("contribution %d of rank %d did not arrive: %s", arrival.sequence, arrival.source, error)
             return
         if self._arrivals.is_awaited(arrival):
@@ -299,7 +298,7 @@ class Server:
         self._services.engine.recheck()
 
     def _look(self) -> None:
-        """Start the election once all members have reported, or make versions once there is a quorum."""
+        """Start the election if all members have reported, or start making versions if there is a quorum."""
         if self._task is not None:
             return
         if self.anchor is None:
@@ -317,7 +316,7 @@ class Server:
             self._services.engine.recheck()
 
     async def _make_versions(self) -> None:
-        """Make versions as long as there is a quorum."""
+        """Make versions, merge global anchors and answer registrations until nothing is left to do."""
         engine, arrivals, wait = self._services.engine, self._arrivals, WaitId(WaitKind.CONTRIBUTIONS)
         while self._may_make():
             self._answer_registrations()
@@ -335,7 +334,7 @@ class Server:
                 await self._make_version(arrivals.take(takes_all=grace_s > 0))
 
     def _grace_of(self, quorum: Quorum) -> float:
-        """Return the length in seconds of the grace period that begins with a quorum."""
+        """Return the seconds to wait for further contributions after a quorum."""
         own = self._options.own
         if not own.grace_steps or not self._speeds:
             return own.grace_s
@@ -381,7 +380,7 @@ class Server:
     # -- answers ----------------------------------------------------------------------------------------------------
 
     def _answer(self, arrival: Arrival, staleness: int, *, is_mirror: bool = False) -> None:
-        """Offer the newest anchor to a worker whose contribution it contains."""
+        """Offer the newest anchor to the worker whose contribution it contains."""
         anchor, rank, me = self.anchor, arrival.source, self._services.rank
         assert anchor is not None, "contributions are answered after the election"
         if rank not in self._membership.living:
@@ -421,7 +420,7 @@ class Server:
         return steps_at_speed(every, rank, self._speeds) if self._options.own.dynamic_steps else every
 
     def on_taken(self, rank: int, version: int) -> None:
-        """Record that a rank has the anchor of a version."""
+        """Record that a rank has received a version of the anchor."""
         self._sync_times.on_taken(version, rank, self._services.time())
         if self._regional is not None:
             self._regional.on_held(rank, version)
@@ -431,13 +430,13 @@ class Server:
         return 0 if self._regional is None else self._regional.merged
 
     def _state(self) -> Tensor:
-        """Return the state that the next server needs in addition to the anchor, as bytes."""
+        """Return, as bytes, the state that the next server needs in addition to the anchor."""
         assert self.anchor is not None, "there is no state before the end of the election"
         regional = None if self._regional is None else self._regional.state()
         return packed({"outer": self.anchor.outer_state(), "regional": regional})
 
     def _block(self) -> Block:
-        """Return a copy of the newest anchor, shared by all ranks that get this version."""
+        """Return a copy of the newest anchor, which is made once per version."""
         assert self.anchor is not None, "the anchor is offered after the election"
         if self._current is None:
             self._current = self.anchor.copy_into(self._layouts.new_block())
@@ -446,12 +445,12 @@ class Server:
     # -- islands ----------------------------------------------------------------------------------------------------
 
     def on_register(self, rank: int) -> None:
-        """Accept a rank as the server of its island."""
+        """Accept a rank as its island's server, and answer with the global anchor."""
         self._registering.append(rank)
         self._look()
 
     def _answer_registrations(self) -> None:
-        """Drop the contributions of former servers of islands, and send the anchor to the new servers."""
+        """Drop the unapplied contributions of islands with new servers, and offer the anchor to these servers."""
         assert self.anchor is not None, "registrations are answered after the election"
         registering, self._registering = self._registering, []
         for rank in registering:
@@ -468,7 +467,7 @@ class Server:
                 self._post(Registered(applied), rank, version)
 
     def on_merge_due(self) -> None:
-        """Merge the global anchor, which has arrived."""
+        """Start merging the global anchor that has arrived."""
         self._look()
 
     def _merge(self) -> None:
@@ -480,31 +479,31 @@ class Server:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     async def freeze(self) -> None:
-        """Make no further version until :meth:`thaw`, so that the state can be saved."""
+        """Stop making versions until :meth:`thaw`, and wait for the current one, so that the state can be saved."""
         self._is_frozen = True
         self._services.engine.recheck()
         await self._services.engine.until(lambda: self._task is None, WaitId(WaitKind.OWN_ROUND))
 
     def thaw(self) -> None:
-        """Make versions again."""
+        """Resume making versions after :meth:`freeze`."""
         if self._is_frozen:
             self._is_frozen = False
             self._look()
 
     def last_reported(self, rank: int) -> int:
-        """Return the sequence number of a rank's last known contribution; 0 if there is none."""
+        """Return the sequence number of a rank's last reported contribution, or 0."""
         return self._arrivals.reported.get(rank, 0)
 
     def held(self) -> tuple[HeldAnchor, Tensor]:
-        """Return the anchor, and the outer optimizer's state as bytes; no version may be in progress."""
+        """Return the anchor and this server's further state as bytes. No version may be in progress."""
         assert self.anchor is not None, "there is no anchor before the end of the election"
         held = HeldAnchor(self.anchor.version, self._arrivals.applications(), self._block(), self._merged)
         return held, self._state()
 
     async def settled(self, deadline: float) -> bool:
-        """Give the anchor and the outer optimizer's state to the next leader, unless there are no other members.
+        """Hand the anchor and the outer optimizer's state over to the next leader, if there is another member.
 
-        A regional server also contributes the rest of its island's progress. The next leader gets the state before each
+        A regional server also contributes the rest of its island's progress. It hands its state over before each
         contribution, so that the state is not lost with this rank, and once more after the last contribution.
 
         Returns:
@@ -566,9 +565,9 @@ async def answered_alone(
     weighting: ArrivalWeighting,
     steps: int,
 ) -> Answer:
-    """Return the answer to the contribution of a rank that is alone.
+    """Apply the contribution of a rank that is alone, and return the answer.
 
-    The contribution makes the next version of the anchor. A saved contribution may be part of the anchor already.
+    A contribution of a saved run that the anchor already contains is not applied again.
 
     Args:
         newest: Copy of the anchor, with the contributions that it contains.

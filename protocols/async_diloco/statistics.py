@@ -1,4 +1,4 @@
-"""Describes one member of an asynchronous DiLoCo policy: its counts, and the results of its steps."""
+"""Computes the statistics and step results of one rank of an asynchronous DiLoCo policy."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from asyncdist.wording import size_in_words
 
 @dataclass(frozen=True, slots=True)
 class AsyncDiLoCoStatistics:
-    """Contains the counts of one member's steps and contributions so far.
+    """Counts of one rank's steps and contributions.
 
     Attributes:
         iteration: Number of steps.
-        version: Version of the anchor from which this member trains.
-        contribution_count: Number of this member's contributions.
-        average_count: Number of anchors that this member has applied.
-        postponed_count: Number of steps in which a contribution was due, while the last contribution had no answer.
+        version: Version of the anchor from which this rank trains.
+        contribution_count: Number of this rank's contributions.
+        average_count: Number of anchors that this rank has applied.
+        postponed_count: Number of steps in which a contribution was due while the last one was unanswered.
         waited_s: Seconds that steps have spent waiting for anchors and applying them.
-        sent_nbytes: Total encoded size in bytes of this member's contributions.
-        applied_count: Number of contributions that this member has applied to the anchor as the leader.
-        mean_staleness: Mean staleness of these contributions in versions.
-        mean_grace_s: Mean seconds per version that this member has waited, as the leader, for further contributions
-            after the quorum.
-        lost_outer_state_count: Number of times that this member became the leader with an outer optimizer's state older
+        sent_nbytes: Total encoded size in bytes of this rank's contributions.
+        applied_count: As the leader, number of contributions applied to the anchor.
+        mean_staleness: As the leader, mean staleness of the applied contributions in versions.
+        mean_grace_s: As the leader, mean seconds per version of waiting for contributions after the quorum.
+        lost_outer_state_count: Number of times that this rank became the leader with an outer optimizer's state older
             than the anchor.
-        merge_count: Number of times that this member has merged the global anchor, as the server of its island.
-        lost_progress_count: Number of times that this member became the server of its island without the state after
-            its last merge; the progress since then was not contributed.
-        global_count: Number of contributions of islands that this member has applied as the global server.
-        global_version: Version of the newest global anchor that this member has received; 0 without islands.
+        merge_count: As the server of an island, number of merges of the global anchor.
+        lost_progress_count: Number of times that this rank became the server of its island without the state after the
+            island's last merge. The island's progress since then was not contributed.
+        global_count: As the global server, number of applied contributions of islands.
+        global_version: Version of the newest global anchor that this rank has received; 0 without islands.
         title: Name of the policy and of this rank.
     """
 
@@ -86,7 +85,7 @@ class AsyncDiLoCoStatistics:
 def statistics_of(
     journal: Journal, server: Server | None, iteration: int, version: int, contribution_count: int, postponed_count: int
 ) -> AsyncDiLoCoStatistics:
-    """Return a member's statistics; ``server`` is None if the member does not lead."""
+    """Return a rank's statistics; ``server`` is None if the rank does not lead."""
     counts = journal.averages
     count, staleness, losses, grace_s = 0, 0, 0, 0.0
     if server is not None:
@@ -109,7 +108,7 @@ def statistics_of(
 
 
 def result_of(report: Applied) -> StepInfo:
-    """Return a step's result, with the fields that follow from the answer to this rank's contribution."""
+    """Return the result of a step that applies an anchor, as far as the leader's report defines it."""
     total = sum(report.weights)
     return StepInfo(
         averaged_this_iteration=True,

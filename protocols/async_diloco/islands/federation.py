@@ -1,8 +1,8 @@
-"""Takes part in asynchronous DiLoCo with islands for one rank: keeps its island's anchor and the global anchor.
+"""Takes part in asynchronous DiLoCo with islands for one rank.
 
 Each rank is a member of two groups: its island, and the group of all ranks, in which only the servers of islands
-contribute. The global server is the last rank, so that the loss of one rank does not affect a regional and the global
-server at once.
+contribute. The global server is the last rank, so that the loss of one rank does not affect a regional and the
+global server at once.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ logger = logging.getLogger("protocols.async_diloco.islands")
 
 
 class Federation:
-    """Sends one rank's contributions to its island, and the island's contributions to the global server.
+    """Sends one rank's contributions to its island's server, and the island's contributions to the global server.
 
     Args:
-        scopes: Scopes of the policy of all ranks.
+        scopes: Scopes of the policy among all ranks.
         everyone: Members of the policy, in the order in which they become the global server.
-        holdings: This rank's state in its island.
+        holdings: This rank's anchor and contribution in its island.
+        upper_holdings: This rank's global anchor and its island's contribution.
         options: Options of the regional servers.
 
     Attributes:
-        member: This rank's contributions to its island.
+        member: This rank as a member of its island.
         membership: Members of the island.
-        holdings: This rank's state among all ranks.
+        holdings: The given ``upper_holdings``.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Federation:
             self.member.server.on_merge_due()
 
     async def settled(self, deadline: float) -> None:
-        """Wait until this rank may leave the group of all ranks, after its island has settled."""
+        """Wait until this rank may leave the group of all ranks. The island must have settled before."""
         self._upper.withdraw()
         await self._upper.settled(deadline)
 
@@ -115,7 +116,7 @@ class Federation:
             self._upper.server.thaw()
 
     def counted(self, found: AsyncDiLoCoStatistics) -> AsyncDiLoCoStatistics:
-        """Return the statistics with this rank's counts as a regional and global server added."""
+        """Return the statistics with this rank's counts as a regional and as the global server."""
         upper = self._upper.server
         return replace(
             found,
@@ -126,7 +127,7 @@ class Federation:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return a copy of this rank's newest global anchor; on the global server, also of its outer state."""
+        """Return a copy of this rank's newest global anchor and, on the global server, of the outer state."""
         upper = self._upper.server
         if upper is None or not upper.has_begun:
             return self.holdings.newest.state()

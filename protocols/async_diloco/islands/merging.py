@@ -1,13 +1,14 @@
 """Computes a regional server's contributions to the global server, and merges the global anchor (HALoS, 2506.04531).
 
-theta is the island's anchor, r the *reference* from which its progress is measured, and alpha is ``merge_weight``:
+theta is the island's anchor, r the *reference* from which its progress is measured, g the global anchor, and alpha is
+``merge_weight``:
 
-    after K versions:           c <- theta, and D = r - c is sent to the global server, which steps its anchor g with D
+    after K versions:           c <- theta, and the global server makes an outer step of g with D = r - c
     when g arrives:             r <- (1 - alpha) c + alpha g,    theta <- r + (theta - c)
 
 HALoS sets theta <- (1 - alpha) theta + alpha g and r <- theta instead (``src/halos/simulation/exec_halos.py`` and
-``ps.py``, 4b5bf73, and a second implementation on OpenDiLoCo). Both rules are equal if the island's anchor does not
-change while the contribution is in flight. Otherwise, HALoS never contributes this change. (The help text of HALoS's
+``ps.py``, 4b5bf73, and a second implementation on OpenDiLoCo). Both updates are equal if the island's anchor does not
+change while the contribution is in flight. Otherwise, HALoS never contributes the change. (The help text of HALoS's
 ``--model_merge_weight`` confuses alpha and 1 - alpha.)
 """
 
@@ -58,20 +59,21 @@ def merge_into(layouts: Layouts, own: Sequence[Tensor], given: Sequence[Tensor],
             continue
         if weight == 1.0:
             mine.copy_(other)
-        else:  # keep equal values, since the difference of equal infinities is NaN
+        else:  # equal values are kept, because merging equal infinities may give NaN
             merged = mine.mul(1.0 - weight).add_(other, alpha=weight)
             mine.copy_(torch.where(mine == other, mine, merged))
 
 
 @torch.no_grad()
 def rebase(layouts: Layouts, own: Sequence[Tensor], captured: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
-    """Move an island's anchor by the change that the merge has made: own + (reference - captured).
+    """Move an island's anchor by the change of a merge: own + (reference - captured).
 
-    Floating buffers become the reference's buffers. Integer and bool buffers are unchanged.
+    Floating buffers are copied from the reference. Integer and bool buffers are unchanged.
 
     Args:
         own: Values of the island's anchor, which are changed.
-        captured: Values of the island's anchor at the capture of the contribution.
+        captured: Values of the island's anchor when the contribution was captured.
+        reference: The captured values, merged with the global anchor.
     """
     for vector, mine, before, new in zip(layouts.exact.vectors, own, captured, reference, strict=True):
         if vector.role == "averaged":

@@ -1,18 +1,17 @@
 """Connects an island's server, the *regional* server, with the global server (HALoS, 2506.04531).
 
 The regional server applies its members' contributions. After every K versions it contributes the change of the island's
-anchor to the global server, and merges the answer, the global anchor (:mod:`~protocols.async_diloco.islands.merging`).
-To the global server, each island is one worker. The number of an island's contribution is the version of the island's
-anchor from which it was computed.
+anchor to the global server, and merges the global anchor that it receives as the answer
+(:mod:`~protocols.async_diloco.islands.merging`). To the global server, each island is one worker. The number of an
+island's contribution is the version of the island's anchor from which it was computed.
 
 If the regional server is lost, the next member of the island registers with the global server before it serves:
 
-- The global server drops the island's contributions that it has not applied, and answers with its anchor and with the
-  number of the last contribution that it has applied.
-- If the island's anchor does not contain the answer to this last contribution, the answer is merged now.
-- After each capture and each merge, the island's members receive the regional server's state together with an anchor,
-  until one member has the state. Only then is the contribution sent. The next server therefore has the anchor from
-  which the last contribution was computed, unless several members are lost at once.
+- The global server drops the island's unapplied contributions. It answers with its anchor and the number of the
+  island's last applied contribution.
+- If the answer to this contribution is not merged into the island's anchor yet, it is merged now.
+- A contribution is sent only after another member of the island has received the regional server's state. The next
+  server therefore has the anchor from which the contribution was computed, unless several members are lost at once.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ class Upper(Protocol):
         """Register this rank as its island's server, and return the global anchor."""
 
     def contribute(self, block: Block, report: Arrived, sequence: int) -> None:
-        """Offer a contribution; its memory must not be changed afterwards."""
+        """Offer a contribution; ``block`` must not be changed afterwards."""
 
     async def is_answered(self, deadline: float) -> bool:
         """Wait for the answer to the contribution; return False if the deadline passes first."""
 
 
 class Regional:
-    """Exchanges a regional server's contributions and answers with the global server.
+    """Contributes an island's progress to the global server, and merges the global anchor into the island's.
 
     Args:
         upper: Interface through which this rank contributes to the global server.
-        holdings: This rank's state among all ranks.
+        holdings: This rank's global anchor and its island's contribution.
         island: Number of the island.
         every: Number K of versions between two contributions.
         weight: Weight alpha of the global anchor.
@@ -58,7 +57,7 @@ class Regional:
     Attributes:
         merged: Number of the island's last contribution whose answer was merged; 0 before the first.
         merge_count: Number of merges by this rank.
-        lost_count: Number of times that this rank began to serve without the anchor after the last merge, so that the
+        lost_count: Number of times that this rank began to serve without the state after the island's last merge. The
             island's progress since then is not contributed.
     """
 
@@ -81,12 +80,12 @@ class Regional:
         self._weight = weight
         self._membership = membership
         self._reference: Block | None = None  # None before this rank serves
-        self._measured_from = 0  # version of the anchor to which the reference corresponds
-        self._captured: tuple[int, Block] | None = None  # the anchor of the last contribution, until its merge
-        self._unsent: tuple[Block, Arrived] | None = None  # a captured contribution that must not be sent yet
-        self._first = holdings.base  # the anchor with which all ranks began
+        self._measured_from = 0  # version of the island's anchor at the reference
+        self._captured: tuple[int, Block] | None = None  # version and anchor of the unmerged contribution
+        self._unsent: tuple[Block, Arrived] | None = None  # a captured contribution that is not sent yet
+        self._first = holdings.base  # the first anchor, equal on all ranks
         self._is_mirrored = True  # whether another member has the state after the last merge
-        # ranks that receive this state, each with the anchor's version that it receives
+        # Ranks to which this state was offered, each with the version of the anchor that was offered too.
         self._mirrors: set[tuple[int, int]] = set()
         self.merged = 0
         self.merge_count = self.lost_count = 0
@@ -94,12 +93,12 @@ class Regional:
     # -- the beginning ----------------------------------------------------------------------------------------------
 
     async def resumed(self, held: HeldAnchor, state: Mapping[str, Any] | None, sent: Mapping[int, int]) -> HeldAnchor:
-        """Register this rank as its island's server, and return the anchor with which it begins.
+        """Register this rank as its island's server, and return the island's anchor with which it begins.
 
         Args:
             held: The newest anchor of the island's living members.
-            state: Result of :meth:`state` of an earlier server; None if there is none.
-            sent: Sequence numbers of the members' contributions without an answer.
+            state: Result of :meth:`state` of an earlier server, or None.
+            sent: Sequence numbers of the members' unanswered contributions, by rank.
         """
         given = await self._upper.registered()
         applied = dict(given.applied).get(self._island, 0)
@@ -137,9 +136,9 @@ class Regional:
         return self._restarted(held)
 
     def _merged_now(self, held: HeldAnchor, state: Mapping[str, Any] | None, given: Block, applied: int) -> HeldAnchor:
-        """Merge the global anchor with the island's last contribution, which a former server has sent."""
+        """Merge the global anchor, which contains the last contribution of the island's former server."""
         block = self._copied(held.block)
-        if state is None or state["captured_at"] != applied:  # merge the newest anchor, as HALoS does
+        if state is None or state["captured_at"] != applied:  # merge into the newest anchor, as HALoS does
             if held.version > applied:
                 self._note_lost_progress()
             merge_into(self._layouts, block[1], given[1], self._weight)
@@ -169,7 +168,7 @@ class Regional:
         return copy
 
     def _restarted(self, held: HeldAnchor, reference: HeldAnchor | None = None) -> HeldAnchor:
-        """Measure the next contribution from the anchor with which this rank begins, or from a reference."""
+        """Measure the next contribution from ``reference``, or if None from ``held``, and return ``held``."""
         found = reference or held
         self._reference, self._measured_from, self.merged = found.block, found.version, held.merged
         self._is_mirrored = not found.version
@@ -190,7 +189,7 @@ class Regional:
     # -- contributions ----------------------------------------------------------------------------------------------
 
     def look(self, anchor: Anchor) -> None:
-        """Capture a contribution, if enough versions were made since the last one and its answer is merged."""
+        """Capture a contribution if it is due and the answer to the last one is merged."""
         if self._captured is None and anchor.version - self._measured_from >= self._every:
             self.capture(anchor)
 
@@ -205,26 +204,26 @@ class Regional:
         self.release()
 
     def _forget_mirrors(self) -> None:
-        """Record that the state has changed, so that no other member has it."""
+        """Record that no other member has the state, because it has changed."""
         self._is_mirrored = False
         self._mirrors.clear()
 
     def needs_mirror(self, rank: int, version: int) -> bool:
-        """Return whether a member must receive the state together with a version of the anchor.
+        """Return whether a member must receive this rank's state together with a version of the anchor.
 
-        All members receive it until one member has it. If this rank is lost, the next server then has the state.
+        The state is offered with each anchor until one member has received it.
         """
         if not self._is_mirrored:
             self._mirrors.add((rank, version))
         return not self._is_mirrored
 
     def on_held(self, rank: int, version: int) -> None:
-        """Record that another member has a version of the island's anchor."""
+        """Record that another member has received a version of the island's anchor."""
         self._is_mirrored = self._is_mirrored or (rank, version) in self._mirrors
         self.release()
 
     def release(self) -> None:
-        """Send the captured contribution if it cannot be lost with this rank alone."""
+        """Send the captured contribution if another member has the state, or if there is no other member."""
         if (
             self._unsent is None
             or self._captured is None
@@ -238,7 +237,7 @@ class Regional:
 
     @property
     def has_answer(self) -> bool:
-        """True if a global anchor waits to be merged."""
+        """True if the global anchor has arrived and is not merged yet."""
         return self._holdings.answer is not None
 
     def merge(self, anchor: Anchor) -> None:
@@ -256,12 +255,12 @@ class Regional:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def prepare_leaving(self, anchor: Anchor) -> None:
-        """Capture the rest of the island's progress. The next server must get the state before :meth:`has_merged`."""
+        """Capture the rest of the island's progress. Send the state to the next server before :meth:`has_merged`."""
         if self._captured is None and anchor.version > self._measured_from:
             self.capture(anchor)
 
     async def has_merged(self, anchor: Anchor, deadline: float) -> bool:
-        """Contribute the captured progress once the next server has received the state, and merge the answer.
+        """Contribute the captured progress, and merge the answer. The next server must have received the state.
 
         Returns:
             False if there is nothing to contribute, or the deadline passed first.

@@ -1,14 +1,12 @@
 """Computes the length of a grace period that the user sets in training steps, without reading a clock.
 
-Once there is a quorum, the leader can wait for further contributions without a loss of time, because the ranks train
-while their contributions are applied. Decoupled DiLoCo (2604.21428) waits for a share g < 1 of the time that is left of
-tau training steps:
+After the quorum, the leader can wait for further contributions without loss of time, because the ranks train meanwhile.
+Decoupled DiLoCo (2604.21428) waits for a share g < 1 of the time that remains of tau training steps:
 
     grace = max(0, g (tau step_s - quorum_s - sync_s))
 
-``step_s`` is the duration of a training step of the fastest rank, which may contribute during the grace period as
-well. ``quorum_s`` is the time from the first contribution to the quorum, and ``sync_s`` the time from the outer step
-until the workers have the new anchor.
+``step_s`` is the duration of a training step of the fastest rank. ``quorum_s`` is the time from the first contribution
+to the quorum, and ``sync_s`` the time from the outer step until the workers have the new anchor.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-#: Share g of the remaining time. The paper only requires g < 1. The unused time allows for steps of varying duration.
+#: Share g of the remaining time. The paper requires g < 1. The rest allows for steps of varying duration.
 SHARE: Final = 0.9
 
 
@@ -34,18 +32,18 @@ def grace_period(steps: float, step_s: float, quorum_s: float, sync_s: float, *,
 
 
 class SyncTimes:
-    """Measures, for each contributing rank, the time from the decision on a version until the rank has the anchor."""
+    """Measures the time from the start of a version until each contributing rank has the new anchor."""
 
     def __init__(self) -> None:
         self._decided_at: dict[int, tuple[int, float]] = {}  # version and time of the last decision, by rank
         self._seconds: dict[int, float] = {}  # by rank
 
     def on_decided(self, version: int, ranks: Iterable[int], now: float) -> None:
-        """Record that the contributions of some ranks will make a version."""
+        """Record that a version is being made of the contributions of ``ranks``."""
         self._decided_at.update(dict.fromkeys(ranks, (version, now)))
 
     def on_taken(self, version: int, rank: int, now: float) -> None:
-        """Record that a rank has the anchor of a version."""
+        """Record that a rank has received a version of the anchor."""
         decided_version, decided_at = self._decided_at.get(rank, (-1, 0.0))
         if decided_version == version:
             self._seconds[rank] = now - decided_at
@@ -56,5 +54,5 @@ class SyncTimes:
         self._seconds.pop(rank, None)
 
     def longest(self, ranks: Iterable[int]) -> float:
-        """Return the longest last measured time of ``ranks`` in seconds; 0 if no time is known."""
+        """Return the longest of the ranks' newest times in seconds; 0 if none is known."""
         return max((self._seconds.get(rank, 0.0) for rank in ranks), default=0.0)

@@ -1,8 +1,7 @@
 """Computes the number of local steps per contribution from the ranks' speeds, without reading a clock.
 
-Ranks of different speeds finish the same number of steps at very different times, and the slow ranks' differences are
-then stale. With dynamic local updates (Liu et al., 2401.09135) each rank makes a number of steps that is proportional
-to its speed, so that all contribute in about the same time.
+If all ranks make the same number of steps, the slow ranks' differences are stale. With dynamic local updates (Liu et
+al., 2401.09135) the number of steps is proportional to a rank's speed, so that all ranks take about the same time.
 """
 
 from __future__ import annotations
@@ -14,16 +13,13 @@ from asyncdist import validation
 
 
 def local_steps(average_every: int, speed: float, fastest: float, *, least: int = 1) -> int:
-    """Return the number of steps that a rank makes before it contributes: H v / v_max, rounded down.
-
-    H is ``average_every``, and v is the rank's speed. The fastest rank makes H steps. In the notebook of Liu et al.
-    each rank makes at least 5 steps.
+    """Return the number of steps that a rank makes before it contributes: H speed / fastest, rounded down.
 
     Args:
         average_every: Number H of steps of the fastest rank.
         speed: Steps per second of this rank.
         fastest: Steps per second of the fastest rank.
-        least: Least number of steps; H if ``least`` is larger.
+        least: Least number of steps, at most H; 5 in the notebook of Liu et al.
 
     Returns:
         A number from ``least`` to ``average_every``.
@@ -53,10 +49,7 @@ def _speed(name: str, value: float) -> float:
 
 
 class Stopwatch:
-    """Measures the speed of a rank's training, without the time that its policy waits.
-
-    The time of a step begins when the previous step of the policy has ended.
-    """
+    """Measures a rank's training speed. The time inside ``policy.step`` is not counted."""
 
     def __init__(self) -> None:
         self._resumed_at: float | None = None  # None before the end of the first step
@@ -69,11 +62,11 @@ class Stopwatch:
             self._count, self._seconds = self._count + 1, self._seconds + now - self._resumed_at
 
     def on_resume(self, now: float) -> None:
-        """Record that the training continues, after the policy's part of the step."""
+        """Record that ``policy.step`` returns to the training loop."""
         self._resumed_at = now
 
     def take(self) -> float:
-        """Return the steps per second since the last call, or 0 if unknown, and restart the measurement."""
+        """Return the steps per second since the last call, or 0 if unknown, and start a new measurement."""
         speed = self._count / self._seconds if self._seconds > 0.0 else 0.0
         self._count, self._seconds = 0, 0.0
         return speed
