@@ -21,7 +21,7 @@ WEIGHT_EXPONENT_LIMIT: Final = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgingRules(Options):
-    """Options of both selective policies for judging ranks by their metrics."""
+    """Options of AsyncSelectiveAveragingPolicy and OneSidedSelectiveAveragingPolicy for judging ranks by metrics."""
 
     replacement_ratio: float = option(
         "Share of the n participants to replace, 0 to 1. The number of replaced ranks is ratio * n, rounded half up, "

@@ -87,7 +87,7 @@ def new_process_group(world: World, size: int, backend: str | None) -> dist.Proc
 
 
 def _added_group(world: World, replica: Replica, backend: str | None) -> dist.ProcessGroup:
-    """Add a group of the replica's ranks to torch.distributed, which has all ranks or only the replica's ranks."""
+    """Make a process group of the replica's ranks. torch.distributed may have all ranks, or only the replica's."""
     place, size = dist.get_rank(), dist.get_world_size()
     own: dist.ProcessGroup
     if (place, size) == (world.rank, world.size):

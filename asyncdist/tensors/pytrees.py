@@ -80,7 +80,7 @@ def path_in(name: str, path: str) -> str:
 
 
 def leaf_paths(spec: optree.PyTreeSpec, name: str) -> list[str]:
-    """Return the paths of all leaves, beginning with ``name``."""
+    """Return the path of each leaf of the tree, with ``name`` as its first part."""
     return [path_in(name, path) for path, node in _walk(spec) if node is None]
 
 

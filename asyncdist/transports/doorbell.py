@@ -179,7 +179,7 @@ class Doorbell:
         return descriptor
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when another rank rings."""
+        """Return the descriptor of the pipe that becomes readable when another rank wakes this rank."""
         return self._descriptors[0]
 
     def arm(self) -> bool:

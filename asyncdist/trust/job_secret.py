@@ -43,7 +43,7 @@ class JobSecret:
         return self if self.is_missing else JobSecret(self._digest("port", str(port), b""))
 
     def seal(self, name: str, value: bytes) -> bytes:
-        """Return the value, preceded by a seal that is valid only for this name."""
+        """Return ``value`` preceded by its seal: a digest of ``name`` and ``value`` with the job's secret."""
         return self._digest("value", name, value) + value
 
     def unseal(self, name: str, data: bytes) -> bytes | None:

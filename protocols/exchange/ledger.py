@@ -450,7 +450,7 @@ class Ledger:
         return made
 
     def _verdict(self, each: _Round, partners: Mapping[int, float] | None = None, taker: int = -1) -> Verdict:
-        """Return the next verdict on a round, from the reports of all members or of one receiver's partners."""
+        """Return the next verdict on a round: its donors and their weights, among all members or ``partners``."""
         each.attempt += 1
         ranks = each.captured.keys() if partners is None else each.captured.keys() & partners.keys()
         chosen = self._weigh({rank: each.captured[rank] for rank in sorted(ranks)}) if ranks else {}

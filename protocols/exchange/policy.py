@@ -130,7 +130,7 @@ class ExchangePolicy(ReplicatedPolicy):
         """Return new fragments. Each entry of the model is in at most one fragment. Called by :meth:`_prepare`."""
 
     def _exchanged(self) -> Sequence[Exchanged]:
-        """Return the objects that the exchange averages, in the order of their rounds: by default the fragments.
+        """Return the fragments and other objects that the exchange averages, one per round, in the order of the rounds.
 
         A subclass may add ``self._numbers_per_round - 1`` further objects after each fragment. Their rounds may be
         omitted.
@@ -435,7 +435,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return self._exchange.has_merged(number)
 
     def _flight(self, fragment: int) -> Flight:
-        """Return a fragment's flight, with the number of the round in which this rank's contribution counts."""
+        """Return the contribution of a fragment that is in flight, numbered by the round in which it will count."""
         flight = self._flights.in_flight[fragment]
         if self._quorum is None or self._exchange is None:
             return flight

@@ -87,6 +87,6 @@ class Explorer:
 def donor_for(donors: Sequence[int], rank: int, round: int, seed: int) -> int:
     """Return the donor that a replaced rank copies in a round; all donors are equally likely.
 
-    The choice does not change if a different donor drops out, so requests before the freeze are rarely in vain.
+    The loss of a different donor does not change the choice, so a replacer can request the donor's weights early.
     """
     return max(donors, key=lambda donor: (random.Random(f"{seed} donor {round} {rank} {donor}").random(), donor))

@@ -182,7 +182,7 @@ class Sampler:
     function: Callable[[random.Random], float]
 
     def draw(self, generator: random.Random) -> Value:
-        """Return a result of the function."""
+        """Draw a value by calling the user's function."""
         return self.check("the result of a hyperparameter's function", self.function(generator))
 
     def perturbed(self, value: Any, factor: float) -> Value:

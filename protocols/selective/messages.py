@@ -99,7 +99,7 @@ class Assign:
             )
 
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
-        """Return whether ``members`` has all ranks in this message. Donors may also be in ``population``."""
+        """Return whether all ranks in this message are in ``members``, or are donors in ``population``."""
         named = *self.replacers, *self.reducers, *self.sources
         return set(members).issuperset(named) and _are_in(self.donors, members, population)
 
@@ -188,7 +188,7 @@ class Frozen:
             raise ValueError(f"timeout_s must be >= 0, got {self.timeout_s}")
 
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
-        """Return whether ``members`` has all ranks in this message. Donors may also be in ``population``."""
+        """Return whether all ranks in this message are in ``members``, or are donors in ``population``."""
         return set(members).issuperset(self.reducers) and _are_in(self.donors, members, population)
 
 

@@ -233,7 +233,7 @@ def _exponential(members: Sequence[int], phase: int) -> dict[int, Shares]:
 
 
 def _cube(members: Sequence[int], phase: int) -> list[tuple[int, int]]:
-    """Return pairs whose places differ in one bit. Places without a partner, after a loss, rest."""
+    """Return pairs of ranks whose places in ``members`` differ in one bit. A rank whose partner is lost has no pair."""
     count = len(members)
     bit = 1 << phase % max(1, _period(count))
     return [(members[place], members[place | bit]) for place in range(count) if not place & bit and place | bit < count]

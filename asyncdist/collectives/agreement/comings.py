@@ -40,7 +40,7 @@ class Comings:
             self._relays.join(join, leader)
 
     def say_directly(self, key: AgreementKey, leader: int) -> bool:
-        """Send the join directly to the leader. Return False if this rank does not wait for the leader's decision."""
+        """Send this rank's join message directly to the leader. Return False if this rank awaits no decision."""
         join, its_leader = self._open.get(key, (None, -1))
         if join is None or its_leader != leader:
             return False

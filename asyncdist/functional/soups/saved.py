@@ -160,7 +160,7 @@ def _uniform(saved: _Saved) -> Soup:
 
 
 class _Saved:
-    """Stores the mean of some sources, and writes it into a model."""
+    """Computes the mean of saved models, and loads it into ``model``."""
 
     def __init__(self, model: nn.Module, sources: Sequence[Source], loader: Iterable[Any] | None) -> None:
         check_loader(loader)

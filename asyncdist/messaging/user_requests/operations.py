@@ -223,7 +223,7 @@ class WorkOperation(Operation):
 
     def __init__(self, work: Any, ring: Callable[[], None]) -> None:
         is_polled = not _completes_in_wait(work)
-        # A second wait for a gloo send or receive would never return. The first one has raised its error.
+        # After a gloo send or receive has completed, another wait for it would never return.
         has_ended = not is_polled and work.is_completed()
         super().__init__(_A_WORK, rings=not is_polled and not has_ended)
         self._work = work

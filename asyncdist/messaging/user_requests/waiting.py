@@ -86,7 +86,7 @@ class RequestWaiter:
             found = self._find(request, status)
             if found is not None and found.is_complete:
                 return i, self._take(found, status)
-        # MPI may have completed a stored request since, which leaves its handle null.
+        # MPI sets the handle of a completed request to null, so a null handle may belong to a request that is awaited.
         usable = [i for i, each in enumerate(requests) if id(each) in self._awaited or not _is_null(each)] or [0]
         awaited = {i: self._await(requests[i], status) for i in usable}
         while True:

@@ -135,7 +135,11 @@ class Departures:
         return length and departure.first + length
 
     def on_departed(self, message: Departed, source: int) -> list[Departure]:
-        """Handle a neighbour's message, and return its new departures. Raise RemoteProtocolError if it is invalid."""
+        """Record the departures in a neighbour's message. Return those that were unknown.
+
+        Raises:
+            RemoteProtocolError: The message is invalid.
+        """
         new = [part for departure in message.departures for part in self.add(departure, source)]
         if message.stage not in tuple(Stage):
             raise RemoteProtocolError(f"the stage of a departure message must be a known one, got {message.stage}")

@@ -275,7 +275,7 @@ class Everybody:
         self._found_count = 0  # number of ranks, from rank 0, that have all been found
 
     def __call__(self) -> bool:
-        """Return whether every other rank is lost or in one of the sets."""
+        """Return whether every other rank is lost, or in one of the sets of ranks passed to the constructor."""
         lost = self._transport.lost_ranks()
         groups = (*self._groups, lost) if lost else self._groups
         counts = [len(group) - (self._own_rank in group) for group in groups]

@@ -69,7 +69,7 @@ class Passed(Sight):
 
 @dataclass(slots=True)
 class Fired(Sight):
-    """The firing of a timer of the runtime."""
+    """The recorded expiry of one of the runtime's timers."""
 
     what: WaitId
 

@@ -14,7 +14,7 @@ from asyncdist.protocols.selective.roles.exchange_buffers import Accumulator
 
 
 class Relay:
-    """Offers the parts that this rank has fetched in a round to the other replacers on its host."""
+    """Lets the other replacers on this host copy the parts of the mean that this rank has received in a round."""
 
     def __init__(self, rank: int, server: SnapshotServer) -> None:
         self._rank = rank
