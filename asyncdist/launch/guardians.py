@@ -54,6 +54,8 @@ GROUP_VARIABLE: Final = "ASYNCDIST_TERMINAL_GROUP"
 REPORTS_VARIABLE: Final = "ASYNCDIST_REPORTS"
 #: Prefix of the folders of FIFOs for reports.
 REPORTS_FOLDER: Final = "/tmp/asyncdist-reports-"
+#: Number of characters of the token in the name of such a folder.
+_NAME_LENGTH: Final = 16
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 #: Maximum seconds to wait until the launcher has read the report of a rank's end.
 _READ_S: Final = 1.0
@@ -95,8 +97,11 @@ def report_mark(token: str) -> bytes:
 
 
 def reports_path(token: str) -> str:
-    """Return the path of this host's FIFO for reports. It contains the host's name, as containers may share /tmp."""
-    return f"{REPORTS_FOLDER}{token}-{os.uname().nodename}/fifo"
+    """Return the path of this host's FIFO for reports. It contains the host's name, as containers may share /tmp.
+
+    It shows only the first part of the token, because the other parts name folders that may not exist yet.
+    """
+    return f"{REPORTS_FOLDER}{token[:_NAME_LENGTH]}-{os.uname().nodename}/fifo"
 
 
 def die_with_parent(parent: int) -> None:

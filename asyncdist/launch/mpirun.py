@@ -10,7 +10,6 @@ import dataclasses
 import importlib.metadata
 import os
 import re
-import secrets
 import shutil
 import socket
 import subprocess
@@ -106,7 +105,7 @@ def run(
     if survives:
         check_survival(installation)
     mpirun = installation.launchers[flavour]
-    token = secrets.token_hex(8)
+    token = mpi_folders.draw_token()
     with (
         remote_hosts.connected(hosts, ssh, script, needs=[mpirun], reports=token) as agents,
         mpi_folders.kept(token) as folders,

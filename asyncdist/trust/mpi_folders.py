@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -26,7 +28,11 @@ from typing import Final
 
 from asyncdist.trust import private_folders
 
+logger = logging.getLogger("asyncdist.launch")
+
 _PREFIX: Final = "asyncdist-mpi-"
+#: Number of characters of each folder's name. The token of a job has the names of three folders.
+_NAME_LENGTH: Final = 16
 #: Age in seconds from which an unlocked folder is removed. The maker of a newer folder may be about to lock it.
 _LEFT_S: Final = 60.0
 #: File system in which Open MPI by default creates the memory that ranks share.
@@ -39,6 +45,11 @@ _OF_DAEMONS: Final = ("PRTE_MCA_prte_remote_tmpdir_base", "OMPI_MCA_orte_remote_
 _OF_MEMORY: Final = tuple(
     f"OMPI_MCA_{part}_backing_directory" for part in ("btl_sm", "btl_vader", "osc_sm", "osc_rdma", "osc_ucx")
 )
+
+
+def draw_token() -> str:
+    """Return a new job's token: random names for the folder of its guardians' reports and for its two MPI folders."""
+    return secrets.token_hex(3 * _NAME_LENGTH // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +67,17 @@ class MpiFolders:
     locks: tuple[int, ...] = field(default=(), compare=False)
 
     @staticmethod
-    def make(name: str) -> MpiFolders:
-        """Make this host's folders for a job with a random name, and remove those of this user's killed jobs."""
+    def make(token: str) -> MpiFolders:
+        """Make this host's folders for a job, and remove those of this user's killed jobs.
+
+        Each name is another part of the job's token, so that a user who sees one folder does not know the other's name.
+        """
+        of_files, of_memory = token[_NAME_LENGTH : 2 * _NAME_LENGTH], token[2 * _NAME_LENGTH :]
         locks: list[int] = []
         files = ""
         with contextlib.suppress(OSError):  # raised if no folder for temporary files is writable
-            files = _made(tempfile.gettempdir(), name, locks)
-        return MpiFolders(files, _made(_MEMORY, name, locks), tuple(locks))
+            files = _made(tempfile.gettempdir(), of_files, locks)
+        return MpiFolders(files, _made(_MEMORY, of_memory, locks), tuple(locks))
 
     def remove(self) -> None:
         """Remove the folders and all files in them."""
@@ -76,11 +91,16 @@ def _made(base: str, name: str, locks: list[int]) -> str:
     """Make and lock a folder, append its lock to ``locks``, and return its path, or "" if it cannot be made."""
     _remove_left(base)
     path = os.path.join(base, _PREFIX + name)
-    with contextlib.suppress(OSError), private_folders.opened(path, makes=True) as folder:
-        with contextlib.suppress(OSError):  # a network drive may not support locks
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locks.append(os.dup(folder))
-        return path
+    try:
+        with private_folders.opened(path, makes=True) as folder:
+            with contextlib.suppress(OSError):  # a network drive may not support locks
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locks.append(os.dup(folder))
+            return path
+    except private_folders.NotPrivateError as error:
+        logger.warning("%s; Open MPI uses a folder with a predictable name instead", error)
+    except OSError:  # the base folder does not exist or is not writable
+        pass
     return ""
 
 
@@ -95,9 +115,9 @@ def _remove_left(base: str) -> None:
 
 
 @contextlib.contextmanager
-def kept(name: str) -> Iterator[MpiFolders]:
+def kept(token: str) -> Iterator[MpiFolders]:
     """Make this host's folders for a job, and remove them when the context ends."""
-    folders = MpiFolders.make(name)
+    folders = MpiFolders.make(token)
     try:
         yield folders
     finally:

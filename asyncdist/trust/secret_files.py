@@ -161,8 +161,13 @@ def _read_in(parent: int, name: str) -> str:
 
 
 def shared(bases: Iterable[str]) -> str | None:
-    """Return the secret that this user's processes on this host share, or None if no folder is writable."""
-    bases = tuple(bases)
+    """Return the secret that this user's processes on this host share, or None if no base folder is writable.
+
+    Raises:
+        ValueError: A base folder is writable, but cannot hold the secret, for example because other users have taken
+            all names of this user's private folder. Without a secret, they could join this user's jobs.
+    """
+    bases = tuple(dict.fromkeys(bases))
     for _ in range(_ATTEMPT_COUNT):
         found = find(SHARED, bases)
         if found is None and _share(job_secret.draw(), bases):
@@ -170,7 +175,22 @@ def shared(bases: Iterable[str]) -> str | None:
         if found is not None:
             return found
         _remove_unusable(SHARED, bases)
+    writable = [base for base in bases if os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK)]
+    if writable:
+        raise ValueError(
+            "the secret that this user's jobs on this host share cannot be stored: "
+            f"{'; '.join(map(_why_not_stored, private_folders.candidates(writable)))}. Write a secret to a file that "
+            "only you can read, and set ASYNCDIST_JOB_SECRET_FILE to its path"
+        )
     return None
+
+
+def _why_not_stored(folder: Path) -> str:
+    try:
+        with private_folders.opened(folder, makes=True) as parent, _begun(parent, job_secret.draw()):
+            return f"{folder} has no valid secret"
+    except OSError as error:
+        return str(error)
 
 
 def _remove_unusable(name: str, bases: Iterable[str]) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from asyncdist.launch import guardians
 from asyncdist.trust import mpi_folders, private_folders
 from asyncdist.trust.mpi_folders import MpiFolders
 
 MPIRUN = "PRTE_MCA_prte_local_tmpdir_base"
 DAEMONS = "PRTE_MCA_prte_remote_tmpdir_base"
 MEMORY = "OMPI_MCA_btl_sm_backing_directory"
+TOKEN = "reports-of-job-1" + "files-of-job---1" + "memory-of-job--1"
 
 
 @pytest.fixture
@@ -30,39 +32,49 @@ def bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
 
 
 def test_only_this_user_can_enter_the_folders(bases: tuple[Path, Path]) -> None:
-    with mpi_folders.kept("name") as folders:
+    with mpi_folders.kept(TOKEN) as folders:
         made = [Path(folders.files), Path(folders.memory)]
         assert [path.parent for path in made] == list(bases)
         assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700, 0o700]
         (made[0] / "left").touch()
-        assert MpiFolders.make("name") == folders, "two hosts may share a folder for temporary files"
+        assert MpiFolders.make(TOKEN) == folders, "two hosts may share a folder for temporary files"
     assert [list(base.iterdir()) for base in bases] == [[], []]
 
 
 def test_the_next_job_removes_folders_of_killed_jobs(bases: tuple[Path, Path]) -> None:
     """Regression: if ``asyncdist run`` was killed, its ranks' shared memory stayed in ``/dev/shm`` until a reboot."""
     hour_ago = time.time() - 3600
-    with mpi_folders.kept("running") as running:
+    with mpi_folders.kept("r" * 48) as running:
         for base in bases:
             for name in ("killed", "new", "shared"):
                 (base / f"asyncdist-mpi-{name}").mkdir(mode=0o700)
                 (base / f"asyncdist-mpi-{name}" / "sm_segment").touch()
             (base / "asyncdist-mpi-shared").chmod(0o755)
             (base / "asyncdist-mpi-file").touch()
-            for name in ("killed", "shared", "running", "file"):
+            for name in ("killed", "shared", "r" * 16, "file"):
                 os.utime(base / f"asyncdist-mpi-{name}", (hour_ago, hour_ago))
-        with mpi_folders.kept("next"):
+        with mpi_folders.kept("n" * 48):
             for base in bases:
                 left = {path.name.removeprefix("asyncdist-mpi-") for path in base.iterdir()}
-                assert left == {"running", "new", "shared", "file", "next"}
+                assert left == {"r" * 16, "new", "shared", "file", "n" * 16}
         assert Path(running.files).is_dir()
 
 
-def test_a_folder_that_others_can_enter_is_not_used(bases: tuple[Path, Path]) -> None:
-    for base in bases:
-        (base / "asyncdist-mpi-name").mkdir()
-        (base / "asyncdist-mpi-name").chmod(0o777)
-    assert MpiFolders.make("name") == MpiFolders("", "")
+def test_a_folder_that_others_can_enter_is_not_used(bases: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    for base, name in zip(bases, (TOKEN[16:32], TOKEN[32:]), strict=True):
+        (base / f"asyncdist-mpi-{name}").mkdir()
+        (base / f"asyncdist-mpi-{name}").chmod(0o777)
+    assert MpiFolders.make(TOKEN) == MpiFolders("", "")
+    assert caplog.text.count("other users may enter it; Open MPI uses a folder with a predictable name") == 2
+
+
+def test_one_folder_does_not_tell_the_names_of_the_others(bases: tuple[Path, Path]) -> None:
+    """Regression: a user who saw the job's folder in /tmp made the one in /dev/shm first, and it was not used."""
+    token = mpi_folders.draw_token()
+    with mpi_folders.kept(token) as folders:
+        ends = [Path(folder).name.removeprefix("asyncdist-mpi-") for folder in (folders.files, folders.memory)]
+    ends.append(guardians.reports_path(token).removeprefix(guardians.REPORTS_FOLDER).partition("-")[0])
+    assert sorted(ends) == sorted(token[first : first + 16] for first in (0, 16, 32))
 
 
 def test_each_setting_names_a_folder_that_all_hosts_have() -> None:

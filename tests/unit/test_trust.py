@@ -385,6 +385,31 @@ def test_secret_is_in_the_home_if_others_took_all_other_names(tmp_path: Path, mo
     assert [path.name for path in home.glob("*/*")] == ["secret"]
 
 
+def test_a_start_is_refused_if_others_took_all_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: if the user had no usable home, the job had no secret, and any process could join it."""
+    monkeypatch.setattr(environment, "shared_directories", lambda _: [str(tmp_path)])
+    for path in private_folders.candidates([str(tmp_path)]):
+        path.mkdir(mode=0o700)
+        os.chown(path, 65534, -1) if os.getuid() == 0 else path.chmod(0o755)
+    environ = {**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "HOME": "/no/home", "RANK": "0"}
+    with pytest.raises(ValueError, match=r"cannot be stored: .*/asyncdist-\d+-8 .*ASYNCDIST_JOB_SECRET_FILE") as raised:
+        environment.torch_rendezvous(environ)
+    assert str(raised.value).count(" belongs to " if os.getuid() == 0 else "must have mode 0700") == 8
+
+
+def test_a_start_is_refused_if_the_secret_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(ValueError, match="No space left on device"):
+        secret_files.shared([str(tmp_path)])
+
+
+def test_without_a_writable_folder_there_is_no_secret() -> None:
+    assert secret_files.shared(["/no/folder", "/dev/null"]) is None
+
+
 @pytest.mark.parametrize("environ, last", [({"HOME": "/a/home"}, "/a/home"), ({"HOME": "relative"}, "/tmp")])
 def test_secrets_are_looked_for_in_the_home_last(environ: dict[str, str], last: str) -> None:
     assert environment.secret_directories(environ)[-1] == last
