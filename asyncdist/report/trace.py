@@ -9,7 +9,9 @@ Perfetto matches the two ends of an arrow by a hexadecimal number, and ignores a
 
 from __future__ import annotations
 
+import bisect
 import gzip
+import heapq
 import itertools
 import json
 import math
@@ -59,6 +61,8 @@ _PROFILER_PID: Final = 1_000_000
 #: Number of identifiers reserved for the arrows of one line (source, destination, tag) or of one profile.
 _ARROWS: Final = 1 << 32
 _PROFILER_ARROWS: Final = 1 << 62
+#: Maximum size of a profile in bytes, uncompressed. A small compressed file could otherwise fill the memory.
+_PROFILE_NBYTES_MAX: Final = 1 << 30
 
 
 class TraceError(Exception):
@@ -75,12 +79,12 @@ def write_trace(recording: Recording, path: Path, profiles: Sequence[Path] = ())
     extra = [_profile(recording, clocks, file, number) for number, file in enumerate(profiles)]
     count = 0
     open_text = gzip.open if path.suffix == ".gz" else open
+    texts = itertools.chain(map(_as_json, _entries(recording, clocks)), *extra)
     with whole_file(path) as written, open_text(written, "wt", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        for entries in (_entries(recording, clocks), *extra):
-            for entry in entries:
-                file.write(("," if count else "") + "\n" + _as_json(entry))
-                count += 1
+        for text in texts:
+            file.write(("," if count else "") + "\n" + text)
+            count += 1
         file.write("\n]}\n")
     return count
 
@@ -146,8 +150,8 @@ class _Arrows:
     """
 
     def __init__(self, recording: Recording) -> None:
-        ranks = [each.rank for each in recording.ranks]
-        self._restarted = {rank for rank in ranks if ranks.count(rank) > 1} if len(set(ranks)) < len(ranks) else set()
+        counts = Counter(each.rank for each in recording.ranks)
+        self._restarted = {rank for rank, count in counts.items() if count > 1}
         self._lines: dict[tuple[int, int, int], int] = {}
         self._begun_us: defaultdict[int, array[float]] = defaultdict(lambda: array("d"))
         self._ended_counts: defaultdict[int, int] = defaultdict(int)
@@ -208,19 +212,52 @@ class _Messages:
             yield {**end, **arrow, "ts": round(at_us, 3)}
 
 
+class _CounterNames:
+    """Names the counter of each open policy's metric. No two open policies have the same name."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[str, int, str]] = {}  # by open policy: plain name, number and name
+        self._used: set[str] = set()
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+        self._freed: defaultdict[str, list[int]] = defaultdict(list)  # by plain name: the heap of free numbers
+
+    def open(self, policy: int, policy_name: str) -> None:
+        """Choose a policy's name: the first one that no other open policy uses."""
+        plain = f"metric of {policy_name}" if policy_name else "metric"
+        while True:
+            number = heapq.heappop(self._freed[plain]) if self._freed[plain] else next(self._numbers[plain])
+            name = plain if number == 1 else f"{plain} #{number}"
+            if name not in self._used:
+                break
+        self.close(policy)
+        self._names[policy] = plain, number, name
+        self._used.add(name)
+
+    def close(self, policy: int) -> None:
+        """Make a policy's name available to other policies."""
+        if policy in self._names:
+            plain, number, name = self._names.pop(policy)
+            self._used.remove(name)
+            heapq.heappush(self._freed[plain], number)
+
+    def name_of(self, policy: int) -> str:
+        return self._names[policy][2] if policy in self._names else "metric"
+
+
 class _Tracks:
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._metrics: dict[int, str] = {}  # by open policy: the name of its counter
+        self._counters = _CounterNames()
         self._roles: dict[int, tuple[float, int, str]] = {}  # by policy: begin, round and state
-        self._ends_us: defaultdict[int, list[float]] = defaultdict(lambda: [-math.inf])
+        # by track, sorted: the end of the last span on it and on its additional tracks, numbered from 0 downwards
+        self._ends_us: defaultdict[int, list[tuple[float, int]]] = defaultdict(lambda: [(-math.inf, 0)])
 
     def entries(self, event: Event, at_us: float) -> Iterator[Entry]:
         at = {"pid": self._pid, "ts": round(at_us, 3)}
         if event.kind == "policy":
-            self._name_metric(int(event.get("policy")), str(event.get("name") or ""))
+            self._counters.open(int(event.get("policy")), str(event.get("name") or ""))
         elif event.kind == "closed":
-            self._metrics.pop(int(event.get("policy")), None)
+            self._counters.close(int(event.get("policy")))
         match event.kind:
             case "role":
                 policy, state = int(event.get("policy")), str(event.get("state"))
@@ -231,7 +268,7 @@ class _Tracks:
                 facts = {"iteration": event.get("iteration")}
                 yield from self._added(STEPS, "policy.step", at_us - 1e6 * float(event.get("seconds")), at_us, facts)
             case "metric":
-                value, name = float(event.get("value")), self._metrics.get(int(event.get("policy")), "metric")
+                value, name = float(event.get("value")), self._counters.name_of(int(event.get("policy")))
                 if math.isfinite(value):
                     yield {"ph": "C", "name": name, "tid": STEPS, **at, "args": {"metric": value}}
                 else:  # a counter can only have finite values
@@ -242,12 +279,6 @@ class _Tracks:
             case kind if kind in _POINTS:
                 facts = dict(zip(KINDS[kind], event.fields, strict=False))
                 yield {"ph": "i", "s": "t", "name": kind, "tid": ROUNDS, **at, "args": facts}
-
-    def _name_metric(self, policy: int, name: str) -> None:
-        """Choose a name for the counter of a policy's metric that no other open policy uses."""
-        plain = f"metric of {name}" if name else "metric"
-        names = itertools.chain([plain], (f"{plain} #{number}" for number in itertools.count(2)))
-        self._metrics[policy] = next(name for name in names if name not in self._metrics.values())
 
     def rest(self, at_us: float) -> Iterator[Entry]:
         """Yield the spans of the roles that lasted until the end of the recording."""
@@ -267,14 +298,15 @@ class _Tracks:
         Perfetto ignores overlapping spans and spans that begin before 0.
         """
         ends_us = self._ends_us[track]
-        free = [place for place, end_us in enumerate(ends_us) if round(end_us, 3) <= round(began_us + slack_us, 3)]
-        place = max(free, key=ends_us.__getitem__, default=len(ends_us))
-        beside = track + place * len(TRACKS)
-        if place == len(ends_us):
-            ends_us.append(-math.inf)
+        # of the tracks whose last span has ended, the one on which it ended last
+        latest = round(began_us + slack_us, 3)
+        index = bisect.bisect_right(ends_us, latest, key=lambda last: round(last[0], 3)) - 1
+        end_us, place = ends_us.pop(index) if index >= 0 else (-math.inf, -len(ends_us))
+        beside = track - place * len(TRACKS)
+        if index < 0:
             yield _meta("thread_name", self._pid, beside, TRACKS[track])
-        began_us = min(max(began_us, ends_us[place], 0.0), until_us)
-        ends_us[place] = until_us
+        began_us = min(max(began_us, end_us, 0.0), until_us)
+        bisect.insort(ends_us, (until_us, place))
         yield _span(self._pid, beside, name, began_us, until_us, facts)
 
 
@@ -284,41 +316,51 @@ def _span(pid: int, track: int, name: str, began_us: float, until_us: float, fac
     return {"ph": "X", "name": name, "pid": pid, "tid": track, "ts": began_us, "dur": dur, "args": facts}
 
 
-def _profile(recording: Recording, clocks: Clocks, path: Path, number: int) -> list[Entry]:
+def _profile(recording: Recording, clocks: Clocks, path: Path, number: int) -> list[str]:
     """Read a trace of torch's profiler, convert its times to the job's time, and renumber its processes.
 
     The trace names its rank if the program uses torch.distributed. Otherwise, the process number determines the rank.
     """
-    # Processes on different hosts may have the same number.
-    process_counts = Counter(each.header.pid for each in recording.ranks)
-    rank_of_pid = {each.header.pid: each.rank for each in recording.ranks if process_counts[each.header.pid] == 1}
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            content = json.load(file)
-        entries = content["traceEvents"] if isinstance(content, dict) else content
-        base_s = content.get("baseTimeNanoseconds", 0) / 1e9 if isinstance(content, dict) else 0.0
-        rank = content.get("distributedInfo", {}).get("rank") if isinstance(content, dict) else None
-        first_us = min(float(entry["ts"]) for entry in entries if entry.get("ph") == "X")
-        shift_us = 1e6 * (base_s - clocks.began_at_s)
-        if abs(first_us + shift_us) > 1e6 * 86400 * 365:  # the trace has no wall-clock time
-            shift_us = -first_us
-        pids: dict[Any, int] = {}
-        arrows: dict[Any, int] = {}
-        found = []
-        for entry in entries:
-            pid = pids.setdefault(entry.get("pid"), _PROFILER_PID * (number + 1) + len(pids))
-            moved = {**entry, "pid": pid}
-            if "ts" in entry:
-                moved["ts"] = float(entry["ts"]) + shift_us
-            if entry.get("ph") in ("s", "t", "f"):
-                arrow = arrows.setdefault(entry.get("id"), len(arrows))
-                moved["id"] = f"{_PROFILER_ARROWS + number * _ARROWS + arrow:#x}"
-            owner = rank_of_pid.get(entry.get("pid")) if rank is None else rank
-            if entry.get("name") == "process_name" and owner is not None:
-                moved["args"] = {"name": f"rank {owner}, torch: {entry.get('args', {}).get('name', '')}"}
-            found.append(moved)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return list(map(_as_json, _profiler_entries(recording, clocks, _read_json(path), number)))
+    except Exception as error:  # a file may have any content
         raise TraceError(
             f"{path} must be a trace of torch's profiler, but reading it raised {type(error).__name__}: {error}"
         ) from error
-    return found
+
+
+def _read_json(path: Path) -> Any:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        data = file.read(_PROFILE_NBYTES_MAX + 1)
+    if len(data) > _PROFILE_NBYTES_MAX:
+        raise ValueError(f"it has more than {_PROFILE_NBYTES_MAX >> 20} MiB, uncompressed")
+    return json.loads(data)
+
+
+def _profiler_entries(recording: Recording, clocks: Clocks, content: Any, number: int) -> Iterator[Entry]:
+    # Processes on different hosts may have the same number.
+    process_counts = Counter(each.header.pid for each in recording.ranks)
+    rank_of_pid = {each.header.pid: each.rank for each in recording.ranks if process_counts[each.header.pid] == 1}
+    entries = content["traceEvents"] if isinstance(content, dict) else content
+    base_s = content.get("baseTimeNanoseconds", 0) / 1e9 if isinstance(content, dict) else 0.0
+    rank = content.get("distributedInfo", {}).get("rank") if isinstance(content, dict) else None
+    first_us = min(float(entry["ts"]) for entry in entries if entry.get("ph") == "X")
+    shift_us = 1e6 * (base_s - clocks.began_at_s)
+    if abs(first_us + shift_us) > 1e6 * 86400 * 365:  # the trace has no wall-clock time
+        shift_us = -first_us
+    pids: dict[Any, int] = {}
+    arrows: dict[Any, int] = {}
+    for entry in entries:
+        pid = pids.setdefault(entry.get("pid"), _PROFILER_PID * (number + 1) + len(pids))
+        moved = {**entry, "pid": pid}
+        if "ts" in entry:
+            moved["ts"] = float(entry["ts"]) + shift_us
+            if not math.isfinite(moved["ts"]):
+                raise ValueError(f"the time of an entry must be a finite number, got {entry['ts']!r:.80}")
+        if entry.get("ph") in ("s", "t", "f"):
+            arrow = arrows.setdefault(entry.get("id"), len(arrows))
+            moved["id"] = f"{_PROFILER_ARROWS + number * _ARROWS + arrow:#x}"
+        owner = rank_of_pid.get(entry.get("pid")) if rank is None else rank
+        if entry.get("name") == "process_name" and owner is not None:
+            moved["args"] = {"name": f"rank {owner}, torch: {entry.get('args', {}).get('name', '')}"}
+        yield moved

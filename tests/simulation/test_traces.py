@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import math
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from support.recorded_run import counted, train
 import asyncdist as ad
 from asyncdist.recording.reader import Recording, read_recording
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
-from asyncdist.report import tables
+from asyncdist.report import tables, trace
 from asyncdist.report.clock_alignment import Clocks
 from asyncdist.report.trace import TraceError, write_trace
 from asyncdist.waits import WaitId, WaitKind
@@ -175,6 +176,51 @@ def test_profiler_traces_are_added_with_own_processes_and_times(recording: Recor
     write_trace(read_recording(alone), tmp_path / "alone.json", [tmp_path / "torch.json"])
     names = [entry["args"]["name"] for entry in entries_of(tmp_path / "alone.json") if entry["name"] == "process_name"]
     assert any(name.startswith("rank 0, torch: ") for name in names)
-    (tmp_path / "foreign.json").write_text('{"traceEvents": 3}')
-    with pytest.raises(TraceError, match=r"foreign\.json must be a trace of torch's profiler"):
-        write_trace(recording, tmp_path / "x.json", [tmp_path / "foreign.json"])
+
+
+@pytest.mark.parametrize(
+    "name, content, why",
+    [
+        ("foreign.json", b'{"traceEvents": 3}', "TypeError"),
+        ("deep.json", b"[" * 100_000, "RecursionError"),
+        ("cut.json.gz", gzip.compress(b"[]" * 1000)[:-9], "EOFError"),
+        ("damaged.json.gz", gzip.compress(b"[]")[:10] + b"\xff" * 20, "error: Error -3 while decompressing"),
+        ("large.json", b'[{"ph": "X", "ts": 1%s}]' % (b"0" * 400), "OverflowError"),
+        ("infinite.json", b'[{"ph": "X", "ts": 1}, {"ts": 1e999}]', "finite number, got inf"),
+        ("bomb.json.gz", gzip.compress(b" " * 5000), "it has more than 0 MiB, uncompressed"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(
+    name: str, content: bytes, why: str, recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "_PROFILE_NBYTES_MAX", 200_000 if name == "deep.json" else 4000)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TraceError, match=rf"{name} must be a trace of torch's profiler, .*{why}"):
+        write_trace(recording, tmp_path / "x.json", [tmp_path / name])
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_spans_and_counter_names_take_little_time() -> None:
+    """Regression: a recording of 1 MB with overlapping steps or many open policies took minutes."""
+    tracks, names = trace._Tracks(0), trace._CounterNames()
+    began_s = time.process_time()
+    spans = [list(tracks._added(trace.STEPS, "step", 0.0, 1e3 + n, {}))[-1] for n in range(10_000)]
+    for policy in range(10_000):
+        names.open(policy, "same")
+    assert time.process_time() - began_s < 3.0
+    assert len({span["tid"] for span in spans}) == 10_000 and len({names.name_of(n) for n in range(10_000)}) == 10_000
+
+
+def test_a_closed_policys_counter_name_is_used_again() -> None:
+    names = trace._CounterNames()
+    for policy in range(4):
+        names.open(policy, "" if policy < 3 else "a #2")
+    names.open(4, "a")
+    names.open(5, "a")
+    assert [names.name_of(n) for n in (0, 1, 2)] == ["metric", "metric #2", "metric #3"]
+    assert [names.name_of(n) for n in (3, 4, 5)] == ["metric of a #2", "metric of a", "metric of a #3"]
+    names.close(1)
+    names.close(1)
+    names.open(6, "")
+    names.open(0, "b")
+    assert [names.name_of(n) for n in (6, 0, 1)] == ["metric #2", "metric of b", "metric"]
