@@ -14,7 +14,7 @@ from asyncdist.protocols.options import MemberOptions
 from asyncdist.protocols.ranking import JudgingRules, MetricMode
 from asyncdist.protocols.step_info import PolicyEvent
 
-#: How scores become fitness values.
+#: Whether perturbations are weighted by their scores, or by the ranks of their scores.
 Fitness: TypeAlias = Literal["score", "rank"]
 
 ELSEWHERE: Final = {

@@ -1,7 +1,7 @@
 """Draws the perturbations of an evolution strategy, and estimates the gradient from the scores.
 
-Perturbations are never sent: each rank draws the perturbations of all ranks again, from the seed, the round and each
-rank's number. With n mirrored pairs, the estimated gradient of the score F at the weights theta is
+Perturbations are never sent. Each rank draws all ranks' perturbations from the seed, the round and the ranks' numbers.
+With n mirrored pairs eps, the estimated gradient of the score F at the weights theta is
 
     g = 1 / (2 n sigma) * sum over all pairs of (F(theta + sigma eps) - F(theta - sigma eps)) eps
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncdist.protocols.evolution.options import EvolutionStrategyOptions
 from asyncdist.protocols.simple.rule import drawn
 
-#: Largest factor of a perturbation, so that float32 sums of perturbations times factors are finite.
+#: Largest factor of a perturbation with which float32 sums of scaled perturbations are finite.
 _LARGEST: Final = torch.finfo(torch.float32).max / 16
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -30,9 +30,9 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 def perturbation(
     tensors: Sequence[Tensor], options: EvolutionStrategyOptions, round: int, rank: int, pair: int
 ) -> list[Tensor]:
-    """Return standard normal values of each tensor's shape, on the CPU, in float32 or wider.
+    """Return standard normal values with each tensor's shape, on the CPU, in float32 or wider.
 
-    Real and imaginary parts of a complex tensor are standard normal each.
+    For a complex tensor, the real and the imaginary parts are standard normal.
     """
     number = rank * options.pairs + pair
     generator = torch.Generator().manual_seed(int(drawn(options.seed, round, number + 1)[number]))
@@ -45,13 +45,13 @@ def perturbation(
 
 
 def coefficients(scores: Mapping[int, Sequence[float]], options: EvolutionStrategyOptions) -> dict[int, list[float]]:
-    """Return the factor of each perturbation in the estimated gradient, by rank and pair; {} without scores.
+    """Return the factor of each perturbation in the estimated gradient, by rank and pair.
 
-    A pair with a score that is not finite, or whose scores differ too much for a gradient in float32, has the factor 0,
-    and is not counted in n, the number of pairs.
+    A pair has the factor 0, and is not counted in n, if a score is not finite or if the factor is too large for
+    float32.
 
     Args:
-        scores: Scores by rank, larger is better: of each pair in turn, the plus and the minus side.
+        scores: Scores by rank; larger is better. Each pair has two: theta + sigma eps, then theta - sigma eps.
     """
     if not scores:
         return {}
@@ -68,9 +68,9 @@ def coefficients(scores: Mapping[int, Sequence[float]], options: EvolutionStrate
 
 
 def _centred_ranks(values: Array) -> Array:
-    """Return the position of each value in sorted order, scaled to -0.5 to 0.5. Equal values have equal positions."""
+    """Return the rank of each value in sorted order, scaled to -0.5 to 0.5. Equal values have equal ranks."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    positions = np.cumsum(counts) - (counts + 1) / 2  # from 0; the mean position of equal values
+    positions = np.cumsum(counts) - (counts + 1) / 2  # counted from 0; equal values share their mean position
     ranks: Array = positions[places].reshape(values.shape) / max(1, values.size - 1) - 0.5
     return ranks
 
@@ -79,9 +79,9 @@ def _centred_ranks(values: Array) -> Array:
 def estimated_gradient(
     tensors: Sequence[Tensor], factors: Mapping[int, Sequence[float]], round: int, options: EvolutionStrategyOptions
 ) -> list[Tensor]:
-    """Return the estimated gradient of the score for each tensor: float32 or float64, on the CPU.
+    """Return the estimated gradient of the score for each tensor, on the CPU, in float32 or wider.
 
-    Terms are added in the order of ranks and pairs, so that all ranks get the same bits.
+    Terms are added in the order of ``factors``, so that all ranks get the same bits.
     """
     found = [torch.zeros(each.shape, dtype=_wide(each), device="cpu") for each in tensors]
     for rank, row in factors.items():

@@ -1,10 +1,10 @@
 """Implements an evolution strategy: all ranks train one model without gradients, and send each other only losses.
 
 In each step, each rank evaluates the common weights with a few random perturbations and their mirror images. The scores
-travel in the reports of an exchange, whose data consists of the buffers alone. Each rank then draws all ranks'
-perturbations again, estimates the gradient (:mod:`protocols.evolution.perturbations`), and lets the optimizer make one
-step. As all ranks do the same arithmetic in the same order, their weights stay equal to the bit. If a rank is lost, its
-pairs of the round do not count.
+are sent in the reports of an exchange, whose data are only the model's buffers. Each rank then draws all ranks'
+perturbations, estimates the gradient (:mod:`protocols.evolution.perturbations`), and makes one step of the optimizer.
+All ranks do the same arithmetic in the same order, so their weights stay equal to the bit. If a rank is lost, its pairs
+of the round do not count.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class EvolutionStrategyPolicy(ExchangePolicy):
     policy trains the optimizer's parameters that require a gradient. The optimizer determines the learning rate, the
     momentum and its other settings.
 
-    All ranks must begin with equal weights and equal states of the optimizer, and stay equal to the bit on equal
+    All ranks must begin with equal weights and equal states of the optimizer. They then stay equal to the bit on equal
     machines. Floating buffers, such as BatchNorm's statistics, are averaged in each step. Integer and bool buffers are
-    copied from the first rank. Changes that ``evaluate`` makes to buffers are undone.
+    copied from the first rank. Changes of buffers by ``evaluate`` are undone.
 
     Args:
         model: Model that the ranks train; see :class:`SpawnPolicy`.
@@ -97,7 +97,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
 
         Raises:
             TypeError: A metric is not callable.
-            ValueError: No metric was given.
+            ValueError: The call and the policy have no metric.
         """
         if self._first_call is None:
             self.note_call(line_of_caller())
@@ -115,7 +115,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         return {**self._own_options.agreed(), "metric_mode": self._metric_mode}
 
     def _first_weights(self) -> dict[str, str]:
-        """Return the checksum of the trained parameters, from which all ranks must make equal steps."""
+        """Return the checksum of the trained parameters, which must be equal on all ranks."""
         if self._was_loaded:
             return {FIRST_WEIGHTS: "saved"}  # on unequal machines, saved weights may differ in the last bits
         checksum = 0
@@ -124,7 +124,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         return {FIRST_WEIGHTS: f"{checksum:08x}"}
 
     def _make_fragments(self) -> Sequence[Fragment]:
-        """Return a fragment of the buffers, which may be empty."""
+        """Return a fragment of the model's buffers. Parameters are not exchanged."""
         buffers = dict(self.model.named_buffers())
         chosen = [index for index, entry in enumerate(self._flat.entries) if buffers.keys() & set(entry.names)]
         return [Fragment(self._layout(chosen, find_codec("float32")))]
@@ -133,13 +133,13 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         return True
 
     def _trained(self) -> list[nn.Parameter]:
-        """Return the optimizer's parameters that require a gradient, in the model's order, equal on all ranks."""
+        """Return the optimizer's parameters that require a gradient, in the model's order."""
         trained = [each for group in self.optimizer.param_groups for each in group["params"] if each.requires_grad]
         places = {id(each): place for place, each in enumerate(self.model.parameters())}
         return sorted(trained, key=lambda each: places.get(id(each), len(places)))
 
     async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
-        """Return the scores of this rank's perturbations. Each pair has two: the plus side, then the minus side."""
+        """Return two scores for each of this rank's pairs: weights plus perturbation, then weights minus it."""
         if self._evaluation is None:
             raise ValueError(
                 f"step() must get a metric at iteration {self.iteration}, got None; pass step(loss=evaluate), or "
@@ -168,7 +168,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         verdict, number = mean.verdict, own.version
         await super()._write(fragment, ready, is_late=is_late, is_left_out=is_left_out)
         factors = coefficients(dict(zip(verdict.donors, verdict.scores, strict=False)), self._own_options)
-        if not any(map(any, factors.values())):  # no score was finite, or all mirror images were equal
+        if not any(map(any, factors.values())):  # no finite scores, or no differences between them
             return
         trained = self._trained()
         estimated = estimated_gradient(trained, factors, number, self._own_options)
@@ -184,7 +184,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
             self.optimizer.step()
 
     def _trouble(self) -> str:
-        """Log a warning if this rank's state is not finite, which no other rank's scores can restore."""
+        """Log a warning if this rank's state is not finite, because scores cannot restore it."""
         trouble = super()._trouble()
         if trouble and not self._has_warned:
             self._has_warned = True

@@ -1,8 +1,8 @@
-"""Chooses hyperparameters with a Gaussian process of the gains that earlier hyperparameters had (PB2, 2002.02518).
+"""Chooses hyperparameters with a Gaussian process of the gains of earlier hyperparameters (PB2, 2002.02518).
 
-An observation is the time between two reports of a rank: the gain of its metric per step, the iteration, the metric at
-the beginning, and the hyperparameters. A rank knows its own observations, and the observations of the ranks that it has
-copied, which arrive with their snapshots. No further message is needed, but no rank knows all observations.
+An observation is the gain of a rank's metric per step between two reports, with the iteration, the earlier metric and
+the hyperparameters. A rank knows its own observations, and those of the ranks that it has copied, which arrive with
+their snapshots. No further message is needed, but no rank knows all observations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from asyncdist import validation
 from asyncdist.protocols.population_training.hyperparameters import Range, Space, Value
 
-#: Length scale of a dimension that a kernel ignores.
+#: Length scale with which a kernel ignores a dimension.
 _IGNORED: Final = 1e6
 #: Constants of the upper confidence bound: mean + sqrt(0.2 ln(0.4 n)) * deviation, with n observations.
 _UCB: Final = (0.2, 0.4)
@@ -28,11 +28,11 @@ _UCB: Final = (0.2, 0.4)
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Gain of one rank between two reports.
+    """Gain of one rank's metric between two reports.
 
     Attributes:
-        iteration: Iteration at the end.
-        metric: Metric at the beginning; a larger value is better.
+        iteration: Iteration of the second report.
+        metric: Metric of the first report; larger is better.
         gain: Gain of the metric per step.
     """
 
@@ -44,7 +44,7 @@ class Observation:
 
 
 class Observations:
-    """Collects the newest observations that a rank knows.
+    """Keeps the newest ``count_max`` observations that a rank knows.
 
     Attributes:
         entries: Observations, sorted by iteration.
@@ -58,7 +58,7 @@ class Observations:
         self.entries = self._newest(entries)
 
     def note(self, rank: int, iteration: int, metric: float, values: Mapping[str, Value]) -> None:
-        """Add a report, in which a larger metric is better, if both it and the previous metric are finite."""
+        """Add a report, whose metric is better if larger. Non-finite gains are not recorded."""
         if self._last is not None and iteration > self._last[0]:
             gain = (metric - self._last[1]) / (iteration - self._last[0])
             if math.isfinite(gain):
@@ -67,7 +67,7 @@ class Observations:
         self._last = (iteration, metric) if math.isfinite(metric) else None
 
     def inherited(self, donor: Observations, shift: int) -> Observations:
-        """Return the observations of a rank that has copied a donor.
+        """Return this rank's and the donor's observations, after this rank has copied the donor's weights.
 
         Args:
             shift: This rank's iteration minus the donor's.
@@ -97,10 +97,11 @@ class BayesianExplore:
     """Explores with a Gaussian process (PB2): ``PopulationTrainingPolicy(..., explore=BayesianExplore())``.
 
     The process models the gain of the metric per step as a function of the iteration, the metric and the
-    hyperparameters; old observations count less. The new hyperparameters are the candidates with the largest upper
-    confidence bound of the gain. Only ranges are modelled: choices, functions, and the first few copies are perturbed.
+    hyperparameters. Old observations count less. Of random candidates, the new hyperparameters are those with the
+    largest upper confidence bound of the gain. Only ranges are modelled. Choices and functions are perturbed, and until
+    enough observations are known, ranges are too.
 
-    The process is fitted inside ``step``, in the replaced rank only.
+    The process is fitted inside ``step``, on the replaced rank only.
 
     Args:
         window: Number of observations that a rank keeps.
@@ -119,7 +120,7 @@ class BayesianExplore:
         self._library: Any = found
 
     def __call__(self, values: dict[str, Any], generator: random.Random) -> Mapping[str, Any]:
-        """Raise TypeError: the policy calls :meth:`suggest`, which also gets the observations."""
+        """Raise TypeError. The policy calls :meth:`suggest` instead."""
         raise TypeError("BayesianExplore can only be passed as the option explore")
 
     def suggest(
@@ -130,11 +131,11 @@ class BayesianExplore:
         metric: float | None,
         generator: random.Random,
     ) -> dict[str, Value]:
-        """Return the best candidate for each range in ``spaces``; {} if too little is known.
+        """Return values for all ranges in ``spaces``; {} if there are too few observations.
 
         Args:
             entries: Known observations.
-            iteration, metric: This rank's iteration, and the metric of the copied weights; a larger value is better.
+            iteration, metric: This rank's iteration, and the metric of the copied weights; larger is better.
         """
         ranges = {name: space for name, space in spaces.items() if isinstance(space, Range)}
         if not ranges or metric is None or not math.isfinite(metric) or len(entries) < len(ranges) + 3:
@@ -150,10 +151,12 @@ class BayesianExplore:
     def bounds_of(
         self, points: NDArray[np.float64], gains: NDArray[np.float64], wanted: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Return the upper confidence bound of the standardised gain at each wanted point.
+        """Return the upper confidence bound of the standardised gain at each point of ``wanted``.
 
         Args:
-            points, wanted: Points of shape (count, 2 + number of ranges): iteration, metric, and values from 0 to 1.
+            points, wanted: Arrays of shape (count, 2 + number of ranges), with rows of the iteration, the metric, and
+                values scaled to 0 to 1.
+            gains: Gains at ``points``.
         """
         scaled, targets = _standardised(points, wanted), _standardised_gains(gains)
         model = self.fitted(scaled[: len(points)], targets)
@@ -165,8 +168,8 @@ class BayesianExplore:
     def fitted(self, points: NDArray[np.float64], targets: NDArray[np.float64]) -> Any:
         """Return a Gaussian process, with the kernel parameters of the largest likelihood.
 
-        The kernel is v exp(-|x - x'|^2 / 2 l^2) exp(-|t - t'| / d), with the metric and the hyperparameters x and the
-        iteration t. The second factor is (1 - e)^(|t - t'| / 2) of the paper. A variance for noise is added.
+        The kernel is v exp(-|x - x'|^2 / 2 l^2) exp(-|t - t'| / d) plus a variance for noise. x are the metric and the
+        hyperparameters, and t is the iteration. The second factor is the paper's (1 - e)^(|t - t'| / 2).
         """
         kernels, count = self._library.kernels, points.shape[1]
         ignored, free = (_IGNORED, _IGNORED), (0.05, 10.0)
@@ -191,7 +194,7 @@ def _points(rows: Sequence[tuple[int, float, Mapping[str, Any]]], ranges: Mappin
 
 
 def _standardised(points: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return both sets of points: iterations from 0 to 1, and metrics with mean 0 and deviation 1."""
+    """Return all points, with iterations scaled to 0 to 1, and metrics to mean 0 and deviation 1."""
     found = np.concatenate([points, wanted])
     first, last = found[:, 0].min(), found[:, 0].max()
     found[:, 0] = (found[:, 0] - first) / max(1.0, last - first)

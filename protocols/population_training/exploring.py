@@ -1,4 +1,4 @@
-"""Makes a replaced rank's hyperparameters from its donor's: draws new values, perturbs values, or calls a function."""
+"""Makes a replaced rank's hyperparameters: draws new values, perturbs the donor's, or calls the user's function."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from asyncdist.protocols.population_training.options import ExploreFunction
 
 
 class Explorer:
-    """Draws the initial hyperparameters of a rank, and changes the hyperparameters that it copies from a donor.
+    """Draws a rank's initial hyperparameters, and changes the hyperparameters that it copies from a donor.
 
     Equal arguments give equal results.
 
     Args:
         spaces: Possible values of each hyperparameter, by name.
-        factors: Factors by which a perturbation multiplies a value; one of them is drawn.
+        factors: Factors of perturbations, from which one is drawn.
+        resample_probability: Probability of drawing a new value instead of a perturbation.
         function: User's function that replaces the perturbations, or None.
     """
 
@@ -39,7 +40,7 @@ class Explorer:
         self._seed = seed
 
     def first(self, rank: int, given: Mapping[str, Value]) -> dict[str, Value]:
-        """Return the initial hyperparameters of a rank: the values in ``given``, and random values for all others."""
+        """Return a rank's initial hyperparameters: the values in ``given``, and random values for the others."""
         generator = random.Random(f"{self._seed} first {rank}")
         drawn = {name: space.draw(generator) for name, space in self._spaces.items()}
         return {**drawn, **given}
@@ -54,12 +55,12 @@ class Explorer:
         iteration: int = 0,
         metric: float | None = None,
     ) -> dict[str, Value]:
-        """Return the values of a rank that has copied a donor with the values ``inherited``.
+        """Return the new values of a rank that has copied a donor with the values ``inherited``.
 
         Args:
-            iteration: This rank's iteration. The draws depend on it, because rounds are numbered from 1 again in a job
-                that continues from a saved state.
-            known, metric: Observations, and the metric of the copied weights, where a larger value is better; for
+            iteration: This rank's iteration. The draws depend on it, because a job that continues from a saved state
+                numbers rounds from 1 again.
+            known, metric: Observations, and the metric of the copied weights (larger is better), for
                 :class:`BayesianExplore`.
         """
         generator = random.Random(f"{self._seed} explore {rank} {round} {iteration}")
@@ -85,7 +86,7 @@ class Explorer:
 
 
 def donor_for(donors: Sequence[int], rank: int, round: int, seed: int) -> int:
-    """Return the donor that a replaced rank copies in a round; all donors are equally likely.
+    """Return the donor that a replaced rank copies in a round. All donors are equally likely.
 
     The loss of a different donor does not change the choice, so a replacer can request the donor's weights early.
     """

@@ -1,6 +1,6 @@
 """Defines the possible values of a hyperparameter: a range, a list of choices, or the results of a function.
 
-Each kind draws values, perturbs a value, and brings a value within its limits. All randomness comes from the caller's
+Each class draws values, perturbs a value, and clips or checks a value. All randomness comes from the caller's
 generator.
 """
 
@@ -29,7 +29,7 @@ class Range:
 
     Args:
         low, high: Limits of the range.
-        log: Whether values are drawn evenly on a logarithmic scale; by default, if ``low`` is above 0.
+        log: Whether values are drawn uniformly on a logarithmic scale; by default, true if ``low`` is above 0.
         integer: Whether the values are integers.
 
     Raises:
@@ -59,11 +59,11 @@ class Range:
 
     @property
     def is_log(self) -> bool:
-        """True if values are drawn evenly on a logarithmic scale."""
+        """True if values are drawn uniformly on a logarithmic scale."""
         return self.low > 0 if self.log is None else self.log
 
     def unit(self, value: float) -> float:
-        """Return the place of a value in the range, from 0 to 1, on the scale of the range."""
+        """Return a value's position in the range, from 0 to 1, on the linear or logarithmic scale of the range."""
         scale = math.log if self.is_log else float
         return (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
 
@@ -78,18 +78,18 @@ class Range:
         return self.clipped(math.exp(low + (math.log(self.high) - low) * generator.random()))
 
     def perturbed(self, value: Any, factor: float) -> Value:
-        """Return the value times a factor, clipped. An integer changes at least by 1, unless it is at a limit."""
+        """Return ``value * factor``, clipped. An integer changes by at least 1, unless it is at a limit."""
         return self.clipped(_integer_times(value, factor) if self.integer else value * factor)
 
     def clipped(self, value: Any) -> Value:
-        """Return the nearest value of the range; raise ValueError for NaN."""
+        """Return the nearest value in the range; raise ValueError for NaN."""
         if value != value:
             validation.refuse("a saved or explored value", value, f"a number from {self.low!r} to {self.high!r}")
         number = round(value) if self.integer else float(value)
         return type(number)(min(max(number, self.low), self.high))
 
     def check(self, name: str, value: Any) -> Value:
-        """Return a value that the user has passed; raise ValueError if it is outside the range."""
+        """Return a user's value as a number; raise ValueError if it is outside the range."""
         kind = "an integer" if self.integer else "a number"
         number = validation.real(
             name, value, f"{kind} from {self.low!r} to {self.high!r}", low=self.low, high=self.high
@@ -101,7 +101,7 @@ class Range:
         return int(number)
 
     def leaves(self, factor: float) -> bool:
-        """Return whether each value of the range, times this factor, is outside the range."""
+        """Return whether the factor takes every value out of the range."""
         return self.low > 0 and (self.low * factor > self.high or self.high * factor < self.low)
 
     def agreed(self) -> list[Any]:
@@ -111,11 +111,11 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """List of values. A perturbation moves to the next value: a factor above 1 to the right, one below 1 to the left.
+    """List of values. A perturbation by a factor above 1 moves to the next value, and below 1 to the previous value.
 
     Args:
         values: At least two different numbers, strings, bools or None, in an order in which neighbours are similar.
-            Numbers of NumPy and members of enumerations become plain numbers and strings.
+            NumPy numbers and enumeration members become plain numbers and strings.
 
     Raises:
         TypeError, ValueError: There are fewer than two values, a value repeats, or a value has another type.
@@ -124,7 +124,7 @@ class Choice:
     values: tuple[Value, ...]
 
     def __init__(self, values: Sequence[Value]) -> None:
-        """Check the values."""
+        """Check the values, and convert them to plain Python values."""
         found = tuple(map(_plain, values))
         for value in found:
             if not isinstance(value, float | int | str | bool | None):
@@ -140,23 +140,23 @@ class Choice:
         return generator.choice(self.values)
 
     def perturbed(self, value: Any, factor: float) -> Value:
-        """Return the next value, or the same value at the end of the list and with the factor 1."""
+        """Return the next or previous value, or the same value at the end of the list or with the factor 1."""
         place = self._place_of(value) + (factor > 1.0) - (factor < 1.0)
         return self.values[min(max(place, 0), len(self.values) - 1)]
 
     def clipped(self, value: Any) -> Value:
-        """Return the value, which must be in the list."""
+        """Return the value; raise ValueError if it is not in the list."""
         return self.check("a saved or explored value", value)
 
     def check(self, name: str, value: Any) -> Value:
-        """Return a value that the user has passed; raise ValueError if it is not in the list."""
+        """Return the list's value that equals a user's value; raise ValueError if there is none."""
         place = self._place_of(value)
         if place < 0:
             validation.refuse(name, value, f"one of {list(self.values)!r:.200}")
         return self.values[place]
 
     def leaves(self, factor: float) -> bool:
-        """Return False: the next value is always one of the list."""
+        """Return False, because a perturbed value is always in the list."""
         del factor
         return False
 
@@ -173,7 +173,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Function that draws a number, which has no limits. A perturbation multiplies the number by a factor.
+    """Function that draws numbers without limits. A perturbation multiplies a number by a factor.
 
     Args:
         function: Callable that gets a ``random.Random`` and returns a finite number.
@@ -186,25 +186,25 @@ class Sampler:
         return self.check("the result of a hyperparameter's function", self.function(generator))
 
     def perturbed(self, value: Any, factor: float) -> Value:
-        """Return the value times a factor. An integer stays one, and changes at least by 1."""
+        """Return ``value * factor``. An integer remains an integer, and changes by at least 1."""
         return _integer_times(value, factor) if isinstance(value, int) else float(value * factor)
 
     def clipped(self, value: Any) -> Value:
-        """Return the value, which must be a finite number."""
+        """Return the value; raise ValueError if it is not a finite number."""
         return self.check("a saved or explored value", value)
 
     def check(self, name: str, value: Any) -> Value:
-        """Return a finite number; raise ValueError for any other value."""
+        """Return a user's value as a number; raise ValueError if it is not finite."""
         number = validation.real(name, value, "a finite number", low=-validation.LARGEST)
         return int(number) if isinstance(_plain(value), int) else number
 
     def leaves(self, factor: float) -> bool:
-        """Return False: the function has no limits."""
+        """Return False, because there are no limits."""
         del factor
         return False
 
     def agreed(self) -> list[Any]:
-        """Return a mark: functions cannot be compared."""
+        """Return a constant, because functions of different ranks cannot be compared."""
         return ["function"]
 
 
@@ -220,7 +220,7 @@ def _as_string(value: Any) -> Any:
 
 
 def _integer_times(value: int, factor: float) -> int:
-    """Return the nearest integer to a product, but at least 1 away from the value, in the direction of the factor."""
+    """Return the rounded product. Unless the factor is 1, it differs from the value by at least 1."""
     found = round(value * factor)
     if found == value and factor != 1.0:
         found += 1 if (factor > 1.0) == (value >= 0) else -1
@@ -243,10 +243,10 @@ Given: TypeAlias = Range | Choice | tuple[float, float] | list[Any] | Callable[[
 
 
 def space_of(name: str, given: Any) -> Space:
-    """Return the values that the user has passed for a hyperparameter, as an object.
+    """Convert the values that the user has passed for a hyperparameter to an object.
 
     Raises:
-        TypeError, ValueError: The values are not a range, a list or a callable, or a range is reversed.
+        TypeError, ValueError: The values are not a range, a list or a callable, or they are invalid.
     """
     try:
         if isinstance(given, Range | Choice):

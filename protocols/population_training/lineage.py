@@ -1,4 +1,4 @@
-"""Keeps the history of the weights of one rank: which hyperparameters they were trained with, on which ranks."""
+"""Keeps the history of one rank's weights: the hyperparameters and ranks that have trained them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-#: Number of entries that are kept, besides the first; the history travels with the weights.
+#: Number of entries that are kept in addition to the first, since the history is sent with the weights.
 _COUNT_MAX: Final = 999
 
 
 @dataclass(frozen=True, slots=True)
 class LineageEntry:
-    """Hyperparameters with which a rank's current weights were trained, from one iteration on.
+    """Hyperparameters with which a rank's current weights were trained from some iteration.
 
     Attributes:
-        iteration: Iteration of ``rank`` at which it began to train with these hyperparameters.
-        rank: Rank that trained.
+        iteration: Iteration at which ``rank`` began to train with these hyperparameters.
+        rank: Rank that trained the weights.
         round: Round in which the rank copied the weights of ``donor``; 0 for the first entry.
         donor: Rank whose weights were copied; -1 for the first entry.
         hyperparameters: Values by name.
@@ -31,7 +31,7 @@ class LineageEntry:
 
 
 class Lineage:
-    """Collects the entries, oldest first; if there are too many, keeps the first and the newest entries."""
+    """Immutable history of weights, oldest entry first. Of too many entries, it keeps the first and the newest."""
 
     def __init__(self, entries: Sequence[LineageEntry] = ()) -> None:
         self.entries = tuple(entries)
@@ -48,10 +48,10 @@ class Lineage:
 
     @classmethod
     def unpacked(cls, text: str) -> Lineage:
-        """Return the history encoded in ``text`` by :meth:`packed`.
+        """Return the history that :meth:`packed` has packed.
 
         Raises:
-            TypeError, ValueError: The text has another format.
+            TypeError, ValueError: The string has another format.
         """
         rows = json.loads(text)
         return cls([LineageEntry(int(i), int(rank), int(r), int(d), dict(values)) for i, rank, r, d, values in rows])

@@ -14,7 +14,7 @@ from asyncdist.protocols.population_training.hyperparameters import Choice, Give
 from asyncdist.protocols.ranking import MetricMode
 from asyncdist.protocols.step_info import PolicyEvent
 
-#: Function that makes new hyperparameters from a donor's.
+#: Function that makes new hyperparameters from a donor's, with a random generator.
 ExploreFunction: TypeAlias = Callable[[dict[str, Any], random.Random], Mapping[str, Any]]
 
 #: Names of options in other libraries and policies, each with a hint for the error that is raised if it is passed here.
@@ -74,7 +74,7 @@ class PopulationTrainingOptions(MemberOptions, total=False):
 
 
 def _spaces(name: str, value: Any) -> Any:
-    """Check hyperparameters, and return them as objects by name; empty for None."""
+    """Check hyperparameters, and convert their values to objects; {} for None."""
     return spaces_of(name, {} if value is None else value)
 
 
@@ -107,7 +107,7 @@ def _initial(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExploringOptions(Options):
-    """Options for hyperparameters, and for copying and changing them.
+    """Options for the hyperparameters and for copying and changing them.
 
     Raises:
         TypeError, ValueError: An option has the wrong type or is out of range, or options contradict each other.
@@ -188,7 +188,7 @@ class ExploringOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the options, and that they fit together."""
+        """Check the options, and raise an error if two of them contradict each other."""
         Options.__post_init__(self)
         spaces = self.spaces
         if not spaces:
@@ -216,7 +216,7 @@ class ExploringOptions(Options):
                 )
 
     def check_factors(self) -> None:
-        """Raise ValueError if a factor takes each value of a hyperparameter out of its range."""
+        """Raise ValueError if a factor in ``perturb`` takes every value of a hyperparameter out of its range."""
         for name, space in self.spaces.items() if self.explore is None else ():
             leaving = [factor for factor in self.perturb if space.leaves(factor)]
             if leaving and isinstance(space, Range):

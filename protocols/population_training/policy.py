@@ -1,13 +1,13 @@
-"""Population based training on the rounds of selective averaging.
+"""Population based training with rounds of selective averaging.
 
 A round differs from selective averaging (:mod:`protocols.selective.policy`) in three points:
 
-1. The donors are the best quantile, and each replacer takes the snapshot of only one of them. The choice depends on the
-   seed, the round and the rank, so no message is needed.
-2. A donor copies its optimizer's state and its hyperparameters in the same step as its weights, as it does for a
-   restarted rank (:mod:`protocols.joining.state_transfer`). The replacer receives all three from the same snapshot.
-3. In its next step, the replacer loads the weights, then the optimizer's state, and then writes the new hyperparameters
-   into the optimizer. In a different order, the donor's state would undo the new learning rate.
+1. The donors are the best quantile, and each replacer copies only one of them. The choice depends on the seed, the
+   round and the rank, so no message is needed.
+2. A donor's snapshot also contains its optimizer's state and hyperparameters, as for a restarted rank
+   (:mod:`protocols.joining.state_transfer`).
+3. In its next step, the replacer loads the weights and the optimizer's state, and only then writes the new
+   hyperparameters into the optimizer. Otherwise the donor's state would undo the new learning rate.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from asyncdist.tensors.optimizers.loading import arranged, parameter_names
 logger = logging.getLogger("protocols.population_training")
 
 _Told = TypeVar("_Told", Assign, Frozen)
-#: Smallest number of ranks of a sub-population: best ranks, worst ranks, and ranks that migrants may replace.
+#: Smallest size of a sub-population, which needs best ranks, worst ranks, and ranks that migrants may replace.
 _SIZE_MIN: Final = 4
 
 
@@ -67,9 +67,9 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
                 info = await policy.step(loss=evaluate)
 
     Each rank trains its own model with its own hyperparameters, and reports a metric every ``average_every`` steps.
-    When enough ranks have reported, each rank of the worst ``quantile`` copies a rank of the best ``quantile``: the
-    weights, the optimizer's state and the hyperparameters, from a single snapshot. It then changes the hyperparameters,
-    and continues at its own iteration. No rank waits for another.
+    When enough ranks have reported, each rank of the worst ``quantile`` copies the weights, the optimizer's state and
+    the hyperparameters of a rank of the best ``quantile``. It then changes the hyperparameters, and continues at its
+    own iteration. No rank waits for another.
 
     Args:
         model: Model to train; see :class:`SpawnPolicy`.
@@ -99,14 +99,14 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
             metric=metric,
             replacement_ratio=own.quantile,
             averaging_strategy="best_only",
-            optimizer_state="reset",  # the donor's state is loaded afterwards
+            optimizer_state="reset",  # before the donor's state is loaded
             route="direct",
             **among(options, SelectiveOptions),
         )
         self._rules = replace(self._rules, copies_one=True)
         self._resources = replace(self._resources, heir=self)
         self._settings = OptimizerSettings(optimizer, own.hyperparameters, own.lr_scheduler)
-        own.check_factors()  # a name that the optimizer does not have is reported first
+        own.check_factors()  # after the optimizer's check of the names
         self._spaces = own.spaces
         self._explorer = Explorer(
             self._spaces,
@@ -121,21 +121,20 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         self._observations = Observations(self._window)
         self._sign = 1.0 if self._metric_mode == "max" else -1.0
         self._has_warned_of_loss = False
-        self._parent = (0, -1)  # round, and donor that this rank copies in it
+        self._parent = (0, -1)  # round, and the donor that this rank copies in the round
 
     @property
     def hyperparameters(self) -> Mapping[str, Any]:
-        """Current hyperparameters of this rank, by name. The mapping changes inside ``step`` when they are replaced.
+        """Current hyperparameters of this rank, by name. They change only inside ``step``.
 
-        Before ``async with``, it has only the values of the option ``initial``, or of a loaded state.
+        Before ``async with``, the mapping contains only the option ``initial`` or a loaded state.
         """
         return MappingProxyType(self._values)
 
     def lineage(self) -> tuple[LineageEntry, ...]:
         """Return the hyperparameters with which this rank's current weights were trained, oldest first.
 
-        The weights of a replaced rank have the history of the donor's weights. At most 1000 entries are kept: the first
-        and the newest.
+        A replaced rank takes over the donor's history. At most 1000 entries are kept, the first and the newest.
         """
         return self._lineage.entries
 
@@ -162,7 +161,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
     def _options(self) -> Mapping[str, Any]:
         groups = []
-        for names in parameter_names(self.model, self.optimizer):  # a copied state is mapped by the names
+        for names in parameter_names(self.model, self.optimizer):  # names map a copied state to parameters
             checksum = zlib.crc32("\n".join(sorted(names)).encode())
             groups.append(f"{len(names)} parameters with the names {checksum:08x}")
         spaces = {name: space.agreed() for name, space in self._spaces.items()}
@@ -178,7 +177,6 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         self._settings.write(self._values)
 
     def _divide(self) -> None:
-        """Divide the ranks into sub-populations, one for each period."""
         periods, ranks = self._own_options.periods, self._group.ranks
         if not periods or self.is_alone:
             return
@@ -204,7 +202,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         )
 
     def _place_of(self, rank: int) -> int:
-        """Return the place of a rank's sub-population; 0 if there is one population."""
+        """Return the index of a rank's sub-population; 0 without sub-populations."""
         found = (place for place, ranks in enumerate(self._rules.sub_populations) if rank in ranks)
         return next(found, 0)
 
@@ -235,7 +233,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         self._lineage = lineage
 
     def _values_in(self, state: Mapping[str, Any]) -> dict[str, Value]:
-        """Return the hyperparameters in a policy's state; raise ValueError if their names are not this policy's."""
+        """Return the hyperparameters in a saved state; raise ValueError if their names are not this policy's."""
         values = json.loads(state["hyperparameters"])
         if values.keys() != self._spaces.keys():
             raise ValueError(
@@ -244,9 +242,9 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         return {name: space.clipped(values[name]) for name, space in self._spaces.items()}
 
     def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
-        """Load another member's optimizer and policy state, with its hyperparameters, and return its iteration.
+        """Load another member's optimizer state and policy state, and return its iteration.
 
-        The schedule does not move to the other member's position, since this rank's scheduler does not.
+        The values that this rank's schedulers have written are kept, because the schedulers' positions are kept too.
         """
         own = self._settings.scheduled()
         iteration = super().restore_whole_state(parts)
@@ -270,7 +268,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         return replace(told, donors=(donor,), weights=(1.0,), iterations=(iteration,), best=donor)
 
     def _donor(self, told: Assign | Frozen, round: int) -> int:
-        """Return the donor that this rank copies; another one of its sub-population if that donor has dropped out."""
+        """Return the donor that this rank copies, preferably its assigned one, otherwise of its sub-population."""
         parent = told.parent if isinstance(told, Assign) else self._parent[1] if self._parent[0] == round else -1
         if parent in told.donors:
             return parent
@@ -302,7 +300,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
                 iteration=self.iteration,
                 metric=metric,
             )
-        else:  # hyperparameters move only to sub-populations that evolve more often
+        else:  # only sub-populations that evolve more often take hyperparameters
             periods = self._own_options.periods
             values = dict(inherited if periods[theirs_at] > periods[own] else self._values)
         entry = LineageEntry(self.iteration, self._world.rank, round, donor, values)
@@ -310,10 +308,10 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
         def take_over(info: StepInfo) -> StepInfo:
             load_moments(self.optimizer, moments)
-            self._settings.write(values)  # only now: the donor's state must not undo it
+            self._settings.write(values)  # last, so that the donor's state does not undo them
             self._values.update(values)
             self._lineage, self._observations = lineage, observations
-            self._journal.metric = state["metric"]  # the copy has the donor's score until it reports its own
+            self._journal.metric = state["metric"]  # the donor's metric counts until this rank reports
             return replace(info, hyperparameters=dict(values), inherited=inherited)
 
         return take_over

@@ -1,4 +1,4 @@
-"""Reads and writes hyperparameters in an optimizer's parameter groups, and in a scheduler of the learning rate."""
+"""Reads and writes hyperparameters in an optimizer's parameter groups and learning rate scheduler."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from asyncdist.tensors.optimizers.loading import load_exactly
 
 _NAME: Final = re.compile(r"(\w+)(?:\[(\d+)\])?\Z")
-#: Settings of a scheduler that are proportional to its base learning rate: in its attributes, and in each group.
+#: Settings proportional to the base learning rate, in a scheduler's attributes and in each parameter group.
 _SCHEDULED: Final = ("base_lrs", "max_lrs")
 _SCHEDULED_IN_GROUP: Final = ("initial_lr", "max_lr", "min_lr")
 
 
 class OptimizerSettings:
-    """Hyperparameters of one optimizer.
+    """Reads and writes the hyperparameters of one optimizer.
 
-    If the groups had different values at the start, they keep their ratios to the first group whose value is not 0. A
-    group with the value 0, such as a group without weight decay, keeps it.
+    Groups with different initial values keep their ratios to the first value that is not 0. A group with the value 0,
+    such as a group without weight decay, keeps 0.
 
     Args:
-        names: Names of hyperparameters: ``"lr"``, or ``"betas[0]"`` for one number of a tuple.
+        names: Names of hyperparameters, such as ``"lr"``, or ``"betas[0]"`` for one number of a tuple.
         lr_scheduler: Scheduler whose base learning rate is the hyperparameter ``"lr"``, or None.
 
     Raises:
@@ -58,7 +58,7 @@ class OptimizerSettings:
                 )
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Write the values of some hyperparameters into all groups. With a scheduler, ``lr`` is its base."""
+        """Write values of hyperparameters into all groups. With a scheduler, ``lr`` is the base learning rate."""
         for name, ratios in self._ratios.items():
             if name in values:
                 for place, (group, ratio) in enumerate(zip(self._groups(name), ratios, strict=True)):
@@ -71,8 +71,8 @@ class OptimizerSettings:
     def _write_base(self, place: int, group: dict[str, Any], new: float) -> None:
         """Change a group's base learning rate, and the current learning rate in proportion.
 
-        If the old base is 0, there is no ratio to keep. The current learning rate is then the schedule's, or the new
-        base if the scheduler can compute a rate only from the previous rate.
+        If the old base is 0, there is no proportion. The current learning rate is then computed by the scheduler, or is
+        the new base if the scheduler can compute a rate only from the previous rate.
         """
         old = float(group["initial_lr"])
         if not old and not new:
@@ -95,17 +95,17 @@ class OptimizerSettings:
             _put(group, "lr", self._scheduled(place, new))
 
     def _scheduled(self, place: int, base: float) -> float:
-        """Return a group's learning rate at the only scheduler's current step; the base if it cannot be computed."""
+        """Return a group's scheduled learning rate at the current step, or ``base`` if it cannot be computed."""
         of_all = getattr(self._schedulers[0], "_get_closed_form_lr", None) if len(self._schedulers) == 1 else None
         return base if of_all is None else float(of_all()[place])
 
     def scheduled(self) -> list[dict[str, float]]:
-        """Return the values that the schedulers have written into each group, such as the current learning rate."""
+        """Return the values in each group that schedulers write, such as the current learning rate."""
         names = ("lr", *_SCHEDULED_IN_GROUP) if self._schedulers and "lr" in self._ratios else ()
         return [{name: float(group[name]) for name in names if name in group} for group in self._optimizer.param_groups]
 
     def put_scheduled(self, found: Iterable[Mapping[str, float]]) -> None:
-        """Write the result of an earlier :meth:`scheduled` again, because the schedulers continue from these values."""
+        """Restore the result of :meth:`scheduled`, because schedulers compute the next values from these."""
         for group, values in zip(self._optimizer.param_groups, found, strict=True):
             for name, value in values.items():
                 _put(group, name, value)
@@ -120,7 +120,7 @@ class OptimizerSettings:
 
 
 def _schedulers_in(scheduler: Any) -> list[Any]:
-    """Return a scheduler and the schedulers that it contains, as SequentialLR does; empty for None."""
+    """Return a scheduler and those that it contains, as SequentialLR does, if they have a base learning rate."""
     if scheduler is None:
         return []
     inner = [each for part in getattr(scheduler, "_schedulers", ()) for each in _schedulers_in(part)]
@@ -129,7 +129,7 @@ def _schedulers_in(scheduler: Any) -> list[Any]:
 
 
 def _numbers_of(optimizer: Any) -> list[str]:
-    """Return the names of all numbers in an optimizer's groups, as hyperparameters."""
+    """Return the names of all numbers in an optimizer's groups that can be hyperparameters."""
     found: dict[str, None] = {}
     for group in optimizer.param_groups:
         for name, value in group.items():
@@ -156,7 +156,7 @@ def _number_in(group: Mapping[str, Any], name: str) -> float:
 
 
 def _put(group: dict[str, Any], name: str, new: float) -> None:
-    """Write a number into a group; a tensor is changed in place, since a captured graph reads its memory."""
+    """Write a number into a group. A tensor is changed in place, because a CUDA graph may read its memory."""
     match = _NAME.match(name)
     assert match is not None, name
     key, place = match[1], match[2]
@@ -177,7 +177,7 @@ def _ratios(values: list[float]) -> list[float]:
 
 
 def load_moments(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Load another rank's optimizer state, such as moments and step counts; all groups keep their own settings.
+    """Load another rank's optimizer state, such as moments and step counts. The settings of groups are kept.
 
     Args:
         state: ``state_dict()`` of an optimizer of the same class, in the order of this optimizer's parameters.
@@ -185,5 +185,5 @@ def load_moments(optimizer: Any, state: Mapping[str, Any]) -> None:
     groups = list(optimizer.param_groups)
     own = optimizer.state_dict()["param_groups"]
     load_exactly(optimizer, {**state, "param_groups": own})
-    for place, group in enumerate(groups):  # keeps tensors in the groups, which a captured graph reads
+    for place, group in enumerate(groups):  # keeps the groups' tensors, which a CUDA graph may read
         optimizer.param_groups[place] = group

@@ -1,7 +1,7 @@
-"""State machines of a sharded replica's ranks: the followers repeat the events of their leader.
+"""State machines of a sharded replica's ranks, in which the followers repeat the events of their leader.
 
 Every rank of a replica has its own :class:`RoundMember`. The followers' state machines receive the leader's events in
-the same order, so that all ranks of a replica have the same role in a round. Only failures of their own streams differ.
+the same order, so that all ranks of a replica have the same role in a round. Only failures of exchanges may differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ from typing import Any, Final, TypeAlias
 from asyncdist.protocols.selective.member import EnterEpoch, Instructions, RoundMember
 from asyncdist.protocols.selective.messages import Assign, End, Frozen
 
-#: Kinds of events other than messages about a round: the coordinator is lost, or a new epoch has begun.
+#: Events other than messages about a round: the coordinator is lost, and a new epoch has begun.
 GONE: Final = "gone"
 EPOCH: Final = "epoch"
 
-#: Event that the leader sends to the followers: its kind, its round or epoch, and the fields of the message.
+#: Event that the leader sends to the followers: kind, round or epoch, and the message's fields.
 Happening: TypeAlias = tuple[str, int, tuple[Any, ...]]
 
 
@@ -23,9 +23,9 @@ class LeadingMember(RoundMember):
     """State machine of a replica's leader, which records its events for the followers.
 
     Attributes:
-        assignment_count: Number of assignments so far, which identifies a round even if a new coordinator reuses round
-            numbers.
-        happenings: Events that have not been sent to the followers.
+        assignment_count: Number of assignments received. It identifies a round even if a new coordinator reuses its
+            number.
+        happenings: Events that are not sent to the followers yet.
     """
 
     __slots__ = ("assignment_count", "happenings")
@@ -47,7 +47,7 @@ class LeadingMember(RoundMember):
         return super().on_assign(assign, round)
 
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
-        """Begin to add up the donors' snapshots, and record for the followers that the round is frozen."""
+        """Begin to add up the donors' snapshots, and record the ``Frozen`` message for the followers."""
         self._add(Frozen.__name__, round, *astuple(frozen))
         return super().on_frozen(frozen, round)
 
@@ -57,7 +57,7 @@ class LeadingMember(RoundMember):
         return super().on_end(reason, round)
 
     def on_coordinator_gone(self, why: str) -> Instructions:
-        """End the current role, since the coordinator is lost, and record the loss for the followers."""
+        """End the current role after the loss of the coordinator, and record the loss for the followers."""
         self._add(GONE, 0, why)
         return super().on_coordinator_gone(why)
 
@@ -74,7 +74,7 @@ class LeadingMember(RoundMember):
         return instructions
 
     def on_refused(self, round: int, reason: str) -> Instructions:
-        """Abandon a complete average, and record the end of the round for the followers."""
+        """Abandon a complete average that is refused, and record the end of the round for the followers."""
         instructions = super().on_refused(round, reason)
         if instructions:
             self._add(End.__name__, round, reason)
@@ -88,8 +88,8 @@ class FollowingMember(RoundMember):
     """State machine of a replica's follower, which repeats the leader's events.
 
     Attributes:
-        assignment_count: Number of assignments so far, equal to the leader's if both are in the same round.
-        failure: Reason why this rank has abandoned the last assigned round; "" if it has not abandoned it.
+        assignment_count: Number of assignments received; equal to the leader's if both are in the same round.
+        failure: Reason for which this rank has abandoned the last assigned round, or "".
     """
 
     __slots__ = ("assignment_count", "failure")
@@ -115,10 +115,10 @@ class FollowingMember(RoundMember):
     def repeat(self, happenings: Sequence[Happening], counterparts: Mapping[int, int]) -> Iterator[Instructions]:
         """Repeat the leader's events, and yield the instructions for each event.
 
-        The caller must execute the instructions for one event before it requests those for the next event.
+        The caller must execute the instructions for one event before it requests the next.
 
         Args:
-            counterparts: Rank with the same shards as this rank in each replica, by the replica's leader.
+            counterparts: Rank of each replica that has the same shards as this rank, by the replica's leader.
         """
         for kind, number, fields in happenings:
             if kind == Assign.__name__:

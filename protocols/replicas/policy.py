@@ -57,7 +57,7 @@ class ReplicaPolicyOptions(ReplicaOptions, MemberOptions, total=False):
 
 
 class _AmongLeaders(AsyncSelectiveAveragingPolicy):
-    """Policy by which the leaders of the replicas average with each other."""
+    """Averages the models of the replicas' leaders."""
 
     keeps_replicas = True
     has_come = False
@@ -79,22 +79,23 @@ class ReplicaAveragingPolicy(Ported):
                 info = await policy.step(loss=loss)
 
     All ranks of a replica must call ``step`` equally often. A rank that leaves the policy waits for the other ranks of
-    its replica, and warns if they do not leave. If a rank is lost, its replica is lost: the other ranks of the replica
-    get RankLostError in ``step``. The job then ends, unless these ranks leave the policy.
+    its replica, and warns if they do not leave. If a rank is lost, ``step`` raises RankLostError on the other ranks of
+    its replica. The job then ends, unless these ranks leave the policy.
 
     A model sharded by ``fully_shard`` over the ranks of its replica remains sharded. Each rank averages its shards with
     the ranks of other replicas that have the same shards. Events, ``nbytes`` and statistics then refer to the rank's
     own shards.
 
     Args:
-        model: A module; a module in DDP, or one that contains DDP (as ``torch.compile(ddp)`` does); or a module that
-            ``fully_shard`` has sharded over exactly the ranks of the replica, in the same way in all replicas. At the
-            start, the replica's first rank copies its weights to the other ranks, unless the model is sharded.
+        model: A module, which may be wrapped in DDP or contain DDP, as ``torch.compile(ddp)`` does. Alternatively, a
+            module that ``fully_shard`` has sharded over exactly the ranks of the replica, in the same way in all
+            replicas. Unless the model is sharded, the replica's first rank copies its weights to the other ranks at the
+            start.
         optimizer: Optimizer of the model on this rank.
         replica_size: Number of ranks in a replica. Replicas are consecutive ranks of the group.
         swap_every: Number of steps between steps in which weights may change; a divisor of ``average_every``. By
             default, the largest divisor up to a tenth of ``average_every``.
-        average_every, metric, options: The options below. A replica's metric is the mean of its ranks' metrics. Sharded
+        average_every, metric, options: The options below. A replica's metric is the mean over its ranks. Sharded
             replicas do not support ``averaging_strategy="reset_weights"``.
 
     Attributes:
@@ -144,19 +145,17 @@ class ReplicaAveragingPolicy(Ported):
         self._limit = self._inner._limit
         self._journal.include(self._inner._journal)
         self._replica: Group
-        self._others: Group | None = None  # ranks of other replicas with which this rank averages
+        self._others: Group | None = None  # this rank, and the ranks of other replicas with which it averages
         self._groups: list[Group] = []
 
     def statistics(self) -> SelectiveStatistics:
-        """Return the counts of this replica so far.
+        """Return this replica's counts, which are 0 except on its first rank.
 
-        Only the replica's first rank has counts other than 0. If the replica is sharded, each rank counts the transfers
-        of its own shards.
+        If the replica is sharded, each rank counts the transfers of its own shards.
         """
         return replace(self._inner.statistics(), title=self._journal.title())
 
     def _holds_shards(self) -> bool:
-        """Return whether the model is sharded, so that each rank of a replica has a different part."""
         return bool(self._flat.mesh_ranks)
 
     def _options(self) -> Mapping[str, Any]:
@@ -168,7 +167,7 @@ class ReplicaAveragingPolicy(Ported):
 
     def _agreed_values(self) -> dict[str, str]:
         values = super()._agreed_values()
-        if self.is_sharded:  # a replica's ranks have different shards, so only counterparts compare models
+        if self.is_sharded:  # only ranks with the same shards have equal models
             values["model"] = "sharded"
             values.pop(LEFT_OUT, None)
         return values
@@ -280,9 +279,9 @@ class ReplicaAveragingPolicy(Ported):
         return math.nan if value is None else value
 
     async def _metric_of_replica(self, local_metric: MetricSource) -> MetricSource:
-        """Return the mean metric of the replica on its leader; None on other ranks.
+        """Return the replica's mean metric on its leader; None on other ranks.
 
-        If the leader has no new measurement, return a callable metric that returns `NOT_MEASURED`.
+        Without a new measurement on the leader, return a callable that returns `NOT_MEASURED`.
         """
         value = self._read_new_metric(local_metric)
         own = torch.tensor([math.nan if value is None else value], dtype=torch.float64, device="cpu")
@@ -292,7 +291,7 @@ class ReplicaAveragingPolicy(Ported):
         return math.fsum(map(float, metrics)) / self.replica_size if value is not None else lambda: NOT_MEASURED
 
     async def _copy_from_leader(self) -> None:
-        """Copy the weights of the replica's first rank to all ranks of the replica, which all call this method."""
+        """Copy the weights of the replica's first rank to its other ranks. All ranks of the replica must call this."""
         is_leader = self._world.rank == self._replica.ranks[0]
         if is_leader:
             self._flat.snapshot(self._buffers)

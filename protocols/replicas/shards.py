@@ -1,10 +1,10 @@
 """Selective averaging of sharded replicas: each rank averages its shards with its counterparts in other replicas.
 
-The k-th ranks of all replicas are *counterparts*: they have the same shards of the model. Shards are sent only between
+The k-th ranks of all replicas are *counterparts*, which have the same shards of the model. Shards are sent only between
 counterparts. The first rank of a replica is its leader, which exchanges messages with the coordinator. The other ranks,
-its followers, receive these messages at *swap points*: steps in which all ranks of the replica wait for each other.
-There, each rank reports whether its part of an average is complete. The leader decides whether all ranks apply the
-average, abandon it or take a snapshot, and the followers do the same.
+its followers, receive these messages at *swap points*, steps in which all ranks of the replica wait for each other.
+There, each rank reports whether its part of an average is complete. The leader decides whether all ranks of the replica
+apply the average, abandon it or take a snapshot.
 
 Invariants: The ranks of a replica take their snapshots for a round at the same iteration. They apply an average at the
 same iteration, from the same donors with the same weights, or not at all.
@@ -34,7 +34,7 @@ from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import reshard
 
-#: Possible actions of a leader at a swap point, in addition to passing on the coordinator's messages.
+#: Actions of a replica at a swap point, in addition to handling the coordinator's messages.
 NOTHING_MORE: Final = 0
 SNAPSHOT: Final = 1
 APPLICATION: Final = 2
@@ -44,11 +44,11 @@ class Status(NamedTuple):
     """Report of a rank to its leader at a swap point.
 
     Attributes:
-        metric: Metric of the rank if a report is due; otherwise None.
-        assignment_count: Number of assignments that the rank has received. The following fields refer to the last one.
+        metric: Metric of the rank, or None if no metric is due.
+        assignment_count: Number of received assignments. The following fields refer to the last assignment.
         is_complete: Whether the rank's part of the average is complete.
-        failure: Reason why the rank has abandoned its part; "" if it has not abandoned it.
-        trouble: Description of the rank's own non-finite state if its part is complete; "" if the state is finite.
+        failure: Reason for which the rank has abandoned its part, or "".
+        trouble: Description of the rank's non-finite state, or "". Checked if the part is complete.
     """
 
     metric: float | None
@@ -63,7 +63,8 @@ class Decision(NamedTuple):
 
     Attributes:
         happenings: Events of the leader's state machine since the last swap point.
-        trouble: Description of the replica's own non-finite state if an average was applied; "" if it was finite.
+        action: NOTHING_MORE, SNAPSHOT or APPLICATION.
+        trouble: Description of the replica's non-finite state, which the applied average replaces, or "".
     """
 
     happenings: tuple[Happening, ...]
@@ -79,13 +80,13 @@ class CounterpartChannels(MemberChannels):
     """Channels of a follower, which sends nothing to the coordinator."""
 
     def tell(self, message: ControlMessage, coordinator: int, round: int) -> None:
-        """Do nothing, since the leader receives this rank's status at the next swap point."""
+        """Do nothing: the leader receives this rank's status at the next swap point."""
 
 
 class ShardAveraging(AsyncSelectiveAveragingPolicy):
-    """Policy of one rank and its counterparts, the ranks of other replicas with the same shards of the model.
+    """Averages one rank's shards with its counterparts, the ranks of other replicas that have the same shards.
 
-    :meth:`place` must be called before ``async with``.
+    Call :meth:`place` before ``async with``.
     """
 
     keeps_replicas = True
@@ -95,12 +96,12 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         self.has_come = False
         self._leading: LeadingMember | None = None
         self._following: FollowingMember | None = None
-        self._followed = Followed()  # on a follower: the coordinator reported by the leader
+        self._followed = Followed()  # coordinator that the leader has reported to this follower
         self._replica: Group
         self._counterparts: Mapping[int, int]
         self._ending: Channel[Leave]
         self._has_leader_left = False
-        self._is_torn = False  # whether a step was interrupted; the replica's ranks may then differ
+        self._is_torn = False  # whether an interrupted step may have left the replica's ranks unequal
 
     def place(self, world: World, replica: Group, counterparts: Group, leaders: Sequence[int]) -> None:
         """Set the ranks of this replica, leader first, this rank's counterparts in all replicas, and all leaders."""
@@ -114,7 +115,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
     # -- starting and leaving ---------------------------------------------------------------------------------------
 
     def _takes_means(self) -> bool:
-        return self._leading is not None and super()._takes_means()  # only the leader warns, for the whole replica
+        return self._leading is not None and super()._takes_means()  # only the leader warns
 
     def _open_at_start(self, scopes: PolicyScopes, coordinator: int, replaced: Sequence[int]) -> None:
         self._ending = self._services.open_channel(
@@ -158,7 +159,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
             self._ending.close()
 
     def _tell_follower(self, rank: int) -> None:
-        """Notify a follower that it may leave, since its shards are no longer requested."""
+        """Notify a follower that it may leave, because its shards are no longer requested."""
         try:
             self._ending.send_nowait(Leave(), rank)
         except AsyncdistError:  # the follower is lost or is already leaving
@@ -194,7 +195,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _swap(self, local_metric: Callable[[], Any]) -> StepInfo:
-        """Exchange status and decision with the ranks of the replica at a swap point, and execute the decision."""
+        """Send this rank's status to the leader, and execute the leader's decision."""
         reshard(self.model)
         said = await self._exchange(functools.partial(self._status, local_metric), self._decide)
         decision = Decision(*said)
@@ -209,7 +210,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _exchange(self, fn: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
-        """Gather the results of ``fn`` on the leader, and return the result of its ``decide`` on all ranks."""
+        """Gather the ranks' results of ``fn`` on the leader, and return its result of ``decide`` on all ranks."""
         return await reduce_and_broadcast(fn, decide, group=self._replica, world=self._world)
 
     def _status(self, local_metric: Callable[[], Any]) -> tuple[Any, ...]:
@@ -261,7 +262,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         roles = self._opened.roles
         for instructions in member.repeat(decision.happenings, self._counterparts):
             roles.carry_out(instructions)
-        roles.replacer.take_given_up()  # discarded, since the leader's reason is reported on all ranks
+        roles.replacer.take_given_up()  # discarded: all ranks report the leader's reason
         if decision.action == APPLICATION:
             application = member.on_step()
             assert isinstance(application, Apply), f"{application} where the leader applied round {info.round}"
@@ -271,7 +272,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _copy(self, iteration: int) -> str:
-        """Complete this rank's snapshot, which a leader has already begun; return why it cannot be sent, or ""."""
+        """Complete this rank's snapshot; return the reason for which it cannot be sent, or ""."""
         if self._following is not None:
             snapshot = self._following.on_step()
             assert isinstance(snapshot, TakeSnapshot), f"{snapshot} where the leader took a snapshot"

@@ -1,1 +1,1 @@
-"""Implements DiLoCo whose outer step uses only the differences that improve a held-out metric."""
+"""Implements DiLoCo with outer steps that use only the differences that improve a held-out metric."""

@@ -1,13 +1,13 @@
 """Chooses the donors of selective DiLoCo and their weights, from all ranks' reports on their differences.
 
-A report has the held-out score of the anchor, and the score of the anchor after a step along the rank's difference;
-larger scores are better. The *gain* of a rank is the second score minus the first. A rank is left out of a round if:
+A report has the held-out score of the anchor before and after a step along the rank's difference. Larger scores are
+better. The *gain* of a rank is the second score minus the first. A rank is left out of a round if:
 
 - its difference or its gain is not finite, or its gain is not positive;
 - the norm of its difference is above ``outlier_factor`` times the median norm of all ranks; or
 - enough other ranks have larger gains (``donor_ratio``, and ``averaging_strategy="best_only"``).
 
-All functions are pure, so that every leader makes the same decision, even after the loss of a leader.
+The choice depends only on the reports and options, so a new leader repeats the choice of a lost leader.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from asyncdist.protocols.declared import Options, number, one_of, option
 from asyncdist.protocols.exchange.ledger import Report
 from asyncdist.protocols.ranking import order_worst_first
 
-#: Weights of the donors' differences: proportional to their gains, equal, or only the best difference.
+#: Weights of the donors' differences: proportional to their gains, equal, or 0 except for the best difference.
 DifferenceStrategy: TypeAlias = Literal["weighted_mean", "mean", "best_only"]
 
-#: Largest difference between the ranks' scores of one anchor, as a share of the largest score.
+#: Largest difference between ranks' scores of one anchor that counts as equal, as a share of the largest score.
 _SCORE_TOLERANCE: Final = 1e-3
-#: Number of consecutive rounds with different scores of one anchor, after which a warning is logged.
+#: Number of consecutive rounds with unequal scores of one anchor, after which a warning is logged.
 _UNEQUAL_COUNT: Final = 3
 
 
@@ -38,7 +38,7 @@ class DonorRules(Options):
     """Options for choosing the donors of selective DiLoCo.
 
     Raises:
-        ValueError: An option has the wrong type or is out of range.
+        ValueError: An option is out of range.
     """
 
     averaging_strategy: DifferenceStrategy = option(
@@ -68,11 +68,11 @@ class DonorRules(Options):
 
 
 class Choice(NamedTuple):
-    """Names the donors of a round, and the reasons for leaving out other ranks.
+    """Names the donors of a round, and why other ranks are left out.
 
     Attributes:
         weights: Weight of each donor, above 0, by rank.
-        left_out: For each other rank, the reason for leaving it out.
+        left_out: Reason for leaving out each other rank, by rank.
     """
 
     weights: dict[int, float]
@@ -80,7 +80,7 @@ class Choice(NamedTuple):
 
 
 def gain_of(report: Report) -> float:
-    """Return the gain in a report; NaN if it was not measured, or is not finite."""
+    """Return a rank's gain; NaN if it was not measured or is not finite."""
     if len(report.scores) != 2:
         return math.nan
     anchor, moved = report.scores
@@ -89,7 +89,7 @@ def gain_of(report: Report) -> float:
 
 
 def donor_limit(rank_count: int, rules: DonorRules) -> int:
-    """Return the largest number of donors; ``donor_ratio`` is used as the decimal number that the user wrote."""
+    """Return the largest number of donors. ``donor_ratio`` is multiplied exactly, as a decimal number."""
     if rules.averaging_strategy == "best_only":
         return 1
     exact = Decimal(repr(float(rules.donor_ratio))) * rank_count
@@ -99,8 +99,8 @@ def donor_limit(rank_count: int, rules: DonorRules) -> int:
 def choose_donors(reports: Mapping[int, Report], rules: DonorRules) -> Choice:
     """Return the donors of a round and their weights.
 
-    With ``"weighted_mean"``, the largest weight is the donor's reported weight, and the others are smaller in
-    proportion to their gains. Equal gains therefore give exactly the reported weights.
+    With ``"weighted_mean"``, each reported weight is multiplied by the donor's gain over the largest gain. Equal gains
+    therefore give exactly the reported weights.
     """
     norms = {rank: report.norm for rank, report in reports.items() if math.isfinite(report.norm)}
     moved = [norm for norm in norms.values() if norm > 0]
@@ -129,7 +129,7 @@ def choose_donors(reports: Mapping[int, Report], rules: DonorRules) -> Choice:
 
 
 def _shares(gains: Mapping[int, float], rules: DonorRules) -> dict[int, float]:
-    """Return the factor (at most 1) by which each donor's weight is multiplied."""
+    """Return the factor, at most 1, of each donor's reported weight."""
     if rules.averaging_strategy != "weighted_mean" or not gains:
         return dict.fromkeys(gains, 1.0)
     limit = rules.outlier_factor * statistics.median_low(gains.values())
@@ -139,13 +139,13 @@ def _shares(gains: Mapping[int, float], rules: DonorRules) -> dict[int, float]:
 
 
 class AnchorScores:
-    """Detects that ranks score the same anchor differently, so that they do not evaluate the same held-out data."""
+    """Detects ranks with different held-out data, by unequal scores of the same anchor."""
 
     def __init__(self) -> None:
-        self._count: int | None = 0  # consecutive rounds with different scores; None after the warning
+        self._count: int | None = 0  # consecutive rounds with unequal scores; None after the warning
 
     def add(self, reports: Iterable[Report]) -> tuple[float, float] | None:
-        """Add the reports of a round; return the smallest and largest score if a warning is due."""
+        """Add the reports of a round, and return its smallest and largest score if a warning is due."""
         scores = [report.scores[0] for report in reports if len(report.scores) == 2 and math.isfinite(report.scores[0])]
         if self._count is None or len(scores) < 2:
             return None

@@ -39,7 +39,7 @@ class TrialOptions(Options):
 
 
 def check_beside(own: DiLoCoOptions, average_every: int) -> None:
-    """Raise ValueError if options of DiLoCo prevent measuring the gain of a difference."""
+    """Raise ValueError if an option of DiLoCo makes it impossible to measure gains."""
     if own.outer_optimizer is None:
         raise ValueError(
             "outer_optimizer must be a factory, got None: a gain is measured from the anchor, which only an outer "

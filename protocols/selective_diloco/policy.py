@@ -1,9 +1,9 @@
 """Implements selective DiLoCo: each rank's difference is weighted by its gain on held-out data.
 
-Each rank measures how much a step along its own difference improves a held-out metric of the anchor
-(:mod:`protocols.selective_diloco.trials`), and reports the result with its contribution. The leader of the exchange
-chooses the donors and their weights from all reports (:mod:`protocols.selective_diloco.donors`). In all other respects,
-the policy equals DiLoCo (:mod:`protocols.diloco.policy`).
+Each rank measures its gain: how much a step along its difference improves the anchor's held-out metric
+(:mod:`protocols.selective_diloco.trials`). The leader of the exchange chooses the donors and their weights from the
+ranks' reported scores (:mod:`protocols.selective_diloco.donors`). In all other respects, the policy equals DiLoCo
+(:mod:`protocols.diloco.policy`).
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
     When a rank's contribution is due, the policy calls ``evaluate`` twice: first with the common anchor in the model,
     then with the anchor after a step along the rank's difference. With k donors, this step is 1 / k of the difference.
     The improvement is the rank's gain. Ranks without a gain, and ranks with an unusually large difference, are left out
-    of the round. They get the new weights like all other ranks. If all ranks are left out, all return to the anchor,
-    and the outer optimizer makes no step.
+    of the round, but receive the new weights. If all ranks are left out, all return to the anchor, and the outer
+    optimizer makes no step.
 
-    ``evaluate`` must give the same result on all ranks for equal weights. A metric of each rank's own data prefers
+    ``evaluate`` must give the same result on all ranks for equal weights. A metric of each rank's own data would prefer
     ranks with easy data.
 
     Args:
@@ -95,7 +95,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         self._membership: Membership | None = None  # None before the start, and if this rank is alone
         self._evaluation: MetricSource = None  # metric of the current step
         self._anchor_scores = AnchorScores()
-        # With BatchNorm, the ranks' scores of one anchor differ, since each rank has its own statistics.
+        # With BatchNorm, scores of one anchor differ between ranks, because each rank has its own statistics.
         has_statistics = any(getattr(each, "running_mean", None) is not None for each in model.modules())
         own = self._own_options
         self._compares_scores = not has_statistics and own.late == "wait" and own.quorum is None
@@ -116,12 +116,12 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
             score: Callable like ``loss``, for a metric whose larger values are better.
             local_metric: Callable like ``loss``; ``metric_mode`` defines which values are better.
             tokens: Number of tokens or examples of this step, for ``weights="tokens"``. Pass it in all steps on all
-                ranks, or in no step; then each step counts as 1.
+                ranks, or in none. Without it, each step counts as 1.
 
         Raises:
             TypeError: A metric is not callable.
-            ValueError: A contribution is due and no metric was given; or ``tokens`` is refused, see
-                :meth:`DiLoCoPolicy.step`.
+            ValueError: A contribution is due, but the call and the policy have no metric, or ``tokens`` is invalid (see
+                :meth:`DiLoCoPolicy.step`).
         """
         if self._first_call is None:
             self.note_call(line_of_caller())
@@ -145,7 +145,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
     async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
         """Return the anchor's score and the score after a trial step; () if the replica's weights are not finite."""
         count = 0 if self._known_infinities.unsound_entry_of_model() is not None else self._replica_count()
-        if self._replica is not None:  # all ranks of a replica try the same step, even if only some have noticed a loss
+        if self._replica is not None:  # its ranks may have noticed different losses
             count = await self._replica.smallest(count)
         if not count:
             return ()
@@ -165,11 +165,11 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         return self._sign * metrics[0], self._sign * metrics[1]
 
     def _replica_count(self) -> int:
-        """Return the number of replicas that may be donors."""
+        """Return the number of living replicas."""
         return 1 if self._membership is None else len(self._membership.living) // self._replicas.size
 
     async def _evaluate(self) -> float:
-        """Return the metric of the model's current weights; in a replica, the mean of its ranks' metrics."""
+        """Return the metric of the model's current weights, as the mean of the replica's ranks."""
 
         def evaluate() -> float:
             return due_metric(self._evaluation, self.iteration)
@@ -177,7 +177,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         return evaluate() if self._replica is None else await self._replica.mean(evaluate)
 
     def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
-        """Return the weights of the donors; log on the leader which ranks are left out."""
+        """Return the weights of the donors, and log the other ranks. Called on the leader."""
         if self._compares_scores and (scores := self._anchor_scores.add(reports.values())) is not None:
             logger.warning(
                 "%s: the ranks' metrics of equal weights differ, from %g to %g. Evaluate the same held-out data on all "
@@ -194,5 +194,5 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         return tuple(gain_of(Report(1.0, 0.0, scores)) for scores in verdict.scores)
 
     def _takes_whole(self, verdict: Verdict) -> bool:
-        """Return whether this replica was left out: it then keeps no share of its bad weights."""
+        """Return whether this rank was left out, so that it takes the new weights whole, without ``mixing``."""
         return self._world.rank not in (*verdict.donors, *verdict.late)

@@ -1,13 +1,13 @@
 """Measures how much one rank's difference improves a held-out metric, with trial weights in the rank's own model.
 
-The metric is evaluated twice: at the anchor, which is equal on all ranks, and after a *trial step*, the anchor plus a
-share of this rank's change of one fragment. With k donors, the share is 1 / k, as in the mean of the donors. A trial
-step of the whole difference would be misleading. Late in a training, noise in its steps often makes each rank's own
-weights worse than the anchor, although the mean of all differences improves the anchor. The harm of noise is
-proportional to the square of the share, and the gain of progress is proportional to the share. If the donors' noise is
-independent, a trial step of share 1 / k has 1 / k of the gain of the mean.
+The metric is evaluated twice: at the anchor, which is equal on all ranks, and after a *trial step*, which adds a share
+of this rank's change of one fragment to the anchor. With k donors, the share is 1 / k, as in their mean. A trial step
+of the whole difference would be misleading: late in a training, noise often makes each rank's own weights worse than
+the anchor, although the mean of all differences improves it. The harm of noise grows with the square of the share, but
+the gain of progress only with the share. If the donors' noise is independent, a trial step of share 1 / k has 1 / k of
+the gain of the mean.
 
-The ranks of a replica measure together. Each writes trial weights into its part of the model.
+The ranks of a replica measure together, each with trial weights in its part of the model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def measure(
 ) -> tuple[float, float]:
     """Return the metric of the anchor, and the metric after a trial step of one fragment.
 
-    The model has its own state again when the function returns or raises, including buffers that ``evaluate`` changes.
+    The model's parameters and buffers are restored, even after an exception.
 
     Args:
         fragments: All fragments of the model, with anchors.
@@ -40,7 +40,7 @@ async def measure(
         tensors: The model's tensors.
         share: Length of the trial step as a share of the difference.
         evaluate: Function that returns the metric of the model's current weights.
-        complete: Function that receives the other parts of some fragments from the other ranks of this rank's replica.
+        complete: Function that receives the missing parts of fragments from the other ranks of the replica.
     """
     fragment = fragments[chosen]
     moved = _trial_weights(fragment, tensors, share)
@@ -58,9 +58,9 @@ async def measure(
 
 @torch.no_grad()
 def _trial_weights(fragment: Fragment, tensors: Sequence[Tensor], share: float) -> list[Tensor]:
-    """Return anchor + share * (own - base), as one flat tensor for each vector of parameters.
+    """Return anchor + share * (own - base) for each vector of parameters.
 
-    The base is the anchor, or the older anchor from which a late rank has trained.
+    The base is the anchor, or for a late rank the older anchor from which it has trained.
     """
     found = []
     for vector, anchor, base in zip(fragment.layout.stepped, fragment.anchors, fragment.bases, strict=True):

@@ -1,6 +1,6 @@
-"""Keeps the center of EASGD: a copy of the parameters that all ranks are pulled to, and that follows all ranks.
+"""Keeps the center of EASGD, to which all ranks are pulled, and which is pulled to all ranks.
 
-Each rank computes the center from the mean of the round, so that it is equal on all ranks and needs no further data.
+Each rank computes the center from the round's mean, so that the center is equal on all ranks and is never sent.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from asyncdist.protocols.simple.rule import Rule
 
 
 class CenterFragment(RuleFragment):
-    """Keeps a rule's fragment whose parameters are pulled to a center instead of to the mean.
+    """Pulls the model's parameters to a center instead of to the mean.
 
     Args:
-        tensors: The model's tensors, whose values are the first center.
-        pull: Fraction of the distance between a rank and the center that both move towards each other.
+        tensors: The model's tensors, from which the first center is copied.
+        pull: Fraction of the distance between a rank and the center by which each moves towards the other.
     """
 
     def __init__(self, layout: WireLayout, rule: Rule, tensors: Sequence[Tensor], pull: float) -> None:
@@ -34,12 +34,12 @@ class CenterFragment(RuleFragment):
 
     @property
     def anchors(self) -> tuple[Tensor, ...]:
-        """The center, as one flat tensor per dtype; all ranks must begin with equal parameters."""
+        """The center, as one flat tensor per dtype."""
         return tuple(self._centers.values())
 
     @torch.no_grad()
     def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
-        """Keep the old center, to which this rank is pulled, and let the center follow the mean of all donors."""
+        """Move the center towards the donors' mean. This rank will be pulled to the old center."""
         super().merge(verdict, encoded)
         rate = self._pull * len(verdict.donors)
         for place in self._centers.keys() & self._values.keys():
@@ -54,7 +54,7 @@ class CenterFragment(RuleFragment):
             scatter(self.layout.vectors[place], center, tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with the center; tensors are cloned."""
+        """Return a copy of the state, with the center."""
         return {**super().state_dict(), "center": [each.clone() for each in self.anchors]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -63,11 +63,11 @@ class CenterFragment(RuleFragment):
         self._load_center(state)
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the state that is equal on all members, with the center."""
+        """Return a copy of the state that is equal on all ranks, with the center."""
         return {**super().shared_state(), "center": [each.clone() for each in self.anchors]}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Load another member's state and its center."""
+        """Load the :meth:`shared_state` of another rank."""
         super().load_shared_state(state)
         self._load_center(state)
 

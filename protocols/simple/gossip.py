@@ -1,19 +1,20 @@
 """Implements gossip: each rank averages with a few partners, and waits only for them.
 
-In a round, rank i takes a weighted mean of the weights of its partners, with the shares W, which come from a graph that
-depends on the round (:mod:`protocols.simple.topologies`):
+In a round, rank i takes a weighted mean of its partners' weights. The shares W are defined by a graph that depends on
+the round (:mod:`protocols.simple.topologies`):
 
     theta_i = sum(W[i][j] * theta_j)
 
-The ranks stay slightly different models around a common mean. The family's members differ in the graph and the state:
+The ranks stay slightly different models around a common mean. The methods differ in the graph and the ranks' state:
 
 - D-PSGD (Lian et al., 1705.09056): a fixed graph, such as a ring, in each step.
-- GossipGraD (Daily et al., 1803.05880): a partner that changes with each round, so that log2 rounds reach all ranks.
-- SGP (Assran et al., 1811.10792), ``push_sum=True``: each rank also has a mass w, which is mixed in the same way as x =
-  w * theta. Then only the columns of W must add up to 1, and the mean is kept even in a directed graph.
-- NoLoCo (Kolehmainen et al., 2506.10911): pairs, an anchor phi and a momentum m of each rank:
-  m = beta * m + gamma * (mean(theta) - phi); phi = phi + m. Its two terms, the mean drift and the distance to the
-  partners' mean anchor, have the same factor gamma, so that only theta is sent.
+- GossipGraD (Daily et al., 1803.05880): a partner that changes in each round, so that values reach k ranks in log2 k
+  rounds.
+- SGP (Assran et al., 1811.10792), ``push_sum=True``: each rank also has a mass w, which is mixed like x = w * theta.
+  Only the columns of W must add up to 1, so that directed graphs keep the mean too.
+- NoLoCo (Kolehmainen et al., 2506.10911): pairs, and on each rank an anchor phi and a momentum m:
+  m = beta * m + gamma * (mean(theta) - phi); phi = phi + m. The paper's two terms, the mean drift and the distance to
+  the partners' mean anchor, have the same factor gamma, so that only theta is sent.
 - GASLoC (2606.11081), ``nesterov=True``: y = phi + gamma * (theta - phi) is sent, and
   phi = mean(y) + beta * (y - y of the last round). The mean of the ranks moves like DiLoCo's with Nesterov momentum.
 """
@@ -70,7 +71,8 @@ _ELSEWHERE: Final = {
 
 logger = logging.getLogger("protocols.simple")
 
-#: Largest outer momentum with which mixing alone is stable on up to 32 ranks, by topologies whose partners change.
+#: Largest outer momentum with which mixing without training is stable on up to 32 ranks, for topologies whose partners
+#: change.
 _MOMENTUM_MAX: Final = {
     **dict.fromkeys(("exponential", "hypercube", "rotating", "hosts"), 0.5),
     "random": 0.7,
@@ -91,7 +93,7 @@ class GossipOptions(ExchangeOptionNames, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gossip(Rule):
-    """Lets each rank average with its partners in a graph; the policy has the graph, since it depends on the ranks."""
+    """Options of gossip. The policy chooses the partners, because the graph depends on the ranks."""
 
     topology: Topology = option(
         'Graph of the partners: `"exponential"`, `"ring"`, `"hypercube"`, `"random"` (pairs), `"rotating"` (as '
@@ -135,7 +137,7 @@ class Gossip(Rule):
     )
 
     def __post_init__(self) -> None:
-        """Check the values, and that they do not contradict each other."""
+        """Check the options; raise ValueError if two of them exclude each other."""
         Rule.__post_init__(self)
         if self.nesterov and not self.outer_momentum:
             validation.refuse("outer_momentum", self.outer_momentum, "above 0 with nesterov=True")
@@ -149,13 +151,13 @@ class Gossip(Rule):
 
     @property
     def outer(self) -> OuterStep | None:
-        """The outer step, or None if each rank continues with the mean itself."""
+        """The outer step, or None if each rank continues with its partners' mean."""
         if self.outer_lr == 1.0 and not self.outer_momentum:
             return None
         return OuterStep(self.outer_lr, self.outer_momentum, self.nesterov)
 
     def agreed(self) -> dict[str, Any]:
-        """Return the options that must be equal on all members, by name, as JSON values."""
+        """Return the options that must be equal on all ranks, by name, as JSON values."""
         return {**Rule.agreed(self), "topology": str(self.topology)}
 
     def check_size(self, size: int) -> None:
@@ -183,11 +185,10 @@ class GossipPolicy(SimplePolicy):
                 train_step(model, optimizer, batch)
                 await policy.step()
 
-    In a due step, a rank waits for its partners of this round, and for no other rank. The ranks' weights stay
-    different. Floating buffers, such as BatchNorm's statistics, are averaged with the partners. Integer and bool
-    buffers are copied from the first partner. Each rank keeps its optimizer's state. If a partner is lost, the partners
-    are chosen again among the other ranks. A rank whose weights are not finite does not contribute, and takes its
-    partners' mean.
+    In a due step, a rank waits only for its partners of this round. The ranks' weights stay different. Floating
+    buffers, such as BatchNorm's statistics, are averaged with the partners. Integer and bool buffers are copied from
+    the first partner. Each rank keeps its optimizer's state. If a partner is lost, new partners are chosen among the
+    living ranks. A rank whose weights are not finite does not contribute, and takes its partners' mean.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.
@@ -231,6 +232,6 @@ class GossipPolicy(SimplePolicy):
         return self._graph.partners(number, rank, members)
 
     def _take_weight(self, fragment: int) -> float:
-        """Return this rank's push-sum weight (mass), which is sent with its contribution; 1.0 without push-sum."""
+        """Return this rank's mass, which weights its contribution; 1.0 without push-sum."""
         own = self._fragments[fragment]
         return own.mass if isinstance(own, GossipFragment) else 1.0

@@ -1,4 +1,4 @@
-"""Keeps a gossiping rank's state in addition to its weights: its mass for push-sum, or its anchor and momentum."""
+"""Keeps the state of gossip on one rank: its mass for push-sum, or the anchor and momentum of its outer step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncdist.protocols.simple.rule import Rule
 
 @dataclass(frozen=True, slots=True)
 class OuterStep:
-    """The outer step of one rank: learning rate, momentum, and whether it is Nesterov's."""
+    """Options of a rank's outer step; ``nesterov`` selects Nesterov momentum."""
 
     lr: float
     momentum: float
@@ -25,11 +25,11 @@ class OuterStep:
 
 
 class GossipFragment(RuleFragment):
-    """Keeps the whole model's fragment, with the state of push-sum or of an outer step.
+    """Keeps one fragment of the whole model, with the state of push-sum or of an outer step.
 
     Args:
-        tensors: The model's tensors: the first anchor.
-        outer: The outer step; None for push-sum.
+        tensors: The model's tensors, from which the first anchor is copied.
+        outer: Outer step; None for push-sum.
 
     Attributes:
         mass: This rank's push-sum weight w; 1 without push-sum.
@@ -39,8 +39,8 @@ class GossipFragment(RuleFragment):
         super().__init__(layout, rule, None)
         self._outer = outer
         self.mass = 1.0
-        self._anchors: dict[int, Tensor] = {}  # by vector: the parameters after the last round
-        self._momenta: dict[int, Tensor] = {}  # by vector: the momentum or, for Nesterov's, the last contribution
+        self._anchors: dict[int, Tensor] = {}  # by index of the vector: parameters after the last round
+        self._momenta: dict[int, Tensor] = {}  # by index of the vector; last contribution for Nesterov
         for place, vector in enumerate(layout.vectors):
             if vector.role == "stepped":
                 self._anchors[place] = vector.new_flat()
@@ -62,8 +62,8 @@ class GossipFragment(RuleFragment):
     def _gather(self, place: int, tensors: Sequence[Tensor], into: Tensor) -> None:
         """Write this rank's contribution of one vector: anchor + factor * (weights - anchor).
 
-        With push-sum the factor is 1 / mass. The contribution is then x / w, and counts with the weight w, so that
-        the training moves x by as much as it has moved the weights.
+        With push-sum, the contribution is x / w, which counts with the weight w (the mass). The factor 1 / w makes
+        training move x by as much as the weights.
         """
         gather(self.layout.vectors[place], tensors, into)
         anchor = self._anchors.get(place)
@@ -77,7 +77,7 @@ class GossipFragment(RuleFragment):
 
     @torch.no_grad()
     def apply(self, tensors: Sequence[Tensor], *, is_late: bool, is_whole: bool) -> None:
-        """Move the anchors by the partners' mean, and write them into the model."""
+        """Move the anchors to or towards the partners' mean, and write the anchors into the model."""
         if self._values and self.mean is not None and self._outer is None:
             self.mass = sum(self.mean.verdict.weights)
         for place, mean in self._values.items():
@@ -86,7 +86,7 @@ class GossipFragment(RuleFragment):
         super().apply(tensors, is_late=is_late, is_whole=is_whole)
 
     def _moved(self, place: int, mean: Tensor, tensors: Sequence[Tensor], is_whole: bool) -> Tensor:
-        """Move the anchor of one vector by the partners' mean, and return it."""
+        """Update the anchor of one vector with the partners' mean, and return the anchor."""
         anchor, outer = self._anchors[place], self._outer
         if outer is None or is_whole:
             anchor.copy_(mean)
@@ -105,11 +105,11 @@ class GossipFragment(RuleFragment):
         return anchor
 
     def forget_own(self) -> None:
-        """Begin with the mass 1 after loading another rank's state."""
+        """Reset the mass to 1 after loading another rank's state."""
         self.mass = 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state without the mean that is not applied yet; tensors are cloned."""
+        """Return a copy of the state, without a mean that is not applied yet."""
         kept = {
             "anchors": {place: each.clone() for place, each in self._anchors.items()},
             "momenta": {place: each.clone() for place, each in self._momenta.items()},
@@ -127,7 +127,7 @@ class GossipFragment(RuleFragment):
             ValueError: The state belongs to a policy with another outer step, or to push-sum.
         """
         super().load_state_dict(state)
-        if state["nesterov"] != self._is_nesterov:  # the momenta are then other values: velocities, or sent weights
+        if state["nesterov"] != self._is_nesterov:  # momenta are either velocities or sent weights
             raise ValueError(
                 f"the state must have been saved by a policy with nesterov={self._is_nesterov}, got the opposite"
             )

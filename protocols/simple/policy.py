@@ -1,4 +1,4 @@
-"""Carries out the rules of simple policies (:mod:`protocols.simple.rule`) with an exchange."""
+"""Base class of policies that average the ranks' values by a rule (:mod:`protocols.simple.rule`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("protocols.simple")
 
 
 class SimplePolicy(ExchangePolicy):
-    """Base class of policies that consist of a :class:`~protocols.simple.rule.Rule`.
+    """Base class of policies that are defined by a :class:`~protocols.simple.rule.Rule`.
 
     The rule decides how the model's floating and complex entries are averaged. Integer and bool entries are copied from
     the first donor. In each due step, a rank waits for the slowest of its partners, by default of all ranks.
@@ -44,7 +44,7 @@ class SimplePolicy(ExchangePolicy):
         schedule = _RuleSchedule(rule.average_every, 1, 0, 0, rule)
         super().__init__(model, optimizer, schedule=schedule, shared=rule, **among(options, MemberOptions))
         self._rule = rule
-        self._takes_all = True  # whether rounds exchange all values
+        self._takes_all = True  # whether rounds exchange all values of the parameters
         self._has_warned = False
 
     def _options(self) -> Mapping[str, Any]:
@@ -65,7 +65,7 @@ class SimplePolicy(ExchangePolicy):
         return [_PermutedFragment(layout_of(width=count), self._rule, share, self._world.rank)]
 
     def _new_fragment(self, layout: WireLayout) -> Fragment:
-        """Return the only fragment of a rule that exchanges all values."""
+        """Return the fragment of a rule that exchanges all values."""
         return RuleFragment(layout, self._rule, None)
 
     def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
@@ -77,7 +77,7 @@ class SimplePolicy(ExchangePolicy):
         return self._rule.partners(number, rank, members)
 
     def _trouble(self) -> str:
-        """Describe this rank's non-finite state, or return "" if the exchange of a share cannot replace it."""
+        """Describe this rank's non-finite state; "" if it is finite, or cannot be restored by a share of values."""
         trouble = super()._trouble()
         if not trouble or self._takes_all:
             return trouble
@@ -93,7 +93,7 @@ class SimplePolicy(ExchangePolicy):
 
 @dataclass(frozen=True)
 class _RuleSchedule(Schedule):
-    """Determines the steps in which a rule's only fragment is due."""
+    """Makes a rule's only fragment due in the steps that the rule chooses."""
 
     rule: Rule
 
@@ -102,7 +102,7 @@ class _RuleSchedule(Schedule):
 
 
 class RuleFragment(Fragment):
-    """Keeps a rule's fragment: the whole model, or a random share of it that changes with each round."""
+    """Exchanges the whole model, or a random share of it that changes with each round, by a rule."""
 
     def __init__(self, layout: WireLayout, rule: Rule, share: Share | None) -> None:
         super().__init__(layout)
@@ -111,11 +111,11 @@ class RuleFragment(Fragment):
 
     @property
     def measured_entries(self) -> frozenset[int]:
-        """Indices of the entries that a contribution contains whole; empty if it contains a share of the entries."""
+        """Indices of the entries that a contribution contains whole; empty with a :class:`Share`."""
         return super().measured_entries if self._share is None else frozenset()
 
     def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
-        """Write this rank's chosen values; see :meth:`Fragment.capture`."""
+        """Write this rank's exchanged values into ``encoded``; see :meth:`Fragment.capture`."""
         if self._share is not None:
             tensors = self._share.take(tensors, self.version + 1)
         return super().capture(tensors, encoded)
@@ -123,7 +123,7 @@ class RuleFragment(Fragment):
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
     ) -> None:
-        """Write the rule's combination of all donors' slices."""
+        """Write the rule's combination of the donors' slices into ``into``."""
         vector = self.layout.vectors[each.vector]
         found = None
         if vector.role != "copied":
@@ -147,7 +147,7 @@ class RuleFragment(Fragment):
                     mean_here = new.to(own.device)
                     new = self.moved(own, mean_here, number)
                     if new is not mean_here:
-                        # Equal infinities, such as in a mask, are kept, since their difference would be NaN.
+                        # Equal infinities, as in a mask, are kept, because their difference is NaN.
                         new = torch.where(own == mean_here, own, new)
                 write(vector, new, picked[index])
         if self._share is not None and self._values:
@@ -160,10 +160,10 @@ class RuleFragment(Fragment):
 
 
 class _PermutedFragment(RuleFragment):
-    """Keeps a share whose values the ranks exchange with each other, each value as its rank's row of a permutation.
+    """Exchanges a share of the values among the ranks by random permutations; see :meth:`Rule.permuted`.
 
-    The "mean" of a round contains the values of all donors, side by side: value i of donor j, in the order of ranks, is
-    at index i * (number of members) + j. So all members decide with equal data, even after a loss.
+    The "mean" of a round contains all donors' values: value i of donor j, in the order of ranks, is at the index
+    i * (number of members) + j. Each rank then picks its values.
     """
 
     def __init__(self, layout: WireLayout, rule: Rule, share: Share, rank: int) -> None:

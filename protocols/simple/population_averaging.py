@@ -1,20 +1,18 @@
-"""Implements PAPA, which regularly moves each rank's weights a little towards the mean of all ranks, PAPA-2 and EASGD.
+"""Implements PAPA, PAPA-2 and EASGD, which regularly pull each rank's weights a little towards a common mean or center.
 
 Every ``average_every`` steps, each rank i takes a step towards the mean of all k ranks:
 
     theta_i = (1 - pull) theta_i + pull * mean(theta_1, ..., theta_k)
 
-The mean itself does not change, and the differences between the ranks shrink by the factor 1 - ``pull``. So the ranks
-stay different models, which can still be averaged at the end (PAPA: Jolicoeur-Martineau et al., 2304.03094, with
-``pull=0.01`` every 10 steps). ``pull=1`` is local SGD, or PAPA-all. With ``mean_of="pairs"``, each rank moves towards
-the mean of a random pair, which is drawn from the seed and the round; with ``pull=1`` this is PAPA-2.
+The mean does not change, and the differences between the ranks shrink by the factor 1 - ``pull``. The ranks stay
+different models, which can be averaged at the end (PAPA: Jolicoeur-Martineau et al., 2304.03094, with ``pull=0.01``
+every 10 steps). ``pull=1`` is local SGD, or PAPA-all. With ``mean_of="pairs"``, each rank moves towards the mean of
+itself and a random partner. With ``pull=1`` this is PAPA-2.
 
 With ``center=True`` all ranks move towards a center x, and x moves towards all ranks (EASGD: Zhang, Choromanska and
-LeCun, 1412.6651):
+LeCun, 1412.6651). The values on the right are from before the round:
 
     theta_i = theta_i - pull (theta_i - x)        x = x + pull * sum(theta_1 - x, ..., theta_k - x)
-
-with the values from before the round on the right side.
 """
 
 from __future__ import annotations
@@ -41,12 +39,12 @@ from asyncdist.protocols.simple.rule import Rule, random_pair
 
 logger = logging.getLogger("protocols.simple")
 
-#: Largest relative difference from the mean that may be rounded away without a warning.
+#: Largest relative difference from the mean for which a pull may be rounded away without a warning.
 _ROUNDED_MAX: Final = 0.05
 #: The ranks to whose mean a rank is pulled.
 MeanOf: TypeAlias = Literal["all", "pairs"]
 
-#: Options of other libraries, with the corresponding option of this policy.
+#: Hint at the corresponding option of this policy, by the name of another library's option.
 ELSEWHERE: Final = {
     **dict.fromkeys(
         ("mixing", "momentum"), "here pull is the share of the mean, and 1 - pull the share of the rank's own weights"
@@ -72,7 +70,7 @@ class PopulationAveragingOptions(ExchangeOptionNames, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullToMean(Rule):
-    """Moves each rank a share of the way to the mean."""
+    """Rule that moves each rank a share of the way to the mean."""
 
     average_every: int = like(Rule, "average_every", 10)
     pull: float = option(
@@ -111,7 +109,7 @@ class PullToMean(Rule):
     )
 
     def __post_init__(self) -> None:
-        """Check the options; raise ValueError if two options exclude each other."""
+        """Check the options; raise ValueError if two of them exclude each other."""
         Rule.__post_init__(self)
         if self.center and self.mean_of != "all":
             validation.refuse("mean_of", self.mean_of, "'all' with center=True, which is pulled to all ranks")
@@ -121,7 +119,7 @@ class PullToMean(Rule):
             )
 
     def partners(self, round: int, rank: int, members: Sequence[int]) -> Sequence[int] | None:
-        """Return the pair of a rank, or None for the mean of all ranks."""
+        """Return the random pair that contains a rank, or None for the mean of all ranks."""
         return None if self.mean_of == "all" else random_pair(self.seed, round, rank, members)
 
     def apply(self, own: Tensor, mean: Tensor, round: int) -> Tensor:
@@ -135,7 +133,7 @@ def _pulled(own: Tensor, mean: Tensor, pull: float) -> Tensor:
 
 
 def warn_of_rounding(title: str, parameters: Iterable[Tensor], pull: float) -> None:
-    """Log a warning if pulls to weights that differ by more than 5 % are rounded away, as in bfloat16."""
+    """Log a warning if the parameters' dtype, such as bfloat16, rounds away pulls over a distance of over 5 %."""
     for each in parameters:
         least = torch.finfo(each.dtype).eps / 2 / pull if each.is_floating_point() and each.requires_grad else 0.0
         if least > _ROUNDED_MAX:
@@ -166,8 +164,8 @@ class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
     contribute, and its weights are replaced by the mean of the other ranks.
 
     With ``center=True`` (EASGD), the parameters are pulled to a center instead of to the mean. The center is equal on
-    all ranks, and is the model to use at the end: :meth:`anchor_weights` puts it into the model. All ranks must begin
-    with equal parameters. The parameters of a rank that are not finite are replaced by the center.
+    all ranks, and is the result of the training: :meth:`anchor_weights` puts it into the model. All ranks must begin
+    with equal parameters. Parameters that are not finite are replaced by the center.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.
@@ -233,7 +231,7 @@ class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
 
 
 class _PulledFragment(RuleFragment):
-    """Keeps a fragment that is pulled to the mean, by ``scale`` times the option ``pull``."""
+    """Pulls the model to the mean by ``scale`` times the option ``pull``."""
 
     def __init__(self, layout: WireLayout, pull: PullToMean) -> None:
         super().__init__(layout, pull, None)

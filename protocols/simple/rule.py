@@ -1,8 +1,8 @@
-"""Base class of the rules of simple policies: options, and pure functions that decide which ranks average, and when.
+"""Base class of the rules of simple policies, which decide when ranks average, which ranks, and how.
 
-A rule is a frozen dataclass of options. Its methods depend only on their arguments and the options, and keep no state.
-They are called on all members with equal arguments, so that all members make the same decision without a message. A
-method that needs random numbers calls :func:`drawn` with the round.
+A rule is a frozen dataclass of options. Its methods are pure functions. They are called on all members with equal
+arguments, so that all members make the same decision without a message. A method that needs random numbers calls
+:func:`drawn` with the round.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _INT64_MAX: Final = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(ExchangeOptions):
-    """Contains the options and decisions of a simple policy. By default, all ranks take the mean of all ranks.
+    """Defines when and how the ranks of a simple policy average. By default, all ranks take the mean of all ranks.
 
-    A round is one exchange. Rounds are numbered from 1, and all members make the same rounds.
+    A round is one exchange. Rounds are numbered from 1, and are the same on all members.
     """
 
     average_every: int = option(
@@ -36,72 +36,71 @@ class Rule(ExchangeOptions):
     )
 
     def due(self, step: int) -> bool:
-        """Return whether a round begins in step number ``step``. The first step is number 0."""
+        """Return whether a round begins in ``step``, counted from 0."""
         return (step + 1) % self.average_every == 0
 
     def partners(self, round: int, rank: int, members: Sequence[int]) -> Chosen:
         """Return the members whose values a rank combines in a round, or None if all members share one mean.
 
         In a due step, a rank waits only for its partners. With k ranks and S bytes of values, a rank receives S bytes
-        from each partner, or 2 S (k - 1) / k bytes in all if the members share one mean. If a rank is lost, ranks that
-        still wait for a mean get new partners.
+        from each partner, or 2 S (k - 1) / k bytes in all if the members share one mean. If a rank is lost, this method
+        is called again for ranks that still wait for a mean.
 
         Args:
-            members: Ranks that take part, ascending, ``rank`` included. They change when a rank is lost or joins.
+            members: Ranks that take part in the round, ascending, including ``rank``.
 
         Returns:
-            Ranks among ``members``, usually with ``rank`` itself. A mapping also has the factor by which this rank
-            multiplies the weight of each contribution.
+            Ranks among ``members``, usually including ``rank``. A mapping from ranks to numbers also has the factor by
+            which this rank multiplies the weight of each contribution.
         """
         del round, rank, members
         return None
 
     def chosen(self, round: int, count: int) -> Tensor | None:
-        """Return the indices of the parameters' values that a round exchanges, or None for all.
+        """Return the indices of the parameters' values that a round exchanges, or None for all values.
 
         Args:
             count: Number of all values of the parameters.
 
         Returns:
-            Ascending int64 indices without repetition. The number of indices may depend only on ``count`` and the
-            options.
+            Ascending int64 indices without repetition. Their number may depend only on ``count`` and the options.
         """
         del round, count
         return None
 
     def weights(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
-        """Return the weight of each donor by rank, from the reports of all members; other members are left out.
+        """Return the weight of each donor, by rank, from the reports of all members. Other members are left out.
 
-        A rank's report has the norm of its values, which is not finite if the rank must be left out.
+        A rank whose reported norm is not finite must be left out.
         """
         return reported_weights(reports)
 
     def merge(self, slices: Sequence[Tensor], weights: Sequence[float]) -> Tensor | None:
-        """Return the combination of the donors' slices in the order of ranks, or None for their weighted mean.
+        """Return the combination of the donors' slices, or None for their weighted mean.
 
-        The function must be elementwise, since each rank combines some of the slices.
+        The function must be elementwise, since each rank combines only a part of the values.
 
         Args:
-            slices: Parts of the donors' flat vectors: 1-D float32 or float64 tensors on the CPU, which must not be
-                changed.
+            slices: Parts of the donors' flat vectors, in the order of ranks: 1-D float32 or float64 tensors on the CPU,
+                which must not be changed.
             weights: Weights of the donors, above 0.
         """
         del slices, weights
         return None
 
     def permuted(self, round: int, count: int, donor_count: int) -> Tensor | None:
-        """Return which donor's value each donor takes in a round, or None if all ranks take one combination.
+        """Return the permutations by which donors exchange values in a round, or None if values are combined.
 
-        If the result is not None, :meth:`merge` is not called, and ranks that are not donors keep their values.
-        :meth:`chosen` must return indices.
+        With permutations, :meth:`merge` is not called, and ranks that are not donors keep their values. :meth:`chosen`
+        must then return indices.
 
         Args:
             count: Number of values that the round exchanges.
             donor_count: Number of donors.
 
         Returns:
-            int64 tensor of shape (count, donor_count). Donor j, in the order of ranks, takes value i of the donor with
-            the index ``[i, j]``. Each row is a permutation.
+            int64 tensor of shape (count, donor_count) whose rows are permutations. Entry ``[i, j]`` is the index, in
+            the order of ranks, of the donor whose value i donor j takes.
         """
         del round, count, donor_count
         return None
@@ -111,7 +110,7 @@ class Rule(ExchangeOptions):
 
         Args:
             own: The rank's current values, which must not be changed: 1-D float32 or float64, on the model's device.
-            mean: The result of the round, with the same shape, dtype and device.
+            mean: The round's combination of the donors' values, with the same shape, dtype and device.
         """
         del own, round
         return mean
@@ -120,23 +119,23 @@ class Rule(ExchangeOptions):
 def drawn(seed: int, round: int, count: int) -> Tensor:
     """Return ``count`` random integers from 0 to 2 ** 63 - 1, which depend only on the arguments.
 
-    The generator is SplitMix64 (Steele, Lea and Flood, 2014), whose initial state depends on the seed and the round.
-    Unlike torch's generators, it gives equal numbers on all machines and in all versions of torch.
+    The generator is SplitMix64 (Steele, Lea and Flood, 2014). Unlike torch's generators, it gives equal numbers on all
+    machines and in all versions of torch.
     """
     (state,) = _mixed(torch.tensor([seed % (1 << 63)], device="cpu") * _GOLDEN + round).tolist()
     return _mixed(state + _GOLDEN * torch.arange(1, count + 1, device="cpu")) & _INT64_MAX
 
 
 def random_pair(seed: int, round: int, rank: int, members: Sequence[int]) -> tuple[int, ...]:
-    """Return the random pair of a rank in a round, ascending; only the rank itself if it has no partner.
+    """Return a rank and its random partner in a round, ascending.
 
-    If the number of members is odd, one of them has no partner.
+    If the number of members is odd, one member has no partner, and only this rank is returned.
     """
     return next(pair for pair in random_pairs(seed, round, members) if rank in pair)
 
 
 def random_pairs(seed: int, round: int, members: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the random pairs of all members in a round, each ascending; a member without a partner is alone."""
+    """Return the random pairs of the members in a round, each ascending. An odd member is alone in its tuple."""
     keys = drawn(seed, round, len(members)).tolist()
     order = [member for _, member in sorted(zip(keys, members, strict=True))]
     return [tuple(sorted(order[place : place + 2])) for place in range(0, len(order), 2)]
@@ -148,7 +147,7 @@ _FACTORS: Final = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """Apply SplitMix64's output function to int64 values; products are taken modulo 2 ** 64."""
+    """Apply SplitMix64's output function to int64 values, modulo 2 ** 64."""
     values = (values ^ _shifted(values, 30)) * _FACTORS[0]
     values = (values ^ _shifted(values, 27)) * _FACTORS[1]
     return values ^ _shifted(values, 31)

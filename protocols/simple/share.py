@@ -1,7 +1,7 @@
-"""Selects a share of a model's parameters for an exchange: the values at random indices, which each round draws.
+"""Selects a share of a model's parameters for each round of an exchange: the values at random indices.
 
-To the exchange, a share is a model with one tensor per dtype, which contains the chosen values. As in all policies,
-floating buffers are exchanged whole, and integers are copied from the first donor.
+The exchange handles a share like a model with one tensor of chosen values per dtype. Floating buffers are exchanged
+whole, and integers are copied from the first donor.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from asyncdist.tensors.flat_state import Entry
 
 
 class Share:
-    """Reads and writes the chosen values of one model's tensors.
+    """Reads and writes a model's values at the indices that a rule chooses.
 
     Args:
         whole: Layout of the whole model.
         entries: Entries of the whole model.
+        rule: Rule that chooses the indices.
 
     Attributes:
-        entries: Entries of the model that is exchanged: the chosen values of each dtype, and all entries of ``whole``
-            that are not parameters.
+        entries: Entries to exchange: the chosen values of each dtype, and all entries that are not parameters.
         parameters: Names of the entries that contain chosen values.
     """
 
     def __init__(self, whole: WireLayout, entries: Sequence[Entry], rule: Rule) -> None:
         self._rule = rule
-        self._kept: dict[Vector, tuple[int, Tensor]] = {}  # by vector: the last round's number and its indices
+        self._kept: dict[Vector, tuple[int, Tensor]] = {}  # by vector: number and indices of the last round
         self._vectors = whole.stepped
         self._others = [index for each in whole.vectors if each.role != "stepped" for index, *_ in each.places]
         self._bounds = [
@@ -51,7 +51,7 @@ class Share:
 
     def _chosen(self, round: int, vector: Vector) -> Tensor:
         kept = self._kept.get(vector)
-        if kept is not None and kept[0] == round:  # the indices were drawn when the round was captured
+        if kept is not None and kept[0] == round:  # drawn when the contribution was captured
             return kept[1]
         chosen = self._rule.chosen(round, vector.count)
         assert chosen is not None, "a rule that exchanges all values needs no share"
@@ -59,7 +59,7 @@ class Share:
         return chosen
 
     def take(self, tensors: Sequence[Tensor], round: int) -> list[Tensor]:
-        """Return the tensors to exchange: new tensors with the chosen values, and the model's buffers."""
+        """Return the tensors to exchange: copies of the chosen values, and the model's buffers."""
         picked = []
         for vector, bounds in zip(self._vectors, self._bounds, strict=True):
             chosen = self._chosen(round, vector)
@@ -71,7 +71,7 @@ class Share:
         return [*picked, *(tensors[index] for index in self._others)]
 
     def put(self, picked: Sequence[Tensor], tensors: Sequence[Tensor], round: int) -> None:
-        """Write chosen values into the model's tensors, rounding each value once to the tensor's dtype."""
+        """Write exchanged values into the model's tensors, rounding each value once to the tensor's dtype."""
         for vector, bounds, values in zip(self._vectors, self._bounds, picked, strict=False):
             chosen = self._chosen(round, vector)
             for (index, first, _), begin, end in _parts(vector, bounds, chosen):
@@ -82,14 +82,14 @@ class Share:
 
 
 def _parts(vector: Vector, bounds: Tensor, chosen: Tensor) -> list[tuple[tuple[int, int, int], int, int]]:
-    """Return the places of tensors that contain chosen values, each with its first index and end in ``chosen``."""
+    """Return the place in ``vector`` of each tensor with chosen values, and the range of these in ``chosen``."""
     cuts = torch.searchsorted(chosen, bounds).tolist()
     parts = zip(vector.places, pairwise(cuts), strict=True)
     return [(place, begin, end) for place, (begin, end) in parts if begin < end]
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return a tensor's values in one dimension: a view if it is contiguous; a complex number has two values."""
+    """Return a tensor's real values in one dimension, as a view if the tensor is contiguous."""
     real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     return real.reshape(-1)
 

@@ -1,7 +1,7 @@
 """Implements SPARTA and WASH, which average or shuffle a small random share of the parameters in each step.
 
-In round r, all ranks draw the same indices M_r from the seed and r: a share p = ``fraction`` of all values of the
-parameters. Only these values are averaged:
+In round r, all ranks draw the same random indices M_r from the seed and r, a share p = ``fraction`` of the parameters'
+values. Only these values are averaged:
 
     theta_i[M_r] = mean(theta_1[M_r], ..., theta_k[M_r])
 
@@ -9,9 +9,8 @@ parameters. Only these values are averaged:
 p = 0.005 in each step.) The indices are never sent. Each value is chosen with probability p, independently between
 rounds, so that after n rounds a share 1 - (1 - p)^n has been averaged.
 
-WASH (Fournier et al., 2405.17517) does not average the values. At each index, a random permutation decides which rank
-takes which rank's value, so that the ranks together still have the same values at the index. The permutations are also
-drawn from the seed and r.
+WASH (Fournier et al., 2405.17517) does not average the values. At each index, the ranks exchange their values by a
+random permutation, which is also drawn from the seed and r.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from asyncdist.protocols.options import CommonOptions
 from asyncdist.protocols.simple.policy import SimplePolicy
 from asyncdist.protocols.simple.rule import Rule, drawn
 
-#: Operation on the chosen values.
+#: Operation on the values at the random indices.
 Operation: TypeAlias = Literal["mean", "shuffle"]
 
 _ELSEWHERE: Final = {
@@ -50,7 +49,7 @@ class SparseAveragingOptions(ExchangeOptionNames, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomShare(Rule):
-    """Averages the values at random indices, which differ from round to round."""
+    """Rule that averages or shuffles the values at random indices, which differ from round to round."""
 
     fraction: float = option(
         "Share of the parameters' values that a round averages or shuffles, above 0 and at most 1.",
@@ -73,18 +72,18 @@ class RandomShare(Rule):
     )
 
     def chosen(self, round: int, count: int) -> Tensor:
-        """Return ``fraction`` of all indices: one from each range of equal length, with a random offset."""
+        """Return a share ``fraction`` of all indices: one random index of each range of about equal length."""
         share = min(count, max(1, int(count * self.fraction + 0.5)))
         bounds = torch.arange(share + 1, device="cpu") * count // max(share, 1)
         numbers = drawn(self.seed, round, share + 1)
         inside = bounds[:-1] + numbers[:-1] % (bounds[1:] - bounds[:-1])
-        # The lengths of the ranges differ by up to one; the random offset gives all indices the same probability.
+        # The lengths of the ranges differ by up to one. A random rotation gives all indices the same probability.
         turned = inside + numbers[-1] % max(count, 1)
         cut = int(torch.searchsorted(turned, count))
         return torch.cat([turned[cut:] - count, turned[:cut]])
 
     def permuted(self, round: int, count: int, donor_count: int) -> Tensor | None:
-        """Return a random permutation of the donors for each value: the order of random numbers."""
+        """Return a random permutation of the donors for each value, or None for ``operation="mean"``."""
         if self.operation == "mean":
             return None
         numbers = drawn(self.seed, -round, count * donor_count)
@@ -102,12 +101,12 @@ class SparseAveragingPolicy(SimplePolicy):
                 train_step(model, optimizer, batch)
                 await policy.step()
 
-    With ``operation="shuffle"``, the values at each chosen index are permuted among the ranks (WASH): no value changes,
-    each only moves to another rank. The ranks stay different models that can be averaged at the end.
+    With ``operation="shuffle"``, the ranks exchange their values at each chosen index by a random permutation (WASH).
+    The ranks stay different models that can be averaged at the end.
 
     Floating buffers, such as BatchNorm's statistics, are averaged whole. Integer and bool buffers are copied from the
     first contributing rank. Each rank keeps its optimizer's state. A rank whose weights are not finite does not
-    contribute. A share of the values cannot restore that rank, which logs a warning.
+    contribute. It logs a warning, because a share of the values cannot restore it.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.

@@ -1,9 +1,9 @@
-"""Topologies of gossip: pure functions that choose the partners of each rank in a round, and the shares they count.
+"""Topologies of gossip: graphs that define each rank's partners in a round, and the partners' shares.
 
-A mixing matrix W describes a round: rank i takes ``sum(W[i][j] * theta[j])`` over its partners j. In each row the
-shares add up to 1. In all named topologies, the shares in each column add up to 1 as well, so the mean of the ranks
-does not change. A round is a function of its number, the seed and the living members, so that all members know it
-without a message. If a rank is lost, the others use the graph for the smaller group.
+A mixing matrix W describes a round: rank i takes ``sum(W[i][j] * theta[j])`` over its partners j. The shares in each
+row add up to 1. In all named topologies, the shares in each column add up to 1 as well, so the mean of the ranks does
+not change. All members compute W from the round's number, the seed and the living members, without a message. If a rank
+is lost, the others use the graph for the smaller group.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from asyncdist.protocols.simple.rule import drawn, random_pairs
 
 #: Named graphs.
 TopologyName: TypeAlias = Literal["ring", "exponential", "hypercube", "rotating", "random", "hosts"]
-#: Share of each partner, by rank, in one rank's new values.
+#: Share of each partner in one rank's new values, by rank.
 Shares: TypeAlias = Mapping[int, float]
 NAMES: Final[tuple[str, ...]] = get_args(TopologyName)
-#: Names of the same graphs in other libraries.
+#: Names of these graphs in other libraries.
 _ELSEWHERE: Final = {
     "ExponentialTwoGraph": "exponential",
     "ExponentialGraph": "exponential",
@@ -36,31 +36,31 @@ _ELSEWHERE: Final = {
     "shift_one": "random",
     "pairs": "random",
 }
-_SUM_ERROR_MAX: Final = 1e-6  # of a row or a column that should add up to 1
+_SUM_ERROR_MAX: Final = 1e-6  # largest deviation from 1 of the sum of a row or column
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A user's mixing matrix, which is checked: square, finite, nonnegative, with powers that have no zeros.
+    """A user's mixing matrix, checked to be square, finite, nonnegative, and to mix the values of all ranks.
 
     Attributes:
-        rows: Share of each rank in each rank's new values, in the order of ranks.
+        rows: For each rank, the shares of all ranks in its new values.
     """
 
     rows: tuple[tuple[float, ...], ...]
 
     def __repr__(self) -> str:
-        """Return the size and a checksum, which differs between ranks with different matrices."""
+        """Return the size and a checksum, by which the ranks' matrices are compared."""
         size = len(self.rows)
         return f"{size} x {size} matrix {zlib.crc32(repr(self.rows).encode()):08x}"
 
 
-#: Graph of the partners: a name, or a matrix with the shares that each rank takes.
+#: Graph of the partners: a name, or a mixing matrix.
 Topology: TypeAlias = TopologyName | Matrix | Sequence[Sequence[float]] | torch.Tensor
 
 
 def checked_topology(name: str, value: Any) -> str | Matrix:
-    """Return a topology's name, or the matrix of a nested sequence, an array or a tensor.
+    """Return the name of a topology, or convert a nested sequence, an array or a tensor to a :class:`Matrix`.
 
     Raises:
         TypeError, ValueError: The name is unknown, or the matrix cannot mix the ranks.
@@ -86,7 +86,7 @@ def checked_topology(name: str, value: Any) -> str | Matrix:
 
 
 def _check_mixes(name: str, given: torch.Tensor) -> None:
-    """Raise ValueError if a share is negative or not finite, or if values of a rank never reach another rank."""
+    """Raise ValueError if a share is negative or not finite, or if repeated mixing leaves zeros in the matrix."""
     wrong = (~torch.isfinite(given) | (given < 0)).nonzero()
     if len(wrong):
         row, column = wrong[0].tolist()
@@ -106,7 +106,7 @@ def _check_mixes(name: str, given: torch.Tensor) -> None:
             f"{row}"
         )
     powers = (given > 0).double()
-    for _ in range(2 * size.bit_length()):  # a primitive matrix has no zeros in its (size - 1)^2 + 1-th power
+    for _ in range(2 * size.bit_length()):  # the (size - 1)^2 + 1-th power of a primitive matrix has no zeros
         powers = (powers @ powers > 0).double()
     if not bool(powers.all()):
         raise ValueError(
@@ -116,7 +116,7 @@ def _check_mixes(name: str, given: torch.Tensor) -> None:
 
 
 def check_sums(name: str, matrix: Matrix, *, push_sum: bool) -> None:
-    """Raise ValueError if a column does not add up to 1, or, without push-sum, a row."""
+    """Raise ValueError if a column, or without push-sum also a row, does not add up to 1."""
     columns = tuple(zip(*matrix.rows, strict=True))
     wanted = "columns that add up to 1 with push_sum=True" if push_sum else "rows and columns that add up to 1"
     for kind, vectors in (("column", columns), ("row", matrix.rows)):
@@ -134,8 +134,8 @@ class Graph:
     """Returns each rank's partners in each round.
 
     Args:
-        ranks: All ranks of the policy, ascending, including lost ones: the rows of a matrix.
-        hosts: Lowest rank on the host of each rank, indexed by rank; None if all ranks share one host.
+        ranks: All ranks of the policy, ascending, including lost ranks, as in the rows of a matrix.
+        hosts: For each rank, the lowest rank on its host; None if all ranks share one host.
     """
 
     def __init__(self, topology: Topology, seed: int, ranks: Sequence[int], hosts: Sequence[int] | None = None) -> None:
@@ -143,11 +143,11 @@ class Graph:
         self._table = functools.lru_cache(maxsize=16)(self._new_table)
 
     def partners(self, round: int, rank: int, members: Sequence[int]) -> Shares:
-        """Return the share of each partner in a rank's new values in a round; see :meth:`Rule.partners`."""
+        """Return the share of each partner in a rank's new values; see :meth:`Rule.partners`."""
         return self._table(round, tuple(members))[rank]
 
     def _new_table(self, round: int, members: tuple[int, ...]) -> Mapping[int, Shares]:
-        """Return the shares of all members' partners, by rank."""
+        """Return the shares of each member's partners in a round."""
         phase = round - 1
         match self._topology:
             case Matrix(rows):
@@ -167,9 +167,7 @@ class Graph:
                 return self._of_hosts(members, phase)
 
     def _of_matrix(self, rows: tuple[tuple[float, ...], ...], members: tuple[int, ...]) -> Mapping[int, Shares]:
-        """Return the shares of the living members.
-
-        Values that would have passed through a lost rank pass directly between its partners.
+        """Return the shares of the living members. A lost rank's partners exchange their values directly.
 
         The smaller matrix is the stochastic complement of the lost ranks (Meyer, 1989). Rows and columns that add up
         to 1 still do, and a connected graph stays connected.
@@ -185,14 +183,14 @@ class Graph:
         }
 
     def _rotated(self, members: tuple[int, ...], cycle: int) -> list[int]:
-        """Return the members in an order that is drawn for a cycle of rounds (GossipGraD: 1803.05880)."""
+        """Return the members in the random order of a cycle of rounds (GossipGraD: 1803.05880)."""
         keys = drawn(self._seed, -1 - cycle, len(members)).tolist()
         return [member for _, member in sorted(zip(keys, members, strict=True))]
 
     def _of_hosts(self, members: tuple[int, ...], phase: int) -> Mapping[int, Shares]:
-        """Return rounds inside hosts and, after as many as mix a host, one round between hosts.
+        """Return shares inside each host or, in each round after these have mixed a host, between hosts.
 
-        Inside a host, and between the ranks with the same place on their hosts, the graph is exponential.
+        Inside a host, and between ranks with the same position on their hosts, the graph is exponential.
         """
         hosts: dict[int, list[int]] = {}
         for rank in members:
@@ -208,7 +206,7 @@ class Graph:
 
 
 def _period(count: int) -> int:
-    """Return the number of rounds after which an exponential graph or a hypercube begins again: log2, rounded up."""
+    """Return the number of rounds of an exponential graph's or hypercube's cycle: log2 of ``count``, rounded up."""
     return (count - 1).bit_length()
 
 
@@ -223,9 +221,9 @@ def _ring(members: Sequence[int]) -> dict[int, Shares]:
 
 
 def _exponential(members: Sequence[int], phase: int) -> dict[int, Shares]:
-    """Let each rank average with the rank 2^phase places before it (Assran et al., 1811.10792).
+    """Let each rank average with the rank 2^phase positions before it (Assran et al., 1811.10792).
 
-    If the number of ranks k is a power of two, log2 k rounds without training give all ranks the exact mean.
+    For k = 2^n ranks, n rounds without training give all ranks the exact mean.
     """
     count = len(members)
     step = 1 << phase % max(1, _period(count))
@@ -240,7 +238,7 @@ def _cube(members: Sequence[int], phase: int) -> list[tuple[int, int]]:
 
 
 def _paired(groups: Sequence[Sequence[int]], members: Sequence[int]) -> dict[int, Shares]:
-    """Return equal shares of both ranks of each pair; all other members rest."""
+    """Return equal shares of both ranks of each pair. All other members keep their own values."""
     found: dict[int, Shares] = {rank: {rank: 1.0} for rank in members}
     for group in groups:
         found |= dict.fromkeys(group, _halves(group[0], group[-1]))

@@ -1,1 +1,1 @@
-"""The joint start of a policy's members: without lost ranks, and with errors that explain why a start fails."""
+"""Starts a policy's ranks together, without lost ranks and with errors that explain a failed start."""

@@ -1,4 +1,4 @@
-"""Explains in errors why the members of a policy cannot start together, such as different ranks or models."""
+"""Explains errors of a policy's start, such as different ranks or models on its members."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import Meeting
 from asyncdist.tensors.flat_state import Fingerprint, first_difference
 
-#: Name in error messages for the checksum of the parameters that parameters="trainable" excludes.
+#: Name, in error messages, of the checksum of the parameters that parameters="trainable" excludes.
 LEFT_OUT: Final = "the hash of the parameters that are not trained"
-#: Name in error messages for the checksum of weights that must be equal on all ranks, such as DiLoCo's anchors.
+#: Name, in error messages, of the checksum of weights that must be equal on all ranks, as in DiLoCo.
 FIRST_WEIGHTS: Final = "the checksum of the first weights"
-#: Name of the value that marks a start after running out of memory. A difference in this value is reported first.
+#: Name of the value that marks a restart after exhausted memory. A difference in this value is reported first.
 BEGINS_AGAIN: Final = "a start after exhausted memory"
 _WHOSE_START: Final = "a policy's ranks are the ranks of its group=, by default all"
 
 
 @contextlib.contextmanager
 def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
-    """Detect ranks that wait for each other in different starts, while the body agrees on the start of a policy.
+    """Detect, while the body agrees on the start of a policy, ranks that wait for each other in different starts.
 
     Raises:
         DisagreementError: Ranks wait in starts with different ranks, or in a start and in a replay buffer. The message
-            names the argument that determines a policy's ranks.
+            hints at ``group=``.
     """
     try:
         with agreements.rivals.starting(meeting):
@@ -60,13 +60,13 @@ async def explained(
     start: Start[Any],
     timeout_s: float,
 ) -> DisagreementError:
-    """Add detail to a failed start's error: how the models differ, or how to make frozen parameters equal.
+    """Return a failed start's error with details: how the models differ, or how to make weights equal.
 
-    All members have the same error, and call this function to compare their models. They use a new group, since the
-    caller of a cancelled start may already be using the policy's group for another purpose.
+    All members have the same error, and must call this function. If their models differ, they compare them in a new
+    group, because after a cancelled start the policy's group may be in use already.
 
     Returns:
-        The error with more detail; ``error`` itself if it has a different reason.
+        A more detailed error, or ``error`` itself if it has another reason.
     """
     difference = error.facts.get("difference")
     if difference == LEFT_OUT:
@@ -112,7 +112,7 @@ async def _difference_in(group: Group, world: World, mine: Fingerprint) -> Disag
 
 
 def _wrapping(mine: Fingerprint, theirs: Fingerprint) -> str | None:
-    """Return a description of the difference if only one model is wrapped, such as by torch.compile; else None."""
+    """Describe the difference if only one of the models is wrapped, as by torch.compile; otherwise return None."""
     for long, short, where in ((mine, theirs, "here and not there"), (theirs, mine, "there and not here")):
         prefix = long.lines[0][0][0].removesuffix(short.lines[0][0][0])
         wrapped = [tuple(prefix + name for name in names) for names, *_ in short.lines]

@@ -1,7 +1,4 @@
-"""Starts a policy without lost ranks, in a job that continues when ranks are lost.
-
-If the launcher restarts lost ranks, they join the policy later.
-"""
+"""Starts a policy without lost ranks. If the launcher restarts lost ranks, they join the policy later."""
 
 from __future__ import annotations
 
@@ -21,18 +18,18 @@ _HEARD_AFTER_S: Final = 1.0
 async def start_without_lost(
     services: Services, ranks: Sequence[int], start: Callable[[tuple[int, ...]], Awaitable[None]], timeout_s: float
 ) -> None:
-    """Start a policy without lost ranks; repeat the start if it fails because another rank is lost.
+    """Start a policy without lost ranks. Retry the start without a rank that is lost meanwhile.
 
-    Members notice a loss at different times. A start that includes a lost rank fails, and the member tries again
-    without that rank. A restarted rank is not yet a member.
+    Members notice a loss at different times, so their first attempts may include different ranks and fail. Restarted
+    ranks are not included.
 
     Args:
         services: Services of this rank, which is not a restarted rank.
-        start: Function that starts the policy with the given ranks; all these ranks call it.
-        timeout_s: Seconds after the first attempt during which the start may be repeated.
+        start: Function that starts the policy with the given ranks; called on all of these ranks.
+        timeout_s: Seconds after the first attempt during which the start is retried.
 
     Raises:
-        AsyncdistError: ``start`` has failed for a reason other than a loss.
+        AsyncdistError: ``start`` has failed, and no further loss explains the failure.
     """
     give_up_at = services.time() + timeout_s
     while True:
@@ -44,7 +41,7 @@ async def start_without_lost(
             has_other_reason = isinstance(error, DisagreementError) and error.facts.get("difference") != "ranks"
             if has_other_reason or services.engine.failure is not None or services.time() >= give_up_at:
                 raise
-            # Another rank may have noticed a loss earlier than this rank, and caused this error.
+            # Another rank may have noticed a loss that this rank has not noticed yet.
             until = min(give_up_at, services.time() + _HEARD_AFTER_S)
             hears = functools.partial(_has_changed, services, lost)
             if not await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until):
@@ -52,7 +49,7 @@ async def start_without_lost(
 
 
 def lost_members(world: World, ranks: Sequence[int], meeting: Meeting) -> tuple[int, ...]:
-    """Return the members of a policy that do not take part in its start, because they are lost or were restarted."""
+    """Return the members of a policy that do not take part in its start, because they were lost or restarted."""
     replaced = world.agreements.incarnations.replaced(meeting.key)
     if meeting.ranks == ranks:
         return tuple(replaced)
