@@ -308,7 +308,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
         def take_over(info: StepInfo) -> StepInfo:
             load_moments(self.optimizer, moments)
-            self._settings.write(values)  # last, so that the donor's state does not undo them
+            self._settings.write(values)  # only now, or the donor's state would undo them
             self._values.update(values)
             self._lineage, self._observations = lineage, observations
             self._journal.metric = state["metric"]  # the donor's metric counts until this rank reports
