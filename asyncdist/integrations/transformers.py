@@ -48,6 +48,7 @@ from asyncdist.integrations.replicas import Replica, replica_of, show_replica
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.metrics import NOT_MEASURED
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
+from asyncdist.trust import torch_files
 
 with validation.optional_imports(__name__, ["transformers", "accelerate"], "transformers"):
     import transformers
@@ -230,7 +231,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         def load_both(checkpoint: str | None) -> None:
             load(checkpoint)
             if checkpoint is not None and os.path.exists(path := os.path.join(checkpoint, self._state_file)):
-                self._training.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+                self._training.load_state_dict(torch_files.load(Path(path)))
 
         return load_both
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,9 @@ from asyncdist import World
 from asyncdist.errors import LocalProtocolError, RankLostError, RemoteError
 from asyncdist.functional.checkpoints import checkpoint_files
 from asyncdist.functional.checkpoints.checkpoint_files import ModelFormat
+from asyncdist.functional.soups.saved import uniform_soup
 from asyncdist.simulation import Kill
+from asyncdist.trust import torch_files
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
 
 KINDS = [AverageAllPolicy, AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy]
@@ -236,12 +239,41 @@ def _with_sparse(state: dict[str, Any]) -> None:
     state["model"][name] = weight.to_sparse()
 
 
+def _with_meta(state: dict[str, Any]) -> None:
+    state["model"]["0.weight"] = torch.empty(3, 4, device="meta")
+
+
+def _with_state(**entries: Any) -> Callable[[dict[str, Any]], None]:
+    """Return a function that changes the optimizer's state of the first parameter."""
+    return lambda state: state["optimizer"]["state"].setdefault(0, {}).update(entries)
+
+
+def _with_option(**options: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state["optimizer"]["param_groups"][0].update(options)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (_without_state, "reading it raised AttributeError"),
         (_with_number, "is a Tensor in this model and a int in the checkpoint"),
         (_with_sparse, "has the layout torch.strided in this model and torch.sparse_coo in the checkpoint"),
+        (_with_meta, r"'0.weight' has no values in the checkpoint \(device meta\)"),
+        (_with_state(exp_avg=torch.zeros(7)), r"'exp_avg' of parameter 0 must have the shape \(3, 4\), got \(7,\)"),
+        (_with_state(exp_avg=torch.zeros(1).expand(3, 10**12)), r"must have the shape \(3, 4\), got"),
+        (_with_state(exp_avg=torch.zeros(3, 4, device="meta")), "'exp_avg' of parameter 0 has no values"),
+        (_with_state(exp_avg=torch.ones(3, 4, dtype=torch.int64)), "must have floating-point numbers, got torch.int64"),
+        (_with_state(exp_avg="x"), "must be a tensor or a number, got 'x'"),
+        (lambda state: state["optimizer"]["state"].update({0: "x"}), "of parameter 0 must be a dictionary, got 'x'"),
+        (
+            lambda state: state["optimizer"]["state"].update({4: {}}),
+            "has 4 parameters, but the checkpoint",
+        ),
+        (_with_option(lr="fast"), "'lr' must be like 0.1 of this optimizer, got 'fast'"),
+        (_with_option(lr=torch.zeros(2)), "'lr' must be like 0.1 of this optimizer"),
+        (_with_option(betas=(0.9,)), r"'betas' must be like \(0.9, 0.999\)"),
+        (_with_option(amsgrad="no"), "'amsgrad' must be like False"),
+        (lambda state: state["optimizer"]["param_groups"][0].pop("lr"), "group 0 of the optimizer has no 'lr'"),
     ],
 )
 def test_a_whole_checkpoint_of_odd_content_changes_nothing(
@@ -265,6 +297,47 @@ def test_a_whole_checkpoint_of_odd_content_changes_nothing(
         assert all(map(torch.equal, before, model.parameters()))
 
     ad.simulate(main, ranks=1).value()
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ("compressed", "it has compressed records, which torch.save does not write"),
+        ("overlapping", "its records are larger than the file"),
+        ("bytearray", "it has a bytearray"),
+    ],
+)
+@pytest.mark.parametrize("read", [torch_files.load, lambda path: uniform_soup(nn.Linear(1, 1), path)])
+def test_a_file_that_would_fill_the_memory_is_not_read(
+    record: str, words: str, read: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """Regression: a file of 12 KB filled 6 GiB."""
+    torch.save({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}, tmp_path / "good.pt")
+    path = tmp_path / "bad.pt"
+    large = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05" + (6 << 30).to_bytes(5, "little") + b"\x85R."
+    compression = zipfile.ZIP_DEFLATED if record == "compressed" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(tmp_path / "good.pt") as good, zipfile.ZipFile(path, "w", compression) as bad:
+        for name in good.namelist():
+            is_changed = record == "bytearray" and name.endswith("data.pkl")
+            bad.writestr(name, large if is_changed else good.read(name))
+        if record == "overlapping":
+            bad.writestr("data", bytes(9000))
+            bad.infolist().extend([bad.getinfo("data")] * 3)
+    with pytest.raises(ValueError, match=words):
+        read(path)
+
+
+def test_a_bytearray_in_an_old_file_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": bytearray(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match="it has a bytearray"):
+        torch_files.load(tmp_path / "old.pt")
+    torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert torch.equal(torch_files.load(tmp_path / "old.pt", is_mapped=True)["a"], torch.ones(2))
+
+
+def test_a_bytearray_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"extra must have only tensors, numbers, strings, .* bytearray"):
+        ad.simulate(save, tmp_path, [1.0], None, bytearray(3), ranks=1, strict=True).value()
 
 
 def test_a_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import os
 import shutil
 import stat
 import warnings
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch
 from asyncdist import validation
 from asyncdist._version import __version__
 from asyncdist.functional.checkpoints import checkpoint_state, safetensors_model
-from asyncdist.trust import new_files
+from asyncdist.trust import new_files, torch_files
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
@@ -107,7 +106,7 @@ def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, A
     path = stem.with_suffix(".pt")
     _check_whole(path, entry)
     with reading(path):
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch_files.load(path)
         checkpoint_state.check_parts(state)
     _read_weights(stem, entry, state)
     return state
@@ -119,17 +118,11 @@ def read_model(folder: Path, index: int, entry: Mapping[str, Any]) -> Mapping[st
     path = stem.with_suffix(".pt")
     _check_whole(path, entry)
     with reading(path):
-        state: dict[str, Any] = load_mapped(path)
+        state: dict[str, Any] = torch_files.load(path, is_mapped=True)
         checkpoint_state.check_parts(state)
     _read_weights(stem, entry, state)
     model: Mapping[str, Any] = state["model"]
     return model
-
-
-def load_mapped(path: Path) -> Any:
-    """Return the content of a file of ``torch.save``, with memory-mapped tensors if the file's format allows it."""
-    is_mapped = zipfile.is_zipfile(path)  # before torch 1.6, files had another format
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
 
 
 def _read_weights(stem: Path, entry: Mapping[str, Any], state: dict[str, Any]) -> None:

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from asyncdist.functional.checkpoints import optimizer_fit
 from asyncdist.tensors.optimizers import loading
+from asyncdist.trust import torch_files
 from asyncdist.validation import printable
 
 _OTHER_MODEL: Final = "the checkpoint must be of a model with the same layout"
@@ -98,6 +100,7 @@ def _check_loadable(name: str, part: Any) -> None:
     buffer = io.BytesIO()
     try:
         torch.save(_map_leaves(without_contents, part), buffer)
+        torch_files.check_archive(buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:
@@ -189,6 +192,8 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
             kinds = f"is a {type(value).__name__} in this model and a {type(other).__name__} in the checkpoint"
             raise ValueError(f"{_OTHER_MODEL}: {name!r} {kinds}")
         if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            if other.is_meta and not value.is_meta:
+                raise ValueError(f"{_OTHER_MODEL}: {name!r} has no values in the checkpoint (device meta)")
             for what in ("shape", "dtype", "layout"):
                 mine, theirs = getattr(value, what), getattr(other, what)
                 if mine != theirs:
@@ -206,7 +211,7 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
     kind, other = type(optimizer).__qualname__, loaded.get("optimizer_class")
     if other not in (kind, None):  # old files lack the optimizer's class name
         raise ValueError(f"the checkpoint must be of an optimizer of the class {kind}, got {printable(str(other))}")
-    arranged_optimizer(model, optimizer, loaded)
+    optimizer_fit.check(optimizer, arranged_optimizer(model, optimizer, loaded))
 
 
 def arranged_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 from asyncdist import validation
 from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, safetensors_model
 from asyncdist.tensors.flat_state import Entry
+from asyncdist.trust import torch_files
 
 #: A saved model: a file of torch or safetensors, a folder of save_population, or a state dict in memory.
 ModelSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
@@ -129,7 +130,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
         with checkpoint_files.reading(path, "a file of safetensors"):
             return safetensors_model.read_foreign(path)
     with checkpoint_files.reading(path, "a state dict saved by torch.save"):
-        state: Any = checkpoint_files.load_mapped(path)
+        state: Any = torch_files.load(path, is_mapped=True)
         if not isinstance(state, Mapping):
             raise TypeError(f"it contains a {type(state).__name__}")
         for key in _KEYS:
