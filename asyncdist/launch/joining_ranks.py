@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import select
 import socket
 import subprocess
@@ -20,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from asyncdist import environment, local_host, rank_program
+from asyncdist import environment, local_host
 from asyncdist._version import __version__
 from asyncdist.launch import local_ranks, place_claims
 from asyncdist.trust import secret_files
@@ -62,13 +61,6 @@ def run(
     local_host.check_ranks(ranks)
     host, port = _parse(address)
     _check_listener(host, port)
-    command = rank_program.rank_command(script, arguments)
-    events: queue.SimpleQueue[local_ranks.Event] = queue.SimpleQueue()
-    processes: dict[int, local_ranks.RankProcess] = {}
-
-    def start_rank(rank: int, variables: Mapping[str, str]) -> local_ranks.RankProcess:
-        return local_ranks.start(command, variables, rank=rank, ended=lambda: events.put(("ended", rank)))
-
     secret = local_ranks.given_secret(environ) or _kept_secret(address, port)
     keeper = _start_keeper(host, port, ranks, {**environ, environment.SECRET_VARIABLE: secret})
     try:
@@ -76,16 +68,11 @@ def run(
         environments = build_environments(environ, job, host=host, port=port, threads=threads, secret=secret)
         taken = ", ".join(map(str, environments))
         local_ranks.Restarts.say(f"joins as rank{'s' if ranks > 1 else ''} {taken} of {job['size']}")
-        with local_ranks.signals_as_events(events):
-            for rank, variables in environments.items():
-                processes[rank] = start_rank(rank, variables)
-            again = local_ranks.Restarts(start_rank, environments, restarts, keeper, is_open=True, have_joined=True)
-            return local_ranks.supervise(processes, events, again)
+        store = contextlib.nullcontext(keeper)
+        return local_ranks.run_ranks(
+            script, arguments, environments, restarts=restarts, store=store, is_open=True, have_joined=True
+        )
     finally:
-        for process in processes.values():
-            process.end()
-        for process in processes.values():
-            process.wait()
         _end(keeper)
 
 

@@ -102,28 +102,32 @@ def run(
     given = given_secret(environ)
     is_open = places is not None and given is not None
     secret = given or job_secret.draw()
-    environments = build_environments(
+    of_ranks = build_environments(
         environ, ranks=ranks, threads=threads, restarts=restarts, places=places, secret=secret, is_open=is_open
     )
     is_joinable = bool(restarts) or places is not None
-    store = _store(environments[0], ranks, places, script, is_open=is_open) if is_joinable else None
+    store = _store(of_ranks[0], ranks, places, script, is_open=is_open) if is_joinable else None
+    environments = dict(enumerate(of_ranks))
     return run_ranks(script, arguments, environments, restarts=restarts, store=store, is_open=places is not None)
 
 
 def run_ranks(
     script: str,
     arguments: Sequence[str],
-    environments: Sequence[Mapping[str, str]],
+    environments: Mapping[int, Mapping[str, str]],
     *,
     restarts: int = 0,
-    store: AbstractContextManager[RankProcess | None] | None = None,
+    store: AbstractContextManager[subprocess.Popen[bytes] | None] | None = None,
     is_open: bool = False,
+    have_joined: bool = False,
 ) -> int:
-    """Run a rank on this host with each of these environments, on any transport, and return the job's exit code.
+    """Run ranks on this host, on any transport, and return the job's exit code.
 
     Args:
-        store: Context manager that runs the store's process, in which the launcher records how ranks end.
+        environments: Environment of each rank.
+        store: Runs the process that sets keys in the store, while the ranks run. None if no rank may join.
         is_open: Whether a new process may replace a killed rank that is not restarted.
+        have_joined: Whether these ranks join the world of another launcher.
     """
     local_host.check_script(script)
     command = rank_program.rank_command(script, arguments)
@@ -133,15 +137,16 @@ def run_ranks(
     first = {rank_program.STDIN_VARIABLE: rank_program.INHERITED, **guardians.foreground_variables()}
 
     def start_rank(rank: int, variables: Mapping[str, str]) -> RankProcess:
-        own = {**variables, **told, **(first if rank == 0 else {})}
+        own = {**variables, **told, **(first if rank == 0 and not have_joined else {})}
         return start(command, own, rank=rank, ended=lambda: events.put(("ended", rank)))
 
     with local_host.told_variables() as told, signals_as_events(events), store or contextlib.nullcontext() as server:
         try:
-            for rank, variables in enumerate(environments):
+            for rank, variables in environments.items():
                 processes[rank] = start_rank(rank, variables)
-            again = Restarts(start_rank, dict(enumerate(environments)), restarts, server, is_open=is_open)
-            return supervise(processes, events, again, at_terminal=(0,) if os.isatty(0) else ())
+            again = Restarts(start_rank, environments, restarts, server, is_open=is_open, have_joined=have_joined)
+            at_terminal = (0,) if os.isatty(0) and not have_joined else ()
+            return supervise(processes, events, again, at_terminal)
         finally:
             for process in processes.values():
                 process.end()
@@ -153,18 +158,23 @@ def run_ranks(
 def _store(
     variables: Mapping[str, str], ranks: int, places: int | None, script: str, *, is_open: bool
 ) -> Iterator[RankProcess]:
-    """Run the process that serves the store. With ``places``, other launchers can find the job's secret and places."""
-    server = _start_store(variables, is_open=is_open)
+    """Run the process that serves the store, at the address in the ranks' variables.
+
+    With ``places``, the same user's ``asyncdist run --join`` finds the secret in a file, and free places in the store.
+    """
+    address, port = variables["MASTER_ADDR"], variables["MASTER_PORT"]
+    command = [sys.executable, store_server.PROGRAM, address, port, *["open"] * is_open]
+    server = _popen(command, variables, "the store", stdin=subprocess.PIPE)
     kept: secret_files.RenewedSecret | None = None
     try:
         if places is not None:
-            kept = _keep_secret(variables)
+            secret = variables[environment.SECRET_VARIABLE]
+            kept = secret_files.RenewedSecret(int(port), secret, environment.secret_directories)
             _announce_places(server, variables, ranks, places, script, is_open=is_open)
         yield server
     finally:
         if kept is not None:
             kept.remove()
-        if places is not None:
             _say_over(server)
         server.end()
         server.wait()
@@ -262,18 +272,6 @@ def given_secret(environ: Mapping[str, str]) -> str | None:
         return environment.given_secret(environ)
     except ValueError as error:
         raise local_host.LaunchError(str(error)) from error
-
-
-def _keep_secret(variables: Mapping[str, str]) -> secret_files.RenewedSecret:
-    """Store the secret in a file on this host, where the same user's ``asyncdist run --join`` finds it."""
-    port = int(variables["MASTER_PORT"])
-    return secret_files.RenewedSecret(port, variables[environment.SECRET_VARIABLE], environment.secret_directories)
-
-
-def _start_store(variables: Mapping[str, str], *, is_open: bool) -> RankProcess:
-    command = [sys.executable, store_server.PROGRAM, variables["MASTER_ADDR"], variables["MASTER_PORT"]]
-    command += ["open"] * is_open
-    return _popen(command, variables, "the store", stdin=subprocess.PIPE)
 
 
 def _announce_places(

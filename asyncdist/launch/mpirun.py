@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Final
 
 from asyncdist import environment, local_host, rank_program
-from asyncdist.launch import guardians, remote_hosts
-from asyncdist.launch.remote_hosts import Host
+from asyncdist.launch import guardians
+from asyncdist.launch.hosts import remote_hosts
+from asyncdist.launch.hosts.remote_hosts import Host
 from asyncdist.launch.supervision import mpirun_process
 from asyncdist.launch.supervision.endings import JobEnds
 from asyncdist.transports import mpi_launchers

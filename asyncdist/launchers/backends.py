@@ -1,8 +1,8 @@
 """Lists the transports, with the facts that other modules need before a transport is open.
 
 Code for one transport is looked up by the transport's name in ``OPENERS`` of :mod:`asyncdist.transports.select`,
-``RUNNERS`` of :mod:`asyncdist.cli`, and ``RENDEZVOUS`` of :mod:`asyncdist.launch.doctor`. Facts about an open transport
-are its capabilities (:mod:`asyncdist.transports.base`).
+``RUNNERS`` of :mod:`asyncdist.launch.run_command`, and ``RENDEZVOUS`` of :mod:`asyncdist.launch.doctor`. Facts about an
+open transport are its capabilities (:mod:`asyncdist.transports.base`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from support import torchrun, warm
 from support.mpi import base_environment
 
 from asyncdist import cli, environment, local_host
-from asyncdist.launch import guardians, local_ranks
+from asyncdist.launch import guardians, local_ranks, run_command
 from asyncdist.launch.supervision.endings import how_ended
 
 #: Generous limits: they fail only tests that hang, not tests that are slow.
@@ -418,7 +418,7 @@ def test_every_option_with_a_value_is_known_before_the_script() -> None:
     commands = next(action for action in cli._parser("run")._actions if action.dest == "command")
     assert isinstance(commands.choices, dict)
     options = [action for action in commands.choices["run"]._actions if action.option_strings and action.nargs != 0]
-    assert {name for action in options for name in action.option_strings} == {*cli._RUN_OPTIONS}
+    assert {name for action in options for name in action.option_strings} == {*run_command.OPTIONS}
 
 
 def test_a_killed_rank_is_told_where_sigchld_is_ignored(tmp_path: Path) -> None:

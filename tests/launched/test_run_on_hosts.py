@@ -17,7 +17,7 @@ from support.mpi import ROOT
 
 import asyncdist as ad
 from asyncdist import local_host
-from asyncdist.launch import host_agent, remote_hosts
+from asyncdist.launch.hosts import host_agent, remote_hosts
 from asyncdist.launch.supervision.endings import how_ended
 
 RUN = "asyncdist run"

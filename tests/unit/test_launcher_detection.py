@@ -7,10 +7,10 @@ import os
 import pytest
 from support.launchers import BY_HAND, HYDRA, OPENMPI, TORCHRUN
 
-from asyncdist import cli, environment as launch
+from asyncdist import environment as launch
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
-from asyncdist.launch import doctor
+from asyncdist.launch import doctor, run_command
 from asyncdist.launchers import slurm
 from asyncdist.launchers.backends import BACKENDS, RUN_NAMES
 from asyncdist.transports import mpi_launchers, select
@@ -190,8 +190,7 @@ def test_a_torchrun_that_mpirun_starts_counts_its_own_ranks() -> None:
 
 def test_each_transport_can_be_opened_and_started() -> None:
     assert {"local", *select.OPENERS} == set(BACKENDS) >= set(doctor.RENDEZVOUS)
-    assert set(cli.RUNNERS) == set(RUN_NAMES)
-    assert {name for each in BACKENDS.values() for name in each.run_options} == set(cli.TRANSPORT_OPTIONS)
+    assert set(run_command.RUNNERS) == set(RUN_NAMES)
 
 
 @pytest.mark.parametrize("transport", BACKENDS)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from asyncdist import cli, local_host
-from asyncdist.launch import guardians, mpirun, remote_hosts, remote_ranks
-from asyncdist.launch.remote_hosts import Host
+from asyncdist.launch import guardians, mpirun
+from asyncdist.launch.hosts import remote_hosts, remote_ranks
+from asyncdist.launch.hosts.remote_hosts import Host
 
 HOSTS = [Host("a", 2), Host("user@b", 1)]
 

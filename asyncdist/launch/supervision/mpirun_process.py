@@ -30,7 +30,7 @@ from typing import IO, Any, Final
 
 from asyncdist import local_host, rank_program
 from asyncdist.launch import guardians
-from asyncdist.launch.remote_hosts import Agent
+from asyncdist.launch.hosts.remote_hosts import Agent
 from asyncdist.launch.supervision.endings import JobEnds
 from asyncdist.launch.supervision.mpirun_words import MpirunWords
 

@@ -32,7 +32,7 @@ from typing import Any, Final
 #: Path of this file, to run it as a program.
 PROGRAM: Final = os.path.abspath(__file__)
 if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(PROGRAM)))
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(PROGRAM))))
 
 from asyncdist import environment, local_host  # noqa: E402
 from asyncdist._version import __version__  # noqa: E402

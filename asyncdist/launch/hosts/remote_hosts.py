@@ -1,8 +1,8 @@
 """Connects to other hosts by ssh, checks them, and starts ranks on them.
 
-On each host, ssh runs :mod:`asyncdist.launch.host_agent` with this process's interpreter and working directory, so all
-hosts of a job need the same files at the same paths. All hosts are checked before the first rank starts, so that one
-error reports all problems. When this process ends, the ssh processes and all processes started by agents end.
+On each host, ssh runs :mod:`asyncdist.launch.hosts.host_agent` with this process's interpreter and working directory,
+so all hosts of a job need the same files at the same paths. All hosts are checked before the first rank starts, so that
+one error reports all problems. When this process ends, the ssh processes and all processes started by agents end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, Final
 
 from asyncdist import environment, local_host
-from asyncdist.launch import host_agent
+from asyncdist.launch.hosts import host_agent
 from asyncdist.trust.mpi_folders import MpiFolders
 from asyncdist.wording import ranks_in_words
 

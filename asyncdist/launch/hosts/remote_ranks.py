@@ -9,8 +9,9 @@ import queue
 from collections.abc import Mapping, Sequence
 
 from asyncdist import environment, local_host, rank_program
-from asyncdist.launch import local_ranks, remote_hosts
-from asyncdist.launch.remote_hosts import Agent, Host, RemoteRank
+from asyncdist.launch import local_ranks
+from asyncdist.launch.hosts import remote_hosts
+from asyncdist.launch.hosts.remote_hosts import Agent, Host, RemoteRank
 from asyncdist.trust import job_secret
 
 

@@ -1,0 +1,1 @@
+"""Starts ranks on other hosts, by ssh."""
