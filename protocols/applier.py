@@ -1,4 +1,4 @@
-"""Replaces a rank's weights with an average or with fresh weights, inside a step, and reports the replacement."""
+"""Replaces a rank's weights inside a step with an average or with fresh weights, and reports the replacement."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class NewWeights:
     Attributes:
         donors: Ranks whose weights were averaged, ascending; empty for fresh weights from ``model_builder``.
         weights: Weights of the donors, in the same order, not normalised.
-        iterations: Step at which each donor took its snapshot.
+        iterations: Iteration at which each donor took its snapshot.
         best: Donor of the integer and bool entries; -1 for fresh weights.
         versions: Version of each donor's snapshot, if snapshots are published; otherwise empty.
         average: Mean of the donors' states; None for fresh weights.
         began_at: Time at which the rank was assigned as a replacer, or decided to replace its weights.
-        route: Route of the donors' weights, ``"direct"`` or ``"sharded"``; "" if the policy has no routes.
+        route: Route of the donors' weights, ``"direct"`` or ``"sharded"``, or "".
     """
 
     round: int
@@ -55,7 +55,7 @@ class Applier:
         trouble: str | None = None,
         momentum: float | None = None,
     ) -> StepInfo:
-        """Change the weights in place, and return the result of the step.
+        """Replace the weights in place, and return the result of the step.
 
         Args:
             trouble: Description of this rank's non-finite state, or "" if all is finite; None to check the state now.
@@ -82,7 +82,7 @@ class Applier:
         )
 
     def announce(self, new: NewWeights, iteration: int, info: StepInfo) -> None:
-        """Call the user's ``on_event`` callback, if any, with this rank's state after :meth:`apply`.
+        """Pass :class:`AverageApplied`, with this rank's new state, to the user's ``on_event`` callback.
 
         Args:
             info: Result of :meth:`apply`.

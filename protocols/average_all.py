@@ -1,16 +1,15 @@
-"""Synchronous averaging of all members, as a baseline: every member waits for the slowest one.
+"""Synchronous averaging of all ranks, as a baseline: every rank waits for the slowest rank.
 
 Every ``average_every`` steps, all members wait for each other and continue with the mean of their weights (local SGD,
 or federated averaging with equal weights: McMahan et al., 2017).
 
 If a waiting step is cancelled after all members have agreed on the average, the step applies the average before it
-raises the cancellation. Otherwise no member averages in this step: the other members get RemoteError, and all try again
-at the next due step. If a member has left, the others get ClosedError instead of waiting forever.
+raises the cancellation. Otherwise no member averages in this step: ``step`` raises RemoteError on the other members,
+and all try again at the next due step. If a member has left, ``step`` raises ClosedError on the others.
 
 The average is a collective. A round of :mod:`protocols.exchange` would survive the loss of members, but takes longer:
-on 4 ranks of one host with 64 MiB, 64 ms of CPU time per rank instead of 42 ms. A round also computes the norm of each
-contribution (6 ms), and copies the mean (10 ms), because the mean may be freed before the step applies it. Both methods
-keep their data in :mod:`asyncdist.host_memory.shared_memory`, and add it up with :mod:`asyncdist.tensors.means`.
+on 4 ranks of one host with 64 MiB, 64 ms of CPU time per rank instead of 42 ms. The difference is mainly the norm of
+each contribution (6 ms) and a copy of the mean (10 ms), which may be freed before the step applies it.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from asyncdist.wording import ranks_in_words, size_in_words
 
 @dataclass(frozen=True, slots=True)
 class AverageAllStatistics:
-    """Numbers of one member's steps and averages so far.
+    """Counts of one member's steps and averages.
 
     Attributes:
         iteration: Number of steps.
         average_count: Number of averages.
-        seconds: Seconds spent on averages, including the time spent waiting for the slowest member.
-        nbytes: Total size in bytes of the weights averaged so far.
+        seconds: Seconds spent on averages, including the wait for the slowest member.
+        nbytes: Total size in bytes of the averaged weights.
         title: Name of the policy and of this rank.
     """
 
@@ -70,9 +69,9 @@ class AverageAllStatistics:
 class AverageAllPolicy(Ported):
     """Replaces every member's weights with the mean over the group, every ``average_every`` steps.
 
-    Floating and complex entries are averaged; integer and bool entries are copied from the first member. A metric
-    passed to ``step`` is ignored. No member is left out: a value that is NaN or infinite on one member becomes NaN or
-    infinite on all members, without a warning.
+    Floating and complex entries are averaged. Integer and bool entries are copied from the first member. A metric
+    passed to ``step`` is ignored. No member is left out, so a NaN or infinite value on one member spreads to all
+    members, without a warning.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.
@@ -106,7 +105,7 @@ class AverageAllPolicy(Ported):
         self._average_count, self._average_s = 0, 0.0
 
     def statistics(self) -> AverageAllStatistics:
-        """Return this member's counts so far."""
+        """Return this member's counts of steps and averages."""
         count, nbytes = self._average_count, self._average_count * self._layout.nbytes
         return AverageAllStatistics(self.iteration, count, self._average_s, nbytes, self._journal.title())
 
@@ -132,7 +131,7 @@ class AverageAllPolicy(Ported):
         self._world.agreements.withdraw(self._group.ranks, self._subject)
         try:
             await self._own_group.free()
-        finally:  # even after a cancellation, the freed group no longer uses the model's memory
+        finally:  # once freed, the group no longer uses the model's memory
             self._world.scratch.forget(self.model)
 
     def _begin_step(self) -> bool:
@@ -146,15 +145,15 @@ class AverageAllPolicy(Ported):
         world, members = self._world, self._group.ranks
         try:
             await world.safe_point()
-            self._flat.tensors(self._layout)  # raises if the model's layout has changed
+            self._flat.tensors(self._layout)  # raises ValueError if the model's layout has changed
         except (
             asyncio.CancelledError,
             ValueError,
-        ) as error:  # counts this meeting as missed, so that the next one has the same number on all ranks
+        ) as error:  # counts this agreement as missed, so that the next one has the same number on all ranks
             why = error if isinstance(error, ValueError) else None
             world.agreements.stay_away(world.agreements.next_meeting(members, self._subject), why)
             raise
-        # After the agreement, no member may stop before the average is complete: the others would wait for it forever.
+        # After the agreement, no member may stop before the average is complete, or the others would wait forever.
         name = "average of all"
         return await start_together(
             world.services,
@@ -217,5 +216,5 @@ class AverageAllPolicy(Ported):
 
 
 async def _keep(info: StepInfo) -> None:
-    """Do nothing, because an average that was applied remains valid if the caller is cancelled."""
+    """Do nothing. An applied average remains valid if the caller is cancelled."""
     del info

@@ -1,8 +1,8 @@
 """Declares each policy option once: its default, check and documentation, and whether all members must agree on it.
 
-A frozen subclass of :class:`Options` declares each option as a field, and its instances contain checked values. The
+A frozen subclass of :class:`Options` declares each option as a field. Its instances contain checked values. The
 ``TypedDict`` classes of :mod:`protocols.options` repeat the options' names and types for editors and type checkers.
-:func:`with_options` derives a policy's signature and the list of options in its docstring from the declarations.
+:func:`with_options` derives a policy's signature and its docstring's list of options from the declarations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, Self, TypeAlias, TypeVar, get_args
 from asyncdist import validation
 
 T = TypeVar("T")
-#: Function that checks an option's name and value: it returns the value to store, or raises TypeError or ValueError.
+#: Function of an option's name and value that returns the value to store, or raises TypeError or ValueError.
 Check: TypeAlias = Callable[[str, Any], Any]
 _KEY: Final = "option"
 #: Headings of the option groups, in documentation order.
@@ -34,10 +34,11 @@ GROUPS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Metadata of one option: its documentation, check and group, and whether all members must agree on its value.
+    """Documentation, check and group of one option.
 
     Attributes:
-        shown: Python expression for the default in documentation, if its representation is hard to read.
+        is_agreed: Whether the value must be equal on all members.
+        shown: Python expression for the default in documentation; "" to use its ``repr``.
     """
 
     doc: str
@@ -63,20 +64,20 @@ def option(
         default: Default value. Without one, the option is required.
         group: One of :data:`GROUPS`.
         is_agreed: Whether the value must be equal on all members.
-        shown: Python expression for the default in documentation; its representation by default.
+        shown: Python expression for the default in documentation; its ``repr`` by default.
     """
     return field(default=default, metadata={_KEY: Option(doc, check, group, is_agreed, shown)})
 
 
 def like(kind: type[Options], name: str, default: Any = MISSING) -> Any:
-    """Declare a field that repeats the option ``name`` of another options class, possibly with another default."""
+    """Declare a field that repeats the option ``name`` of the class ``kind``, with its or another default."""
     found = kind.__dataclass_fields__[name]
     return field(default=found.default if default is MISSING else default, metadata=found.metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Base class for declaring options; its instances contain checked values."""
+    """Base class of frozen dataclasses that declare options; instances contain checked values."""
 
     def __post_init__(self) -> None:
         """Check each value; raise TypeError or ValueError if a value is not allowed."""
@@ -85,7 +86,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Return an instance built from the given options that this class declares; ignore all other options."""
+        """Return an instance with those of the given options that this class declares; ignore the others."""
         return cls(**{each.name: given[each.name] for each in declared(cls) if each.name in given})
 
     def agreed(self) -> dict[str, Any]:
@@ -99,14 +100,18 @@ def among(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
 
 
 def declared(kind: type[Options]) -> list[Field[Any]]:
-    """Return the fields of a class that declare options."""
+    """Return the fields of ``kind`` that were declared with :func:`option` or :func:`like`."""
     return [each for each in fields(kind) if _KEY in each.metadata]
 
 
 def with_options(options: type, *kinds: type[Options]) -> Callable[[type[T]], type[T]]:
     """Return a class decorator that adds the options to a policy's signature and docstring.
 
-    The decorated class has the attribute ``declared_options``: the TypedDict, and the declaring classes.
+    The decorated class gets the attribute ``declared_options``, a tuple of the arguments.
+
+    Args:
+        options: TypedDict with the names of the policy's options.
+        kinds: Classes that declare these options.
     """
 
     def decorate(policy: type[T]) -> type[T]:
@@ -178,7 +183,7 @@ def one_of(literal: Any, kind: type[Exception] = ValueError) -> Check:
 
 
 def number(allowed: str, low: float, high: float = validation.LARGEST) -> Check:
-    """Return a check for a real number from ``low`` to ``high``; the error describes this range as ``allowed``."""
+    """Return a check for a real number from ``low`` to ``high``, which the error describes as ``allowed``."""
     return lambda name, value: validation.real(name, value, allowed, low=low, high=high)
 
 

@@ -1,4 +1,4 @@
-"""Records a policy's actions on this rank as events and counters, and formats tables of counts."""
+"""Records a policy's actions on one rank as events and counters, and formats tables of counts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from asyncdist.recording.events import EventLog, Field
 from asyncdist.tensors.model_tensors import local_part
 from asyncdist.wording import aligned
 
-#: Largest size in bytes of weights whose checksum is computed, which takes about a second per gigabyte.
+#: Largest size in bytes of weights for which a checksum, about a second per gigabyte, is computed.
 _CHECKED_NBYTES_MAX: Final = 1 << 30
 
 
 def checksum_of(model: nn.Module) -> int | None:
-    """Return a CRC-32 of this rank's parameters and buffers; None if they are larger than a gigabyte."""
+    """Return a CRC-32 of this rank's parameters and buffers; None if they are larger than 1 GiB."""
     tensors = [local_part(tensor) for tensor in model.state_dict().values() if isinstance(tensor, torch.Tensor)]
     if sum(tensor.nbytes for tensor in tensors) > _CHECKED_NBYTES_MAX:
         return None
@@ -34,7 +34,7 @@ def checksum_of(model: nn.Module) -> int | None:
 
 
 def format_table(title: str, rows: Sequence[tuple[str, object]]) -> str:
-    """Return a two-column table, preceded by ``title`` unless that is empty."""
+    """Return a two-column table under an optional title."""
     return "\n".join([*([title] if title else []), *([aligned(rows)] if rows else [])])
 
 
@@ -43,7 +43,7 @@ class Journal:
 
     Attributes:
         metric: Latest metric; None before the first metric.
-        step_count: Number of the policy's next iteration after the latest step.
+        step_count: Iteration of the policy's next step.
         is_direction_named: Whether the latest step was called with ``loss=`` or ``score=``.
         averages: Counts of this rank's contributions and averages.
     """
@@ -55,25 +55,25 @@ class Journal:
         self._rank: int | None = None
         self._number = -1
         self._group = 0  # lowest rank of the policy's group
-        self.step_count = 0  # iteration of the policy
+        self.step_count = 0
         self.averages = AverageCounts()
         self._replacement_count = self._abandoned_count = 0
         self._role, self._round = "", None  # type: str, int | None
         self._coordinator: int | None = None
-        self._latest: StepInfo = NOTHING  # result of the latest step that has changed weights
+        self._latest: StepInfo = NOTHING  # result of the latest step that changed weights
         self._joined: tuple[int, int, int] | None = None
         self._events: EventLog | None = None
         self._part: Journal | None = None
-        self._whole: Journal | None = None  # journal of the policy that contains this one
-        self._is_numbered = False  # whether a contained policy, which begins first, has set this policy's number
+        self._whole: Journal | None = None  # journal of the policy that contains this policy
+        self._is_numbered = False  # whether a contained policy has set this policy's number
 
     def include(self, part: Journal) -> None:
-        """Report a contained policy's actions as this policy's own, instead of listing that policy separately."""
+        """Report the actions of a contained policy as actions of this policy."""
         self._part, part._whole = part, self
 
     @property
     def is_direction_certain(self) -> bool:
-        """True if the direction of this rank's metrics is certain, since ``step`` is called with a loss or a score."""
+        """True if ``step`` was called with a loss or a score, which shows the direction of the metric."""
         return (self._whole or self).is_direction_named
 
     def begin(self, services: Services, class_name: str, average_every: int, nbytes: int, ranks: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ class Journal:
         self._number = services.events.number_policy()
 
     def note_joined(self, round: int, iteration: int, donor: int) -> None:
-        """Record that this restarted rank has received a member's state; called before :meth:`begin`."""
+        """Record that this restarted rank has received a member's state. Call this before :meth:`begin`."""
         self._joined = round, iteration, donor
 
     def end(self, services: Services, model: nn.Module) -> None:
@@ -111,13 +111,13 @@ class Journal:
         services.last_progress = self.progress()
 
     def title(self) -> str:
-        """Return a string with the policy's class, name and rank."""
+        """Describe the policy by its class, name and rank."""
         name = f" {self._name!r}" if self._name else ""
         where = "not started" if self._rank is None else f"rank {self._rank}"
         return f"{self._class_name}{name}, {where}"
 
     def describe(self, iteration: int) -> str:
-        """Return a string with the policy's class, name, rank, iteration and current role."""
+        """Describe the policy by its class, name, rank, iteration and current role."""
         member = self._part or self
         role = "" if member._round is None or member._role == "idle" else f", {member._role} in round {member._round}"
         return f"{self.title()}, iteration {iteration}{role}"
@@ -145,7 +145,7 @@ class Journal:
     def note_step(self, iteration: int, info: StepInfo, began_at: float) -> None:
         """Record the result of a step that began at ``began_at``, a time from :meth:`now`."""
         self.step_count = iteration + 1
-        if self._whole is not None:  # the containing policy records the same step
+        if self._whole is not None:  # the containing policy records the step
             for part in info.parts or (info,) if info.fragment >= 0 else ():
                 self.averages.note_applied(part)
             return
@@ -181,9 +181,11 @@ class Journal:
     def note_hyperparameters(
         self, round: int, iteration: int, donor: int, inherited: Mapping[str, Any], values: Mapping[str, Any]
     ) -> None:
-        """Record this rank's new hyperparameters, made from the donor's.
+        """Record this rank's new hyperparameters.
 
-        If ``donor`` is -1, ``values`` are this rank's initial hyperparameters.
+        Args:
+            donor: Rank whose hyperparameters were copied; -1 if ``values`` are this rank's initial hyperparameters.
+            inherited: The donor's hyperparameters, from which ``values`` were made.
         """
         self.add("hyperparameters", round, iteration, donor, json.dumps(dict(inherited)), json.dumps(dict(values)))
 
@@ -207,7 +209,7 @@ class Journal:
         self.add("coordinator", epoch, rank)
 
     def progress(self) -> PolicyCounters:
-        """Return the policy's counters; changes nothing, since another thread may call this method."""
+        """Return the policy's counters. This method changes nothing, because another thread may call it."""
         latest, member = self._latest, self._part or self
         return PolicyCounters(
             policy=self._name,

@@ -1,7 +1,7 @@
-"""Detects a metric with the wrong direction, or a population without any finite metric, so that the user is warned.
+"""Detects metrics with the wrong direction or without finite values, so that the user can be warned.
 
-Training improves its objective. A best metric that becomes worse therefore suggests that the direction is wrong: for
-example, that a loss is reported although larger metrics are taken to be better.
+Training should improve the best metric. If it becomes worse, the direction is probably wrong. For example, a loss is
+reported although a larger metric counts as better.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from typing import Final
 
 #: Number of consecutive decisions without a finite metric after which the user is warned.
 _BLANK_COUNT: Final = 3
-#: Number of blocks of equal length whose medians are compared, which limits the effect of noise and outliers.
+#: Number of blocks of equal length whose medians are compared. Medians limit the effect of noise and outliers.
 _BLOCK_COUNT: Final = 16
-#: Number of values at the first comparison of the blocks; the number doubles until ``_COUNT_MAX``, the last comparison.
+#: Numbers of values at the first and last comparison of the blocks. Between comparisons, the number doubles.
 _COUNT_MIN: Final = _BLOCK_COUNT
 _COUNT_MAX: Final = 128 * _BLOCK_COUNT
-#: Smallest ratio of the decline to the later values' spread that causes a warning. 10 of 2,000 random walks reach it.
+#: Smallest ratio of the decline to the spread of later values that causes a warning; reached by 10 of 2,000 random
+#: walks.
 _GAP_FACTOR: Final = 6.0
 
 
 class MetricTrend:
     """Detects that the best metric becomes worse from decision to decision.
 
-    The trend is wrong if each block of values is worse than the previous one, or if the metric has settled at a value
-    much worse than the first values. Noise, random walks that return, and an improvement followed by a smaller decline
-    (as with overfitting) are not wrong trends.
+    The trend is wrong if each block of values is worse than the previous block, or if the metric has settled at a value
+    much worse than the first values. Noise, random walks that return, and an improvement followed by a smaller decline,
+    as with overfitting, are not wrong trends.
     """
 
     def __init__(self, metric_mode: str) -> None:
         self._sign = 1.0 if metric_mode == "max" else -1.0
-        self._values: list[float] | None = []  # metrics, negated if smaller is better; None after the last comparison
+        self._values: list[float] | None = []  # negated if smaller is better; None after the last comparison
         self._wrong: tuple[float, float] | None = None
 
     def take_wrong(self) -> tuple[float, float] | None:
-        """Return the first and the newest best metric when the trend has just become wrong; otherwise None."""
+        """Return the first and the newest best metric once, after the trend has become wrong; otherwise None."""
         wrong, self._wrong = self._wrong, None
         return wrong
 
@@ -60,7 +61,7 @@ class MetricTrend:
 
 
 class BlankMetrics:
-    """Detects several consecutive decisions in which no rank has a finite metric, so that none can be judged."""
+    """Detects several consecutive decisions in which no rank has a finite metric."""
 
     def __init__(self) -> None:
         self._count: int | None = 0  # consecutive decisions without a finite metric; None after the warning
@@ -101,13 +102,13 @@ def trend_warning(policy: str, metric_mode: str, wrong: tuple[float, float]) -> 
 
 
 def block_medians(values: list[float]) -> list[float]:
-    """Return the medians of 16 blocks of equal length; the number of values must be a multiple of 16."""
+    """Return the medians of 16 blocks of equal length. The number of values must be a multiple of 16."""
     size = len(values) // _BLOCK_COUNT
     return [statistics.median(values[start : start + size]) for start in range(0, len(values), size)]
 
 
 def is_falling(blocks: list[float]) -> bool:
-    """Return whether the medians fall from each block to the next, or have settled far below the first one."""
+    """Return whether the medians fall from block to block, or have settled far below the first median."""
     if all(later < earlier for earlier, later in itertools.pairwise(blocks)):
         return True
     late = blocks[len(blocks) // 2 :]

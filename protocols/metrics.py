@@ -12,14 +12,18 @@ import torch
 Metric: TypeAlias = float | int | torch.Tensor
 MetricSource: TypeAlias = Metric | Callable[[], Metric] | None
 
-#: Returned by a callable metric if there is no new measurement; nothing is then reported.
+#: Result of a callable metric that has no new measurement, so that nothing is reported.
 NOT_MEASURED: Final[Any] = object()
 
 
 def given_metric(
     local_metric: MetricSource, loss: MetricSource, score: MetricSource, metric_mode: str
 ) -> tuple[MetricSource, bool]:
-    """Return the metric passed to ``step``, and whether its direction is opposite to ``metric_mode``."""
+    """Return the metric passed to ``step``, and whether its direction is opposite to ``metric_mode``.
+
+    Raises:
+        TypeError: More than one metric was passed.
+    """
     given = {"local_metric": local_metric, "loss": loss, "score": score}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
@@ -34,13 +38,13 @@ def negated(source: MetricSource) -> Callable[[], float]:
 
 
 def measured(source: MetricSource) -> tuple[MetricSource, bool]:
-    """Return the metric, or a callable metric's result, and whether it is a new measurement."""
+    """Return the metric, or the result of a callable metric, and whether it is a new measurement."""
     given = source() if callable(source) and not isinstance(source, torch.Tensor) else source
     return given, given is not NOT_MEASURED
 
 
 def due_metric(source: MetricSource, iteration: int) -> float:
-    """Return the due metric as a float.
+    """Return a metric as a float, after calling it if it is callable.
 
     Raises:
         TypeError: The metric is not a number.

@@ -1,4 +1,4 @@
-"""Detects mistakes in the use of a policy, and reports them with the user's own line of code."""
+"""Detects mistakes in the use of a policy, and reports the line of the user's code."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from asyncdist.protocols.step_info import StepInfo
 
 logger = logging.getLogger("protocols.misuse")
 
-#: Words in variable names, and whether a larger value of such a variable is better.
+#: Words in variable names, with whether a larger value of the variable is better.
 _DIRECTIONS: Final = {"loss": False, "losses": False, "acc": True, "accuracy": True, "reward": True, "rewards": True}
 #: Words in the names of variables that contain a negated value.
 _SIGNS: Final = frozenset({"neg", "negative", "negated", "minus", "inverse", "inverted"})
 #: Method names, and words in variable names, that do not change a value's meaning or sign.
 _CONVERSIONS: Final = frozenset({"avg", "cpu", "detach", "double", "float", "item", "mean", "sum", "value"})
-#: Folders whose stack frames may lie between the user's call of ``step`` and the policy.
+#: Folders of code whose stack frames may be between the user's call of ``step`` and the policy.
 _BETWEEN: Final = tuple(str(Path(file).parent) for file in (asyncdist.__file__, __file__, asyncio.__file__))
 
 
 class NoPlainContext:
-    """Base class of async context managers that raises a helpful error if they are used with a plain ``with``."""
+    """Base class of async context managers that raise a helpful error in a plain ``with``."""
 
     def __enter__(self) -> NoReturn:
         kind = type(self).__name__
@@ -44,13 +44,13 @@ class NoPlainContext:
 
 
 def line_of_caller() -> tuple[str, int]:
-    """Return the file and line from which this function's caller was called."""
+    """Return the file and line of the code that called the caller of this function."""
     frame = sys._getframe(2)
     return frame.f_code.co_filename, frame.f_lineno
 
 
 def check_evaluates(**metrics: object) -> None:
-    """Raise TypeError if a policy that evaluates trial weights gets a metric that is not callable."""
+    """Raise TypeError if a metric for a policy that evaluates trial weights is not callable."""
     for name, given in metrics.items():
         if given is not None and not callable(given):
             raise TypeError(
@@ -63,9 +63,10 @@ def check_evaluates(**metrics: object) -> None:
 def refuse_call(call: str, kind: str, stage: str, *, is_stepping: bool) -> NoReturn:
     """Raise the error that explains why a call of a policy is not possible now.
 
-    The error is the same on all ranks, so that the job reports it only once.
+    The message does not name the rank, so that the job reports equal errors only once.
 
     Args:
+        call: The call, such as "step()".
         kind: Name of the policy's class.
         stage: Stage of the policy: "new", "open", "lent" or "closed".
     """
@@ -92,15 +93,15 @@ def refuse_call(call: str, kind: str, stage: str, *, is_stepping: bool) -> NoRet
 
 
 def warn_of_no_step(first_call: tuple[str, int]) -> None:
-    """Warn that ``step`` was never awaited; ``first_call`` is the file and line of its first call."""
+    """Warn at ``first_call``, the file and line of the first call of ``step``, that ``step`` was never awaited."""
     text = "no step() of this policy was awaited, so nothing was averaged: write await policy.step(...)"
     warnings.warn_explicit(text, RuntimeWarning, *first_call)
 
 
 class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
-    """Wraps the coroutine of a step, so that using it as the step's result without ``await`` raises TypeError.
+    """Wraps the coroutine of a step, and raises TypeError if it is used as the step's result without ``await``.
 
-    A plain coroutine is truthy, so ``if policy.step(x):`` would look as if weights changed in each step. A policy
+    A plain coroutine is truthy, so ``if policy.step(x):`` would look as if each step changed the weights. A policy
     returns this wrapper for its first step and after a step that was not awaited. All other steps are plain coroutines,
     which are faster.
     """
@@ -125,21 +126,21 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
 
     def __bool__(self) -> bool:
         if sys._getframe(1).f_code.co_filename.startswith(_BETWEEN):
-            return True  # since Python 3.12, the repr of an asyncio task tests its coroutine's truth value
+            return True  # since Python 3.12, a task's repr tests its coroutine's truth value
         raise self._refusal()
 
     def __getattr__(self, name: str) -> Any:
         if name in StepInfo.__dataclass_fields__:
             raise self._refusal()
-        return getattr(self._step, name)  # code that inspects tasks reads the coroutine's frame and name
+        return getattr(self._step, name)  # such as the frame and name, for code that inspects tasks
 
     def _refusal(self) -> TypeError:
-        self._step.close()  # Python would otherwise warn later, without the user's line, that it was never awaited
+        self._step.close()  # prevents Python's warning, which lacks the user's line
         return TypeError("step() must be awaited, otherwise it does nothing: write info = await policy.step(...)")
 
 
 def warn_of_first_weights(marks: Sequence[int]) -> None:
-    """Warn that members begin with different weights, if there is more than one distinct checksum in ``marks``."""
+    """Warn that members begin with different weights if ``marks``, the distinct checksums, has several entries."""
     if len(marks) > 1:
         logger.warning(
             "the ranks of a policy begin with different weights, and the mean of such models is usually meaningless: "
@@ -152,8 +153,8 @@ def warn_of_first_weights(marks: Sequence[int]) -> None:
 def warn_of_opposite_metric(metric_mode: str) -> None:
     """Warn if the user's call of ``step`` passes a loss although larger metrics are better, or the reverse.
 
-    The direction is inferred from words in the name of the variable that is passed, such as ``loss`` or ``accuracy``,
-    and from a minus sign. If the name contains no known word, there is no warning.
+    The direction is inferred from a word in the name of the passed variable, such as ``loss`` or ``accuracy``, and from
+    a minus sign. Without a known word, there is no warning.
     """
     frame = _frame_of_user()
     call = None if frame is None else _call_in(frame)
@@ -175,7 +176,7 @@ def warn_of_opposite_metric(metric_mode: str) -> None:
 
 
 def _frame_of_user() -> FrameType | None:
-    """Return the frame of the user code that called ``step``; frames of asyncdist and asyncio are skipped."""
+    """Return the frame of the user's code that called ``step``, which is outside asyncdist and asyncio."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
@@ -183,7 +184,7 @@ def _frame_of_user() -> FrameType | None:
 
 
 def _call_in(frame: FrameType) -> ast.Call | None:
-    """Return the syntax tree of the call that ``frame`` is executing; None if its source code is not available."""
+    """Return the syntax tree of the call that ``frame`` is executing; None without its source code."""
     position = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     if position is None:
         return None
@@ -193,7 +194,7 @@ def _call_in(frame: FrameType) -> ast.Call | None:
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)[first - 1 : last]
     if len(lines) <= last - first:
         return None
-    encoded = [line.encode() for line in lines]  # the positions from co_positions() count bytes
+    encoded = [line.encode() for line in lines]  # co_positions() counts bytes
     encoded[-1] = encoded[-1][:end]
     encoded[0] = encoded[0][begin:]
     try:
@@ -204,7 +205,7 @@ def _call_in(frame: FrameType) -> ast.Call | None:
 
 
 def _metric_in(call: ast.Call) -> tuple[str, ast.expr | None]:
-    """Return the keyword ("loss", "score" or "") and the metric in a call of a policy or of its ``step``."""
+    """Return the metric in a call of a policy or of its ``step``, preceded by "loss", "score" or ""."""
     for given in call.keywords:
         if given.arg in ("loss", "score"):
             return given.arg, given.value
@@ -216,7 +217,7 @@ def _metric_in(call: ast.Call) -> tuple[str, ast.expr | None]:
 
 
 def _direction_of(metric: ast.expr | None) -> bool | None:
-    """Return whether a larger value of a metric is better, judging by the expression's names; None if unknown."""
+    """Return whether the names in an expression suggest that a larger value is better; None if unknown."""
     match metric:
         case ast.UnaryOp(ast.USub(), operand):
             direction = _direction_of(operand)
@@ -233,6 +234,6 @@ def _direction_of(metric: ast.expr | None) -> bool | None:
 
 
 def is_larger_better(name: str) -> bool | None:
-    """Return whether a larger value of a metric with this name is better; None if the name does not show it."""
+    """Return whether a metric's name suggests that a larger value is better; None if unknown."""
     words = [word for word in name.lower().split("_") if word not in _CONVERSIONS]
     return _DIRECTIONS.get(words[-1]) if words and _SIGNS.isdisjoint(words) else None

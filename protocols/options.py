@@ -1,8 +1,8 @@
 """Declares the options that several policies share, and lists the options of each policy for type checkers.
 
 A subclass of :class:`Options` declares options (see :mod:`protocols.declared`). A ``TypedDict`` repeats their names and
-types for functions with ``**options``. Other options are declared in :mod:`protocols.selective.selection`,
-:mod:`protocols.one_sided.selection` and :mod:`protocols.selective.islands.layout`.
+types for functions with ``**options``. :mod:`protocols.selective.selection`, :mod:`protocols.one_sided.selection` and
+:mod:`protocols.selective.islands.layout` declare further options.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from asyncdist.protocols.step_info import PolicyEvent
 
 #: Parameters to average: all, or only those that require a gradient when the policy is created.
 Parameters: TypeAlias = Literal["all", "trainable"]
-#: Function for ``"reset_weights"`` that returns a model with the same layout, or a pair (model, optimizer).
+#: Function for ``"reset_weights"`` that returns a model of the same layout, or a pair (model, optimizer).
 ModelBuilder: TypeAlias = Callable[[], nn.Module | tuple[nn.Module, torch.optim.Optimizer]]
-#: Whether the optimizer's state is kept or reset when weights are replaced.
+#: Whether the optimizer's state is kept or cleared when weights are replaced.
 OptimizerState: TypeAlias = Literal["keep", "reset"]
-#: Maximum length of a policy's name; limited because one message carries all values that members agree on.
+#: Maximum length of a policy's name. One message contains all values on which the members agree.
 _NAME_LENGTH_MAX: Final = 200
 
 _MEMBERS: Final = "members and timeouts"
@@ -65,7 +65,7 @@ class AverageAllOptions(MemberOptions, total=False):
 
 
 class ReplacementOptions(TypedDict, total=False):
-    """Options for choosing the replaced ranks and their new weights, shared with torchgfn's policy."""
+    """Options for choosing the replaced ranks and their new weights, which torchgfn's policy also has."""
 
     replacement_ratio: float
     averaging_strategy: AveragingStrategy
@@ -77,7 +77,7 @@ class ReplacementOptions(TypedDict, total=False):
 
 
 class RoundOptions(TypedDict, total=False):
-    """Options of selective averaging for metrics and for the course of a round."""
+    """Options of selective averaging for metrics, timeouts and other details of a round."""
 
     metric_mode: MetricMode
     optimizer_state: OptimizerState
@@ -266,7 +266,7 @@ class AveragingOptions(Options):
         return self.optimizer_state == "reset" or self.makes_fresh_weights
 
     def takes_means(self, donor_count: int) -> bool:
-        """Return whether new weights combine several models if there are at most ``donor_count`` donors."""
+        """Return whether new weights can be a mean of several models, with at most ``donor_count`` donors."""
         is_mean = self.averaging_strategy in ("mean", "weighted_mean")
         return is_mean and (donor_count > 1 or (donor_count == 1 and self.momentum > 0))
 
@@ -298,11 +298,11 @@ class CoordinatorOptions(Options):
 
 @dataclass(slots=True)
 class Timing:
-    """Collects durations in the user's ``timing`` dict, which maps each name to a list of seconds."""
+    """Collects durations in the user's ``timing`` dict, which maps names to lists of seconds."""
 
     seconds: dict[str, list[float]] | None = field(default=None)
 
     def add(self, name: str, duration_s: float) -> None:
-        """Append a duration in seconds to the list for ``name``, if the user has passed a dict."""
+        """Append a duration in seconds to the list of ``name``. Do nothing without a dict."""
         if self.seconds is not None:
             self.seconds.setdefault(name, []).append(duration_s)

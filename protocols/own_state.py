@@ -1,7 +1,7 @@
-"""Checks whether a rank's state may be sent to other ranks, and replaces that state with an average.
+"""Checks whether a rank's state may be sent to other ranks, and replaces its weights with an average.
 
-When an average is applied, the rank keeps a share of its own weights (``momentum``) and its optimizer's state, but only
-if they are finite. NaN moments in Adam, for example, would make the new weights NaN in the next step.
+A replaced rank keeps a share of its own weights (``momentum``) and its optimizer's state only if they are finite. NaN
+moments in Adam, for example, would make the new weights NaN in the next step.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class OwnState:
         self._has_warned = False
         if self._model_builder is not None:
             devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-            with torch.random.fork_rng(devices):  # keeps the random numbers of the training unchanged
+            with torch.random.fork_rng(devices):  # leaves the training's random numbers unchanged
                 self._build(self._model_builder)
 
     def begin(self) -> None:
-        """Record at the policy's start which infinite values belong to the model, such as those in masks."""
+        """Record, at the policy's start, which infinite values belong to the model, such as in masks."""
         self._known = KnownInfinities(self._flat)
 
     def may_be_given(self, snapshot: FlatBuffers) -> bool:
-        """Return whether a snapshot is free of unexpected NaNs and infinities; if not, warn once, naming the entry."""
+        """Return whether a snapshot has no unexpected NaNs and infinities. Otherwise warn once, and name the entry."""
         self._weights.look()
         name = self._infinities.unsound_entry(snapshot)
         if name is not None and not self._has_warned:
@@ -61,7 +61,7 @@ class OwnState:
         return self._infinities.unsound_entry(mean)
 
     def trouble(self) -> str:
-        """Describe the part of this rank's state that would be kept but is not finite; return "" if all is finite."""
+        """Describe non-finite values in the state that this rank would keep with an average, or return ""."""
         keeps_state = not self._resets_optimizer and bool(self._weights.optimizer.state)
         if (self._momentum or keeps_state) and (name := self._infinities.unsound_entry_of_model()) is not None:
             return f"{name!r} was not finite"
@@ -78,8 +78,8 @@ class OwnState:
             momentum: Share of the own weights; None for the value of the option.
 
         Returns:
-            Description of the non-finite state, in which case momentum was ignored and the optimizer's state was reset;
-            "" if all was finite.
+            Description of the non-finite state, or "". If the state was not finite, momentum is ignored and the
+            optimizer's state is reset.
         """
         trouble = self.trouble() if trouble is None else trouble
         kept = self._momentum if momentum is None else momentum
@@ -89,7 +89,7 @@ class OwnState:
         return trouble
 
     def load(self, buffers: FlatBuffers, *, momentum: float = 0.0) -> None:
-        """Write a state into the model, and update the copies of weights in the optimizer's state."""
+        """Write weights into the model, and update the copies of weights in the optimizer's state."""
         with self._weights.following():
             self._flat.load(buffers, momentum=momentum)
 

@@ -1,7 +1,7 @@
-"""Base class of all policies: an async context manager around a training loop, whose ``step`` may change the weights.
+"""Base class of all policies, async context managers around a training loop whose ``step`` may change the weights.
 
 :class:`SpawnPolicy` implements the checks before each step, the iteration count, and the joint start, in which the
-members check that they start the same policy. Subclasses implement the step.
+members compare their policies. Subclasses implement the step.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from asyncdist.tensors.optimizers.recognition import has_stepped
 from asyncdist.tensors.optimizers.weights import AveragedStates, OptimizerWeights
 from asyncdist.tensors.trained_models import TrainedModels
 
-#: "lent" is the stage of an open policy whose model contains other weights than its own for a while.
+#: "lent" is the stage of an open policy whose model temporarily contains other weights than its own.
 _Stage: TypeAlias = Literal["new", "starting", "open", "lent", "closed"]
 
-#: Name of the agreement that the members, and a reserved coordinator, make when a policy starts.
+#: Name of the agreement between the members, and a reserved coordinator, at the start of a policy.
 START: Final = "the start of a policy"
 #: Version of the format of :meth:`SpawnPolicy.state_dict`.
 _STATE_VERSION: Final = 1
@@ -61,8 +61,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     Args:
         model: Model that this rank trains. Its parameters and persistent buffers are the policy's state.
         optimizer: Optimizer for the model or for some of its parameters.
-        resets_optimizer: Whether the optimizer's state is cleared at each average. Otherwise, only the copies of
-            weights in that state are updated: see :mod:`asyncdist.tensors.optimizers.weights`.
+        resets_optimizer: Whether the optimizer's state is cleared at each average. Otherwise, only copies of weights in
+            the state are updated (see :mod:`asyncdist.tensors.optimizers.weights`).
         average_every, options: The options below.
 
     Attributes:
@@ -70,7 +70,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         is_alone: Whether this rank is the only participant; set by the start. A policy of one rank only checks its
             arguments.
         begins_again: Whether this rank starts the policy because it ran out of memory in an earlier policy. Set it
-            before the start; the start fails if the value differs between members.
+            before the start. The start fails if the value differs between members.
         has_loaded: Whether :meth:`load_state_dict` has been called.
 
     Raises:
@@ -78,11 +78,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     """
 
     takes_metric: ClassVar[bool] = True
-    #: Whether the policy calls the metric while the model contains trial weights; the metric must then be a callable
-    #: that evaluates the model.
+    #: Whether the policy calls the metric while the model contains trial weights, so that it must be callable.
     calls_metric: ClassVar[bool] = False
-    #: Whether a restarted rank may join the running policy, and whether a policy on all ranks may start without the
-    #: lost ranks.
+    #: Whether a restarted rank may join the running policy, and a policy on all ranks may start without lost ranks.
     admits_restarted: bool = False
     #: Whether several ranks train one replica of the model, as under DDP. The model may then be wrapped or sharded.
     keeps_replicas: bool = False
@@ -102,14 +100,17 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self.average_every = own.average_every
         self.name = own.name
         self.iteration = 0
-        self._call_count = 0  # calls of step in this process; `iteration` also counts the steps before a restart
-        self._is_due_here: bool | None = None  # whether the current step is due; None unless its caller decides that
-        self._is_unawaited = True  # whether the last call of step was not awaited, or step was never called
+        self._call_count = 0  # steps in this process; `iteration` includes those before a restart
+        self._is_due_here: bool | None = None  # whether the current step is due, if its caller decides
+        self._is_unawaited = True  # whether step was never called, or last without await
         self._first_call: tuple[str, int] | None = None
         self._journal = Journal(own.name, type(self).__name__)
         self._metric = own.metric
         self._metric_mode = own.metric_mode
-        self._limit: tuple[str, float | None] = ("threshold", None)  # name and value of an option in the metric's units
+        self._limit: tuple[str, float | None] = (
+            "threshold",
+            None,
+        )  # name and value of an option with the metric's unit
         states = AveragedStates(model, None if resets_optimizer else optimizer)
         self._flat = FlatState(  # raises TypeError if model is not a module
             model, takes_shards=self.keeps_replicas, trained_only=own.parameters == "trainable", states=states
@@ -129,7 +130,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._services: Services
         self._pass_quietly: Callable[[], bool]
         self._group: Group
-        self._members: tuple[int, ...]  # ranks of the group that start and agree together, including this rank
+        self._members: tuple[int, ...]  # ranks that start together, including this rank
         self._joint_start: Start[None]
         self.is_alone: bool
 
@@ -163,8 +164,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             BusyError: Another task is entering the policy, or a cancelled start is not finished yet. If that start
                 fails, the policy may be entered again.
 
-        **Cancellation**: while members are missing, the other members get RemoteError. If all members have joined, this
-        rank starts and leaves the policy before the cancellation is raised.
+        **Cancellation**: while members are missing, RemoteError is raised on the other members. Once all members have
+        joined, this rank starts and leaves the policy before the cancellation is raised.
         """
         if self._stage == "starting":
             raise BusyError(
@@ -206,7 +207,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return self
 
     async def _enter(self) -> None:
-        """Start the policy, or join it if this rank was restarted while the others run it."""
+        """Start the policy, or join it if this rank was restarted while the other ranks run it."""
         is_of_all = self._group is self._world.group
         if is_of_all and self._world.incarnation:
             await self._join()
@@ -233,12 +234,12 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             )
 
     async def _start_among_newcomers(self) -> None:
-        """Start a new policy, since all members were restarted and there is no running policy to join."""
+        """Start a new policy, because all members were restarted and no policy is running."""
         await self._start_with(tuple(rank for rank in self._members if rank not in self._services.gone))
         self._services.is_admitted = True
 
     def _forget_start(self) -> None:
-        """Allow a new start after a failed start, unless :meth:`_begin` is running and will set the stage."""
+        """Allow another start after a failed start, unless :meth:`_begin` is running and will set the stage."""
         if self._stage == "starting" and not self._is_beginning:
             self._stage = "new"
 
@@ -263,7 +264,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        # The call has no effect at the wrong stage, or when a suspended generator is deleted.
+        # GeneratorExit is raised when a suspended generator is deleted.
         if self._stage != "open" or kind is GeneratorExit:
             return
         end_forked_child(self._services.process_id, error)
@@ -280,13 +281,13 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     def step(
         self, local_metric: MetricSource = None, *, loss: MetricSource = None, score: MetricSource = None
     ) -> Coroutine[Any, Any, StepInfo]:
-        """Take part in the policy once per training step; only this call changes the model's weights.
+        """Take part in the policy once per training step. Only this call changes the model's weights.
 
-        Call it from the task that trains: ``info = await policy.step(loss=loss)``. On due steps (see
+        Call it from the task that trains: ``info = await policy.step(loss=loss)``. In due steps (see
         ``average_every``), the policy needs one of the three metrics, unless it has the option ``metric``.
 
         Args:
-            loss: This rank's metric, if a smaller value is better: a float, a 0-d tensor (which is detached), or a
+            loss: This rank's metric, if a smaller value is better: a float, a 0-d tensor, which is detached, or a
                 callable that returns such a value and is called only when a report is due.
             score: This rank's metric, if a larger value is better.
             local_metric: This rank's metric, if ``metric_mode`` defines which values are better.
@@ -299,8 +300,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
                 progress.
             ClosedError: The call is outside ``async with``.
             RankLostError: A peer is lost, and the job has failed.
-            TypeError, ValueError: A metric is due but is not a number, more than one metric was passed, or the metric's
-                sign is the opposite of the ``threshold``'s.
+            TypeError, ValueError: A due metric is not a number, more than one metric was passed, or the metric's sign
+                is opposite to the sign of ``threshold``.
         """
         if loss is not None or score is not None:
             given, is_opposite = self.given_metric(local_metric, loss, score)
@@ -313,11 +314,11 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return self._guarded_step(local_metric)
 
     def note_direction(self) -> None:
-        """Record that the metrics' direction certainly is ``metric_mode``, so that no warning is needed."""
+        """Record that ``metric_mode`` certainly is the metrics' direction, so that no warning is needed."""
         self._journal.is_direction_named = True
 
     def note_call(self, line: tuple[str, int]) -> None:
-        """Record the first call of ``step``, before it is awaited, and warn if its metric has the wrong direction.
+        """Record the first call of ``step``, and warn if its metric seems to have the wrong direction.
 
         Args:
             line: File and line of the caller.
@@ -325,7 +326,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         Raises:
             ClosedError: The policy has not been entered.
         """
-        if self._stage == "new":  # raised before the coroutine is awaited, since some code never awaits it
+        if self._stage == "new":  # raised here, because some code never awaits the coroutine
             self._refuse()
         self._first_call = line
         if self.takes_metric and self._stage == "open" and self._group.index == 0:
@@ -359,7 +360,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         try:
             if self._weights.is_watching:
                 self._weights.check_kept()
-            # Most steps have nothing to do, and a further coroutine takes 5 us with cold caches.
+            # Most steps have nothing to do. Awaiting another coroutine would take 5 us with cold caches.
             if self._begin_step() and self._pass_quietly():
                 self._journal.step_count = self.iteration + 1
                 return NOTHING
@@ -372,10 +373,10 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             self.iteration += 1
             self._call_count += 1
 
-    _guarded_step.__qualname__ = "SpawnPolicy.step"  # shown in Python's warning about a coroutine that is not awaited
+    _guarded_step.__qualname__ = "SpawnPolicy.step"  # for Python's warning about a coroutine that is not awaited
 
     def step_at(self, iteration: int, local_metric: MetricSource, *, is_due: bool) -> Coroutine[Any, Any, StepInfo]:
-        """Return the coroutine of step ``iteration``, for a caller that decides itself which steps are due.
+        """Return the coroutine of step ``iteration``, for a caller that decides which steps are due.
 
         The caller must call :meth:`check_can_step` first, and must await the coroutine immediately.
         """
@@ -387,7 +388,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._check_can("step()")
 
     def _check_can(self, call: str) -> None:
-        """Raise ClosedError or BusyError if a call that reads and changes the weights is not possible now."""
+        """Raise ClosedError or BusyError if a call that needs the weights is not possible now."""
         if self._stepping or self._stage != "open" or self._world.is_in_use(self.model):
             self._refuse(call)
 
@@ -398,11 +399,10 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     # -- continuing later -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the policy's own state, from which a later run can continue after :meth:`load_state_dict`.
+        """Return the policy's own state, from which a later run continues with :meth:`load_state_dict`.
 
-        The state consists of numbers, strings, None and tuples of such values. It does not include the weights or the
-        optimizer's state; :func:`asyncdist.save_population` saves both. Rounds in progress and a coordinator's cooldown
-        are not saved.
+        The state consists of numbers, strings, None and tuples of such values. It contains neither the weights nor the
+        optimizer's state (:func:`asyncdist.save_population` saves both), and no rounds in progress or cooldown.
         """
         return {
             "policy": type(self).__name__,
@@ -418,7 +418,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
         Raises:
             LocalProtocolError: The policy was entered before.
-            ValueError: The state is from a different class or version, lacks an entry, or is damaged.
+            ValueError: The state has a different class or version, lacks an entry, or is damaged.
         """
         if self._stage != "new":
             raise LocalProtocolError(
@@ -439,7 +439,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self.has_loaded = True
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Load a state that has been checked or was received from another member."""
+        """Load a checked state, or one that another member has sent."""
         iteration, metric = validation.count("iteration", state["iteration"], least=0), state["metric"]
         if type(metric) not in (int, float, type(None)):
             validation.refuse("metric", metric, "a number or None")
@@ -457,15 +457,15 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> bool:
-        """Begin a step, before its first await. Return whether it has nothing to do unless a request completes.
+        """Begin a step, before its first await. Return whether the step has nothing to do.
 
-        If so, :meth:`_step` is only called if a request completes, or if another task can run.
+        If it has nothing to do, :meth:`_step` is called only if a request has completed or another task can run.
         """
         return False
 
     @abc.abstractmethod
     async def _step(self, local_metric: MetricSource) -> StepInfo:
-        """Perform one step, beginning with a safe point. Called after the checks that are common to all policies."""
+        """Perform one step, which begins with a safe point. Called after the checks of :class:`SpawnPolicy`."""
 
     @abc.abstractmethod
     async def _start(self) -> None:
@@ -491,11 +491,11 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._weights.change(optimizer)
 
     def take_model_of(self, other: SpawnPolicy) -> bool:
-        """From now on, use the model and optimizer of ``other``, a policy that was not entered.
+        """Use the model and optimizer of ``other``, a policy that was not entered, from now on.
 
         Returns:
-            Whether that model can continue in this policy. If not, this policy is unchanged. The model needs the layout
-            of this policy's model, and must not spoil the others' means: see :meth:`_can_begin_again`.
+            False, without a change, if the models' layouts differ, or if the other model would spoil the other ranks'
+            means (see :meth:`_can_begin_again`).
         """
         has_layout = not self.keeps_replicas and other._flat.fingerprint == self._flat.fingerprint
         if not has_layout or not self._can_begin_again():
@@ -508,15 +508,15 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     def _can_begin_again(self) -> bool:
         """Return whether a rank may continue in this policy with a new, untrained model.
 
-        By default, only a policy that judges ranks allows this: it replaces the bad weights and does not average them.
+        By default, this is possible if the policy judges ranks by a metric, and so replaces bad weights.
         """
         return self.takes_metric
 
     def _prepare(self) -> None:
-        """Prepare the state that depends on the members, before the start; also called if this rank is alone."""
+        """Prepare the state that depends on the members. Called before the start, even if this rank is alone."""
 
     def _choose_members(self) -> tuple[int, ...]:
-        """Return the ranks that start the policy together, including this rank: by default, all ranks of the group."""
+        """Return the ranks that start the policy together, including this rank."""
         return self._group.ranks
 
     def _has_company(self) -> bool:
@@ -528,18 +528,18 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return (self.iteration + 1) % self.average_every == 0
 
     def _read_metric(self, given: MetricSource) -> float:
-        # A float is the most common metric, and needs no conversion.
+        # A float, the most common metric, needs no conversion.
         number = given if type(given) is float else due_metric(self._metric if given is None else given, self.iteration)
         self._journal.note_metric(self.iteration, number)
         return number
 
     def _read_new_metric(self, given: MetricSource) -> float | None:
-        """Return the metric of a due step; None if a callable metric has no new measurement."""
+        """Return the metric of a due step, or None without a new measurement."""
         value, is_new = (given, True) if type(given) is float else measured(self._metric if given is None else given)
         return self._read_metric(value) if is_new else None
 
     def _choose_leader(self, members: tuple[int, ...]) -> int:
-        """Return the rank, a member or the reserved coordinator, that compares all members' values at the start."""
+        """Return the member, or reserved coordinator, that compares all members' values at the start."""
         return members[0]
 
     def _agreed_values(self) -> dict[str, str]:
@@ -568,7 +568,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return dataclasses.replace(agreed, values=values)
 
     def _mark_of_first_weights(self) -> int | None:
-        """Return a checksum of the initial weights; None if they were already trained or no means are computed."""
+        """Return a checksum of the initial weights; None if they are trained already or are not averaged."""
         was_trained = self.model in self._services.shared(TrainedModels).models or has_stepped(self.optimizer)
         is_first = self.iteration == 0 and not was_trained
         return self._flat.sample_checksum() if is_first and self._takes_means() else None
@@ -578,10 +578,10 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return True
 
     def _check_not_lent(self, call: str) -> None:
-        """Raise BusyError if the model contains other weights than its own now."""
+        """Raise BusyError if the model temporarily contains other weights than its own."""
         if self._stage == "lent":
             self._refuse(call)
 
     def _refuse(self, call: str = "step()") -> NoReturn:
-        """Raise the error that explains why a call, by default a step, is not possible now."""
+        """Raise the error that explains why ``call`` is not possible now."""
         refuse_call(call, type(self).__name__, self._stage, is_stepping=self._stepping)

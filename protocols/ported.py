@@ -1,6 +1,6 @@
 """Lets code ported from torchgfn call a policy with torchgfn's arguments.
 
-:mod:`asyncdist.integrations.torchgfn.calls` implements the calls.
+See :mod:`asyncdist.integrations.torchgfn.calls` for the implementation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Ported(SpawnPolicy):
-    """Base class of policies that can also be called like torchgfn's policies."""
+    """Base class of policies that can be called like torchgfn's policies."""
 
     _calls: PortedCalls | None = None
 
@@ -39,15 +39,15 @@ class Ported(SpawnPolicy):
         """Do a :meth:`step` with torchgfn's arguments and the caller's own iteration number.
 
         Args:
-            iteration: Integer (int, numpy integer or 0-d tensor) that decides which calls are due. It may restart at
+            iteration: Integer (int, numpy integer or 0-d tensor) that decides which calls are due. It may restart in
                 each epoch. A call is also due if a due number was skipped since the previous call, so calls at every
-                100th iteration are enough for ``average_every=100``. If epochs are shorter than ``average_every``,
-                their iterations are added up.
+                100th iteration are enough for ``average_every=100``. Iterations of epochs shorter than
+                ``average_every`` are added up.
             model: Model of the policy.
             optimizer: Optimizer of the policy.
             local_metric: This rank's metric, as in :meth:`step`.
             group: None, the group that was passed to the policy's constructor, or that group's communicator.
-            expose_params: None or True; has no effect, since snapshots are published every ``average_every`` steps.
+            expose_params: None or True. It has no effect: snapshots are published every ``average_every`` steps.
 
         Returns:
             The same model and optimizer, and the fields of :class:`StepInfo` as a dict.
@@ -59,7 +59,7 @@ class Ported(SpawnPolicy):
         if self._calls is None:
             from asyncdist.integrations.torchgfn.calls import (
                 PortedCalls,
-            )  # imported late to avoid an import cycle
+            )  # here, to avoid an import cycle
 
             self._calls = PortedCalls(self)
         if self._first_call is None:
@@ -68,18 +68,18 @@ class Ported(SpawnPolicy):
 
 
 class PortedOneSided(Ported):
-    """Base class of one-sided policies that can also print statistics as torchgfn's policies do."""
+    """Base class of one-sided policies that print statistics like torchgfn's policies."""
 
     @abc.abstractmethod
     def statistics(self) -> OneSidedStatistics:
-        """Return this member's counts and durations so far."""
+        """Return this member's counts and durations."""
 
     def print_stats(self) -> None:
         """Print this member's counts as a table."""
         self._print(self.statistics().format_counts())
 
     def print_time(self) -> None:
-        """Print a table of the time that this member spent on taking snapshots, reading them and applying averages."""
+        """Print a table of this member's seconds of taking snapshots, reading them and applying averages."""
         self._print(self.statistics().format_times())
 
     def _print(self, table: str) -> None:

@@ -1,4 +1,4 @@
-"""Sorts ranks by their metrics, and computes the number of ranks to replace, for both selective policies."""
+"""Sorts ranks by their metrics, and computes the number of ranks to replace, for selective policies."""
 
 import math
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ STRATEGIES: Final[tuple[AveragingStrategy, ...]] = get_args(AveragingStrategy)
 #: Whether larger or smaller metrics are better.
 MetricMode: TypeAlias = Literal["max", "min"]
 
-#: Weights outside 2^-20..2^20 are rescaled, so that weight * value does not overflow float32.
+#: Donors' weights outside 2^-20 to 2^20 are rescaled, so that weight * value does not overflow float32.
 WEIGHT_EXPONENT_LIMIT: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgingRules(Options):
-    """Options of AsyncSelectiveAveragingPolicy and OneSidedSelectiveAveragingPolicy for judging ranks by metrics."""
+    """Options of selective averaging policies for judging ranks by their metrics."""
 
     replacement_ratio: float = option(
         "Share of the n participants to replace, 0 to 1. The number of replaced ranks is ratio * n, rounded half up, "
@@ -59,8 +59,8 @@ def replacer_count(participant_count: int, replacement_ratio: float) -> int:
 def order_worst_first(metrics: Mapping[int, float], metric_mode: str = "max") -> tuple[int, ...]:
     """Return the ranks, sorted from the worst metric to the best.
 
-    NaN and both infinities are equally bad, and worse than any finite number. Of two ranks with equal metrics, the
-    lower rank counts as worse, so that all ranks compute the same order.
+    NaN and both infinities are equally bad, and worse than any finite number. Of equal metrics, the lower rank's counts
+    as worse, so that all ranks compute the same order.
     """
     finite = sorted([rank for rank, metric in metrics.items() if math.isfinite(metric)])
     finite.sort(key=metrics.__getitem__, reverse=metric_mode != "max")  # equal metrics remain in rank order
@@ -70,7 +70,7 @@ def order_worst_first(metrics: Mapping[int, float], metric_mode: str = "max") ->
 
 
 def best_of(metrics: Mapping[int, float], metric_mode: str = "max") -> int:
-    """Return the last rank of :func:`order_worst_first`; `metrics` must not be empty."""
+    """Return the rank with the best metric, the last of :func:`order_worst_first`. ``metrics`` must not be empty."""
     finite = [rank for rank, metric in metrics.items() if math.isfinite(metric)]
     if not finite:
         return max(metrics)

@@ -1,4 +1,4 @@
-"""Defines a policy's reports to its user: the result of each step, and the events that ``on_event`` receives.
+"""Defines a policy's reports to the user: the result of each step, and the events that ``on_event`` receives.
 
 ``on_event`` is called inside ``step``, on the same thread, in the order of the events.
 """
@@ -28,9 +28,9 @@ class StepInfo:
         staleness_steps: Age of the oldest snapshot in steps: this rank's iteration minus the donor's, at least 0.
         seconds: Seconds from this rank's assignment as a replacer until its new weights were in place.
         nbytes: Number of bytes received for the average, without bytes received as a reducer.
-        abandoned: Reason why this rank's replacement was abandoned; "" if it was not abandoned.
-        recovered: Description of this rank's non-finite state, for which momentum was ignored and the optimizer's state
-            was reset; "" if the state was finite.
+        abandoned: Reason for which this rank's replacement was abandoned, or "".
+        recovered: Description of this rank's non-finite state, or "". If the state was not finite, momentum was ignored
+            and the optimizer's state was reset.
         coordinator: Rank that coordinated the round; -1 if there was no coordinator.
         route: Route of the donors' weights, ``"direct"`` or ``"sharded"``; "" if the policy has no routes.
         island: Number of this rank's island, from 0; -1 if the policy has no islands.
@@ -46,14 +46,14 @@ class StepInfo:
         version: Number of averages of this fragment so far, including this one; -1 if averages are not counted.
         staleness_versions: Age of the oldest contribution: the number of averages of this fragment since the average
             from which it was computed; None if averages are not counted.
-        left_out: Members whose contributions were not averaged, ascending: they came too late, were not finite, or
-            would have done harm. Empty for policies without contributions.
+        left_out: Members whose contributions were not averaged, ascending, because they arrived too late, were not
+            finite, or were judged harmful. Empty for policies without contributions.
         grace_s: Seconds that the leader has waited for further contributions after the quorum; 0 if it does not wait.
         gains: For each donor, the gain of its contribution on held-out data; empty if the policy does not measure it.
         hyperparameters: New hyperparameters of this rank, by name, if they were replaced with the weights; else empty.
-        inherited: Hyperparameters of the donor, by name, from which the new hyperparameters were made; otherwise empty.
-        parts: Results for each fragment, in the order of their rounds, if one step has averaged several; otherwise
-            empty. The other attributes then summarise all of these averages (see :func:`together`).
+        inherited: Hyperparameters of the donor, by name, from which the new hyperparameters were made; else empty.
+        parts: Result of each average, in the order of rounds, if the step has applied several; else empty. The other
+            attributes then summarise these averages (see :func:`together`).
     """
 
     averaged_this_iteration: bool = False
@@ -123,15 +123,15 @@ def _change(name: str, old: Any, new: Any) -> str:
     return f"{name} {' -> '.join(texts)}"
 
 
-#: Result of every step in which nothing happened, shared so that such a step creates no object.
+#: Result of each step in which nothing happened. It is shared, so that such a step creates no object.
 NOTHING = StepInfo()
 
 
 def together(infos: Sequence[StepInfo]) -> StepInfo:
-    """Return one result for all averages that a step has applied, at least one.
+    """Return one result that summarises the averages, at least one, that a step has applied.
 
-    Sizes and durations are added up, the staleness is the largest, and the outer norm is that of all fragments
-    together. The round, its donors and their weights describe the last average; the cosine is unknown.
+    Sizes and durations are sums, the staleness is the largest, and the outer norm is the norm of all fragments. The
+    round, its donors and their weights describe the last average. The cosine is unknown.
     """
     if len(infos) == 1:
         return infos[0]
@@ -168,7 +168,8 @@ class SnapshotTaken:
     Attributes:
         round: Round that needs the snapshot; for a snapshot published to all members, its version.
         iteration: Iteration of the donor, from 0.
-        state: Flat 1-D tensors by dtype name (``"float32"``), valid only during the call; do not change them.
+        state: Flat 1-D tensors by dtype name, such as ``"float32"``. They are valid only during the call; do not change
+            them.
         island: Number of the island that needs the snapshot; -1 for this rank's own island, or if there are no islands.
     """
 
@@ -215,8 +216,8 @@ class Contributed:
         iteration: Iteration of this rank, from 0.
         version: Number of averages of the fragment that this rank had applied before the capture.
         weight: Weight of the contribution, such as its number of tokens; not normalised.
-        norm: L2 norm of the contribution; NaN or infinite if this rank's weights were not finite, so that they are left
-            out.
+        norm: L2 norm of the contribution. If it is NaN or infinite, because this rank's weights were not finite, the
+            contribution is left out.
         wire_nbytes: Encoded size of the contribution in bytes.
         unencoded_nbytes: Size of the contribution in bytes with ``wire="float32"``.
     """
@@ -236,7 +237,7 @@ class RoleAssigned:
     """Event: this rank has a role in a new round.
 
     :class:`AverageApplied`, :class:`RoundEnded` or :class:`RoundAbandoned` of the same round follows, unless the policy
-    ends first. Before that event, a donor gets :class:`SnapshotTaken`, unless the round ends before its next step.
+    ends first. On a donor, :class:`SnapshotTaken` precedes that event, unless the round ends before the next step.
 
     Attributes:
         round: Number of the round.
@@ -274,7 +275,7 @@ class RoundAbandoned:
 
     Attributes:
         round: Number of the round.
-        reason: Reason why the replacer keeps its weights, or the donor sends no snapshot.
+        reason: Reason for which the replacer keeps its weights, or the donor sends no snapshot.
         island: Number of the round's island, if it is not this rank's own island; otherwise -1.
     """
 
@@ -305,7 +306,7 @@ class UserEvents:
     """Passes this rank's events to the user's ``on_event`` callback, immediately or inside the next step.
 
     Attributes:
-        are_wanted: Whether there is a callback.
+        are_wanted: Whether the user has passed a callback.
     """
 
     def __init__(self, on_event: Callable[[PolicyEvent], None] | None) -> None:

@@ -1,8 +1,8 @@
-"""Finds DDP and FSDP wrappers around a model, since they conflict with most policies.
+"""Finds DDP and FSDP wrappers around a model, which conflict with most policies.
 
 DDP assumes equal weights on all ranks, and FSDP stores a part of each weight on each rank. A policy that changed one
-rank's weights would break both without an error. Such a model can only be used if the policy's members are replicas of
-several ranks and the wrapper spans exactly the ranks of one replica.
+rank's weights would break both without an error. A wrapped model can be used only if the policy's members are replicas
+of several ranks and the wrapper spans exactly the ranks of one replica.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from asyncdist import LocalProtocolError, World
 
-#: Modules of torch that define DDP and FSDP wrappers, and the base classes of classes that `fully_shard` creates.
+#: Modules of torch that define DDP and FSDP wrappers, and the base classes of sharded modules.
 _WRAPPERS: Final = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable")
 #: Module of torch that defines the base class of modules sharded by `fully_shard`.
 _SHARDED: Final = "torch.distributed.fsdp._fully_shard"
@@ -29,8 +29,9 @@ _WHY: Final = (
 def check_not_wrapped(model: nn.Module, *, keeps_replicas: bool = False) -> None:
     """Raise ValueError if the model is or contains a DDP or FSDP wrapper.
 
-    ``keeps_replicas`` allows `fully_shard` and DDP, whose ranks :func:`check_replica_group` checks. DDP may be inside
-    the model, as in ``torch.compile(DDP(model))`` or a ``ModuleDict`` of wrapped networks.
+    Args:
+        keeps_replicas: Whether to allow `fully_shard` and DDP, whose ranks :func:`check_replica_group` checks. DDP may
+            be inside the model, as in ``torch.compile(DDP(model))`` or a ``ModuleDict`` of wrapped networks.
     """
     kinds = [type(each) for each in model.modules() if not (keeps_replicas and _may_span_replica(type(each)))]
     found = next((name for kind in kinds if (name := _wrapper_name(kind))), None)
@@ -51,8 +52,8 @@ def _refusal(found: str) -> str:
 def reshard(model: nn.Module) -> None:
     """Free the parameters that `fully_shard` has gathered, so that each rank has only its own shards again.
 
-    After a forward pass without a backward pass, the root module's parameters remain gathered, and would keep their old
-    values when the shards are changed. The call needs no communication.
+    After a forward pass without a backward pass, the root module's parameters remain gathered, and would not follow
+    changes of the shards. The call needs no communication.
     """
     for module in model.modules():
         if _is_divided(type(module)):
@@ -63,21 +64,21 @@ def reshard(model: nn.Module) -> None:
 def check_not_inside(model: nn.Module) -> None:
     """Raise LocalProtocolError if other code, such as transformers' Trainer, has wrapped the model in DDP or FSDP.
 
-    The model has no reference to its wrapper, so all objects of this process are searched. There is no search unless
-    torch.distributed is initialized, which both wrappers require. Wrappers in unreachable reference cycles, such as a
-    deleted trainer's, are ignored.
+    The model has no reference to its wrapper, so this process's objects are searched. Without an initialized
+    torch.distributed, which both wrappers require, there is no search. Unreachable wrappers, such as a deleted
+    trainer's, are ignored.
     """
     for wrapper in _wrappers_around(model):
         raise LocalProtocolError(f"model must not be inside {_wrapper_name(type(wrapper))}, {_WHY}")
 
 
 def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) -> None:
-    """Raise ValueError if DDP around the model synchronises other ranks than ``ranks``, this rank's replica.
+    """Raise ValueError unless DDP around the model synchronises exactly ``ranks``, this rank's replica.
 
     Other wrappers around the model, such as a trainer's FullyShardedDataParallel, are refused.
 
-    If torch.distributed numbers ranks differently from the world, as in a job with one process group per replica, only
-    the number of ranks is compared.
+    If torch.distributed numbers ranks differently from the world, as with one process group per replica, only the
+    number of ranks is compared.
     """
     for wrapper in _wrappers_around(model):
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
@@ -107,7 +108,7 @@ def _wrappers_around(model: nn.Module) -> list[nn.Module]:
     """Return the DDP and FSDP wrappers in this process that contain a module of the model."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
-    # The garbage collector does not search objects that the launcher has frozen, so they must be unfrozen first.
+    # The garbage collector does not find objects that the launcher has frozen.
     gc.unfreeze()
     own = set(map(id, model.modules()))
     if not any(True for _ in _search(own)):
@@ -118,7 +119,7 @@ def _wrappers_around(model: nn.Module) -> list[nn.Module]:
 
 def _search(own: set[int]) -> Iterator[nn.Module]:
     """Yield the DDP and FSDP wrappers that contain a module with one of these ids."""
-    # With five million objects, this search by references to the class takes 0.10 s; checking each object takes 0.69 s.
+    # With five million objects, searching the references to the classes takes 0.10 s, and checking each object 0.69 s.
     kinds = [kind for kind in _subclasses(nn.Module) if _wrapper_name(kind)]
     for thing in gc.get_referrers(*kinds):
         if _wrapper_name(type(thing)) and any(id(module) in own for module in _modules_of(thing)):
@@ -133,7 +134,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _modules_of(outer: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and its submodules. Unlike ``outer.modules()``, allow modules whose constructor has not run."""
+    """Yield a module and its submodules. Unlike ``outer.modules()``, allow unconstructed modules."""
     seen: set[int] = set()
     waiting = [outer]
     while waiting:
@@ -153,7 +154,7 @@ def _is_divided(kind: type) -> bool:
 
 
 def _wrapper_name(kind: type) -> str:
-    """Return the name of the DDP or FSDP class from which ``kind`` is derived; "" if there is none."""
+    """Return the name of the DDP or FSDP class from which ``kind`` is derived, or ""."""
     if not issubclass(kind, nn.Module):
         return ""
     return next((base.__name__ for base in kind.__mro__ if base.__module__.startswith(_WRAPPERS)), "")
