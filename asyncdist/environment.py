@@ -505,8 +505,8 @@ def hide_ranks() -> None:
 
 @contextlib.contextmanager
 def ranks_shown() -> Iterator[None]:
-    """Restore the launcher's hidden variables during the ``with`` block."""
-    shown = {name: text for name, text in _hidden.items() if name not in os.environ}
+    """Restore the launcher's hidden variables, but not the secret, during the ``with`` block."""
+    shown = {name: text for name, text in _hidden.items() if name not in (*os.environ, SECRET_VARIABLE)}
     os.environ.update(shown)
     try:
         yield

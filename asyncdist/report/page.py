@@ -76,6 +76,7 @@ if ("IntersectionObserver" in window) {
 """
 
 
+@np.errstate(over="ignore", invalid="ignore")  # plots have float32 values, in which a metric may be infinite
 def render(recording: Recording) -> str:
     """Return the HTML page of a recording."""
     summary = summarise(recording)

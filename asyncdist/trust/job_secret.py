@@ -38,7 +38,8 @@ class JobSecret:
         """Return the secret for the job whose ranks meet at this port of a host.
 
         A user's jobs may share a secret. With the port in the key, a value that another user copies from one job's
-        store to another's is not valid there.
+        store to the store of a job at another port is not valid there. For jobs in turn at one port, the ranks' random
+        greetings distinguish the jobs: an earlier job's values can only make a start fail.
         """
         return self if self.is_missing else JobSecret(self._digest("port", str(port), b""))
 

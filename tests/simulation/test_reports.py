@@ -102,7 +102,7 @@ def test_heat_maps_have_rank_0_on_top_and_legends_have_room(recording: Recording
     assert {figure["layout"]["legend"]["orientation"] for figure in drawn} == {"h"}
 
 
-@pytest.mark.parametrize("last", [-0.5, 1e30, math.nan])
+@pytest.mark.parametrize("last", [-0.5, 1e30, 1e300, math.nan])
 def test_the_scale_of_the_metric_shows_most_of_the_run(tmp_path: Path, last: float) -> None:
     """Regression: values of the first steps, or of a run that diverges at its end, hid all other values."""
 

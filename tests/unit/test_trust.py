@@ -291,6 +291,8 @@ def test_the_variable_is_taken_out_of_the_own_environment(monkeypatch: pytest.Mo
     monkeypatch.setenv(environment.SECRET_VARIABLE, "a secret of some length")
     assert environment.given_secret() == environment.given_secret() == "a secret of some length"
     assert environment.SECRET_VARIABLE not in os.environ
+    with environment.ranks_shown():  # as in the second call of ``run``
+        assert environment.SECRET_VARIABLE not in os.environ
     assert environment.SECRET_VARIABLE not in environment.without_launchers({environment.SECRET_VARIABLE: "x"})
 
 
