@@ -34,12 +34,7 @@ GROUPS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Documentation, check and group of one option.
-
-    Attributes:
-        is_agreed: Whether the value must be equal on all members.
-        shown: Python expression for the default in documentation; "" to use its ``repr``.
-    """
+    """Metadata of an option; the arguments of :func:`option` except the default."""
 
     doc: str
     check: Check

@@ -93,7 +93,7 @@ def refuse_call(call: str, kind: str, stage: str, *, is_stepping: bool) -> NoRet
 
 
 def warn_of_no_step(first_call: tuple[str, int]) -> None:
-    """Warn at ``first_call``, the file and line of the first call of ``step``, that ``step`` was never awaited."""
+    """Warn that ``step`` was never awaited, at the file and line of its first call."""
     text = "no step() of this policy was awaited, so nothing was averaged: write await policy.step(...)"
     warnings.warn_explicit(text, RuntimeWarning, *first_call)
 

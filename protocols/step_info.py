@@ -31,27 +31,26 @@ class StepInfo:
         abandoned: Reason for which this rank's replacement was abandoned, or "".
         recovered: Description of this rank's non-finite state, or "". If the state was not finite, momentum was ignored
             and the optimizer's state was reset.
-        coordinator: Rank that coordinated the round; -1 if there was no coordinator.
-        route: Route of the donors' weights, ``"direct"`` or ``"sharded"``; "" if the policy has no routes.
-        island: Number of this rank's island, from 0; -1 if the policy has no islands.
+        coordinator: Rank that coordinated the round; -1 without a coordinator.
+        route: Route of the donors' weights, ``"direct"`` or ``"sharded"``; "" without routes.
+        island: Number of this rank's island, from 0; -1 without islands.
         migrants: Ranks in ``donors`` that are in another island.
-        fragment: Number of the averaged fragment, from 0; -1 if the policy has no fragments.
-        wire_nbytes: Encoded size in bytes of this rank's contribution to the average; 0 if the policy has no codecs.
-        outer_norm: L2 norm of the mean difference, the outer optimizer's gradient; None if the policy has none.
-        cosine: Mean cosine between the differences of two ranks, near 0 if the ranks learn different things; None if
-            unknown.
+        fragment: Number of the averaged fragment, from 0; -1 without fragments.
+        wire_nbytes: Encoded size in bytes of this rank's contribution to the average; 0 without codecs.
+        outer_norm: L2 norm of the mean difference, the outer optimizer's gradient; None without such an optimizer.
+        cosine: Mean cosine between two ranks' differences, near 0 if the ranks learn different things; None if unknown.
         unencoded_nbytes: Size in bytes of the same contribution with ``wire="float32"``.
-        waited_s: Seconds for which this step waited for the average; 0 for policies in which no rank waits.
+        waited_s: Seconds for which this step waited for the average.
         fragment_count: Number of the policy's fragments.
-        version: Number of averages of this fragment so far, including this one; -1 if averages are not counted.
-        staleness_versions: Age of the oldest contribution: the number of averages of this fragment since the average
-            from which it was computed; None if averages are not counted.
+        version: Number of averages of this fragment, including this average; -1 if not counted.
+        staleness_versions: Number of averages of this fragment since the average from which the oldest contribution was
+            computed; None if not counted.
         left_out: Members whose contributions were not averaged, ascending, because they arrived too late, were not
-            finite, or were judged harmful. Empty for policies without contributions.
-        grace_s: Seconds that the leader has waited for further contributions after the quorum; 0 if it does not wait.
-        gains: For each donor, the gain of its contribution on held-out data; empty if the policy does not measure it.
+            finite, or were judged harmful.
+        grace_s: Seconds that the leader has waited for further contributions after the quorum.
+        gains: Gain of each donor's contribution on held-out data; empty if not measured.
         hyperparameters: New hyperparameters of this rank, by name, if they were replaced with the weights; else empty.
-        inherited: Hyperparameters of the donor, by name, from which the new hyperparameters were made; else empty.
+        inherited: The donor's hyperparameters, from which the new hyperparameters were made; else empty.
         parts: Result of each average, in the order of rounds, if the step has applied several; else empty. The other
             attributes then summarise these averages (see :func:`together`).
     """
@@ -170,7 +169,7 @@ class SnapshotTaken:
         iteration: Iteration of the donor, from 0.
         state: Flat 1-D tensors by dtype name, such as ``"float32"``. They are valid only during the call; do not change
             them.
-        island: Number of the island that needs the snapshot; -1 for this rank's own island, or if there are no islands.
+        island: Number of the island that needs the snapshot; -1 for this rank's own island, or without islands.
     """
 
     round: int
@@ -190,8 +189,8 @@ class AverageApplied:
         best: Donor of the integer and bool entries; -1 if there are no donors.
         iteration: Iteration of the replacer, from 0.
         state: New state of this rank, as flat 1-D tensors by dtype name; valid only during the call.
-        versions: Version of each donor's snapshot, in the same order, if snapshots are published; otherwise empty.
-        info: Result of the step; if a step applies several averages, the result for this average.
+        versions: Version of each donor's snapshot, if snapshots are published; otherwise empty.
+        info: Result of the step for this average.
     """
 
     round: int
@@ -244,7 +243,7 @@ class RoleAssigned:
         role: Role of this rank, ``"donor"`` or ``"replacer"``.
         donors: Ranks whose snapshots are averaged, ascending; empty for fresh weights from ``model_builder``.
         replacers: Ranks whose weights will be replaced, ascending.
-        island: Number of the round's island, if it is not this rank's own island; otherwise -1.
+        island: Number of the round's island; -1 for this rank's own island, or without islands.
     """
 
     round: int
@@ -261,7 +260,7 @@ class RoundEnded:
     Attributes:
         round: Number of the round.
         reason: Reason for the end, such as ``"every replacer has answered"``.
-        island: Number of the round's island, if it is not this rank's own island; otherwise -1.
+        island: Number of the round's island; -1 for this rank's own island, or without islands.
     """
 
     round: int
@@ -276,7 +275,7 @@ class RoundAbandoned:
     Attributes:
         round: Number of the round.
         reason: Reason for which the replacer keeps its weights, or the donor sends no snapshot.
-        island: Number of the round's island, if it is not this rank's own island; otherwise -1.
+        island: Number of the round's island; -1 for this rank's own island, or without islands.
     """
 
     round: int

@@ -77,8 +77,8 @@ def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) ->
 
     Other wrappers around the model, such as a trainer's FullyShardedDataParallel, are refused.
 
-    If torch.distributed numbers ranks differently from the world, as with one process group per replica, only the
-    number of ranks is compared.
+    If torch.distributed numbers ranks differently, as with one process group per replica, only the number of ranks is
+    compared.
     """
     for wrapper in _wrappers_around(model):
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):

@@ -118,7 +118,7 @@ class HeLoCo:
     - c < 0: D - b c |D| v, with b = min(``shrink`` (-c) f, ``shrink_max``). This removes a share b of the
       opposing part.
 
-    Without momentum, or if D or m is 0, D is unchanged. The paper's small constant in the denominators is not needed.
+    Without momentum, or if D or m is 0, D is unchanged, so the paper's small constant in denominators is not needed.
 
     The paper's momentum is a running mean, mu m + (1 - mu) D. torch's SGD and :class:`DelayedNesterov` keep a sum,
     which is 1 / (1 - mu) times as long. ``momentum`` (mu) converts the sum for the confidence.

@@ -30,8 +30,7 @@ def sources_of(state: Mapping[str, Any], rank: int, ranks: Sequence[int]) -> dic
     """Return the rank of the saved run that each of ``ranks`` continues.
 
     Args:
-        state: Saved state of the policy on this rank.
-        rank: This rank.
+        state: Saved state of the policy on ``rank``, this rank.
 
     Raises:
         ValueError: Another rank saved the state, and ``load_population`` has not loaded it.

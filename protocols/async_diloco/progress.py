@@ -47,13 +47,7 @@ class Progress:
         self.contribution_count += 1
 
     def contributed(self, number: int, weights: ArrivalWeighting, nbytes: int, unencoded_nbytes: int) -> Contributed:
-        """Return the event of the last contribution, once its round is known.
-
-        Args:
-            number: Number of the round.
-            weights: Option that defines the contribution's weight.
-            nbytes, unencoded_nbytes: Size of the contribution with and without encoding.
-        """
+        """Return the event of the last contribution, which was made for round ``number``."""
         own = self.reported
         assert own is not None, "an anchor is applied after a contribution"
         weight = weight_of(own.tokens, own.steps, weights)

@@ -153,7 +153,7 @@ class FragmentState(Fragment):
         self._base, self._is_in_flight, self.applied_version = [], False, self.version
 
     def _apply_mixed(self, tensors: Sequence[Tensor], mixing: float) -> None:
-        """Write ``mixing`` * own value + (1 - ``mixing``) * common value into each parameter; copy buffers."""
+        """Write ``mixing`` * own + (1 - ``mixing``) * new values into the parameters, and the mean into the buffers."""
         anchors = iter(() if self._outer is None else self._outer.anchors)
         for place, vector in enumerate(self.layout.vectors):
             new = next(anchors, None) if vector.role == "stepped" else None
@@ -184,7 +184,7 @@ class FragmentState(Fragment):
         self._values = {}
 
     def _stepped(self) -> list[Tensor]:
-        """Return the anchor, or without one the mean, or if no donor was finite the captured parameters."""
+        """Return the new parameters: the anchor, otherwise the mean, otherwise the captured values."""
         if self._outer is not None:
             return list(self._outer.anchors)
         if not self._values:

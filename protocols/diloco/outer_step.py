@@ -82,8 +82,8 @@ class OuterStep:
     def momenta(self) -> list[Tensor] | None:
         """Return a copy of each anchor's momentum, with the anchor's shape.
 
-        Return None before the first momentum exists. The same is true of an optimizer that does not keep it as
-        ``momentum_buffer`` or ``exp_avg``, like torch's optimizers, or as ``m``, like FedAdam.
+        Return None before the first momentum exists, or if the optimizer's state has neither ``momentum_buffer`` nor
+        ``exp_avg`` (as in torch) nor ``m`` (as in FedAdam).
         """
         found = []
         for parameter in self._parameters:
@@ -114,8 +114,7 @@ class OuterStep:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a copy of the result of :meth:`state_dict`, whose options replace those of the factory.
 
-        A warning names the numeric options that differ, such as lr. Options that are functions or other objects are
-        not saved, so the factory's remain.
+        A warning names the numeric options that differ, such as lr. Options that are not saved remain the factory's.
 
         Raises:
             ValueError: The state belongs to an optimizer of another class, or to anchors of other sizes.
@@ -246,8 +245,8 @@ def _keeps(optimizer: torch.optim.Optimizer, tensor: Tensor) -> bool:
 def _use_fast_kernels(optimizer: torch.optim.Optimizer) -> None:
     """Choose torch's implementations for large tensors.
 
-    A fused kernel reads and writes each value once, so that a step of SGD takes a third of the time. The ``foreach``
-    implementation would need temporary memory of the size of all anchors.
+    With a fused kernel, a step of SGD takes a third of the time. With ``foreach``, it would need temporary memory of
+    the size of all anchors.
     """
     for group in optimizer.param_groups:
         if "foreach" in group:

@@ -13,7 +13,7 @@ themselves are averaged (local SGD; with ``weights="tokens"`` federated averagin
 
 The ranks wait for each other when a mean is applied. With ``late="skip"``, each rank instead applies a mean after its
 arrival, and keeps the progress since it captured its weights. If a rank is lost, the remaining ranks are averaged
-(:mod:`protocols.exchange.ledger`). The anchor and the outer optimizer's state stay equal on all ranks.
+(:mod:`protocols.exchange.ledger`).
 """
 
 from __future__ import annotations

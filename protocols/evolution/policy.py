@@ -56,8 +56,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
 
     In each step, ``evaluate`` is called 2 * ``pairs`` times, with perturbed weights in the model. Then ``step`` writes
     the estimated gradient into the parameters' ``grad``, calls ``optimizer.step()``, and restores each ``grad``. The
-    policy trains the optimizer's parameters that require a gradient. The optimizer determines the learning rate, the
-    momentum and its other settings.
+    policy trains the optimizer's parameters that require a gradient.
 
     All ranks must begin with equal weights and equal states of the optimizer. They then stay equal to the bit on equal
     machines. Floating buffers, such as BatchNorm's statistics, are averaged in each step. Integer and bool buffers are

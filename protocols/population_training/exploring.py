@@ -20,7 +20,6 @@ class Explorer:
     Args:
         spaces: Possible values of each hyperparameter, by name.
         factors: Factors of perturbations, from which one is drawn.
-        resample_probability: Probability of drawing a new value instead of a perturbation.
         function: User's function that replaces the perturbations, or None.
     """
 

@@ -244,7 +244,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
     def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
         """Load another member's optimizer state and policy state, and return its iteration.
 
-        The values that this rank's schedulers have written are kept, because the schedulers' positions are kept too.
+        This rank's scheduled values are kept, because its schedulers are not changed.
         """
         own = self._settings.scheduled()
         iteration = super().restore_whole_state(parts)

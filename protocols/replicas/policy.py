@@ -93,8 +93,8 @@ class ReplicaAveragingPolicy(Ported):
             start.
         optimizer: Optimizer of the model on this rank.
         replica_size: Number of ranks in a replica. Replicas are consecutive ranks of the group.
-        swap_every: Number of steps between steps in which weights may change; a divisor of ``average_every``. By
-            default, the largest divisor up to a tenth of ``average_every``.
+        swap_every: Interval, in steps, at which weights may change; a divisor of ``average_every``. By default, the
+            largest divisor up to a tenth of ``average_every``.
         average_every, metric, options: The options below. A replica's metric is the mean over its ranks. Sharded
             replicas do not support ``averaging_strategy="reset_weights"``.
 
@@ -103,7 +103,7 @@ class ReplicaAveragingPolicy(Ported):
 
     Raises:
         TypeError, ValueError: An argument is invalid, the number of ranks is not a multiple of ``replica_size``, or
-            the model is sharded (or synchronised by DDP) over ranks other than the ranks of the replica.
+            ``fully_shard`` or DDP spans other ranks than those of the replica.
     """
 
     keeps_replicas = True

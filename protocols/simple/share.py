@@ -21,8 +21,7 @@ class Share:
     """Reads and writes a model's values at the indices that a rule chooses.
 
     Args:
-        whole: Layout of the whole model.
-        entries: Entries of the whole model.
+        whole, entries: Layout and entries of the whole model.
         rule: Rule that chooses the indices.
 
     Attributes:

@@ -101,8 +101,7 @@ class SparseAveragingPolicy(SimplePolicy):
                 train_step(model, optimizer, batch)
                 await policy.step()
 
-    With ``operation="shuffle"``, the ranks exchange their values at each chosen index by a random permutation (WASH).
-    The ranks stay different models that can be averaged at the end.
+    With ``operation="shuffle"`` (WASH), the ranks stay different models that can be averaged at the end.
 
     Floating buffers, such as BatchNorm's statistics, are averaged whole. Integer and bool buffers are copied from the
     first contributing rank. Each rank keeps its optimizer's state. A rank whose weights are not finite does not

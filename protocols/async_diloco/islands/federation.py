@@ -32,13 +32,12 @@ class Federation:
         scopes: Scopes of the policy among all ranks.
         everyone: Members of the policy, in the order in which they become the global server.
         holdings: This rank's anchor and contribution in its island.
-        upper_holdings: This rank's global anchor and its island's contribution.
         options: Options of the regional servers.
 
     Attributes:
         member: This rank as a member of its island.
         membership: Members of the island.
-        holdings: The given ``upper_holdings``.
+        holdings: This rank's global anchor and its island's contribution (``upper_holdings``).
     """
 
     def __init__(

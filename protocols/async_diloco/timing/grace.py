@@ -5,8 +5,7 @@ Decoupled DiLoCo (2604.21428) waits for a share g < 1 of the time that remains o
 
     grace = max(0, g (tau step_s - quorum_s - sync_s))
 
-``step_s`` is the duration of a training step of the fastest rank. ``quorum_s`` is the time from the first contribution
-to the quorum, and ``sync_s`` the time from the outer step until the workers have the new anchor.
+:func:`grace_period` explains the symbols.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def grace_period(steps: float, step_s: float, quorum_s: float, sync_s: float, *,
         steps: Number tau of training steps within which the workers should have the new anchor.
         step_s: Duration of a training step of the fastest rank.
         quorum_s: Seconds between the first contribution and the quorum.
-        sync_s: Seconds that the outer step and the sending of the anchor take.
+        sync_s: Seconds from the outer step until the workers have the new anchor.
         share: Share of the remaining time, below 1.
     """
     return max(0.0, share * (steps * step_s - quorum_s - sync_s))
