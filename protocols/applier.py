@@ -39,7 +39,7 @@ class NewWeights:
 
 
 class Applier:
-    """Applies new weights to one rank's model, for both selective policies."""
+    """Applies new weights to one rank's model, and reports them to the user."""
 
     def __init__(self, flat: FlatState, own: OwnState, snapshots: SnapshotPool, events: UserEvents) -> None:
         self._flat = flat

@@ -101,7 +101,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self.name = own.name
         self.iteration = 0
         self._call_count = 0  # steps in this process; `iteration` includes those before a restart
-        self._is_due_here: bool | None = None  # whether the current step is due, if its caller decides
+        self._is_due_here: bool | None = None  # whether the current step is due; None unless its caller decides
         self._is_unawaited = True  # whether step was never called, or last without await
         self._first_call: tuple[str, int] | None = None
         self._journal = Journal(own.name, type(self).__name__)

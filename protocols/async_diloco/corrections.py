@@ -58,7 +58,7 @@ class StalenessWeight:
         _check(self, power=_finite, scale=_positive)
 
     def __call__(self, difference: Tensor, momentum: Tensor | None, staleness: int) -> Tensor:
-        """Return the weighted difference, in place."""
+        """Weight the difference in place, and return it."""
         del momentum
         return difference.mul_(self.weight(staleness))
 
@@ -94,7 +94,7 @@ class CGAD:
         _check(self, decay=_finite, cutoff=_positive)
 
     def __call__(self, difference: Tensor, momentum: Tensor | None, staleness: int) -> Tensor:
-        """Return the weighted difference, in place."""
+        """Weight the difference in place, and return it."""
         del momentum
         return difference.mul_(self.weight(staleness))
 
@@ -159,7 +159,7 @@ class HeLoCo:
         )
 
     def __call__(self, difference: Tensor, momentum: Tensor | None, staleness: int) -> Tensor:
-        """Return the corrected difference, in place."""
+        """Correct the difference in place, and return it."""
         del staleness
         if momentum is None:
             return difference

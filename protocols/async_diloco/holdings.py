@@ -59,7 +59,7 @@ class Outstanding:
     report: Arrived
 
     def state(self) -> dict[str, Any]:
-        """Return a copy for checkpoints."""
+        """Return the contribution as a dict for checkpoints."""
         return {"sequence": self.sequence, "encoded": self.block[0].clone(), "report": astuple(self.report)}
 
     @classmethod
@@ -86,7 +86,7 @@ class Answer:
         return HeldAnchor(self.report.version, self.report.applied, self.block, self.report.merged)
 
     def state(self) -> dict[str, Any]:
-        """Return a copy for checkpoints."""
+        """Return the answer as a dict for checkpoints."""
         return {"values": [value.clone() for value in self.block[1]], "report": astuple(self.report)}
 
     @classmethod
@@ -112,7 +112,7 @@ class HeldAnchor:
     merged: int = 0
 
     def state(self) -> dict[str, Any]:
-        """Return a copy for checkpoints."""
+        """Return the anchor as a dict for checkpoints."""
         values = [value.clone() for value in self.block[1]]
         return {"version": self.version, "applied": self.applied, "values": values, "merged": self.merged}
 
@@ -194,7 +194,7 @@ class Holdings:
                 self.outstanding = self.outstanding.left_out()
 
     def state(self, served: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return a copy for checkpoints.
+        """Return these holdings as a dict for checkpoints.
 
         Args:
             served: State of the newest anchor with the outer optimizer's state, if this member is the leader.

@@ -212,7 +212,7 @@ class AsyncMember:
     # -- changes of the members -------------------------------------------------------------------------------------
 
     def may_admit(self) -> bool:
-        """Return whether this leader has an anchor."""
+        """Return whether this leader has an anchor, which a joining rank needs."""
         return self.server is not None and self.server.has_begun
 
     def on_lost(self, rank: int) -> None:
@@ -386,12 +386,12 @@ class AsyncMember:
             self.post(message, leader, number)
 
     def post(self, message: AsyncMessage, dest: int, number: int) -> None:
-        """Send a message, unless the rank is lost."""
+        """Send a message to ``dest``, unless ``dest`` is lost."""
         post(self._channel, message, dest, number)
 
 
 def post(channel: Channel[AsyncMessage], message: AsyncMessage, dest: int, number: int) -> None:
-    """Send a message, unless the rank is lost."""
+    """Send a message to ``dest``, unless ``dest`` is lost."""
     try:
         channel.send_nowait(message, dest, round=number)
     except RankLostError as error:  # the loss is handled when the world reports it

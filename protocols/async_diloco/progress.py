@@ -54,7 +54,7 @@ class Progress:
         return Contributed(number, 0, self.captured_at, own.base_version, weight, own.norm, nbytes, unencoded_nbytes)
 
     def state(self) -> dict[str, Any]:
-        """Return a copy for checkpoints."""
+        """Return the counts and the last report as a dict for checkpoints."""
         counts = self.steps, self.wanted, self.tokens, self.captured_at, self.is_waiting
         return {"counts": counts, "reported": None if self.reported is None else astuple(self.reported)}
 

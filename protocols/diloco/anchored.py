@@ -80,7 +80,7 @@ class AnchoredPolicy(ReplicatedPolicy):
 
 @contextlib.contextmanager
 def restored(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the tensors at the end, from copies in host memory."""
+    """Restore the tensors' values at the end of the block, from copies in host memory."""
     saved = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     try:
         yield

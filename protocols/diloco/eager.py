@@ -51,7 +51,7 @@ class EagerFragment(FragmentState):
 
     @property
     def holds_mean(self) -> bool:
-        """False, since :meth:`merge` copies the values that it needs from a mean."""
+        """False, because :meth:`merge` copies the values that :meth:`apply` needs."""
         return False
 
     @torch.no_grad()
@@ -170,7 +170,7 @@ class AnchorMean(Fragment):
             for (index, first, end), (_, begin, stop) in zip(vector.places, source.places, strict=True):
                 own, new = anchor[begin:stop], values[first:end]
                 current = values_of(vector, tensors[index])
-                # Both are rounded to the parameter's dtype, so that a rank without progress gets the rounded mean.
+                # Both anchors are rounded like the parameter, so that a rank without progress gets the rounded mean.
                 progress = current.to(own) - own.to(current).to(own)
                 write(vector, new + progress, tensors[index])
                 own.copy_(new)

@@ -51,7 +51,7 @@ class FragmentState(Fragment):
         self._mixing = mixing
         self._captured = [vector.new_flat() for vector in layout.stepped] if keeps_captured else []
         for vector, captured in zip(layout.stepped, self._captured, strict=bool(self._captured)):
-            gather(vector, tensors, captured)  # the start of the progress if a mean in flight is loaded
+            gather(vector, tensors, captured)  # a loaded state may have a mean in flight
         self._outer: OuterStep | None = None
         self._residuals: dict[int, ErrorFeedback] = {}  # by index of the vector
         if factory is not None:
@@ -105,7 +105,7 @@ class FragmentState(Fragment):
 
     @property
     def uses_up(self) -> bool:
-        """True with an anchor, because :meth:`merge` then uses the mean up by moving it."""
+        """True with an anchor, because :meth:`merge` then needs the mean only during the call."""
         return self._outer is not None
 
     @torch.no_grad()
@@ -121,8 +121,8 @@ class FragmentState(Fragment):
                 (self._values[place],) = vector.decoded_parts(parts)
         if self._outer is not None and encoded:
             norm = math.hypot(*map(norm_of, differences))
-            # The cosine is computed from the norms of the differences and of their plain mean. With error feedback,
-            # "topk" or the radial mean, the exchanged vectors or their mean are not these.
+            # The cosine is computed from the norms of the differences and of their plain mean, so it is unknown with
+            # error feedback, "topk" or the radial mean.
             is_other = bool(self._residuals) or self.layout.codec.name == "topk" or not self.layout.is_cut
             cosine = None if is_other else mean_cosine(verdict, norm)
             self._keep_base()
@@ -131,7 +131,7 @@ class FragmentState(Fragment):
         self.mean = Mean(verdict, norm, cosine)
 
     def _take(self, differences: Sequence[Tensor]) -> None:
-        """Use the mean differences of all anchors, which are given in consecutive parts."""
+        """Move the anchors by their mean differences, which are given in consecutive parts."""
         self._move(differences)
 
     def _move(self, gradients: Sequence[Tensor]) -> None:

@@ -99,7 +99,7 @@ class _FedOptimizer(OuterOptimizer):
     def _first_moment(
         self, state: dict[str, Tensor], difference: Tensor, group: dict[str, Any], spare: Tensor
     ) -> Tensor:
-        """Update m <- beta1 m + (1 - beta1) D and return m. ``spare`` is overwritten."""
+        """Return the first moment m after m <- beta1 m + (1 - beta1) D. ``spare`` is overwritten."""
         if "m" not in state:
             state["m"] = torch.zeros_like(difference)
         beta = group["betas"][0]
@@ -107,7 +107,7 @@ class _FedOptimizer(OuterOptimizer):
 
     @abstractmethod
     def _update_v(self, v: Tensor, difference: Tensor, group: dict[str, Any], spare: Tensor) -> None:
-        """Update v in place. ``spare`` is overwritten."""
+        """Update the second moment v in place. ``spare`` is overwritten."""
 
 
 class FedAdam(_FedOptimizer):

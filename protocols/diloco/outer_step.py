@@ -256,7 +256,6 @@ def _use_fast_kernels(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _cloned(value: Any) -> Any:
-    """Return nested containers with each tensor cloned."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):

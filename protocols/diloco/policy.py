@@ -123,7 +123,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         self._chosen = fragments_of(self._whole_entries(), own.fragments, own.fragment_pattern)
         self._step_tokens = StepTokens(own.weights)
         self._tokens = [0.0] * own.fragments  # by fragment, since its previous contribution
-        self._landed: dict[int, Landed] = {}  # by fragment; applied by its next eager step
+        self._landed: dict[int, Landed] = {}  # by fragment: mean that its next eager step applies
         self._anchor_means: list[AnchorMean] = []  # by fragment; empty without eager
         self._settled_at = 0  # last round after which the anchors were averaged
         if own.eager:

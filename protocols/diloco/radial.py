@@ -36,7 +36,7 @@ def radial_mean_into(into: Tensor, parts: Sequence[Tensor], weights: Sequence[fl
     if len(parts) == 1:
         into.copy_(parts[0])
         return
-    largest = max(weights)  # the product of a large weight and a norm could overflow
+    largest = max(weights)  # scales the weights, as a large weight times a norm could overflow
     shares = [weight / largest for weight in weights]
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64).item() for part in parts]
     total = math.fsum(shares)

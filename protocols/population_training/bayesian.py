@@ -58,7 +58,7 @@ class Observations:
         self.entries = self._newest(entries)
 
     def note(self, rank: int, iteration: int, metric: float, values: Mapping[str, Value]) -> None:
-        """Add a report, whose metric is better if larger. Non-finite gains are not recorded."""
+        """Record the gain since the previous report, if it is finite. A larger metric is better."""
         if self._last is not None and iteration > self._last[0]:
             gain = (metric - self._last[1]) / (iteration - self._last[0])
             if math.isfinite(gain):
@@ -77,7 +77,7 @@ class Observations:
         return Observations(self._count_max, tuple(known.values()), last)
 
     def packed(self) -> str:
-        """Return the observations as a string, for :meth:`unpacked`."""
+        """Return the observations as a string that :meth:`unpacked` reads."""
         rows = [[e.rank, e.iteration, e.metric, e.gain, dict(e.hyperparameters)] for e in self.entries]
         return json.dumps([self._last, rows])
 

@@ -42,7 +42,7 @@ class Lineage:
         return Lineage(entries if len(entries) <= _COUNT_MAX + 1 else (entries[0], *entries[-_COUNT_MAX:]))
 
     def packed(self) -> str:
-        """Return the history as a string, for :meth:`unpacked`."""
+        """Return the history as a string that :meth:`unpacked` reads."""
         rows = [[e.iteration, e.rank, e.round, e.donor, dict(e.hyperparameters)] for e in self.entries]
         return json.dumps(rows)
 

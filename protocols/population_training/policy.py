@@ -99,14 +99,14 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
             metric=metric,
             replacement_ratio=own.quantile,
             averaging_strategy="best_only",
-            optimizer_state="reset",  # before the donor's state is loaded
+            optimizer_state="reset",  # then the donor's state is loaded
             route="direct",
             **among(options, SelectiveOptions),
         )
         self._rules = replace(self._rules, copies_one=True)
         self._resources = replace(self._resources, heir=self)
         self._settings = OptimizerSettings(optimizer, own.hyperparameters, own.lr_scheduler)
-        own.check_factors()  # after the optimizer's check of the names
+        own.check_factors()  # last, so that a wrong name is reported first
         self._spaces = own.spaces
         self._explorer = Explorer(
             self._spaces,

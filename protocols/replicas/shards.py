@@ -175,7 +175,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> bool:
-        return self.is_alone and not self.has_come  # otherwise, the ranks of a replica meet at each swap point
+        return self.is_alone and not self.has_come  # otherwise, the ranks of a replica wait for each other
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         assert callable(local_metric), "the policy of the replicas reads the metric"

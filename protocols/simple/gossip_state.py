@@ -127,7 +127,7 @@ class GossipFragment(RuleFragment):
             ValueError: The state belongs to a policy with another outer step, or to push-sum.
         """
         super().load_state_dict(state)
-        if state["nesterov"] != self._is_nesterov:  # momenta are either velocities or sent weights
+        if state["nesterov"] != self._is_nesterov:  # with Nesterov, momenta are sent weights
             raise ValueError(
                 f"the state must have been saved by a policy with nesterov={self._is_nesterov}, got the opposite"
             )

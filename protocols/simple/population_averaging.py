@@ -239,6 +239,5 @@ class _PulledFragment(RuleFragment):
         self.scale = 1.0
 
     def moved(self, own: Tensor, mean: Tensor, number: int) -> Tensor:
-        """Return ``own`` moved towards ``mean``."""
         del number
         return _pulled(own, mean, self._pull * self.scale)

@@ -85,7 +85,7 @@ class Regional:
         self._unsent: tuple[Block, Arrived] | None = None  # a captured contribution that is not sent yet
         self._first = holdings.base  # the first anchor, equal on all ranks
         self._is_mirrored = True  # whether another member has the state after the last merge
-        # Ranks to which this state was offered, each with the version of the anchor that was offered too.
+        # Offers of this state: rank, and version of the anchor that was offered with the state.
         self._mirrors: set[tuple[int, int]] = set()
         self.merged = 0
         self.merge_count = self.lost_count = 0
@@ -194,7 +194,7 @@ class Regional:
             self.capture(anchor)
 
     def capture(self, anchor: Anchor) -> None:
-        """Capture the island's progress."""
+        """Capture the island's progress as a contribution, and send it once it cannot be lost."""
         assert self._reference is not None, "the island's server has not begun"
         block, own = self._layouts.new_contribution(), anchor.copy_into(self._layouts.new_block())
         norm = encode_difference(self._layouts, self._reference, own, block[1])

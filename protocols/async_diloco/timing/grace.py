@@ -34,8 +34,8 @@ class SyncTimes:
     """Measures the time from the start of a version until each contributing rank has the new anchor."""
 
     def __init__(self) -> None:
-        self._decided_at: dict[int, tuple[int, float]] = {}  # version and time of the last decision, by rank
-        self._seconds: dict[int, float] = {}  # by rank
+        self._decided_at: dict[int, tuple[int, float]] = {}  # by rank: its last version, and when that was begun
+        self._seconds: dict[int, float] = {}  # by rank: last measured time
 
     def on_decided(self, version: int, ranks: Iterable[int], now: float) -> None:
         """Record that a version is being made of the contributions of ``ranks``."""
