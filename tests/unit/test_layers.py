@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -87,7 +88,8 @@ ASYNCDIST = modules("asyncdist")
 PROTOCOLS = modules("protocols")
 
 
-def imports(tree: ast.Module) -> set[str]:
+@functools.cache
+def imports(tree: ast.Module) -> frozenset[str]:
     """Return every module that is imported in a tree, even inside functions; for ``from a import b`` both a and a.b."""
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -98,7 +100,7 @@ def imports(tree: ast.Module) -> set[str]:
             assert node.module is not None
             found.add(node.module)
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
+    return frozenset(found)
 
 
 def own_imports(tree: ast.Module) -> set[str]:
