@@ -104,7 +104,7 @@ class Channel(Generic[MessageT]):
             lane_of=None if demultiplexer.flow is None else demultiplexer.flow.lane,
             left=left,
         )
-        self._post = self._outbox.post
+        self._post, self._take = self._outbox.post, self.inbox.take
         # If the transport rings, no message arrives until this rank yields, so one test is enough.
         self._hot_test_count = 1 if demultiplexer.engine.transport.capabilities.wakes else HOT_TEST_COUNT
         self._tells_sends = demultiplexer.engine.tells_sends
@@ -241,11 +241,11 @@ class Channel(Generic[MessageT]):
         if self._since_yield >= FAIRNESS_PERIOD:
             self._since_yield = 0
             await yield_to_loop()
-        envelope = self.inbox.take(self._hot_test_count)
+        envelope = self._take(self._hot_test_count)
         if envelope is None:
             self._since_yield = 0
             await self.wait_mail(timeout_s)
-            envelope = self.inbox.take(0)
+            envelope = self._take(0)
             assert envelope is not None, f"{self.name} was ready, and had no message"
         return envelope
 

@@ -3,7 +3,7 @@
 Two ranks on MPI measure each pair in short blocks that alternate. A ratio is the tenth percentile of our blocks divided
 by the tenth percentile of the rival's blocks: other processes on the cores lengthen some blocks, but hardly the
 fastest ones. Large transfers are left out, because their ratios depend on the load of the cores. Each limit is the
-ratio in :data:`RATIOS` times :data:`MARGIN`. The benchmarks that are named there measure the same figures precisely.
+product of the two numbers in :data:`RATIOS`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from asyncdist.bench.latency import our_trips
 from asyncdist.messaging import wire
 
 RANKS: Final = (2,)
-#: Allowed worsening of a ratio.
-MARGIN: Final = 1.4
-#: Ratio of each figure, and the benchmark that measures the figure precisely.
+#: Ratio of each figure, the factor by which it may worsen, and the benchmark that measures the figure precisely. Cold
+#: steps vary more, because other processes replace the contents of the caches, too.
 RATIOS: Final = {
-    "small message / raw buffers": (2.1, "latency"),
-    "idle step / bare yield": (3.0, "step"),
-    "idle step after 1 ms of torch / bare yield": (1.7, "step"),
+    "small message / raw buffers": (2.1, 1.4, "latency"),
+    "idle step / bare yield": (3.0, 1.4, "step"),
+    "idle step after 1 ms of torch / bare yield": (1.7, 2.0, "step"),
 }
 
 
@@ -99,8 +98,8 @@ def rows(results: dict[str, Any]) -> list[Row]:
     """Return the rows of the table."""
     table = []
     for figure, ratio in results.items():
-        usual, precise = RATIOS[figure]
-        limit = MARGIN * usual
+        usual, margin, precise = RATIOS[figure]
+        limit = margin * usual
         table.append(Row(figure, f"x{ratio:.2f}", f"./tools/bench {precise}", f"<= x{limit:.2f}", ratio <= limit))
     return table
 
