@@ -49,7 +49,7 @@ def moved_into(folder: int, path: Path) -> Iterator[Path]:
     name = f".part-{secrets.token_hex(8)}"
     os.mkdir(name, 0o700, dir_fd=folder)
     try:
-        inner = os.open(name, _INNER, dir_fd=folder)
+        inner = _open_inner(folder, path / name)
         try:
             if os.fstat(inner).st_uid != _owner_of_new_files(folder, f"{name}-owner") or os.listdir(inner):
                 raise NotPrivateError(f"another user has replaced {path / name}")
@@ -58,6 +58,13 @@ def moved_into(folder: int, path: Path) -> Iterator[Path]:
             os.close(inner)
     finally:
         shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
+
+
+def _open_inner(folder: int, path: Path) -> int:
+    try:
+        return os.open(path.name, _INNER, dir_fd=folder)
+    except OSError as error:
+        raise NotPrivateError(f"another user has replaced {path}: {error.strerror}") from error
 
 
 def _moved(inner: int, inner_path: Path, folder: int, path: Path) -> Iterator[Path]:

@@ -109,6 +109,26 @@ def test_a_new_folder_that_was_replaced_is_refused(tmp_path: Path, monkeypatch: 
     assert not os.listdir(tmp_path)
 
 
+def test_a_new_folder_that_became_a_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "mkdir", lambda name, mode, dir_fd: os.symlink("/", name, dir_fd=dir_fd))
+    with pytest.raises(PermissionError, match=r"another user has replaced .*\.part-"), whole_file(tmp_path / "x"):
+        raise AssertionError("the folder is not used")
+
+
+def test_files_in_a_groups_folder_belong_to_the_group(tmp_path: Path) -> None:
+    group = 65534 if os.getuid() == 0 else os.getgroups()[-1]
+    os.chown(tmp_path, -1, group)
+    tmp_path.chmod(0o2775)
+    before = os.umask(0o002)
+    try:
+        with whole_file(tmp_path / "page.html") as file:
+            file.write_text("a page")
+    finally:
+        os.umask(before)
+    found = (tmp_path / "page.html").stat()
+    assert (found.st_gid, stat.S_IMODE(found.st_mode)) == (group, 0o664)
+
+
 def test_an_error_names_the_file_and_not_the_descriptor(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as raised, whole_folder(tmp_path / "out") as inner:
         (inner / "ranks.csv").read_text()
