@@ -83,7 +83,7 @@ def model_of(parameter_count: int, layer_count: int = 8) -> nn.Module:
     width = round(math.sqrt(parameter_count / layer_count))
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed also formats the stack three times, for devices that are not initialised: a millisecond.
-        torch.random.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layer_count)))
 
 
