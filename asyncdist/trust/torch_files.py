@@ -14,7 +14,7 @@ import torch
 #: First bytes of a file of torch 1.6 or newer, by which ``torch.load`` recognises it.
 _ARCHIVE: Final = b"PK\x03\x04"
 #: Number of pickles at the beginning of a file of an older torch.
-_PICKLE_COUNT: Final = 4
+_PICKLE_COUNT: Final = 5
 
 
 def load(path: Path, *, is_mapped: bool = False) -> Any:

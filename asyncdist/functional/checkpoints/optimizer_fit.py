@@ -18,8 +18,7 @@ _OTHER_SHAPES: Final = (torch.optim.Adafactor, torch.optim.LBFGS)
 def check(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
     """Raise a ValueError that names the first entry of a loaded state, if any, that does not fit the optimizer.
 
-    For optimizers of torch, tensors must have the shape of their parameter, or one element. Other optimizers may have
-    tensors of other shapes.
+    For optimizers of torch except Adafactor and LBFGS, tensors must have the shape of their parameter, or one element.
     """
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, loaded["param_groups"], strict=True)):
         if "lr" in own and "lr" not in saved:
