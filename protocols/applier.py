@@ -58,8 +58,7 @@ class Applier:
         """Replace the weights in place, and return the result of the step.
 
         Args:
-            trouble: Description of this rank's non-finite state, or "" if all is finite; None to check the state now.
-            momentum: Share of the own weights; None for the value of the option.
+            trouble, momentum: See :meth:`OwnState.take`.
         """
         if new.donors:
             assert new.average is not None, f"round {new.round} is complete without an average"

@@ -1,15 +1,15 @@
 """Synchronous averaging of all ranks, as a baseline: every rank waits for the slowest rank.
 
-Every ``average_every`` steps, all members wait for each other and continue with the mean of their weights (local SGD,
-or federated averaging with equal weights: McMahan et al., 2017).
+Every ``average_every`` steps, all members continue with the mean of their weights (local SGD, or federated averaging
+with equal weights: McMahan et al., 2017).
 
 If a waiting step is cancelled after all members have agreed on the average, the step applies the average before it
 raises the cancellation. Otherwise no member averages in this step: ``step`` raises RemoteError on the other members,
 and all try again at the next due step. If a member has left, ``step`` raises ClosedError on the others.
 
 The average is a collective. A round of :mod:`protocols.exchange` would survive the loss of members, but takes longer:
-on 4 ranks of one host with 64 MiB, 64 ms of CPU time per rank instead of 42 ms. The difference is mainly the norm of
-each contribution (6 ms) and a copy of the mean (10 ms), which may be freed before the step applies it.
+on 4 ranks of one host with 64 MiB, 64 ms of CPU time per rank instead of 42 ms. A round also computes the norm of each
+contribution (6 ms), and copies the mean (10 ms), because it may be freed before the step applies it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class AverageAllStatistics:
         average_count: Number of averages.
         seconds: Seconds spent on averages, including the wait for the slowest member.
         nbytes: Total size in bytes of the averaged weights.
-        title: Name of the policy and of this rank.
     """
 
     iteration: int
@@ -79,7 +78,7 @@ class AverageAllPolicy(Ported):
         average_every, options: The options below.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or is out of range.
+        TypeError, ValueError: An argument is invalid.
         ClosedError: A member has left; raised by ``step``.
     """
 

@@ -55,8 +55,7 @@ def option(
     """Declare an option as a field of an :class:`Options` subclass.
 
     Args:
-        check: Function that checks a value and returns the value to keep.
-        default: Default value. Without one, the option is required.
+        default: Default value. Without a default, the option is required.
         group: One of :data:`GROUPS`.
         is_agreed: Whether the value must be equal on all members.
         shown: Python expression for the default in documentation; its ``repr`` by default.

@@ -203,7 +203,7 @@ class AveragingOptions(Options):
     """Options for replacing a rank's weights, and for reporting events and durations.
 
     Raises:
-        TypeError, ValueError: An option has the wrong type or is out of range.
+        TypeError, ValueError: An option is invalid.
     """
 
     averaging_strategy: AveragingStrategy = like(JudgingRules, "averaging_strategy")

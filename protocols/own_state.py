@@ -73,8 +73,7 @@ class OwnState:
         """Replace the weights with an average.
 
         Args:
-            trouble: Result of :meth:`trouble` on this rank, or on a rank with another shard of its model; None to check
-                this rank's state now.
+            trouble: Result of :meth:`trouble` on a rank of this replica; None to call it now.
             momentum: Share of the own weights; None for the value of the option.
 
         Returns:

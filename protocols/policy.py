@@ -74,7 +74,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         has_loaded: Whether :meth:`load_state_dict` has been called.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or is out of range.
+        TypeError, ValueError: An argument is invalid.
     """
 
     takes_metric: ClassVar[bool] = True

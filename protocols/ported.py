@@ -43,9 +43,8 @@ class Ported(SpawnPolicy):
                 each epoch. A call is also due if a due number was skipped since the previous call, so calls at every
                 100th iteration are enough for ``average_every=100``. Iterations of epochs shorter than
                 ``average_every`` are added up.
-            model: Model of the policy.
-            optimizer: Optimizer of the policy.
-            local_metric: This rank's metric, as in :meth:`step`.
+            model, optimizer: The policy's own model and optimizer.
+            local_metric: See :meth:`step`.
             group: None, the group that was passed to the policy's constructor, or that group's communicator.
             expose_params: None or True. It has no effect: snapshots are published every ``average_every`` steps.
 

@@ -183,7 +183,6 @@ class AverageApplied:
     """Event inside a replacer's step: this rank's weights have just been replaced.
 
     Attributes:
-        round: Number of the round.
         donors: Ranks of the donors, ascending.
         weights: Weights of the donors, in the same order, not normalised.
         best: Donor of the integer and bool entries; -1 if there are no donors.
@@ -210,7 +209,6 @@ class Contributed:
     :class:`AverageApplied` of the same round follows, unless the policy ends first.
 
     Attributes:
-        round: Number of the round.
         fragment: Number of the averaged fragment, from 0.
         iteration: Iteration of this rank, from 0.
         version: Number of averages of the fragment that this rank had applied before the capture.
@@ -239,7 +237,6 @@ class RoleAssigned:
     ends first. On a donor, :class:`SnapshotTaken` precedes that event, unless the round ends before the next step.
 
     Attributes:
-        round: Number of the round.
         role: Role of this rank, ``"donor"`` or ``"replacer"``.
         donors: Ranks whose snapshots are averaged, ascending; empty for fresh weights from ``model_builder``.
         replacers: Ranks whose weights will be replaced, ascending.
@@ -258,7 +255,6 @@ class RoundEnded:
     """Event on a donor: the round has ended, and the donor's snapshot was freed.
 
     Attributes:
-        round: Number of the round.
         reason: Reason for the end, such as ``"every replacer has answered"``.
         island: Number of the round's island; -1 for this rank's own island, or without islands.
     """
@@ -273,7 +269,6 @@ class RoundAbandoned:
     """Event: this rank has abandoned its role in a round.
 
     Attributes:
-        round: Number of the round.
         reason: Reason for which the replacer keeps its weights, or the donor sends no snapshot.
         island: Number of the round's island; -1 for this rank's own island, or without islands.
     """

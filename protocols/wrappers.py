@@ -1,8 +1,7 @@
 """Finds DDP and FSDP wrappers around a model, which conflict with most policies.
 
 DDP assumes equal weights on all ranks, and FSDP stores a part of each weight on each rank. A policy that changed one
-rank's weights would break both without an error. A wrapped model can be used only if the policy's members are replicas
-of several ranks and the wrapper spans exactly the ranks of one replica.
+rank's weights would break both without an error. A wrapper is allowed only around exactly the ranks of one replica.
 """
 
 from __future__ import annotations

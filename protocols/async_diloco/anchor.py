@@ -1,8 +1,8 @@
 """Keeps the anchor on the leader, and makes its versions from the ranks' contributions.
 
 The outer optimizer moves the parameters. Floating buffers, such as BatchNorm's statistics, move towards the mean of
-the version's contributions by the share of the members that have contributed. If all members have contributed, the
-buffers become the mean, as in DiLoCo. Integer and bool buffers are copied from the first contribution.
+the version's contributions by the share of the members that have contributed. If all have contributed, they become the
+mean. Integer and bool buffers are copied from the first contribution.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class CGAD:
     moments, so combine it with ``outer_optimizer=functools.partial(torch.optim.Adam, lr=...)`` or ``FedAdam``. A
     difference that is not stale is unchanged.
 
-    The paper's abstract describes an exponential times a cosine gate that is 0 past a cutoff. The half cosine used here
-    is an assumption. The abstract gives no values of the two options, so they have no defaults. The paper's experiments
-    have delays of up to 8.
+    The paper's abstract describes an exponential times a cosine gate that is 0 past a cutoff. The half cosine is an
+    assumption. The options have no defaults, because the abstract gives no values. The paper's experiments have delays
+    of up to 8.
 
     Args:
         decay: Rate of the exponential per version, at least 0.

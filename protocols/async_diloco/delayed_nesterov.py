@@ -45,7 +45,7 @@ class DelayedNesterov(OuterOptimizer):
         activation: Share c of the momentum that is applied at each arrival except a window's last, 0 to 1 / ``delay``.
 
     Raises:
-        TypeError, ValueError: An option has the wrong type or is out of range.
+        TypeError, ValueError: An option is invalid.
     """
 
     def __init__(

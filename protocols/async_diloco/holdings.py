@@ -197,7 +197,7 @@ class Holdings:
         """Return these holdings as a dict for checkpoints.
 
         Args:
-            served: State of the newest anchor with the outer optimizer's state, if this member is the leader.
+            served: State of the newest anchor with the outer optimizer's state, if this member leads or is alone.
         """
         return {
             "base": self.base.state(),

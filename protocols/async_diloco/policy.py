@@ -107,7 +107,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         average_every, options: The options below.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or is out of range.
+        TypeError, ValueError: An argument is invalid.
     """
 
     progress_names: ClassVar[tuple[str, ...]] = (FIRST_WEIGHTS, _RESUMED)
@@ -169,9 +169,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
                 steps on all ranks, or in none. Without it, each step counts as 1.
 
         Raises:
-            TypeError: ``weights`` is not ``"equal"``, and the number of tokens is passed by position.
-            ValueError: ``tokens`` is not a finite number above 0, is missing in some steps, or is passed although
-                ``weights`` is ``"equal"``.
+            TypeError, ValueError: ``tokens`` is invalid; see :meth:`DiLoCoPolicy.step`.
         """
         if self._first_call is None:
             self.note_call(line_of_caller())
@@ -358,9 +356,9 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         """Stop making versions until the next step, so that :meth:`state_dict` matches the other ranks' states.
 
         :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, versions
-        are still made, because other ranks may wait for them in their steps. Their quorum then excludes the ranks that
-        have called this method. With ``late="wait"`` and a quorum, all ranks must call this method before a collective
-        operation of the training loop.
+        are still made, because other ranks may wait for them in their steps. The leader then does not wait for ranks
+        that have called this method, even without a quorum. With ``late="wait"`` and a quorum, all ranks must call this
+        method before a collective operation of the training loop.
 
         Raises:
             BusyError: The call is inside a block of :meth:`anchor_weights`.

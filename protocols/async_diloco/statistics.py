@@ -30,11 +30,10 @@ class AsyncDiLoCoStatistics:
         lost_outer_state_count: Number of times that this rank became the leader with an outer optimizer's state older
             than the anchor.
         merge_count: As the server of an island, number of merges of the global anchor.
-        lost_progress_count: Number of times that this rank became the server of its island without the state after the
-            island's last merge. The island's progress since then was not contributed.
+        lost_progress_count: Number of times that this rank became the server of its island without the island's newest
+            state, so that progress since the last merge was not contributed.
         global_count: As the global server, number of applied contributions of islands.
         global_version: Version of the newest global anchor that this rank has received; 0 without islands.
-        title: Name of the policy and of this rank.
     """
 
     iteration: int

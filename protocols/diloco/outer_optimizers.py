@@ -137,10 +137,8 @@ class FedYogi(_FedOptimizer):
     After a large D, v falls more slowly than with :class:`FedAdam`, so that steps do not suddenly become large.
 
     Args:
-        params: Parameters, whose gradients are the differences D.
-        lr: Outer learning rate.
+        params, lr, tau: See :class:`FedAdam`.
         betas: Decay of m per round, and one minus the share of D ** 2 by which v changes.
-        tau: Smallest denominator. A large ``tau`` makes the steps less adaptive.
 
     Raises:
         ValueError: An option is out of range.
@@ -159,9 +157,8 @@ class FedAdagrad(_FedOptimizer):
     """Adagrad as an outer optimizer: v <- v + D ** 2, and no momentum: m = D.
 
     Args:
-        params: Parameters, whose gradients are the differences D.
+        params, tau: See :class:`FedAdam`.
         lr: Outer learning rate. The steps shrink with the number of rounds.
-        tau: Smallest denominator. A large ``tau`` makes the steps less adaptive.
 
     Raises:
         ValueError: An option is out of range.

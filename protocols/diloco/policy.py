@@ -88,7 +88,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         average_every, options: The options below.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or is out of range.
+        TypeError, ValueError: An argument is invalid.
     """
 
     @validation.names_options(refused=ELSEWHERE, called=call_of_library)

@@ -1,10 +1,9 @@
 """Implements an evolution strategy: all ranks train one model without gradients, and send each other only losses.
 
 In each step, each rank evaluates the common weights with a few random perturbations and their mirror images. The scores
-are sent in the reports of an exchange, whose data are only the model's buffers. Each rank then draws all ranks'
-perturbations, estimates the gradient (:mod:`protocols.evolution.perturbations`), and makes one step of the optimizer.
-All ranks do the same arithmetic in the same order, so their weights stay equal to the bit. If a rank is lost, its pairs
-of the round do not count.
+are sent in the reports of an exchange, whose data are only the model's buffers. Each rank then estimates the gradient
+(:mod:`protocols.evolution.perturbations`), and makes one step of the optimizer. All ranks do the same arithmetic in the
+same order, so their weights stay equal to the bit. If a rank is lost, its pairs of the round do not count.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         options: The options below.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or is out of range.
+        TypeError, ValueError: An argument is invalid.
     """
 
     takes_metric: ClassVar[bool] = True

@@ -33,8 +33,8 @@ class Range:
         integer: Whether the values are integers.
 
     Raises:
-        TypeError, ValueError: A limit is not a finite number, the limits are reversed or equal, or ``log`` is true
-            although ``low`` is not above 0.
+        TypeError, ValueError: A limit is not a finite number, ``low`` is not below ``high``, or ``low`` is not above 0
+            with ``log=True``.
     """
 
     low: float

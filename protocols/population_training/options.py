@@ -110,7 +110,7 @@ class ExploringOptions(Options):
     """Options for the hyperparameters and for copying and changing them.
 
     Raises:
-        TypeError, ValueError: An option has the wrong type or is out of range, or options contradict each other.
+        TypeError, ValueError: An option is invalid, or two options contradict each other.
     """
 
     hyperparameters: Mapping[str, Space] = option(

@@ -77,8 +77,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         average_every, metric, options: The options below.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or is out of range, or the optimizer lacks a
-            hyperparameter.
+        TypeError, ValueError: An argument is invalid, or the optimizer lacks a hyperparameter.
     """
 
     @validation.names_options(refused=ELSEWHERE)

@@ -71,8 +71,8 @@ class OptimizerSettings:
     def _write_base(self, place: int, group: dict[str, Any], new: float) -> None:
         """Change a group's base learning rate, and the current learning rate in proportion.
 
-        If the old base is 0, there is no proportion. The current learning rate is then computed by the scheduler, or is
-        the new base if the scheduler can compute a rate only from the previous rate.
+        If the old base is 0, the current learning rate becomes the scheduled rate, or the new base if the scheduler can
+        compute a rate only from the previous rate.
         """
         old = float(group["initial_lr"])
         if not old and not new:

@@ -82,9 +82,8 @@ class ReplicaAveragingPolicy(Ported):
     its replica, and warns if they do not leave. If a rank is lost, ``step`` raises RankLostError on the other ranks of
     its replica. The job then ends, unless these ranks leave the policy.
 
-    A model sharded by ``fully_shard`` over the ranks of its replica remains sharded. Each rank averages its shards with
-    the ranks of other replicas that have the same shards. Events, ``nbytes`` and statistics then refer to the rank's
-    own shards.
+    Under ``fully_shard``, each rank averages its shards with the ranks of other replicas that have the same shards.
+    Events, ``nbytes`` and statistics then refer to the rank's own shards.
 
     Args:
         model: A module, which may be wrapped in DDP or contain DDP, as ``torch.compile(ddp)`` does. Alternatively, a

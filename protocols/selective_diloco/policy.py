@@ -72,7 +72,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         average_every, options: The options below.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or is out of range.
+        TypeError, ValueError: An argument is invalid.
     """
 
     takes_metric: ClassVar[bool] = True
@@ -120,8 +120,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
 
         Raises:
             TypeError: A metric is not callable.
-            ValueError: A contribution is due, but the call and the policy have no metric, or ``tokens`` is invalid (see
-                :meth:`DiLoCoPolicy.step`).
+            ValueError: A contribution is due without a metric, or ``tokens`` is refused by :meth:`DiLoCoPolicy.step`.
         """
         if self._first_call is None:
             self.note_call(line_of_caller())
@@ -194,5 +193,5 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         return tuple(gain_of(Report(1.0, 0.0, scores)) for scores in verdict.scores)
 
     def _takes_whole(self, verdict: Verdict) -> bool:
-        """Return whether this rank was left out, so that it takes the new weights whole, without ``mixing``."""
+        """Return whether this replica was left out, so that it takes the new weights without ``mixing``."""
         return self._world.rank not in (*verdict.donors, *verdict.late)

@@ -196,7 +196,7 @@ class GossipPolicy(SimplePolicy):
         options: The options below.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or is out of range.
+        TypeError, ValueError: An argument is invalid.
     """
 
     @validation.names_options(refused=_ELSEWHERE)

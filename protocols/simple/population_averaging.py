@@ -163,9 +163,9 @@ class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
     first contributing rank. Each rank keeps its optimizer's state. A rank whose weights are not finite does not
     contribute, and its weights are replaced by the mean of the other ranks.
 
-    With ``center=True`` (EASGD), the parameters are pulled to a center instead of to the mean. The center is equal on
-    all ranks, and is the result of the training: :meth:`anchor_weights` puts it into the model. All ranks must begin
-    with equal parameters. Parameters that are not finite are replaced by the center.
+    With ``center=True`` (EASGD), the parameters are pulled to a center, which is equal on all ranks and is the result
+    of the training (see :meth:`anchor_weights`). All ranks must begin with equal parameters. Parameters that are not
+    finite are replaced by the center.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.
@@ -173,7 +173,7 @@ class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
         options: The options below.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or is out of range.
+        TypeError, ValueError: An argument is invalid.
     """
 
     @validation.names_options(refused=ELSEWHERE)

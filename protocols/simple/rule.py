@@ -129,7 +129,7 @@ def drawn(seed: int, round: int, count: int) -> Tensor:
 def random_pair(seed: int, round: int, rank: int, members: Sequence[int]) -> tuple[int, ...]:
     """Return a rank and its random partner in a round, ascending.
 
-    If the number of members is odd, one member has no partner, and only this rank is returned.
+    If the number of members is odd, one of them has no partner, and is returned alone.
     """
     return next(pair for pair in random_pairs(seed, round, members) if rank in pair)
 

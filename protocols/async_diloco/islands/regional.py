@@ -57,8 +57,8 @@ class Regional:
     Attributes:
         merged: Number of the island's last contribution whose answer was merged; 0 before the first.
         merge_count: Number of merges by this rank.
-        lost_count: Number of times that this rank began to serve without the state after the island's last merge. The
-            island's progress since then is not contributed.
+        lost_count: Number of times that this rank began to serve without the state after the island's last merge, so
+            that the progress since then is not contributed.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ def local_steps(average_every: int, speed: float, fastest: float, *, least: int 
         average_every: Number H of steps of the fastest rank.
         speed: Steps per second of this rank.
         fastest: Steps per second of the fastest rank.
-        least: Least number of steps, at most H; 5 in the notebook of Liu et al.
+        least: Least number of steps, limited to H; 5 in the notebook of Liu et al.
 
     Returns:
         A number from ``least`` to ``average_every``.
@@ -49,7 +49,7 @@ def _speed(name: str, value: float) -> float:
 
 
 class Stopwatch:
-    """Measures a rank's training speed. The time inside ``policy.step`` is not counted."""
+    """Measures a rank's training speed between the policy's steps, without the policy's waits."""
 
     def __init__(self) -> None:
         self._resumed_at: float | None = None  # None before the end of the first step
