@@ -157,7 +157,6 @@ def in_markdown(options: list[Field[Any]]) -> str:
 
 
 def _shown(each: Field[Any]) -> str:
-    """Return a default value as a Python expression."""
     return each.metadata[_KEY].shown or repr(each.default)
 
 

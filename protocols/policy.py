@@ -543,7 +543,6 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return members[0]
 
     def _agreed_values(self) -> dict[str, str]:
-        """Return the values that must be equal on all members, as strings."""
         return {
             **({BEGINS_AGAIN: "so"} if self.begins_again else {}),
             **({LEFT_OUT: self._flat.left_out_digest()[:16]} if self._flat.trained_only else {}),
@@ -583,5 +582,4 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             self._refuse(call)
 
     def _refuse(self, call: str = "step()") -> NoReturn:
-        """Raise the error that explains why ``call`` is not possible now."""
         refuse_call(call, type(self).__name__, self._stage, is_stepping=self._stepping)

@@ -117,7 +117,6 @@ class StepInfo:
 
 
 def _change(name: str, old: Any, new: Any) -> str:
-    """Describe how a hyperparameter changes, with numbers of four digits."""
     texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in (old, new)]
     return f"{name} {' -> '.join(texts)}"
 

@@ -134,7 +134,6 @@ class Anchor:
         return mean
 
     def _decoded(self, given: Contribution, momenta: Sequence[Tensor] | None, age: float) -> list[Tensor]:
-        """Return the values of a contribution, with corrected differences."""
         values = [vector.decoded(each) for vector, each in zip(self._layouts.wire.vectors, given.encoded, strict=True)]
         if isinstance(self._correct, StalenessWeight):
             for flat in self._layouts.stepped(values):

@@ -218,6 +218,5 @@ def _positive(name: str, value: Any) -> float:
 
 
 def _check(correction: object, **checks: Callable[[str, Any], float]) -> None:
-    """Replace each option of a frozen dataclass by its checked value."""
     for name, check in checks.items():
         object.__setattr__(correction, name, check(name, getattr(correction, name)))

@@ -140,7 +140,6 @@ class AsyncMember:
         return found
 
     async def _take_registration(self, leader: int, version: int, applied: Applications) -> None:
-        """Fetch the global anchor that answers this rank's registration."""
         block = self._layouts.new_block()
         try:
             await self._anchors.fetch(leader, version, block[0])
@@ -178,7 +177,6 @@ class AsyncMember:
         return is_free or members.is_broken
 
     def _note_late(self) -> None:
-        """Log the state that may be lost because this rank leaves now."""
         me, own = self._services.rank, self._holdings
         if own.outstanding is not None:
             logger.warning(
@@ -305,7 +303,6 @@ class AsyncMember:
             self.server.on_register(source)
 
     def _obey(self, leader: int, number: int, message: AsyncMessage) -> None:
-        """Handle a message from the leader."""
         own = self._holdings
         match message:
             case Applied():

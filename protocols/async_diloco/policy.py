@@ -194,7 +194,6 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return self._takers() if self._island is None else tuple(reversed(self._island.population))
 
     def _prepare(self) -> None:
-        """Divide the ranks into replicas and islands, and copy the anchor from the model."""
         self._replicas = Replicas(self._members, 1 if self.is_alone else self._own_options.replica_size)
         self._island = self._own_options.layout.island_of(self._world.rank, self._members, self._services.hosts)
         self.admits_restarted = self.admits_restarted and self._island is None
@@ -332,7 +331,6 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             self._captures.restore(own.base.block, self._tensors())
 
     def _whole_state(self) -> dict[str, Any]:
-        """Return the leader's state that a joining rank loads."""
         state, server = super()._whole_state(), self._opened()[0].server
         assert server is not None, "only a leader admits"
         own = dict.fromkeys(("captures", "answer", "outstanding", "reported", "global"))
@@ -404,7 +402,6 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             self._saved = state
 
     def _take_saved(self) -> None:
-        """Apply the state that was passed to :meth:`load_state_dict`, if any."""
         state, rank = self._saved, self._world.rank
         if state is None:
             return
@@ -490,7 +487,6 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return self._own_tensors() if self._crew is None else self._crew.tensors(self._own_tensors())
 
     async def _capture(self) -> None:
-        """Capture this replica's contribution, and offer it to the leader."""
         unsound = self._known_infinities.unsound_entry_of_model() or ""
         if self._crew is not None:
             unsound = await self._collect(self._crew, unsound)
@@ -527,7 +523,6 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return block, Arrived(own.base.version, self._progress.steps, self._progress.tokens, norm, speed)
 
     async def _apply_alone(self, contribution: Outstanding) -> None:
-        """Make the next version of the anchor from this rank's contribution alone."""
         anchor, own = self._alone, self._holdings
         assert anchor is not None, "the rank is not alone"
         own.outstanding = contribution  # so that a cancelled call can be repeated
@@ -550,7 +545,6 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return NOTHING if report is None else await self._apply(report, began_at)
 
     async def _apply(self, report: Applied, began_at: float) -> StepInfo:
-        """Write the new anchor into the model, and return the result of the step."""
         kept = None if self._resets_optimizer else self.optimizer
         crew, trouble = self._crew, trouble_of(self._known_infinities, kept)
         if crew is not None:
@@ -585,7 +579,6 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return info
 
     def _announce(self, info: StepInfo, report: Applied) -> None:
-        """Log that this rank has contributed to a version, and has applied its anchor."""
         own = self._own_options
         event = self._progress.contributed(info.round, own.weights, info.wire_nbytes, info.unencoded_nbytes)
         self._journal.note_contributed(event)

@@ -155,7 +155,6 @@ class Server:
         self._begin(held, outer, elected.version)
 
     async def _want(self, holder: int, version: int) -> HeldAnchor | None:
-        """Fetch a member's newest anchor; return None if the member is lost."""
         block = self._layouts.new_block()
         given = await self._asked(holder, version, is_outer=False)
         try:
@@ -169,7 +168,6 @@ class Server:
         return HeldAnchor(version, given.applied, block, given.merged)
 
     async def _want_outer(self, holder: int, version: int) -> tuple[int, Tensor] | None:
-        """Fetch a member's copy of the outer optimizer's state; return None if the member is lost."""
         given = await self._asked(holder, version, is_outer=True)
         try:
             if given is None:
@@ -334,7 +332,6 @@ class Server:
                 await self._make_version(arrivals.take(takes_all=grace_s > 0))
 
     def _grace_of(self, quorum: Quorum) -> float:
-        """Return the seconds to wait for further contributions after a quorum."""
         own = self._options.own
         if not own.grace_steps or not self._speeds:
             return own.grace_s
@@ -415,7 +412,6 @@ class Server:
         self._post(report, rank, arrival.sequence)
 
     def _steps_of(self, rank: int) -> int:
-        """Return the number of training steps until a rank's next contribution."""
         every = self._options.average_every
         return steps_at_speed(every, rank, self._speeds) if self._options.own.dynamic_steps else every
 

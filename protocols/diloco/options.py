@@ -240,7 +240,6 @@ class DiLoCoOptions(ExchangeOptions):
             )
 
     def _check_beside_eager(self) -> None:
-        """Raise ValueError if an option is incompatible with ``eager=True``."""
         if self.outer_optimizer is None:
             raise ValueError(
                 "outer_optimizer must be a factory with eager=True, got None: an eager step is a step of the outer "

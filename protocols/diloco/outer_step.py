@@ -266,7 +266,6 @@ def _cloned(value: Any) -> Any:
 
 
 def _without_objects(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group that can be saved in a checkpoint."""
     return {name: value for name, value in group.items() if _is_data(value)}
 
 

@@ -203,7 +203,6 @@ def _move(trained: Sequence[Tensor], centre: Sequence[Tensor], direction: Sequen
 
 @contextmanager
 def _gradients(trained: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Iterator[None]:
-    """Set the parameters' gradients for the duration of the block."""
     before = [each.grad for each in trained]
     try:
         for each, gradient in zip(trained, gradients, strict=True):

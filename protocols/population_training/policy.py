@@ -232,7 +232,6 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         self._lineage = lineage
 
     def _values_in(self, state: Mapping[str, Any]) -> dict[str, Value]:
-        """Return the hyperparameters in a saved state; raise ValueError if their names are not this policy's."""
         values = json.loads(state["hyperparameters"])
         if values.keys() != self._spaces.keys():
             raise ValueError(

@@ -203,7 +203,6 @@ class ReplicaAveragingPolicy(Ported):
             raise
 
     async def _start_among_groups(self) -> None:
-        """Create the groups of this rank's replica and of the ranks with which it averages, and start averaging."""
         ranks, size, own = self._group.ranks, self.replica_size, self._group.index
         first = own - own % size
         if size == len(ranks) and own == 0:

@@ -223,7 +223,6 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return tuple(Status(metric, following.assignment_count, is_complete, following.failure, trouble))
 
     async def _decide(self, said: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Choose and perform the leader's action at a swap point, and return the decision."""
         member = self._leading
         assert member is not None, "only the leader decides"
         await self._world.progress()

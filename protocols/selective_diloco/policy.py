@@ -164,7 +164,6 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         return self._sign * metrics[0], self._sign * metrics[1]
 
     def _replica_count(self) -> int:
-        """Return the number of living replicas."""
         return 1 if self._membership is None else len(self._membership.living) // self._replicas.size
 
     async def _evaluate(self) -> float:

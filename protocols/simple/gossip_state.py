@@ -86,7 +86,6 @@ class GossipFragment(RuleFragment):
         super().apply(tensors, is_late=is_late, is_whole=is_whole)
 
     def _moved(self, place: int, mean: Tensor, tensors: Sequence[Tensor], is_whole: bool) -> Tensor:
-        """Update the anchor of one vector with the partners' mean, and return the anchor."""
         anchor, outer = self._anchors[place], self._outer
         if outer is None or is_whole:
             anchor.copy_(mean)

@@ -65,7 +65,6 @@ class SimplePolicy(ExchangePolicy):
         return [_PermutedFragment(layout_of(width=count), self._rule, share, self._world.rank)]
 
     def _new_fragment(self, layout: WireLayout) -> Fragment:
-        """Return the fragment of a rule that exchanges all values."""
         return RuleFragment(layout, self._rule, None)
 
     def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:

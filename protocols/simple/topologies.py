@@ -147,7 +147,6 @@ class Graph:
         return self._table(round, tuple(members))[rank]
 
     def _new_table(self, round: int, members: tuple[int, ...]) -> Mapping[int, Shares]:
-        """Return the shares of each member's partners in a round."""
         phase = round - 1
         match self._topology:
             case Matrix(rows):
