@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
@@ -21,6 +23,7 @@ from asyncdist.errors import BusyError, ClosedError, DisagreementError, LocalPro
 from asyncdist.integrations.random_numbers import draw_apart
 from asyncdist.protocols import (
     AsyncSelectiveAveragingPolicy,
+    EvolutionStrategyPolicy,
     ReplicaAveragingPolicy,
     SpawnPolicy,
     StepInfo,
@@ -116,9 +119,9 @@ def selective_averaging(
     if validation.count("replica_size", replica_size) == 1:
         if swap_every is not None:
             validation.refuse("swap_every", swap_every, "None if replica_size is 1")
-        return Training(lambda model, optimizer: AsyncSelectiveAveragingPolicy(model, optimizer, **given), warning)
+        return Training(AsyncSelectiveAveragingPolicy, given, warning)
     given |= {"replica_size": replica_size, "swap_every": swap_every}
-    return Training(lambda model, optimizer: ReplicaAveragingPolicy(model, optimizer, **given), warning)
+    return Training(ReplicaAveragingPolicy, given, warning)
 
 
 def averaging(kind: type[PolicyT], options: Mapping[str, Any], *, monitor: str | None = None) -> Training[PolicyT]:
@@ -133,13 +136,19 @@ def averaging(kind: type[PolicyT], options: Mapping[str, Any], *, monitor: str |
     if kind.keeps_replicas:
         allowed = "another policy, since SelectiveAveraging(replica_size=...) uses this one"
         validation.refuse("policy", kind, allowed)
+    if issubclass(kind, EvolutionStrategyPolicy):
+        allowed = (
+            "a policy for models that the trainer trains, because this policy's steps train the model instead: call "
+            "them in a loop of your own, with asyncdist.integrations.pytorch.Averaging"
+        )
+        validation.refuse("policy", kind, allowed)
     if monitor is not None and not kind.takes_metric:
         validation.refuse("monitor", monitor, f"None, because {kind.__name__} uses no metric")
     validation.check_option_names(kind, options)
     validation.count("replica_size", options.get("replica_size", 1))
     given = {"metric_mode": "min", **options} if kind.takes_metric else dict(options)
     warning = "" if monitor is None else _warning_of_monitor(monitor, given["metric_mode"])
-    return Training(lambda model, optimizer: kind(model, optimizer, **given), warning)
+    return Training(kind, given, warning)
 
 
 def warn_of_unlabelled_lines(world: World, cure: str) -> None:
@@ -194,7 +203,7 @@ def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:
 
 
 def refuse_copy(owner: object, *_: object) -> NoReturn:
-    """Raise TypeError: an object that owns a training's policy cannot be copied."""
+    """Raise TypeError: an object that owns a training's policy cannot be copied or pickled."""
     raise TypeError(
         f"{type(owner).__name__} cannot be copied, because it holds the policy of this rank's training; make another "
         "one with the same options"
@@ -205,10 +214,13 @@ class Training(Generic[PolicyT]):
     """Owns a policy for the duration of one training.
 
     Args:
-        make: Function that makes the policy for a model and its optimizer.
+        kind: Class of the policy, or an object that returns the policy, called with a model and its optimizer.
+        options: Options of the policy.
         warning: Warning that rank 0 logs when the training begins; "" for no warning.
 
     Attributes:
+        kind: Given ``kind``.
+        name: Option ``name`` of the policy, or "" if it has none.
         policy: Open policy; None before and after the training.
         is_judged: Whether the policy's steps need this rank's metric. Policies that use no metric, or have the option
             ``metric``, do not.
@@ -218,8 +230,12 @@ class Training(Generic[PolicyT]):
             policy with it.
     """
 
-    def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], PolicyT], warning: str = "") -> None:
-        self._make = make
+    def __init__(
+        self, kind: Callable[..., PolicyT], options: Mapping[str, Any] = MappingProxyType({}), warning: str = ""
+    ) -> None:
+        self.kind = kind
+        self.name = str(options.get("name", ""))
+        self._options = options
         self._warning = warning
         self.is_judged = True
         self._saved: Mapping[str, Any] | None = None
@@ -246,7 +262,7 @@ class Training(Generic[PolicyT]):
         # A user may begin the training again in the except clause that handles the error.
         if (error := sys.exception()) is not None and is_out_of_memory(error):
             note_out_of_memory()
-        made = self._make(model, optimizer)
+        made = self.kind(model, optimizer, **self._options)
         self.is_judged = made.takes_metric and made._metric is None
         if self.is_judged and made.calls_metric:
             raise TypeError(
@@ -325,6 +341,7 @@ class Training(Generic[PolicyT]):
     def _keep(self, policy: Policy[PolicyT] | None, replacement_count: int) -> None:
         self.policy, self.replacement_count, self.is_interrupted = policy, replacement_count, False
         self.is_apart = policy is None
+        self._takes_tokens = policy is not None and "tokens" in inspect.signature(policy.awaited.step).parameters
         self._caller = current_caller("a policy")
         self._caller.at_end(self.end)
 
@@ -387,7 +404,11 @@ class Training(Generic[PolicyT]):
             self._caller.call(self._caller.world.safe_point)  # raises the error of a failed job
             return NOTHING
         size = {} if tokens is None else {"tokens": tokens}
-        info: StepInfo = self._caller.call(self.open_policy().awaited.step, metric, **size)
+        policy = self.open_policy().awaited
+        if size and not self._takes_tokens:
+            kind = type(policy).__name__
+            raise TypeError(f"tokens must be None, because {kind} has no weights='tokens', got {tokens!r:.80}")
+        info: StepInfo = self._caller.call(policy.step, metric, **size)
         if info is not NOTHING:
             self.replacement_count += bool(info)
         return info

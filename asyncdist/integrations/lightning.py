@@ -36,6 +36,7 @@ from asyncdist.integrations.joining import (
     join,
     refuse_copy,
     selective_averaging,
+    settle_open_trainings,
     warn_of_iterable,
 )
 from asyncdist.integrations.metrics import RunningLoss
@@ -163,6 +164,7 @@ class Averaging(Callback, Generic[PolicyT]):
                 raise SystemExit(0)
             raise ValueError(self._refusal(trainer.world_size))
         self._give_folder(trainer)
+        _settle_before_saving(trainer.strategy)
         if self._world.size > 1:
             self._shuffle_loaders_apart(trainer)
         if self._world.rank:
@@ -258,6 +260,10 @@ class Averaging(Callback, Generic[PolicyT]):
                 f"{type(self).__name__} the index of the optimizer whose state is reset when weights are replaced, "
                 "such as optimizer_index=0"
             )
+        if index is not None and not -len(optimizers) <= index < len(optimizers):
+            validation.refuse(
+                "optimizer_index", index, f"the index of one of {len(optimizers)} optimizers of configure_optimizers"
+            )
         return optimizers[index or 0]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -344,7 +350,8 @@ class Averaging(Callback, Generic[PolicyT]):
     @property
     def state_key(self) -> str:
         """The key of the policy's state in checkpoints, which is different for each policy."""
-        return f"{type(self).__qualname__}({self._policy_name})"
+        named = (self._policy_name, *([f"name={self._training.name!r}"] if self._training.name else []))
+        return f"{type(self).__qualname__}({', '.join(filter(None, named))})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the policy's state for a checkpoint, even after the fit; empty before the first fit."""
@@ -458,6 +465,23 @@ def _steps_of(trainer: pl.Trainer) -> Any:
     except AttributeError:  # other versions of Lightning store the number elsewhere
         pass
     return _GlobalStep(trainer)
+
+
+def _settle_before_saving(strategy: Any) -> None:
+    """Patch a strategy to wait for the rounds in flight before it reads the weights for a checkpoint.
+
+    Otherwise, a strategy that gathers copies of the weights would save weights from before the end of the rounds.
+    """
+    if "lightning_module_state_dict" in vars(strategy):  # an earlier fit has patched the strategy
+        return
+    read = strategy.lightning_module_state_dict
+
+    @functools.wraps(read)
+    def settle_and_read() -> Any:
+        settle_open_trainings()
+        return read()
+
+    strategy.lightning_module_state_dict = settle_and_read
 
 
 def _hide_ranks_of_mpi() -> None:

@@ -59,7 +59,7 @@ class Averaging(Generic[PolicyT]):
         self._training = training
         self._training.begin(model, optimizer)
 
-    __copy__ = __deepcopy__ = refuse_copy
+    __copy__ = __deepcopy__ = __reduce_ex__ = refuse_copy  # type: ignore[assignment]
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
@@ -103,7 +103,8 @@ class Averaging(Generic[PolicyT]):
     def state_dict(self) -> dict[str, Any]:
         """Return the policy's state, for :meth:`protocols.SpawnPolicy.load_state_dict` of a policy not yet entered.
 
-        If rounds are in flight, this method waits until this rank has received their means.
+        If rounds are in flight, this method waits until this rank has received their means, which may change the
+        weights. So call it before the ``state_dict()`` of the model.
 
         Raises:
             ClosedError: Called after :meth:`close` or after the end of the ``with`` block.

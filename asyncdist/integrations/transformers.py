@@ -24,6 +24,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Generic, Unpack
+from urllib.parse import quote
 
 import torch
 
@@ -38,6 +39,7 @@ from asyncdist.integrations.joining import (
     hide_ranks,
     join,
     log_once_that_rank_0_pushes,
+    refuse_copy,
     selective_averaging,
     warn_of_iterable,
     warn_of_unlabelled_lines,
@@ -60,8 +62,8 @@ hide_ranks()
 
 logger = logging.getLogger("asyncdist.integrations")
 
-#: Name of the file in a checkpoint that contains the policy's state.
-_STATE_FILE: Final = "asyncdist_policy.pt"
+#: First part of the names of the files in a checkpoint that contain the policies' states.
+_STATE_FILE: Final = "asyncdist_policy"
 
 
 class Averaging(TrainerCallback, Generic[PolicyT]):
@@ -121,6 +123,8 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         """The policy while the trainer trains; None otherwise."""
         return self._training.policy
 
+    __copy__ = __deepcopy__ = __reduce_ex__ = refuse_copy  # type: ignore[assignment]
+
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Set the folder to which this rank writes."""
         self._prepare(args)
@@ -159,8 +163,9 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         makers: dict[str, Callable[[Any], Any]] = {
             "training_step": self._seeing_batches,
             "log": self._adding_count,
+            "save_model": self._settling_before,
             "_save_optimizer_and_scheduler": self._saving_state,
-            "_load_optimizer_and_scheduler": self._loading_state,
+            "_load_optimizer_and_scheduler": functools.partial(self._loading_state, trainer),
             "_load_best_model": self._leaving_before,
         }
         if self._world.size > 1:
@@ -208,6 +213,15 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
         return call_with_seed
 
+    def _settling_before(self, save_model: Callable[..., None]) -> Callable[..., None]:
+        """Wrap ``save_model`` to wait for the rounds in flight, because their means change the weights."""
+
+        def settle_and_save(*args: Any, **options: Any) -> None:
+            self._training.settle()
+            save_model(*args, **options)
+
+        return settle_and_save
+
     def _saving_state(self, save: Callable[[str], None]) -> Callable[[str], None]:
         """Wrap ``save`` to write the policy's state next to the optimizer's."""
 
@@ -222,18 +236,34 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
     @property
     def _state_file(self) -> str:
         """Name of the file with this rank's policy state in a checkpoint, whose folder the ranks of a replica share."""
-        stem = _STATE_FILE.removesuffix(".pt")
-        return _STATE_FILE if self._place == 0 else f"{stem}_{self._place}.pt"
+        return "_".join((_STATE_FILE, self._key, *([str(self._place)] if self._place else []))) + ".pt"
 
-    def _loading_state(self, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
+    @property
+    def _key(self) -> str:
+        """The policy's class and name, which are different for each policy of a trainer."""
+        name = self._training.name
+        return self._training.kind.__name__ + (f"_{quote(name, safe='')}" if name else "")
+
+    def _loading_state(self, trainer: Trainer, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
         """Wrap ``load`` to start the policy from its state in the checkpoint, if there is one."""
 
         def load_both(checkpoint: str | None) -> None:
             load(checkpoint)
-            if checkpoint is not None and os.path.exists(path := os.path.join(checkpoint, self._state_file)):
-                self._training.load_state_dict(torch_files.load(Path(path)))
+            if checkpoint is not None:
+                self._load_state(trainer, Path(checkpoint))
 
         return load_both
+
+    def _load_state(self, trainer: Trainer, checkpoint: Path) -> None:
+        """Load the policy's state, possibly from the one file that earlier versions wrote for all policies."""
+        old = checkpoint / (f"{_STATE_FILE}_{self._place}.pt" if self._place else f"{_STATE_FILE}.pt")
+        if (own := checkpoint / self._state_file).exists():
+            self._training.load_state_dict(torch_files.load(own))
+        elif old.exists():
+            state, kind = torch_files.load(old), self._training.kind
+            kinds = [each._training.kind for each in _averagings_of(trainer)]
+            if len(kinds) == 1 or (state.get("policy") == kind.__name__ and kinds.count(kind) == 1):
+                self._training.load_state_dict(state)
 
     def _leaving_before(self, load_best_model: Callable[..., None]) -> Callable[..., None]:
         """Wrap ``load_best_model`` to leave the policy before, because leaving may change the weights."""
@@ -428,6 +458,10 @@ def _replaced(trainer: Trainer, **makers: Callable[[Any], Any]) -> Iterator[None
         vars(trainer).update(before)
 
 
+def _averagings_of(trainer: Trainer) -> list[Averaging[Any]]:
+    return [each for each in trainer.callback_handler.callbacks if isinstance(each, Averaging)]
+
+
 def _attach_to_trainers() -> None:
     """Patch ``Trainer.train`` to attach its :class:`Averaging` callbacks, which have no reference to their trainer."""
     train: Callable[..., Any] = Trainer.train
@@ -435,9 +469,8 @@ def _attach_to_trainers() -> None:
     @functools.wraps(train)
     def train_with_averages(self: Trainer, *args: Any, **options: Any) -> Any:
         with contextlib.ExitStack() as attached:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, Averaging):
-                    attached.enter_context(callback._attached(self))
+            for averaging in _averagings_of(self):
+                attached.enter_context(averaging._attached(self))
             return train(self, *args, **options)
 
     Trainer.train = train_with_averages  # type: ignore[method-assign]
@@ -452,8 +485,8 @@ def _push_only_from_rank_0(name: str) -> None:
 
     @functools.wraps(push)
     def push_if_allowed(self: Trainer, *args: Any, **options: Any) -> Any:
-        averaging = (one for one in self.callback_handler.callbacks if isinstance(one, Averaging))
-        return push(self, *args, **options) if all(one._may_push() for one in averaging) else None
+        may_push = all(averaging._may_push() for averaging in _averagings_of(self))
+        return push(self, *args, **options) if may_push else None
 
     setattr(Trainer, name, push_if_allowed)
 

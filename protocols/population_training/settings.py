@@ -48,7 +48,8 @@ class OptimizerSettings:
         if tunes_lr and is_scheduled and not self._schedulers:
             raise ValueError(
                 "lr_scheduler must be the scheduler of the optimizer's learning rate, got None: without it, the "
-                "scheduler would undo the policy's changes of 'lr'"
+                "scheduler would undo the policy's changes of 'lr'. For a Trainer of transformers, which otherwise "
+                "makes a scheduler later, also pass Trainer(optimizers=(optimizer, scheduler))"
             )
         for each in self._schedulers:
             if getattr(each, "optimizer", None) is not self._optimizer or not hasattr(each, "base_lrs"):

@@ -12,7 +12,7 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.integrations.joining import averaging
-from asyncdist.integrations.pytorch import Averaging
+from asyncdist.integrations.pytorch import Averaging, SelectiveAveraging
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
@@ -248,3 +248,15 @@ def test_a_trainers_policy_is_checked_at_once(kind: Any, options: Any, error: ty
 def test_a_class_is_not_a_policy_of_a_loop() -> None:
     with pytest.raises(TypeError, match="policy must be a policy, such as"):
         Averaging(DiLoCoPolicy)  # type: ignore[type-var]
+
+
+def test_tokens_of_a_policy_without_weights_are_refused() -> None:
+    """Regression: the error named an internal method, and not the option that is missing."""
+
+    def main(world: ad.blocking.World) -> None:
+        model = nn.Linear(2, 1)
+        averaging = SelectiveAveraging(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=2)
+        with pytest.raises(TypeError, match=r"^tokens must be None, because AsyncSelectiveAveragingPolicy .*got 4$"):
+            averaging.step(loss=1.0, tokens=4)
+
+    ad.run_local(ad.blocking.hosted(main), ranks=1)

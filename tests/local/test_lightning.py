@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import asyncdist as ad
-from protocols import DiLoCoPolicy
+from protocols import DiLoCoPolicy, GossipPolicy
 
 ROWS, BATCH, SAVED_AFTER = 16, 2, 3
 
@@ -157,3 +157,74 @@ def test_a_fast_dev_run_trains_on_each_rank(tmp_path: Path) -> None:
         return int(trainer.global_step)
 
     assert ad.run_local(ad.blocking.hosted(train), ranks=2) == [2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_gathered_weights_are_those_of_the_policy_state(tmp_path: Path) -> None:
+    """Regression: strategies that gather copies of the weights saved them before eager anchors were averaged."""
+    pl = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    from asyncdist.integrations.lightning import Averaging
+
+    class Gathering(SingleDeviceStrategy):
+        def lightning_module_state_dict(self) -> dict[str, Any]:
+            return {name: tensor.clone() for name, tensor in super().lightning_module_state_dict().items()}
+
+    class Saving(pl.Callback):  # type: ignore[name-defined,misc]
+        is_equal = False
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            saved = trainer._checkpoint_connector.dump_checkpoint()["state_dict"]
+            self.is_equal = all(torch.equal(saved[name], live) for name, live in module.state_dict().items())
+
+    def train(world: ad.blocking.World) -> bool:
+        torch.manual_seed(0)
+        model, saving = BoringModel(), Saving()
+        torch.manual_seed(1 + world.rank)
+        trainer = pl.Trainer(
+            max_steps=2,
+            strategy=Gathering("cpu"),
+            callbacks=[Averaging(DiLoCoPolicy, average_every=1, eager=True), saving],
+            default_root_dir=tmp_path,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(model)
+        return saving.is_equal
+
+    assert ad.run_local(ad.blocking.hosted(train), ranks=2) == [True, True]
+
+
+def test_policies_of_one_class_have_keys_of_their_own() -> None:
+    """Regression: a trainer with two such callbacks raised RuntimeError, even if the policies had different names."""
+    pytest.importorskip("lightning.pytorch")
+    from asyncdist.integrations.lightning import Averaging
+
+    def keys(world: ad.blocking.World) -> list[str]:
+        return [
+            Averaging(GossipPolicy, average_every=1, **name).state_key for name in ({}, {"name": "x"}, {"name": "y"})
+        ]
+
+    expected = [f"Averaging(GossipPolicy{name})" for name in ("", ", name='x'", ", name='y'")]
+    assert ad.run_local(ad.blocking.hosted(keys), ranks=1) == [expected]
+
+
+@pytest.mark.parametrize("index", [3, -2])
+def test_an_index_without_an_optimizer_is_refused(index: int) -> None:
+    """Regression: a bare IndexError."""
+    pytest.importorskip("lightning.pytorch")
+    from asyncdist.integrations.lightning import SelectiveAveraging
+
+    def choose(world: ad.blocking.World) -> str:
+        averaging = SelectiveAveraging(average_every=1, optimizer_index=index)
+        with pytest.raises(ValueError, match=r"^optimizer_index must be") as caught:
+            averaging._choose([torch.optim.SGD(torch.nn.Linear(1, 1).parameters())])
+        return str(caught.value)
+
+    [text] = ad.run_local(ad.blocking.hosted(choose), ranks=1)
+    assert text.endswith(f"got {index}")

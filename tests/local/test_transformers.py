@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
+import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import asyncdist as ad
 from asyncdist.integrations import joining
-from protocols import DiLoCoPolicy
+from protocols import DiLoCoPolicy, EvolutionStrategyPolicy, GossipPolicy
 
 
 class Hub:
@@ -193,3 +195,113 @@ def test_a_training_forgets_the_metric_of_an_earlier_one(
     assert averaging._metric() is NOT_MEASURED
     averaging.on_evaluate(arguments, None, None, metrics={"eval_loss": 2.0})
     assert averaging._metric() == 2.0
+
+
+class Saved(NamedTuple):
+    """Files that a trainer has saved, the weights when it saved them, and those at the end."""
+
+    names: list[str]
+    saved: dict[str, torch.Tensor]
+    live: dict[str, torch.Tensor]
+    end: dict[str, torch.Tensor]
+
+
+def saved_by(folder: Path, rank: int, averagings: list[Any], *, checkpoint: str | None = None, **options: Any) -> Saved:
+    """Train four steps, save after two, and return what was saved."""
+    import transformers
+    from safetensors.torch import load_file
+
+    class Note(transformers.TrainerCallback):
+        live: dict[str, torch.Tensor]
+
+        def on_save(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+            if state.global_step == 2:
+                self.live = {name: tensor.clone() for name, tensor in of["model"].state_dict().items()}
+
+    torch.manual_seed(0)
+    model, note = Model(), Note()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=4,
+        save_steps=2,
+        per_device_train_batch_size=1,
+        learning_rate=0.1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
+    rows = [{"inputs": torch.full((2,), 1.0 + rank)}] * 4
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[*averagings, note])  # type: ignore[arg-type]
+    trainer.train(resume_from_checkpoint=checkpoint)
+    saved = folder / f"rank{rank}" / "checkpoint-2"
+    names = sorted(each.name for each in saved.glob("asyncdist*"))
+    live = {} if checkpoint else note.live
+    return Saved(names, load_file(saved / "model.safetensors"), live, dict(model.state_dict()))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_the_weights_of_the_policy_state(integration: Any, tmp_path: Path) -> None:
+    """Regression: with eager=True, a checkpoint had the weights from before the anchors were averaged."""
+
+    def train(world: ad.blocking.World) -> list[Saved]:
+        return [
+            saved_by(
+                tmp_path / str(is_alone),
+                world.rank,
+                [integration.Averaging(DiLoCoPolicy, average_every=1, eager=True)],
+                save_only_model=is_alone,
+            )
+            for is_alone in (False, True)
+        ]
+
+    for whole, alone in ad.run_local(ad.blocking.hosted(train), ranks=2):
+        assert whole.names == ["asyncdist_policy_DiLoCoPolicy.pt"] and not alone.names
+        for name, live in whole.live.items():
+            assert torch.equal(whole.saved[name], live) and torch.equal(alone.saved[name], live)
+
+
+@pytest.mark.slow
+def test_each_policy_of_a_trainer_has_its_own_state_file(integration: Any, tmp_path: Path) -> None:
+    """Regression: the states of all policies had one file, so that a resumed training raised ValueError."""
+
+    def averagings() -> list[Any]:
+        named = [integration.Averaging(GossipPolicy, average_every=1, name=name) for name in ("a/b", "c")]
+        return [integration.Averaging(DiLoCoPolicy, average_every=2), *named]
+
+    def train(world: ad.blocking.World) -> tuple[Saved, Saved]:
+        whole = saved_by(tmp_path, world.rank, averagings())
+        checkpoint = str(tmp_path / f"rank{world.rank}" / "checkpoint-2")
+        return whole, saved_by(tmp_path, world.rank, averagings(), checkpoint=checkpoint)
+
+    for whole, resumed in ad.run_local(ad.blocking.hosted(train), ranks=2):
+        kinds = ["DiLoCoPolicy", "GossipPolicy_a%2Fb", "GossipPolicy_c"]
+        assert whole.names == [f"asyncdist_policy_{kind}.pt" for kind in kinds]
+        assert all(torch.equal(whole.end[name], resumed.end[name]) for name in whole.end)
+
+
+def test_the_state_file_of_earlier_versions_is_loaded(
+    integration: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration, "join", lambda: SimpleNamespace(rank=0, size=1))
+    torch.save({"policy": "GossipPolicy"}, tmp_path / "asyncdist_policy.pt")
+    first, second = (integration.Averaging(kind, average_every=1) for kind in (DiLoCoPolicy, GossipPolicy))
+    trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[first, second]))
+    for each in (first, second):
+        each._load_state(trainer, tmp_path)
+    assert (first._training._saved, second._training._saved) == (None, {"policy": "GossipPolicy"})
+
+
+def test_a_callback_cannot_be_copied(integration: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: deepcopy named an internal class, and pickle a lambda."""
+    monkeypatch.setattr(integration, "join", lambda: SimpleNamespace(rank=0, size=1))
+    averaging = integration.SelectiveAveraging(average_every=2)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"^SelectiveAveraging cannot be copied"):
+            copied(averaging)
+
+
+def test_a_policy_that_trains_the_model_is_refused(integration: Any) -> None:
+    """Regression: the trainer's optimizer moved each rank's model in addition to the policy's steps."""
+    with pytest.raises(ValueError, match=r"^policy must be .*this policy's steps train the model instead"):
+        integration.Averaging(EvolutionStrategyPolicy, sigma=0.1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_optimizer import SaRA
+from pytorch_optimizer import FTRL, SaRA
 from support.weight_keepers import FlatMaster, Hidden, Lookahead, MasterList, Masters
 from torch import Tensor, nn
 
@@ -234,13 +234,15 @@ def test_an_optimizer_that_puts_the_old_weights_back_is_reported(caplog: pytest.
     weights.check_kept()
     assert not weights.is_watching
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "Hidden after an average restored the old weights" in caplog.text
+    assert "Hidden after averages restored the old weights" in caplog.text
+    replace(model, weights)
+    assert not weights.is_watching, "the warning appears once"
 
 
 def test_a_rank_that_trains_alike_and_is_behind_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Regression: a rank one step behind was reported, since SGD's step from its old weights gives its current ones."""
     model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = type("OwnSGD", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
     weights = held(model, optimizer)
     before = values(model)
     for count in range(8):
@@ -312,3 +314,19 @@ def test_a_reset_keeps_the_masks_of_a_constructor() -> None:
     assert all(optimizer.state[each]["mask"] is mask for each, mask in zip(model.parameters(), masks, strict=True))
     train(model, optimizer)
     assert not torch.equal(values(model), before)
+
+
+def test_ftrl_keeps_the_average(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: FTRL computes the weights from its state, and undid each average one step later."""
+    model = build()
+    optimizer = FTRL(model.parameters(), lr=0.05, beta=0.5, lambda_1=0.01, lambda_2=0.1)
+    train(model, optimizer, 1)
+    weights = held(model, optimizer)
+    with weights.following(), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1.0, 1.0, parameter.numel()).view_as(parameter))
+    before = values(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.allclose(values(model), before, atol=1e-6)

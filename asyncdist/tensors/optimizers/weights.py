@@ -1,7 +1,7 @@
 """Updates the weights that an optimizer stores when an average replaces the model's weights.
 
 An optimizer with its own copy of the weights would undo an average at its next step.
-:mod:`asyncdist.tensors.optimizers.recognition` finds the copies, of which there are five kinds:
+:mod:`asyncdist.tensors.optimizers.recognition` finds the copies, of which there are six kinds:
 
 - **The z of schedule-free optimizers**, the point at which gradient steps are made. It is averaged with the weights, as
   a part of the flat state. (If z were set to the averaged weights, it would lose its lead over them. With an average
@@ -12,6 +12,7 @@ An optimizer with its own copy of the weights would undo an average at its next 
 - **Origins**, from which the weights are recomputed (MADGRAD, D-Adaptation). They are shifted by the change of the
   weights.
 - **Compensations** of Kahan summation, the rounding errors of the old weights. They become zero.
+- **The z of FTRL**, from which each step computes the weights. It becomes the z that gives the new weights.
 
 Any other tensor that follows the weights is logged once and left unchanged.
 """
@@ -21,23 +22,21 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from asyncdist.tensors.model_tensors import local_part
-from asyncdist.tensors.optimizers.recognition import PROOF_COUNT, Copy, follows_unknown, held_by, kind_of, sample_of
+from asyncdist.tensors.optimizers.recognition import Copy, follows_unknown, held_by, kind_of
+from asyncdist.tensors.optimizers.undoing import PROOF, Replaced
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
-
-Verdict: TypeAlias = Literal["kept", "undone", "unknown"]
 
 #: Prefix of an averaged state's name, before the name of its parameter.
 STATE_PREFIX: Final = "optimizer's z of "
-#: Minimum ratio of the distance between old and new weights to the length of a step, above which a return to the old
-#: values proves that the optimizer has restored them.
-_LENGTH_RATIO: Final = 4.0
+#: Parameter group's options that, with the states z and n, show an optimizer that follows the regularized leader.
+_OF_FTRL: Final = ("lr", "beta", "lambda_1", "lambda_2", "lr_power")
 
 logger = logging.getLogger("asyncdist.optimizers")
 
@@ -94,7 +93,8 @@ class OptimizerWeights:
         self._states = states
         self._is_reset = is_reset
         self._reported: set[str] = set()
-        self._replaced: _Replaced | None = None
+        self._replaced: Replaced | None = None
+        self._evidence = 0.0  # that the optimizer undoes averages
         self._has_looked = False
         self._has_stepped = False
         self._hooks: list[RemovableHandle] = []
@@ -102,7 +102,7 @@ class OptimizerWeights:
     def begin(self) -> None:
         """Start to watch the steps of an optimizer that is reset, to detect that another optimizer trains the model."""
         if self._is_reset:
-            self._replaced = self._replaced or _Replaced(self._model)
+            self._replaced = self._replaced or self._sampled()
             self._hooks = [
                 each.register_step_post_hook(self._note_step)
                 for each in wrapped_optimizers(self.optimizer)
@@ -126,6 +126,7 @@ class OptimizerWeights:
         self.end()
         self.optimizer = optimizer
         self._has_looked = False
+        self._evidence = 0.0
         if is_watched:
             self.begin()
 
@@ -147,13 +148,15 @@ class OptimizerWeights:
         before = {
             id(copy.parameter): local_part(copy.parameter).detach().clone() for copy in copies if copy.kind == "origin"
         }
-        replaced = _Replaced(self._model)
+        replaced = self._sampled()
         yield
         with torch.no_grad():
             for copy in copies:
                 _follow(copy, before.get(id(copy.parameter)))
+            _follow_leader(self.optimizer)
         replaced.note_new()
-        self._replaced, self.is_watching = replaced, True
+        self._replaced = replaced
+        self.is_watching = "undone" not in self._reported and not _is_of_torch(self.optimizer)
         self._has_stepped = False
 
     def look(self) -> None:
@@ -164,16 +167,22 @@ class OptimizerWeights:
             self._copies()
 
     def check_kept(self) -> None:
-        """Warn once if the optimizer has restored the old weights. Must be called at each step if ``is_watching``."""
-        verdict = self._replaced.judge() if self._replaced is not None else "kept"
-        self.is_watching = verdict == "unknown"
-        if verdict == "undone":
+        """Warn once if the optimizer undoes averages. Must be called at each step if ``is_watching``."""
+        found = 0.0 if self._replaced is None else self._replaced.evidence()
+        self.is_watching = found is None
+        if found is None:
+            return
+        self._evidence = max(0.0, self._evidence + found)
+        if self._evidence >= PROOF:
             self._report(
                 "undone",
-                "the step of %s after an average restored the old weights: it keeps a copy of the weights that was not "
+                "the steps of %s after averages restored the old weights: it keeps a copy of the weights that was not "
                 'recognised. Pass optimizer_state="reset", or use an optimizer without a copy of the weights',
                 type(self.optimizer).__name__,
             )
+
+    def _sampled(self) -> Replaced:
+        return Replaced([each for each in self._model.parameters() if each.requires_grad])
 
     def _copies(self) -> list[Copy]:
         """Return the copies of the weights to update, and warn of other tensors that seem to follow the weights."""
@@ -219,47 +228,6 @@ class OptimizerWeights:
             logger.warning(text, *values)
 
 
-class _Replaced:
-    """Samples the model's weights before and after a replacement, to detect an optimizer that undoes it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = [each for each in model.parameters() if each.requires_grad]
-        self._old = self._sample()
-        self._new = self._old
-        self._back: Tensor | None = None  # weights after the step that seemed to restore the old weights
-
-    def note_new(self) -> None:
-        self._new = self._sample()
-
-    def have_changed_since(self) -> bool:
-        """Return whether the weights have changed since :meth:`note_new`."""
-        return not torch.equal(self._sample(), self._new)
-
-    def judge(self) -> Verdict:
-        """Return whether the optimizer keeps the new weights. Called after each step until the verdict is known.
-
-        A return to the old values proves nothing if they are only one step away, as when one of several identically
-        trained ranks is a step behind. The next step shows how long a step is.
-        """
-        now, back = self._sample(), self._back
-        if back is None:
-            self._back = now if self._are_back(now) else None
-            return "kept" if self._back is None else "unknown"
-        step = float((now - back).norm())
-        if step == 0.0:  # gradients are being accumulated
-            return "unknown"
-        return "undone" if float((self._new - self._old).norm()) > _LENGTH_RATIO * step else "kept"
-
-    def _are_back(self, now: Tensor) -> bool:
-        moved = (self._new - self._old).abs()
-        is_seen = moved > 1e-3 * torch.maximum(self._new.abs(), self._old.abs())
-        is_back = (now - self._old).abs() < 0.05 * moved
-        return int(is_seen.sum()) >= PROOF_COUNT and float((is_back & is_seen).sum()) > 0.9 * float(is_seen.sum())
-
-    def _sample(self) -> Tensor:
-        return sample_of([local_part(each) for each in self._parameters])
-
-
 def _follow(copy: Copy, before: Tensor | None) -> None:
     """Update a copy after its parameter was replaced. ``before`` is the parameter's old value."""
     tensor, new = copy.tensor, local_part(copy.parameter).detach()
@@ -274,6 +242,28 @@ def _follow(copy: Copy, before: Tensor | None) -> None:
         wide = new.to(tensor)
         finer = wide + (tensor - tensor.to(new.dtype).to(tensor.dtype))
         tensor.copy_(torch.where(finer.to(new.dtype) == wide.to(new.dtype), finer, wide))
+
+
+def _follow_leader(optimizer: Any) -> None:
+    """Update the z of FTRL, from which each step computes the weights, so that z gives the current weights."""
+    for each in wrapped_optimizers(optimizer):
+        for group in each.param_groups:
+            if all(name in group for name in _OF_FTRL):
+                for parameter in group["params"]:
+                    state = each.state.get(parameter, {})
+                    if "z" in state and "n" in state:
+                        _set_leader(group, local_part(parameter), local_part(state["z"]), local_part(state["n"]))
+
+
+def _set_leader(group: dict[str, Any], weights: Tensor, z: Tensor, n: Tensor) -> None:
+    limit = group["lambda_1"]
+    scale = (n.sqrt() + group["beta"]) / group["lr"] + group["lambda_2"]
+    z.copy_(torch.where(weights == 0, z.clamp(-limit, limit), -weights * scale - weights.sign() * limit))
+
+
+def _is_of_torch(optimizer: Any) -> bool:
+    """Return whether an optimizer and all that it wraps are torch's own, which hide no copies of the weights."""
+    return all(type(each).__module__.startswith("torch.optim.") for each in wrapped_optimizers(optimizer))
 
 
 def _schedule_free_of(optimizer: Any) -> Any:
