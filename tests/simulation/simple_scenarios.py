@@ -132,7 +132,7 @@ def check(plan: Plan, record: Record, tolerance: float) -> int:
             for rank in own:
                 ranks = taken[rank].get(count, donors.get(count, ()))
                 assert not in_parts or ranks or rank not in present, f"rank {rank} took nothing"
-                if ranks:
+                if ranks and step < parted.get(rank, step + 1):  # a killed rank's last mean is not in the memory
                     given = [before[donor] for donor in ranks]
                     own[rank] = module.formula(plan.options, given, before[rank], count, **memory).astype(dtype)
         for rank, weights in record.weights.items():

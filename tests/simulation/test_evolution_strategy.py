@@ -68,12 +68,17 @@ def stepped(weights: list[Array], donors: Sequence[int], number: int, options: M
 
 
 async def train(world: ad.World, steps: int, options: Mapping[str, Any], seen: dict[int, list[Any]]) -> int:
+    """Return the first iteration, or -1 if this rank was restarted after the others had left the policy."""
     model, optimizer = made()
-    async with EvolutionStrategyPolicy(model, optimizer, **options) as policy:
-        begun_at = policy.iteration
-        while policy.iteration < steps:
-            info = await policy.step(loss=lambda: loss_of(flat_of(model), world.rank))
-            seen[policy.iteration].append((world.rank, info, flat_of(model), model))
+    try:
+        async with EvolutionStrategyPolicy(model, optimizer, **options) as policy:
+            begun_at = policy.iteration
+            while policy.iteration < steps:
+                info = await policy.step(loss=lambda: loss_of(flat_of(model), world.rank))
+                seen[policy.iteration].append((world.rank, info, flat_of(model), model))
+    except (ad.LateError, ad.StartTimeoutError):
+        assert world.incarnation
+        return -1
     return begun_at
 
 
