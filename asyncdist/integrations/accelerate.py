@@ -36,6 +36,7 @@ from asyncdist.integrations.joining import (
     PolicyT,
     Selective,
     Training,
+    below,
     hide_ranks,
     join,
     note_out_of_memory,
@@ -67,8 +68,8 @@ def _give_ranks_folders(kind: Any) -> None:
         make(self, *args, **options)
         directories = self.project_configuration
         for name in ("project_dir", "logging_dir"):
-            if (given := getattr(directories, name)) is not None:
-                setattr(directories, name, _below(given))
+            if (given := getattr(directories, name)) is not None and (world := _world()).size > 1:
+                setattr(directories, name, below(given, f"rank{world.rank}"))
 
     kind.__init__ = make_for_rank
 
@@ -123,12 +124,6 @@ def _save_settled_states(kind: Any) -> None:
 
 def _world() -> Any:
     return current_world() if is_in_a_rank() else join()
-
-
-def _below(path: Any) -> str:
-    world = _world()
-    parent, folder = Path(path), f"rank{world.rank}"
-    return str(parent if world.size == 1 or folder in parent.parts else parent / folder)
 
 
 def _note_exhausted_memory(memory: Any) -> None:

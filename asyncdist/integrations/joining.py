@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -86,6 +87,12 @@ def join() -> World:
             started,
         )
     return world
+
+
+def below(path: Any, folder: str) -> str:
+    """Return the path of the subfolder ``folder``, or ``path`` if it is already in such a subfolder."""
+    parent: str = os.fspath(path)  # Path would change a URL
+    return parent if folder in parent.split("/") else os.path.join(parent, folder)
 
 
 def selective_averaging(

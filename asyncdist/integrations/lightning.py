@@ -32,6 +32,7 @@ from asyncdist.integrations.joining import (
     Selective,
     Training,
     averaging,
+    below,
     hide_ranks,
     join,
     refuse_copy,
@@ -514,22 +515,17 @@ def _giving_folders(make: Any) -> Any:
 
 def _write_below(trainer: pl.Trainer, folder: str) -> None:
     """Make a trainer write its files to the subfolder ``folder`` of each of its folders."""
-
-    def below(path: Any) -> str:
-        parent = os.fspath(path)  # Path would change a URL
-        return parent if folder in parent.split("/") else os.path.join(parent, folder)
-
-    trainer._default_root_dir = below(trainer.default_root_dir)  # type: ignore[attr-defined]
+    trainer._default_root_dir = below(trainer.default_root_dir, folder)  # type: ignore[attr-defined]
     for logger in trainer.loggers:
         for name in ("_root_dir", "_save_dir"):
             if isinstance(given := getattr(logger, name, None), str | os.PathLike):
-                setattr(logger, name, below(given))
+                setattr(logger, name, below(given, folder))
         options = getattr(logger, "_wandb_init", None)  # wandb has a second folder, with a separate option
         # The logger of fast_dev_run returns a method for any attribute name.
         if isinstance(options, dict) and options.get("dir") is not None:
-            options["dir"] = below(options["dir"])
+            options["dir"] = below(options["dir"], folder)
             os.makedirs(options["dir"], exist_ok=True)  # if it is missing, wandb uses a temporary folder
     writers: list[Any] = [trainer.profiler, *trainer.checkpoint_callbacks]  # type: ignore[attr-defined]
     for writer in writers:
         if getattr(writer, "dirpath", None) is not None:
-            writer.dirpath = below(writer.dirpath)
+            writer.dirpath = below(writer.dirpath, folder)

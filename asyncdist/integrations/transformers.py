@@ -36,6 +36,7 @@ from asyncdist.integrations.joining import (
     Selective,
     Training,
     averaging,
+    below,
     hide_ranks,
     join,
     log_once_that_rank_0_pushes,
@@ -190,8 +191,8 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         """Give this rank a separate folder below TENSORBOARD_LOGGING_DIR."""
         for callback in trainer.callback_handler.callbacks:
             given = getattr(callback, "logging_dir", None)
-            if isinstance(given, str) and self._folder not in Path(given).parts:
-                callback.logging_dir = os.path.join(given, self._folder)
+            if isinstance(given, str):
+                callback.logging_dir = below(given, self._folder)
 
     def _drawing_apart(self, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
         """Wrap ``load`` so that ranks use different random numbers even after loading the same checkpoint."""

@@ -21,7 +21,7 @@ FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "sour
 
 
 class Page(html.parser.HTMLParser):
-    """The ids, text, links and fetched addresses of a page, in this order."""
+    """The ids, links, fetched addresses and text of a page, the text without blocks of code."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -29,13 +29,19 @@ class Page(html.parser.HTMLParser):
         self.links: list[str] = []
         self.fetched: list[str] = []
         self.text = ""
+        self._open_blocks = 0
         self.feed(path.read_text())
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        if not self._open_blocks:
+            self.text += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open_blocks -= tag == "pre"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
+        self._open_blocks += tag == "pre"
         self.ids |= {given[name] or "" for name in ("id", "name") if name in given}
         if tag == "a" and given.get("href"):
             self.links.append(given["href"] or "")

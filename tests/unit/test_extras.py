@@ -16,16 +16,16 @@ EXTRAS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(
 
 
 @pytest.mark.parametrize(
-    ("module", "library", "extra"),
+    ("module", "library", "package", "extra"),
     [
-        ("asyncdist.integrations.accelerate", "accelerate", "accelerate"),
-        ("asyncdist.integrations.lightning", "lightning", "lightning"),
-        ("asyncdist.integrations.transformers", "transformers", "transformers"),
-        ("asyncdist.integrations.transformers", "accelerate", "transformers"),
+        ("asyncdist.integrations.accelerate", "accelerate", "accelerate", "accelerate"),
+        ("asyncdist.integrations.lightning", "lightning", "lightning", "lightning"),
+        ("asyncdist.integrations.transformers", "transformers", "transformers", "transformers"),
+        ("asyncdist.integrations.transformers", "accelerate", "accelerate", "transformers"),
     ],
 )
 def test_an_integration_names_the_extra_that_it_needs(
-    module: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+    module: str, library: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: a missing library raised a bare "No module named"."""
     monkeypatch.delitem(sys.modules, module, raising=False)
@@ -33,7 +33,7 @@ def test_an_integration_names_the_extra_that_it_needs(
     with pytest.raises(ModuleNotFoundError) as raised:
         importlib.import_module(module)
     assert names(raised.value, module, library, f"asyncdist[{extra}]")
-    assert any(requirement.startswith(library) for requirement in EXTRAS[extra])
+    assert any(requirement.startswith(package) for requirement in EXTRAS[extra])
 
 
 def test_a_library_without_its_own_needs_is_not_called_missing() -> None:
