@@ -147,12 +147,12 @@ def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
 def run_query(folder: str, job: str | None, statement: str) -> int:
     """Print the result of an SQL query, as a table on a terminal and otherwise as CSV. Return the exit code."""
     from asyncdist.recording.reader import RecordingError, read_recording
-    from asyncdist.report import tables
+    from asyncdist.report import sql
 
     try:
-        names, found = tables.query(read_recording(folder, job), statement)
+        names, found = sql.query(read_recording(folder, job), statement)
         return print_to("query", lambda: _print_rows(names, found))
-    except (RecordingError, tables.QueryError) as error:
+    except (RecordingError, sql.QueryError) as error:
         return refuse("query", error)
 
 

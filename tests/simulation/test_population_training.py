@@ -20,8 +20,8 @@ from torch.optim import lr_scheduler
 import asyncdist as ad
 from asyncdist.recording.reader import read_recording
 from asyncdist.report.hyperparameter_figures import hyperparameter_sections
+from asyncdist.report.sql import query
 from asyncdist.report.summary import summarise
-from asyncdist.report.tables import query
 from asyncdist.simulation import Kill, Restart, simulate
 from protocols import BayesianExplore, PopulationTrainingPolicy
 from simulation.population_training_scenarios import Plan, draw_apart, draw_plan, run, scenario

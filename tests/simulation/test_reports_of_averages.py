@@ -15,7 +15,7 @@ import asyncdist as ad
 from asyncdist.live.counters import samples
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import Recording, read_recording
-from asyncdist.report import tables
+from asyncdist.report import sql
 from asyncdist.report.page import render
 from asyncdist.report.summary import summarise
 from asyncdist.simulation import replay
@@ -162,12 +162,12 @@ def test_a_report_says_who_was_late_who_waited_and_what_was_sent(recording: Reco
 
 def test_queries_answer_questions_about_averages(recording: Recording, results: list[Seen]) -> None:
     last = "SELECT rank FROM contributed WHERE round = 3 ORDER BY time_s DESC LIMIT 1"
-    assert list(tables.query(recording, last)[1]) == [(SLOW,)]
+    assert list(sql.query(recording, last)[1]) == [(SLOW,)]
     waits = "SELECT rank, sum(waited_s) FROM applied GROUP BY rank ORDER BY rank"
     found = [seen[3].waited_s for seen in results]
-    assert [seconds for _, seconds in tables.query(recording, waits)[1]] == pytest.approx(found)
+    assert [seconds for _, seconds in sql.query(recording, waits)[1]] == pytest.approx(found)
     missing = "SELECT DISTINCT round, left_out FROM applied WHERE left_out != '[]'"
-    assert list(tables.query(recording, missing)[1]) == [(2, "[3]")]
+    assert list(sql.query(recording, missing)[1]) == [(2, "[3]")]
 
 
 def test_a_replay_repeats_contributions_and_averages(recording: Recording, results: list[Seen]) -> None:

@@ -19,7 +19,7 @@ from asyncdist import cli
 from asyncdist.recording.events import KINDS
 from asyncdist.recording.reader import Recording, read_recording
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
-from asyncdist.report import tables
+from asyncdist.report import sql, tables
 
 
 def test_tables_have_every_event(recording: Recording, tmp_path: Path) -> None:
@@ -58,15 +58,15 @@ def test_parquet_has_what_the_first_rows_of_a_table_have_not(tmp_path: Path) -> 
 
 
 def test_a_query_is_answered(recording: Recording) -> None:
-    names, found = tables.query(recording, "SELECT rank, count(*) AS steps FROM step GROUP BY rank ORDER BY rank")
+    names, found = sql.query(recording, "SELECT rank, count(*) AS steps FROM step GROUP BY rank ORDER BY rank")
     assert (names, list(found)) == (["rank", "steps"], [(rank, 30) for rank in range(4)])
     joined = "SELECT applied.rank FROM applied JOIN ranks ON applied.rank = ranks.rank WHERE nbytes > 0"
-    assert len(list(tables.query(recording, joined)[1])) == counted(recording)["applied"]
+    assert len(list(sql.query(recording, joined)[1])) == counted(recording)["applied"]
     for statement in ("SELECT * FROM nothing", "nonsense"):
-        with pytest.raises(tables.QueryError, match="policy, step, "):
-            tables.query(recording, statement)
-    with pytest.raises(tables.QueryError, match=r"loss; .*step are rank, incarnation, "):
-        tables.query(recording, "SELECT loss FROM step")
+        with pytest.raises(sql.QueryError, match="policy, step, "):
+            sql.query(recording, statement)
+    with pytest.raises(sql.QueryError, match=r"loss; .*step are rank, incarnation, "):
+        sql.query(recording, "SELECT loss FROM step")
     assert {"rank", "incarnation", "time_s", *KINDS["step"]} == set(tables.columns_of("step"))
 
 
@@ -222,7 +222,7 @@ def test_a_job_of_too_many_ranks_has_no_report_but_tables(
 
 
 def test_text_that_is_not_utf8_is_shown_with_backslashes(recording: Recording) -> None:
-    assert list(tables.query(recording, "SELECT CAST(x'61ff' AS TEXT)")[1]) == [("a\\xff",)]
+    assert list(sql.query(recording, "SELECT CAST(x'61ff' AS TEXT)")[1]) == [("a\\xff",)]
 
 
 @pytest.mark.parametrize("words", [("report",), ("trace",), ("export",), ("query", "SELECT 1")])
@@ -245,7 +245,7 @@ def test_ctrl_c_ends_a_long_query_with_one_line(
         timer.start()  # from now on the command is in SQLite, or about to enter it
         return read(*arguments)
 
-    monkeypatch.setattr(tables, "rows", rows)
+    monkeypatch.setattr(sql, "rows", rows)
     numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 1000000000) SELECT count(*) FROM n"
     assert run(capsys, "query", str(folder), numbers) == (130, "", "asyncdist query: interrupted\n")
 
