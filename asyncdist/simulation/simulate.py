@@ -36,10 +36,10 @@ from asyncdist.runtime.world import World, refuse_inside_a_world
 from asyncdist.simulation.arguments import OVERRUN_S, OVERRUN_STEP_COUNT, Arguments, Compute
 from asyncdist.simulation.determinism.generators import Generators
 from asyncdist.simulation.determinism.one_at_a_time import one_at_a_time
+from asyncdist.simulation.determinism.patched_clocks import patched_clocks
 from asyncdist.simulation.determinism.rng import INHERITABLE, RandomStates
 from asyncdist.simulation.determinism.sandbox import refused_outside
 from asyncdist.simulation.determinism.sets import ordered_sets
-from asyncdist.simulation.determinism.virtual_clocks import virtual_clocks
 from asyncdist.simulation.distributions import check_number
 from asyncdist.simulation.fabric import Fabric
 from asyncdist.simulation.faults import Fault, Interrupt, Join, Kill, Restart, SlowRank, Stall
@@ -155,7 +155,7 @@ def _run_alone(
     simulation = _Simulation(arguments, states)
 
     def run_here() -> SimReport[Any]:
-        with refused_outside(), virtual_clocks(), ordered_sets(), states.of_this_thread():
+        with refused_outside(), patched_clocks(), ordered_sets(), states.of_this_thread():
             return run(simulation)
 
     try:

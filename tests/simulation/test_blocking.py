@@ -15,7 +15,7 @@ import torch
 
 import asyncdist as ad
 from asyncdist.simulation import Compute, Kill, Link, Network, simulate
-from asyncdist.simulation.determinism.virtual_clocks import EPOCH_S
+from asyncdist.simulation.determinism.patched_clocks import EPOCH_S
 
 STEADY = Network(link=Link(latency_s=0.1, bandwidth_nbytes_per_s=1e12), loss_detection_s=0.5, eager_nbytes=1000)
 #: Duration of turns of the loop and transfers of a few bytes.

@@ -37,7 +37,7 @@ _OF_A_DATE: Final = {"asctime": 0, "strftime": 1}
 
 
 @contextlib.contextmanager
-def virtual_clocks() -> Iterator[None]:
+def patched_clocks() -> Iterator[None]:
     """Make simulated ranks sleep and read clocks in virtual time until the context ends."""
     replacements: dict[str, Callable[..., Any]] = {"sleep": _sleeping(time.sleep)}
     for name, start_s in _CLOCKS.items():
