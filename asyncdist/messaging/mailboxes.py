@@ -61,7 +61,7 @@ class _Prepared:
 
 
 class HeldSend:
-    """Message that waits on this rank for a credit of its receiver.
+    """Message that waits on this rank for a credit of its receiver. :meth:`Lane.send_held` starts it.
 
     Attributes:
         watch: Function called with the message's request when the message has been started but has not left yet.

@@ -99,7 +99,11 @@ _ASLEEP: Final = DriverState.ASLEEP
 
 
 class Pollable:
-    """Base class of objects that manage their own receives and are polled in each pass, such as a tag's receiver."""
+    """Base class of objects that manage their own requests and are polled in each pass.
+
+    They are the receiver of a tag's frames (``mailboxes.FrameReceiver``), the receives of streams (``streams.Pacer``)
+    and the tails of direct-write streams (``direct_write_streams.Writer``).
+    """
 
     def poll(self) -> int:
         """Deliver the messages that have arrived, and return their number."""

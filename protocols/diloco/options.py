@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from torch import nn
 from asyncdist import validation
 from asyncdist.protocols.declared import number, one_of, option, or_none, truth, whole
 from asyncdist.protocols.diloco.fragments import FragmentPattern
+from asyncdist.protocols.diloco.outer_optimizers import NESTEROV
 from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
 from asyncdist.protocols.exchange.options import ExchangeOptionNames, ExchangeOptions
 from asyncdist.tensors.codecs import Codec, find_codec
@@ -26,8 +26,6 @@ Weighting: TypeAlias = Literal["equal", "tokens"]
 Merge: TypeAlias = Literal["mean", "radial"]
 #: Whether a step whose mean is due but has not arrived waits for the mean, or continues without it.
 Late: TypeAlias = Literal["wait", "skip"]
-#: Outer optimizer of the DiLoCo paper.
-NESTEROV: Final = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 _GROUP: Final = "fragments and bytes"
 _STRAGGLERS: Final = "stragglers and rounds"

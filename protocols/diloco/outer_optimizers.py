@@ -1,4 +1,4 @@
-"""Adaptive outer optimizers of federated learning, which torch does not have.
+"""DiLoCo's default outer optimizer, and the adaptive ones of federated learning, which torch does not have.
 
 Other methods use ``torch.optim.SGD`` as the outer optimizer, or none. In this table, a is the anchor, D is the anchor
 minus the mean of the ranks' weights, m is the momentum buffer, and lr and b are the options ``lr`` and ``momentum``.
@@ -26,6 +26,7 @@ LocalSGD       ``None``                                      a <- mean of the ra
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Final
@@ -37,6 +38,8 @@ from torch.optim.optimizer import ParamsT
 
 from asyncdist import validation
 
+#: Outer optimizer of the DiLoCo paper.
+NESTEROV: Final = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 _BELOW_ONE: Final = 1.0 - 2.0**-53
 
 

@@ -238,7 +238,8 @@ class RoundMember:
         last_round: Number of the newest round in which this member was assigned a role.
         reducing: Number of the round in which this member adds up a part or shares fetched parts, or 0 without one.
         admitting: Number of the newest round in which this member sent or received a whole state, or 0 without one.
-        wants_step: Whether the next step must copy or change weights, or report a failed round.
+        wants_step: Whether the next step must copy or change weights, or report a failed round. Set when the state
+            becomes CHOSEN or COMPLETE (``_go``), and when a round is abandoned (``_discard``).
         is_joining: Whether this rank was restarted and waits for admission.
         declined: Number of declined roles, by reason.
         abandoned: Number of rounds abandoned as a replacer, by reason.
