@@ -14,10 +14,10 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from asyncdist.recording.reader import Recording
-from asyncdist.report.average_figures import average_sections
 from asyncdist.report.conclusions import conclusions
-from asyncdist.report.drawing import evenly, name_ranks, named_ranks, new_figure, scale, times
-from asyncdist.report.hyperparameter_figures import hyperparameter_sections
+from asyncdist.report.figures.average_figures import average_sections
+from asyncdist.report.figures.drawing import evenly, name_ranks, named_ranks, new_figure, scale, times
+from asyncdist.report.figures.hyperparameter_figures import hyperparameter_sections
 from asyncdist.report.summary import Round, Summary, summarise
 from asyncdist.wording import ranks_in_words, size_in_words
 

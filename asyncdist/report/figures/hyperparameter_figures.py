@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import plotly.graph_objects as go
 
-from asyncdist.report.drawing import evenly, new_figure, times
+from asyncdist.report.figures.drawing import evenly, new_figure, times
 from asyncdist.report.summary import Summary
 
 #: Maximum number of hyperparameters, of ranks and of values per rank to draw.

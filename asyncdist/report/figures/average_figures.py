@@ -11,7 +11,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from asyncdist.report.averages import Average
-from asyncdist.report.drawing import evenly, named_ranks, new_figure, times
+from asyncdist.report.figures.drawing import evenly, named_ranks, new_figure, times
 from asyncdist.report.summary import Summary
 from asyncdist.wording import seconds_in_words, size_in_words
 
