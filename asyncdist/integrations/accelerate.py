@@ -43,7 +43,13 @@ from asyncdist.integrations.joining import (
     settle_open_trainings,
     warn_of_iterable,
 )
-from asyncdist.integrations.random_numbers import draw_apart, forget_order, saves_order, shuffle_apart
+from asyncdist.integrations.random_numbers import (
+    draw_apart,
+    forget_order,
+    saves_order,
+    seed_workers_apart,
+    shuffle_apart,
+)
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
 from asyncdist.protocols.step_info import NOTHING
@@ -106,6 +112,8 @@ def _load_states_apart(kind: Any) -> None:
                 shuffle_apart(loader, world.rank)
                 if saves_order(loader):
                     forget_order(loader)
+                else:
+                    seed_workers_apart(loader, world.rank)
 
     kind.load_state = load_for_rank
 

@@ -41,7 +41,7 @@ from asyncdist.integrations.joining import (
     warn_of_iterable,
 )
 from asyncdist.integrations.metrics import RunningLoss
-from asyncdist.integrations.random_numbers import draw, draw_apart, saves_order, shuffle_apart
+from asyncdist.integrations.random_numbers import draw, draw_apart, saves_order, shuffle_apart, with_seeds_apart
 from asyncdist.integrations.replicas import Replica, show_replica, state_of_rank, states_of_replica
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.metrics import NOT_MEASURED
@@ -188,8 +188,10 @@ class Averaging(Callback, Generic[PolicyT]):
                 seed = draw() if self._replica_size == 1 else int(environment.VARIABLES.get("PL_GLOBAL_SEED", 0))
                 shuffle_apart(loader, self._number, size=self._replica_size, seed=seed)
                 warn_of_iterable(loader, self._world)
-                if self._has_loaded_other and saves_order(loader):
-                    trainer.fit_loop._combined_loader_states_to_load = []
+                if self._has_loaded_other:
+                    loop = trainer.fit_loop
+                    states = [] if saves_order(loader) else loop._combined_loader_states_to_load
+                    loop._combined_loader_states_to_load = with_seeds_apart(states, self._number)
             return loader
 
         strategy.process_dataloader = process_for_rank

@@ -59,7 +59,7 @@ class Averaging(Generic[PolicyT]):
         self._training = training
         self._training.begin(model, optimizer)
 
-    __copy__ = __deepcopy__ = __reduce_ex__ = refuse_copy  # type: ignore[assignment]
+    __copy__ = __deepcopy__ = __reduce_ex__ = refuse_copy
 
     @property
     def policy(self) -> Policy[PolicyT] | None:

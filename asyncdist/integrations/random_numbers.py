@@ -41,6 +41,9 @@ _SEEDS: Final = ("seed", "initial_seed")
 #: Attributes with the number of processes among which a sampler divides rows.
 _DIVIDING: Final = ("num_replicas", "num_processes", "dp_size")
 
+#: Key in the state of a StatefulDataLoader for the seed of its workers.
+_WORKERS_SEED: Final = "_base_seed"
+
 
 def mix(seed: int, number: int) -> int:
     """Return a 32-bit seed derived from ``seed``, statistically independent for different values of ``number``."""
@@ -112,6 +115,25 @@ def forget_order(loader: Any) -> None:
     inner.next_iter_state = None
     if inner is not loader:
         loader.dl_state_dict = {}
+
+
+def seed_workers_apart(loader: Any, number: int) -> None:
+    """Mix ``number`` into the seed of the workers that a StatefulDataLoader has loaded from another rank's state."""
+    if _is_stateful(loader):
+        inner = getattr(loader, "base_dataloader", loader)
+        inner.next_iter_state = with_seeds_apart(inner.next_iter_state, number)
+
+
+def with_seeds_apart(state: Any, number: int) -> Any:
+    """Return a copy of a StatefulDataLoader's state, or of a container of states, with other seeds of the workers."""
+    if isinstance(state, list):
+        return [with_seeds_apart(each, number) for each in state]
+    if not isinstance(state, dict):
+        return state
+    return {
+        key: mix(value, number) if key == _WORKERS_SEED else with_seeds_apart(value, number)
+        for key, value in state.items()
+    }
 
 
 def _is_stateful(loader: Any) -> bool:

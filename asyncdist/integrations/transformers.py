@@ -124,7 +124,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         """The policy while the trainer trains; None otherwise."""
         return self._training.policy
 
-    __copy__ = __deepcopy__ = __reduce_ex__ = refuse_copy  # type: ignore[assignment]
+    __copy__ = __deepcopy__ = __reduce_ex__ = refuse_copy
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Set the folder to which this rank writes."""

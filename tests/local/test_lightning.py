@@ -206,9 +206,8 @@ def test_policies_of_one_class_have_keys_of_their_own() -> None:
     from asyncdist.integrations.lightning import Averaging
 
     def keys(world: ad.blocking.World) -> list[str]:
-        return [
-            Averaging(GossipPolicy, average_every=1, **name).state_key for name in ({}, {"name": "x"}, {"name": "y"})
-        ]
+        options: list[dict[str, Any]] = [{}, {"name": "x"}, {"name": "y"}]
+        return [Averaging(GossipPolicy, average_every=1, **each).state_key for each in options]
 
     expected = [f"Averaging(GossipPolicy{name})" for name in ("", ", name='x'", ", name='y'")]
     assert ad.run_local(ad.blocking.hosted(keys), ranks=1) == [expected]

@@ -232,7 +232,7 @@ def saved_by(folder: Path, rank: int, averagings: list[Any], *, checkpoint: str 
         **options,
     )
     rows = [{"inputs": torch.full((2,), 1.0 + rank)}] * 4
-    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[*averagings, note])  # type: ignore[arg-type]
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[*averagings, note])
     trainer.train(resume_from_checkpoint=checkpoint)
     saved = folder / f"rank{rank}" / "checkpoint-2"
     names = sorted(each.name for each in saved.glob("asyncdist*"))

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from asyncdist.integrations import joining
 from asyncdist.integrations.joining import warn_of_iterable
-from asyncdist.integrations.random_numbers import draw_apart, shuffle_apart
+from asyncdist.integrations.random_numbers import draw_apart, seed_workers_apart, shuffle_apart
 
 ROWS = range(16)
 
@@ -210,3 +210,19 @@ def test_undivided_iterable_data_are_warned_of_once(
     for _ in range(2):
         warn_of_iterable(DataLoader(Numbers()), first)  # type: ignore[arg-type]
     assert [record.message.count("Numbers") for record in caplog.records] == [1]
+
+
+@pytest.mark.filterwarnings("ignore")  # torchdata calls a deprecated function of torch
+def test_workers_of_a_loaded_state_draw_other_numbers() -> None:
+    """Regression: the workers of all ranks drew equal numbers if the ranks had loaded the state of one rank."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader.stateful_dataloader")
+    names = stateful._StatefulMultiProcessingDataLoaderIter
+
+    def seed(number: int) -> int:
+        loader: Any = stateful.StatefulDataLoader(ROWS, num_workers=1)
+        loader.load_state_dict({names._SNAPSHOT: {names._MAIN_SNAPSHOT: {names._BASE_SEED: 3}, "rows": [4]}})
+        seed_workers_apart(loader, number)
+        assert loader.next_iter_state[names._SNAPSHOT]["rows"] == [4]
+        return int(loader.next_iter_state[names._SNAPSHOT][names._MAIN_SNAPSHOT][names._BASE_SEED])
+
+    assert seed(0) == seed(0) != seed(1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pytorch_optimizer import FTRL, Lion
-from schedulefree import SGDScheduleFree
+from schedulefree import SGDScheduleFree  # type: ignore[import-untyped]
 from support.weight_keepers import Hidden
 from torch import nn
 
@@ -37,8 +37,9 @@ class Rank:
 
         def loss() -> torch.Tensor:
             self.optimizer.zero_grad()
-            found = (self.model(rows.to(self.model.weight.dtype)).float() - rows @ self._target - noise).square().mean()
-            found.backward()
+            gap: torch.Tensor = self.model(rows.to(self.model.weight.dtype)).float() - rows @ self._target - noise
+            found = gap.square().mean()
+            found.backward()  # type: ignore[no-untyped-call]
             return found
 
         if isinstance(self.optimizer, SGDScheduleFree):
