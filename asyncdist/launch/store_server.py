@@ -10,13 +10,23 @@ For each ``!TEXT`` line, it prints the text after it has processed the earlier l
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
 #: Path of this file, to run it as a program.
 PROGRAM: Final = os.path.abspath(__file__)
+
+
+def tell(process: subprocess.Popen[bytes], line: str) -> None:
+    """Send a line to the process that serves the store, unless it has ended."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError, ValueError):
+        process.stdin.write(f"{line}\n".encode())
+        process.stdin.flush()
 
 
 def main(address: str, port: int, *, is_open: bool) -> None:

@@ -20,6 +20,7 @@ from asyncdist import cli, environment
 from asyncdist.errors import LateError, TransportError
 from asyncdist.launch import joining_ranks, local_ranks, place_claims
 from asyncdist.launch.place_claims import ClaimError, claim, keep
+from asyncdist.launch.supervision.restarts import Restarts
 from asyncdist.transports.matching import CallbackQueue, Matcher
 from asyncdist.transports.torch_distributed.gloo_mesh import Mesh
 from asyncdist.transports.torch_distributed.meeting import newcomers, rendezvous
@@ -443,7 +444,7 @@ class Supervised:
         self.started: list[tuple[int, str]] = []
         environments = {rank: {environment.INCARNATION_VARIABLE: str(number)} for rank, number in ranks.items()}
         self.processes = {rank: Rank(rank, self.events) for rank in ranks}
-        self.again = local_ranks.Restarts(
+        self.again = Restarts(
             self._start,
             environments,
             count,

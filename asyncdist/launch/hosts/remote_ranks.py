@@ -12,6 +12,7 @@ from asyncdist import environment, local_host, rank_program
 from asyncdist.launch import local_ranks
 from asyncdist.launch.hosts import remote_hosts
 from asyncdist.launch.hosts.remote_hosts import Agent, Host, RemoteRank
+from asyncdist.launch.supervision.restarts import Restarts
 from asyncdist.trust import job_secret
 
 
@@ -48,7 +49,7 @@ def run(
 
         for rank, variables in environments.items():
             processes[rank] = start_rank(rank, variables)
-        return local_ranks.supervise(processes, events, local_ranks.Restarts(start_rank, environments, 0))
+        return local_ranks.supervise(processes, events, Restarts(start_rank, environments, 0))
 
 
 def build_environments(

@@ -1,1 +1,1 @@
-"""Supervises an mpirun for its launcher: passes signals on, and finds the rank that has ended the job."""
+"""Supervises ranks for a launcher: restarts, the rank that has ended the job, and the signals of an mpirun."""

@@ -1,0 +1,93 @@
+"""Restarts killed ranks of ``asyncdist run --transport torch``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+from asyncdist import environment
+from asyncdist.launch import store_server
+from asyncdist.launch.supervision import endings
+
+#: Process of a rank.
+P = TypeVar("P")
+
+
+class Restarts(Generic[P]):
+    """Restarts killed ranks, and records in the store how their processes have ended.
+
+    Args:
+        start: Function that starts a rank, whose end will be an event.
+        count: Maximum number of restarts of each rank.
+        notes: Process that sets keys in the store; None if no rank may join.
+        is_open: Whether a new process may replace a killed rank that is not restarted.
+        have_joined: Whether these ranks have joined another launcher's world.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int, Mapping[str, str]], P],
+        environments: Mapping[int, Mapping[str, str]],
+        count: int,
+        notes: subprocess.Popen[bytes] | None = None,
+        *,
+        is_open: bool = False,
+        have_joined: bool = False,
+    ) -> None:
+        self._notes = notes
+        self._start = start
+        self._environments = environments
+        self._count = count
+        self._first = {rank: int(each.get(environment.INCARNATION_VARIABLE, 0)) for rank, each in environments.items()}
+        self._newest = dict(self._first)
+        self._is_open = is_open
+        self.have_joined = have_joined
+        self.goes_on = count > 0 or is_open
+
+    def start(self, rank: int, returncode: int, others: int) -> P | None:
+        """Restart a killed rank, and return its process; None if no restart is left or no other rank is alive."""
+        why = endings.how_ended(returncode)
+        number = self._newest[rank] - self._first[rank]
+        has_others = others > 0 or self.have_joined
+        is_only_one = len(self._environments) == 1  # a job's only rank can start a new world alone
+        if not (has_others or is_only_one) or number == self._count:
+            left = "the others continue without it" if has_others else "no other rank is left for it to join"
+            again = f"; it is not restarted ({number} of {self._count})" if self._count else ""
+            self.say(f"rank {rank} {why}{again}: {left}")
+            if self._is_open:
+                self.note(f"place/{rank}", f"free {self._newest[rank] + 1}")
+            else:
+                self.note("gone", str(rank))
+            return None
+        self._newest[rank] += 1
+        self.say(f"rank {rank} {why}; restarting it ({number + 1} of {self._count})")
+        variables = {**self._environments[rank], environment.INCARNATION_VARIABLE: str(self._newest[rank])}
+        return self._start(rank, variables)
+
+    def is_borne(self, others: int) -> bool:
+        """Return whether the job survives the loss of a rank that is not restarted."""
+        return self._is_open and not self.have_joined and others > 0
+
+    def note_exit(self, rank: int, returncode: int) -> None:
+        """Record in the store that the process of ``rank`` has ended, so that no rank tries to connect to it."""
+        self.note(f"exited/{rank}.{self._newest[rank]}")
+        if self._is_open and returncode >= 0:
+            self.note(f"place/{rank}", f"free {self._newest[rank] + 1}" if returncode and self.have_joined else "left")
+
+    def note(self, key: str, value: str = "") -> None:
+        """Set a key in the store."""
+        if self._notes is not None:
+            store_server.tell(self._notes, f"asyncdist/{key} {value}")
+
+    def newcomer(self, rank: int) -> str:
+        """Return a clause, for a message, on how this rank joined a running world, or "" for an initial rank."""
+        if self.have_joined:
+            return "which had joined the others"
+        return "which was restarted" if self._newest[rank] else ""
+
+    @staticmethod
+    def say(text: str) -> None:
+        """Print ``text`` as one line of the launcher's output."""
+        print(f"asyncdist run: {text}", file=sys.stderr, flush=True)
