@@ -37,7 +37,7 @@ async def coordinate(
 
     Raises:
         TypeError, ValueError: ``members`` is not a list of distinct ranks, is empty or contains this rank; or the
-        timeout is out of range.
+            timeout is out of range.
         StartTimeoutError: A member has not arrived in time.
         DisagreementError: The ranks have passed different arguments.
 
