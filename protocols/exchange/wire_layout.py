@@ -305,17 +305,27 @@ class WireLayout:
         return sum(_aligned(_encoding(vector, of_mean).nbytes(0, vector.count)) for vector in self.vectors)
 
     def encoded_in(self, memory: Tensor, *, of_mean: bool = False) -> list[Tensor]:
-        """Return a view of ``memory``, which has at least :meth:`memory_nbytes` bytes, for each encoded vector."""
+        """Return a view of ``memory``, which has at least :meth:`memory_nbytes` bytes, for each encoded vector.
+
+        The gaps between entries and between vectors are set to zero, because they are sent with the data. Without this,
+        the digest of a simulation would depend on what the memory contained before.
+        """
         views, end = [], 0
         for vector in self.vectors:
             encoding = _encoding(vector, of_mean)
             nbytes = encoding.nbytes(0, vector.count)
-            views.append(memory[end : end + nbytes].view(encoding.encoded_dtype))
+            view = memory[end : end + nbytes].view(encoding.encoded_dtype)
+            if vector.role == "copied":  # gaps of other vectors are encoded as zeros: see Vector.values_of
+                starts = [first for _, first, _ in vector.places[1:]] + [vector.count]
+                for (_, _, gap), start in zip(vector.places, starts, strict=True):
+                    view[gap:start].zero_()
+            memory[end + nbytes : end + _aligned(nbytes)].zero_()
+            views.append(view)
             end += _aligned(nbytes)
         return views
 
     def new_encoded(self, *, of_mean: bool = False) -> list[Tensor]:
-        """Allocate uninitialised memory for each encoded vector."""
+        """Allocate memory for each encoded vector. Only the gaps are initialised."""
         return self.encoded_in(new_memory(self.memory_nbytes(of_mean=of_mean)), of_mean=of_mean)
 
     def part(self, encoded: Sequence[Tensor], each: Slice, *, of_mean: bool = False) -> Tensor:

@@ -115,6 +115,22 @@ def test_float32_values_return_bit_for_bit(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("of_mean", [False, True])
+def test_the_gaps_in_reused_memory_are_zero(seed: int, of_mean: bool) -> None:
+    """Regression: gaps were sent with the old contents of the memory, on which the digests of simulations depended."""
+    for layout in laid_out(seed, CODECS[seed % len(CODECS)])[2]:
+        memory = torch.full((layout.memory_nbytes(of_mean=of_mean),), 255, dtype=torch.uint8)
+        views = layout.encoded_in(memory, of_mean=of_mean)
+        for vector, view in zip(layout.vectors, views, strict=True):
+            if vector.role == "copied":
+                for _, first, end in vector.places:
+                    view[first:end] = 0
+            else:
+                view.zero_()
+        assert not memory.any()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_differences_are_the_anchor_minus_the_values(seed: int) -> None:
     _, tensors, layouts = laid_out(seed, find_codec("float32"))
     for layout in layouts:
