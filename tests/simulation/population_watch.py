@@ -451,7 +451,7 @@ def reason_kind(reason: str) -> str:
     for start in ("the stream from rank", "round", "replaced at iteration", "the state of a member did not arrive"):
         if reason.startswith(start):
             tail = reason.partition("did not complete: ")[2]
-            words = {"gave up": "aborted", "is gone": "donor lost", "in time": "timed out", "slots": "no slot"}
+            words = {"aborted": "aborted", "is gone": "donor lost", "in time": "timed out", "slots": "no slot"}
             kind = next((name for text, name in words.items() if text in tail), tail)
             return f"{start} ...{kind and ' ' + kind}"
     return reason
