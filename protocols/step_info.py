@@ -126,16 +126,17 @@ NOTHING = StepInfo()
 
 
 def together(infos: Sequence[StepInfo]) -> StepInfo:
-    """Return one result that summarises the averages, at least one, that a step has applied.
+    """Return one result that summarises the rounds, at least one, that end in one step.
 
     Sizes and durations are sums, the staleness is the largest, and the outer norm is the norm of all fragments. The
-    round, its donors and their weights describe the last average. The cosine is unknown.
+    round, its donors and their weights describe the last average, or the last round if all rounds were abandoned. The
+    cosine is unknown.
     """
     if len(infos) == 1:
         return infos[0]
     norms = [info.outer_norm for info in infos if info.outer_norm is not None]
     return replace(
-        infos[-1],
+        next((info for info in reversed(infos) if info), infos[-1]),
         staleness_steps=max(info.staleness_steps for info in infos),
         seconds=math.fsum(info.seconds for info in infos),
         nbytes=sum(info.nbytes for info in infos),

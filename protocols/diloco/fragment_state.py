@@ -108,6 +108,11 @@ class FragmentState(Fragment):
         """True with an anchor, because :meth:`merge` then needs the mean only during the call."""
         return self._outer is not None
 
+    @property
+    def returns_to_anchor(self) -> bool:
+        """True with an anchor, which :meth:`apply` writes into the model even if it has not moved."""
+        return self._outer is not None
+
     @torch.no_grad()
     def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
         """Decode the donors' mean, move the anchor, and keep the other values until they are applied."""

@@ -67,6 +67,11 @@ class Fragment:
         return self.layout.stepped_entries
 
     @property
+    def returns_to_anchor(self) -> bool:
+        """Whether :meth:`apply` writes an anchor into the model even after a round without donors."""
+        return False
+
+    @property
     def uses_up(self) -> bool:
         """True if :meth:`merge` needs the mean of stepped vectors only during the call, and accepts it in slices."""
         return False

@@ -541,7 +541,8 @@ class ExchangePolicy(ReplicatedPolicy):
             self._exchange.note_applied(fragment * self._numbers_per_round)
         info = self._info_of(fragment, flight, mean, ready)
         info = replace(info, seconds=self._world.time() - began_at, waited_s=waited_s)
-        self._announce_average(self._shared.on_event, info, mean.verdict.weights)
+        if info:
+            self._announce_average(self._shared.on_event, info, mean.verdict.weights)
         return info
 
     async def _write(self, fragment: int, ready: Readiness, *, is_late: bool, is_left_out: bool) -> None:

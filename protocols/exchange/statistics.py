@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Final
 
 from asyncdist.protocols.exchange.counts import AverageCounts
 from asyncdist.protocols.exchange.flights import Flight
@@ -14,6 +15,9 @@ from asyncdist.protocols.joining.replicas import Replicas
 from asyncdist.protocols.journal import format_table
 from asyncdist.protocols.step_info import StepInfo
 from asyncdist.wording import plural, size_in_words
+
+#: Reason for which a round changes no weights.
+_NO_DONOR: Final = "no rank had a usable contribution"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +119,13 @@ def result_of(
             cosine = mean_cosine(replace(verdict, norms=ready.norms), ready.norm)
     total = sum(verdict.weights)
     donors = tuple(replicas.mates(donor)[0] for donor in verdict.donors)
+    has_changed = bool(donors or fragment.returns_to_anchor or (ready.trouble and fragment.anchors))
     return StepInfo(
-        averaged_this_iteration=True,
+        averaged_this_iteration=has_changed,
+        abandoned="" if has_changed else _NO_DONOR,
         donors=donors,
         weights=tuple(weight / total for weight in verdict.weights),
-        nbytes=fragment.layout.mean_nbytes,
+        nbytes=fragment.layout.mean_nbytes if donors else 0,
         recovered=ready.trouble,
         wire_nbytes=fragment.layout.nbytes,
         outer_norm=ready.norm,

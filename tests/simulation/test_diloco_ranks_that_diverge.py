@@ -14,7 +14,7 @@ from support.facts import naming
 from torch import nn
 
 import asyncdist as ad
-from protocols import DiLoCoPolicy, StepInfo, TopK
+from protocols import AverageApplied, DiLoCoPolicy, PolicyEvent, StepInfo, TopK
 
 SIZE, EVERY = 4, 4
 
@@ -186,3 +186,23 @@ def test_a_return_to_the_anchor_is_no_progress_for_a_late_mean() -> None:
         return gap
 
     assert ad.simulate(main, ranks=2, seed=3, strict=True).results[0] == 0.0
+
+
+def test_a_round_without_donors_or_anchor_is_abandoned() -> None:
+    """Regression: its result was true, and an event reported an average of no ranks, although no weight changed."""
+
+    async def main(world: ad.World) -> list[StepInfo]:
+        model, events, infos = nn.Linear(1, 1), list[PolicyEvent](), []
+        options: dict[str, Any] = {"outer_optimizer": None, "on_event": events.append}
+        async with DiLoCoPolicy(model, sgd(model), average_every=1, **options) as policy:
+            for value in (math.nan, 1.0):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.fill_(value)
+                infos.append(await policy.step())
+        assert [event.round for event in events if isinstance(event, AverageApplied)] == [2]
+        return infos
+
+    for first, second in ad.simulate(main, ranks=2, strict=True).results:
+        assert not first and first.round == 1 and first.donors == () and first.abandoned and first.nbytes == 0
+        assert second and second.donors == (0, 1)
