@@ -18,7 +18,19 @@ import pytest
 from support.waits import waits_of_mains
 
 from asyncdist import cli
-from asyncdist.simulation import Corrupt, Delay, Fault, Interrupt, Kill, Partition, Restart, SlowLink, SlowRank, Stall
+from asyncdist.simulation import (
+    Corrupt,
+    Delay,
+    Fault,
+    Interrupt,
+    Join,
+    Kill,
+    Partition,
+    Restart,
+    SlowLink,
+    SlowRank,
+    Stall,
+)
 from asyncdist.simulation.exploration.fault_plans import ScriptError, format_faults, read_faults
 from asyncdist.simulation.run_script import Script
 
@@ -343,6 +355,8 @@ def test_a_script_with_a_syntax_error_is_refused_in_a_line(sim: Sim, script: str
 PLAN: tuple[Fault, ...] = (
     Kill(1, at_s=0.5),
     Kill(1, at_turn=3),
+    Restart(1, at_s=1.0),
+    Join(0, at_s=0.25),
     Interrupt(1, 0.5, "SIGINT"),
     Stall(0, 0.25, 2.0),
     SlowRank(1, 0.0, 3.0),
@@ -359,6 +373,12 @@ def test_a_plan_is_read_from_a_file_or_from_the_command_line(tmp_path: Path) -> 
     file = tmp_path / "plan.json"
     file.write_text(text)
     assert read_faults(text, ranks=2) == read_faults(str(file), ranks=2) == PLAN
+    assert {type(fault) for fault in PLAN} == set(Fault.__args__), "PLAN must have all kinds of faults"
+
+
+def test_the_docs_list_each_fault() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "determinism.md").read_text()
+    assert [kind.__name__ for kind in Fault.__args__ if not re.search(rf"^\|.*`{kind.__name__}`.*\|", text, re.M)] == []
 
 
 def test_faults_fire_and_are_repeated(sim: Sim, script: str) -> None:

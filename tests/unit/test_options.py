@@ -157,7 +157,11 @@ def test_the_docs_list_the_options_as_they_are_declared() -> None:
         if issubclass(policy, SimplePolicy | EvolutionStrategyPolicy):
             names = [name for name in options.__annotations__ if name not in ExchangeOptionNames.__annotations__]
             wanted[policy.__name__] = in_markdown(declarations(names, kinds))
-    assert lists_of_the_docs() == wanted
+    found = lists_of_the_docs()
+    missing = [name for name in wanted if found.get(name) != wanted[name]]
+    lists = [f"<!-- options: {name} -->\n{wanted[name]}\n<!-- end of options -->" for name in missing]
+    assert not lists, "the docs must contain these lists:\n\n" + "\n\n".join(lists)
+    assert found.keys() == wanted.keys()
 
 
 @pytest.mark.parametrize(
