@@ -242,11 +242,11 @@ def heed_story_requests() -> None:
     """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and "SLURM_JOB_ID" not in os.environ:
         signal.signal(signal.SIGUSR1, tell_no_world)
-        atexit.register(_heed_no_more)
+        atexit.register(_ignore_from_now)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
 
-def _heed_no_more() -> None:
+def _ignore_from_now() -> None:
     """Ignore SIGUSR1, because the exiting interpreter would restore its default action, which ends the process."""
     if callable(signal.getsignal(signal.SIGUSR1)):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)

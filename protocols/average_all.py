@@ -150,7 +150,7 @@ class AverageAllPolicy(Ported):
             ValueError,
         ) as error:  # counts this agreement as missed, so that the next one has the same number on all ranks
             why = error if isinstance(error, ValueError) else None
-            world.agreements.stay_away(world.agreements.next_meeting(members, self._subject), why)
+            world.agreements.stay_away(world.agreements.next_request(members, self._subject), why)
             raise
         # After the agreement, no member may stop before the average is complete, or the others would wait forever.
         name = "average of all"

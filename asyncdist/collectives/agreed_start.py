@@ -159,7 +159,7 @@ async def start_together(
         outlives_leader: Whether the operation continues if the leader is lost. If so, members accept the leader's
             decision from each other.
     """
-    meeting = agreements.next_meeting(ranks, subject, leader, outlives_leader=outlives_leader)
+    meeting = agreements.next_request(ranks, subject, leader, outlives_leader=outlives_leader)
     start = Start(services.engine, agreements, meeting, give_back, part_of)
     task = services.spawn_service(start.run(work), name=name)
     return await start.result(task, is_held=is_held)

@@ -179,7 +179,7 @@ class MembershipLog:
             leavers.ranks.discard(rank)
         self._incarnations[rank] = incarnation
 
-    def has_heard_of(self, rank: int, incarnation: int) -> bool:
+    def knows_loss(self, rank: int, incarnation: int) -> bool:
         """Return whether this rank needs no notice that the process of ``rank`` with this incarnation is lost.
 
         This rank either knows of the loss, or was never connected to the process.

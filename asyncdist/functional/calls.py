@@ -80,7 +80,7 @@ class Calls(Generic[AskT, AnswerT]):
         self._world = world
         self._count = 0
         self._waiting: dict[int, tuple[int, asyncio.Future[Any]]] = {}
-        self._deaf: set[int] = set()  # ranks that no longer answer
+        self._not_answering: set[int] = set()  # ranks that no longer answer
         self._channel: Channel[Any] | None = None
         self._reader: asyncio.Task[None]
 
@@ -109,7 +109,7 @@ class Calls(Generic[AskT, AnswerT]):
                 number, ClosedError("this rank has left the async with block of its calls, so no answer will arrive")
             )
         for rank in (self._group or world.group).ranks:
-            if rank != world.rank and rank not in self._deaf and rank not in world.services.gone:
+            if rank != world.rank and rank not in self._not_answering and rank not in world.services.gone:
                 self._send_nowait(channel, _Left(), rank, 0)
         channel.close()
 
@@ -126,7 +126,7 @@ class Calls(Generic[AskT, AnswerT]):
         channel, world = self._channel, self._world
         if channel is None or world is None:
             raise ClosedError("ask() must be called inside the async with block of the calls")
-        if dest in self._deaf:
+        if dest in self._not_answering:
             raise ClosedError(
                 f"rank {dest} no longer answers, because it has left the async with block of its calls", rank=dest
             )
@@ -146,7 +146,7 @@ class Calls(Generic[AskT, AnswerT]):
         while True:
             envelope = await channel.receive()
             if isinstance(envelope.message, _Left):
-                self._deaf.add(envelope.source)
+                self._not_answering.add(envelope.source)
                 self._on_gone(envelope.source)
             elif isinstance(envelope.message, self._types[0]):
                 assert self._world is not None, "it was entered"
@@ -191,7 +191,7 @@ class Calls(Generic[AskT, AnswerT]):
             return  # the receiver is lost, has left its block, or does not receive
 
     def _on_gone(self, rank: int) -> None:
-        is_deaf = rank in self._deaf
+        is_deaf = rank in self._not_answering
         what = (
             "no longer answers, because it has left the async with block of its calls"
             if is_deaf

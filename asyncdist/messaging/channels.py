@@ -284,7 +284,7 @@ class Channel(Generic[MessageT]):
                 else:
                     await self._wait_until(waiter, deadline, timeout_s or 0.0)
             finally:
-                inbox.wait_no_more(waiter)
+                inbox.remove_waiter(waiter)
 
     async def _wait_until(self, waiter: asyncio.Future[None], deadline: float, timeout_s: float) -> None:
         has_come = await self._engine.park_until(

@@ -96,7 +96,7 @@ class TagDemultiplexer:
         flow: Flow control of the tag, or None if the channels belong to protocols. A tag of the user's program stalls
             instead of losing messages.
         sent_to: Set to which the receivers of messages are added.
-        heard_from: Set to which the senders of received messages are added.
+        received_from: Set to which the senders of received messages are added.
 
     Attributes:
         is_users: Whether the channels belong to the user's program.
@@ -115,7 +115,7 @@ class TagDemultiplexer:
         *,
         flow: TagFlow | None,
         sent_to: set[int],
-        heard_from: set[int],
+        received_from: set[int],
     ) -> None:
         self.engine = engine
         self.tag = tag
@@ -148,7 +148,7 @@ class TagDemultiplexer:
             explain=self._explain,
             ring=engine.ring,
             recheck=engine.recheck,
-            contacts=heard_from,
+            contacts=received_from,
             flow=None if flow is None else (flow.lane, flow.credit, flow.credit_count),
         )
         engine.add_pollable(self.receiver)

@@ -419,7 +419,7 @@ class Inbox:
                 waiter.set_result(None)
                 return
 
-    def wait_no_more(self, waiter: asyncio.Future[None]) -> None:
+    def remove_waiter(self, waiter: asyncio.Future[None]) -> None:
         """Remove ``waiter``, which was woken or cancelled. If messages remain, wake the next waiting task."""
         if waiter in self.waiters:
             self.waiters.remove(waiter)

@@ -73,7 +73,7 @@ class OutboundStream(StreamEnd):
         await self._until(lambda: self.under_way_count == 0, is_of_request=True)
         return complete
 
-    async def run_told(self, tag: int, *, aborts: bool = False) -> bool:
+    async def run_notified(self, tag: int, *, aborts: bool = False) -> bool:
         """Send all chunks, or only the abort, and record the end. Return whether all chunks were sent."""
         name = self._told = self._engine.name_send(WaitKind.STREAM_LEFT, self.dest, tag)
         try:

@@ -76,7 +76,7 @@ class Services:
             not admit restarted ranks treat these ranks as lost.
         left: Ranks that have stopped, because main has returned or after the failure of a rank.
         sent_to: Ranks to which this rank has sent messages on channels with ``counts_contacts``.
-        heard_from: Ranks from which messages on channels with ``counts_contacts`` have arrived.
+        received_from: Ranks from which messages on channels with ``counts_contacts`` have arrived.
         progress_probes: Thread-safe functions that return the progress of a policy as a
             :class:`~asyncdist.live.counters.PolicyCounters`.
         last_progress: Progress of the most recently closed policy.
@@ -107,7 +107,7 @@ class Services:
         self.slots = streams.Slots(engine, self.restarted)
         self.left = RankSet()
         self.sent_to: set[int] = set()
-        self.heard_from: set[int] = set()
+        self.received_from: set[int] = set()
         self.progress_probes: list[Callable[[], Any]] = []
         self.last_progress: Any = None
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
@@ -167,7 +167,7 @@ class Services:
             earlier_handler: Function called with each message of an earlier epoch, or None to drop and count these
                 messages.
             admits_restarted: Whether messages may be sent to a restarted rank that has not sent a message yet.
-            counts_contacts: Whether peers of this channel are added to :attr:`sent_to` and :attr:`heard_from`.
+            counts_contacts: Whether peers of this channel are added to :attr:`sent_to` and :attr:`received_from`.
         """
         codec = wire.Codec(message_types)
         demultiplexer = self._demultiplexer(tag, is_users=overflow == "stall")
@@ -238,7 +238,7 @@ class Services:
                 self.nonce,
                 flow=flow,
                 sent_to=self.sent_to,
-                heard_from=self.heard_from,
+                received_from=self.received_from,
             )
         return found
 
@@ -344,7 +344,7 @@ class Services:
 
     # -- for the runtime --------------------------------------------------------------------------------------------
 
-    def tell_gone(self, ranks: RankSet) -> None:
+    def notify_gone(self, ranks: RankSet) -> None:
         """Notify listeners, channels and waiting tasks of the ranks that were just added to :attr:`gone`."""
         for listener, among in list(self._gone_listeners):
             for rank in ranks if among is None else ranks & among:
@@ -367,7 +367,7 @@ class Services:
             for demultiplexer in self._demultiplexers.values():
                 demultiplexer.on_restarted(rank)
 
-    def tell_returned(self, rank: int) -> None:
+    def notify_returned(self, rank: int) -> None:
         """Notify the listeners of :meth:`on_returned` of the restart of ``rank``."""
         self.events.add("returned", rank, self.restarted.get(rank, 0))
         for listener in list(self._returned_listeners):
@@ -383,7 +383,7 @@ class Services:
     @property
     def contacts(self) -> set[int]:
         """Ranks to which this rank has sent messages, or from which messages have arrived."""
-        return self.sent_to | self.heard_from
+        return self.sent_to | self.received_from
 
     def forget_returned(self, rank: int) -> None:
         """Remove a lost ``rank`` from the ranks on which main has returned."""
@@ -391,9 +391,9 @@ class Services:
 
     def watch_contacts(self, listener: Callable[[int], None]) -> None:
         """Call ``listener(rank)`` when the first message from a rank arrives."""
-        self.heard_from = _WatchedContacts(self.heard_from, listener)
+        self.received_from = _WatchedContacts(self.received_from, listener)
         for demultiplexer in self._demultiplexers.values():
-            demultiplexer.receiver.contacts = self.heard_from
+            demultiplexer.receiver.contacts = self.received_from
 
     def stop_reading(self) -> None:
         """Drop the user's messages that arrive later. Called when main has returned on this rank."""

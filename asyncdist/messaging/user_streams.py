@@ -68,7 +68,7 @@ class _Outgoing:
     async def run(self, dest: int) -> bool:
         """Send the rest of the tensor. Return whether ``dest`` received the whole tensor."""
         if self.stream is not None:
-            return await self.stream.run_told(tags.PARAM)
+            return await self.stream.run_notified(tags.PARAM)
         assert self.refused is not None, f"rank {dest} has not answered"
         nbytes = len(self.view)
         raise LocalProtocolError(

@@ -180,12 +180,12 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
     size = ranks[0].header.size
     missing = sorted(set(range(size)) - {each.rank for each in ranks})
     recording = Recording(chosen, size, ranks, tuple(missing))
-    if (told := told_of_other_version(recording)) is not None:
+    if (told := other_version_warning(recording)) is not None:
         logger.warning("%s; waits of unknown kinds are shown by their keys", printable(told))
     return recording
 
 
-def told_of_other_version(recording: Recording) -> str | None:
+def other_version_warning(recording: Recording) -> str | None:
     """Return a sentence that names both versions if another version wrote the recording, or None."""
     for each in recording.ranks:
         if each.header.asyncdist != __version__:

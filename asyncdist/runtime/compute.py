@@ -45,7 +45,7 @@ class VirtualClock(Protocol):
     def before_safe_point(self) -> Awaitable[None]:
         """Charge a simulated rank for the time since its last safe point. The result must be awaited immediately."""
 
-    def run_beside(self, call: Callable[[], T]) -> asyncio.Future[T]:
+    def run_concurrently(self, call: Callable[[], T]) -> asyncio.Future[T]:
         """Run ``call`` for ``World.compute``. Return a future that receives its result after the virtual time."""
 
 
@@ -98,7 +98,7 @@ class Computing:
         # Return the exception of fn as a value. A future cannot store StopIteration, and asyncio would treat
         # concurrent.futures.CancelledError, an ordinary error here, as a cancellation of this task.
         call = functools.partial(caught, functools.partial(call_in_modes, torch_modes(), fn))
-        future = self._in_thread(call) if clock is None else clock.run_beside(call)
+        future = self._in_thread(call) if clock is None else clock.run_concurrently(call)
         has_ended = False
 
         def end() -> None:

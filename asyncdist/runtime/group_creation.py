@@ -27,7 +27,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
 #: Seconds that this rank waits to detect a loss that has ended its request for a group, before it repeats the request.
-_HEARD_AFTER_S: Final = 0.05
+_NOTICED_AFTER_S: Final = 0.05
 _SUBJECT: Final = "new group"
 _OF_SURVIVORS: Final = "group of the survivors"
 
@@ -79,7 +79,7 @@ class GroupCreation:
             # If the list is not a valid group, no member waits.
             with contextlib.suppress(LocalProtocolError, TypeError):
                 members = check_ranks(ranks, rank=self._services.rank, size=self._services.size)
-                meeting = self._agreements.next_meeting(members, subject)
+                meeting = self._agreements.next_request(members, subject)
                 self._agreements.stay_away(meeting, error if isinstance(error, Exception) else None)
 
     async def surviving_group(self, group: Group, timeout_s: float) -> Group:
@@ -117,7 +117,7 @@ class GroupCreation:
                 # A rank that detected the loss earlier may have ended the request. Wait until this rank detects the
                 # loss, too.
                 hears = functools.partial(services.gone.__ne__, gone)
-                until = min(give_up_at, services.time() + _HEARD_AFTER_S)
+                until = min(give_up_at, services.time() + _NOTICED_AFTER_S)
                 await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until)
 
     async def new_group(

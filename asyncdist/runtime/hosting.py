@@ -30,8 +30,8 @@ from asyncdist.runtime.leaving import leave, report_leftovers
 from asyncdist.runtime.recording import Recording
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.stall_warnings import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
-from asyncdist.runtime.story.answering import Teller
-from asyncdist.runtime.story.requests import tell_no_more, tell_on_request
+from asyncdist.runtime.story.answering import WaitReporter
+from asyncdist.runtime.story.requests import tell_on_request, unregister_report
 from asyncdist.runtime.world import World, _current_world
 from asyncdist.transports.base import Transport
 
@@ -220,14 +220,16 @@ def _leave_counters(world: World, options: RankOptions) -> None:
         last_counters.leave(options.last_counters, counters_of(world.services))
 
 
-def _teller(world: World, transport: Transport, options: RankOptions, stack: contextlib.ExitStack) -> Teller | None:
+def _teller(
+    world: World, transport: Transport, options: RankOptions, stack: contextlib.ExitStack
+) -> WaitReporter | None:
     """Make the rank report its waits, on SIGUSR1 or on request over a socket, until ``stack`` is closed."""
     main = asyncio.current_task()
     if not options.tells or main is None:
         return None
-    teller = Teller(world, main, options.watchdogs.job_stall_s)
+    teller = WaitReporter(world, main, options.watchdogs.job_stall_s)
     tell_on_request(teller, teller.tell, teller.forget_in_child)
-    stack.callback(tell_no_more, teller)
+    stack.callback(unregister_report, teller)
     if not transport.capabilities.shares_process:
         teller.begin()
         stack.callback(teller.end)
@@ -236,7 +238,7 @@ def _teller(world: World, transport: Transport, options: RankOptions, stack: con
 
 @asynccontextmanager
 async def _task_group(
-    world: World, monitor: FailureMonitor, watchdogs: WatchdogOptions, teller: Teller | None
+    world: World, monitor: FailureMonitor, watchdogs: WatchdogOptions, teller: WaitReporter | None
 ) -> AsyncIterator[None]:
     """Run main, which is the body of ``async with``, in one task group with the tasks that it spawns."""
     error_of_main: BaseException | None = None

@@ -26,7 +26,7 @@ def is_loop_running() -> bool:
     return True
 
 
-def call_beside_loop(fn: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T:
+def call_outside_loop(fn: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T:
     """Call ``fn`` and return its result. If a loop is running in this thread, a new thread calls ``fn``.
 
     The new thread has the caller's context variables and torch modes. An exception that a signal handler raises in the

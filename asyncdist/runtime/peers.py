@@ -86,7 +86,7 @@ class Finalize:
 
 
 @dataclass(frozen=True, slots=True)
-class Unheard:
+class DropMessages:
     """Answer to :class:`Leave`: messages on ``tag`` may be in transit to the receiver, which must drop them."""
 
     tag: int
@@ -132,7 +132,7 @@ class Peers:
             | Inquiry
             | DecisionRequest
             | Undecided
-            | Unheard
+            | DropMessages
             | Freed
             | FailureAcknowledged
             | Gathered
@@ -177,7 +177,7 @@ class Peers:
             if not of_a_failure:
                 self.agreements.on_gone(new, is_lost=is_lost)
                 self.groups.ledger.on_gone()
-            services.tell_gone(new)
+            services.notify_gone(new)
 
     def mark_lost(self, rank: int) -> None:
         """Record that ``rank`` is lost, possibly after its main has returned, and stop everything that waits for it."""
@@ -215,7 +215,7 @@ class Peers:
         services.note_restarted(rank, incarnation)
         for message in self._last_words:
             self._send(message, rank)
-        services.tell_returned(rank)
+        services.notify_returned(rank)
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
         source = envelope.source
@@ -264,7 +264,7 @@ class Peers:
             case Finalize(started, lost):
                 self.answered.add(source)
                 self._note_left(RankSet((source,)), started, lost)
-            case Unheard(tag):
+            case DropMessages(tag):
                 if self._has_returned:
                     self._services.drop_messages(tag)
         self._services.engine.recheck()
@@ -302,14 +302,14 @@ class Peers:
         self._note_losses(lost)
         self.attendance.on_left(ranks, started)
         for tag, rank in self._services.note_returned(ranks):
-            self._system.send_nowait(Unheard(tag), rank)
+            self._system.send_nowait(DropMessages(tag), rank)
         self.mark_gone(ranks)
 
     def _note_losses(self, losses: Losses) -> None:
         """Record the losses that a leaving peer reported, which may be the reason why it left."""
         for rank, incarnation in losses:
             is_peer = 0 <= rank < self._services.size and rank != self._services.rank
-            if is_peer and not self.attendance.has_heard_of(rank, incarnation):
+            if is_peer and not self.attendance.knows_loss(rank, incarnation):
                 self.attendance.on_lost(rank)
                 self.agreements.on_gone(RankSet((rank,)), is_lost=True)
 
@@ -368,7 +368,7 @@ class Peers:
         return tuple(each for each in self.attendance.lost if not self._services.is_unmet(each[0]))
 
     def _departure(self, stage: Stage) -> Departure:
-        told = runs_of(tuple(sorted(self._services.sent_to - self._services.heard_from)))
+        told = runs_of(tuple(sorted(self._services.sent_to - self._services.received_from)))
         return Departure.of(self._services.rank, stage, self.attendance.started(), self._losses(), told)
 
     def _tell_contact(self, rank: int) -> None:

@@ -27,7 +27,7 @@ from asyncdist.live.population import PopulationView
 from asyncdist.recording.writer import LIMIT_NBYTES, RecordOptions
 from asyncdist.runtime.failing.failure import end_late, refuse
 from asyncdist.runtime.hosting import GRACE_S, RankOptions, RankResult, host_rank, hosted
-from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
+from asyncdist.runtime.notebooks import call_outside_loop, is_loop_running
 from asyncdist.runtime.process import limit_threads, spare_collections
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.stall_warnings import WatchdogOptions
@@ -283,7 +283,7 @@ def _run_local(
     validation.main_function(main, args)
     # Set the signal handlers here, because only the main thread may set them.
     with Interrupts(spares_process=is_loop_running()) as interrupts:
-        outcomes = call_beside_loop(
+        outcomes = call_outside_loop(
             functools.partial(_host_locally, main, args, ranks, loop, interrupts, options), meanwhile
         )
     failures = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}

@@ -133,7 +133,7 @@ class Turns:
         if self._turns_in_a_row > TURN_COUNT_MAX or scheduler.idle_turn_count % IDLE_TURN_COUNT_MAX == 0:
             self._refuse_endless_turns()
         when = self._next_turn_at()
-        if scheduler.go_on_until(when):
+        if scheduler.advance_until(when):
             return True
         self._has_turn = True
         scheduler.at(when, self._take_turn)

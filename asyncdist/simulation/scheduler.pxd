@@ -39,7 +39,7 @@ cdef class Scheduler:
     cdef object _collect(self)
     cdef bint _is_enough(self) except -1
     cdef object switch_loop(self, object loop)
-    cdef bint go_on_until(self, double when) except -1
+    cdef bint advance_until(self, double when) except -1
 
 
 @cython.locals(timer=Timer)

@@ -185,7 +185,7 @@ class Scheduler:
             self._running_loop = loop
             set_running_loop(loop)  # type: ignore[arg-type]
 
-    def go_on_until(self, when: float) -> bool:
+    def advance_until(self, when: float) -> bool:
         """Advance to ``when`` and count one event, unless another event is earlier. Return whether time advanced."""
         if self._now or self._next_when() <= when or when > self._until_s or self.stopped:
             return False

@@ -29,7 +29,7 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.recording.writer import LIMIT_NBYTES, RecordOptions
 from asyncdist.runtime.handshake import first_ranks
 from asyncdist.runtime.hosting import RankOptions, RankResult, host_rank
-from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
+from asyncdist.runtime.notebooks import call_outside_loop, is_loop_running
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.stall_warnings import what_awaits
 from asyncdist.runtime.world import World, refuse_inside_a_world
@@ -160,7 +160,7 @@ def _run_alone(
 
     try:
         with simulation.interruptible():
-            return call_beside_loop(run_here)
+            return call_outside_loop(run_here)
     except STOPPED as error:
         raise error.with_traceback(None)  # noqa: B904 - the same error: the simulator's own frames say nothing
 
@@ -184,7 +184,7 @@ class _Clock:
         self._loop.has_computed()
         return _no_time()
 
-    def run_beside(self, call: Callable[[], T]) -> asyncio.Future[T]:
+    def run_concurrently(self, call: Callable[[], T]) -> asyncio.Future[T]:
         loop, over = self._loop, self._loop.create_future()
         seconds = self._simulation.draw_compute_s(loop.rank)
         before_s = seconds * self._simulation.draw_share()

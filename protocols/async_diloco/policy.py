@@ -191,13 +191,13 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
     def _leading_order(self) -> Sequence[int]:
         """Return the ranks in the order in which they become the leader or, with islands, the global server."""
-        return self._takers() if self._island is None else tuple(reversed(self._island.population))
+        return self._member_ranks() if self._island is None else tuple(reversed(self._island.population))
 
     def _prepare(self) -> None:
         self._replicas = Replicas(self._members, 1 if self.is_alone else self._own_options.replica_size)
         self._island = self._own_options.layout.island_of(self._world.rank, self._members, self._services.hosts)
         self.admits_restarted = self.admits_restarted and self._island is None
-        self._own_options.check_members(len(self._takers()) if self._island is None else self._island.size)
+        self._own_options.check_members(len(self._member_ranks()) if self._island is None else self._island.size)
         self._known_infinities = KnownInfinities(self._flat)
         if self._replicas.size == 1:
             self._lay_out(self._flat.entries, self._parameters())
@@ -214,14 +214,14 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         """Create this rank's state from the model's weights, or load a saved state."""
         own = self._own_options
         divisible = embeddings_of(self.model) if own.merge == "radial" else None
-        self._layouts = Layouts(entries, parameters, len(self._takers()), own.wire, divisible)
+        self._layouts = Layouts(entries, parameters, len(self._member_ranks()), own.wire, divisible)
         self._captures = Captures(self._layouts, own.error_feedback)
         self._holdings = Holdings(HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
         if self._island is not None:
             self._upper_holdings = Holdings(self._holdings.base)  # sharing is safe: blocks are never changed
         self._take_saved()
 
-    def _takers(self) -> tuple[int, ...]:
+    def _member_ranks(self) -> tuple[int, ...]:
         """Return the ranks that contribute: the first rank of each replica."""
         return self._members[:: self._replicas.size]
 
@@ -243,7 +243,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return checksum_of_parameters(self._flat.entries, self._parameters(), self._own_tensors())
 
     async def _start(self) -> None:
-        if self._world.rank in self._takers():
+        if self._world.rank in self._member_ranks():
             await super()._start()
         else:
             await self._agree()
@@ -270,7 +270,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
         own = self._own_options
-        every = len(self._takers()) if own.mirror_every is None else own.mirror_every
+        every = len(self._member_ranks()) if own.mirror_every is None else own.mirror_every
         options = ServerOptions(own, self.average_every, every)
         if self._island is not None:
             both = self._holdings, self._upper_holdings
@@ -334,7 +334,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         state, server = super()._whole_state(), self._opened()[0].server
         assert server is not None, "only a leader admits"
         own = dict.fromkeys(("captures", "answer", "outstanding", "reported", "global"))
-        reported = tuple((rank, server.last_reported(rank)) for rank in self._takers())
+        reported = tuple((rank, server.last_reported(rank)) for rank in self._member_ranks())
         return {**state, "policy": {**state["policy"], **own, "reported_to_leader": reported}}
 
     async def _admit(self) -> None:

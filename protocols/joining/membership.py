@@ -42,7 +42,7 @@ from asyncdist.waits import WaitId, WaitKind
 logger = logging.getLogger("protocols.joining.membership")
 
 
-class Concerned(Protocol):
+class MembershipListener(Protocol):
     """Interface through which a membership notifies its policy's exchange, or another mechanism, of changes."""
 
     def may_admit(self) -> bool:
@@ -115,7 +115,7 @@ class Membership:
         self._is_closed = False
         self._early: list[Envelope[MembershipMessage]] | None = []  # messages received before open(); None afterwards
         self._channel: Channel[MembershipMessage]
-        self._concerned: Concerned
+        self._concerned: MembershipListener
         self.leader = self._order[0] if leader is None else leader
         self.living = set(members)
         self.known = frozenset(known or members)
@@ -124,7 +124,7 @@ class Membership:
         self.is_joining = leader is not None
         self.admission = 0
 
-    def open(self, concerned: Concerned) -> None:
+    def open(self, concerned: MembershipListener) -> None:
         """Start to track the members, and to notify ``concerned`` of changes."""
         services = self._services
         self._concerned = concerned

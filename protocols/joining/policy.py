@@ -43,7 +43,7 @@ class JoinablePolicy(SpawnPolicy):
     def _opened_admission(self) -> Admission:
         """Return the admission that :meth:`_open` has created."""
 
-    def _takers(self) -> tuple[int, ...]:
+    def _member_ranks(self) -> tuple[int, ...]:
         """Return the ranks that become members: by default, all ranks that start the policy."""
         return self._members
 
@@ -61,14 +61,14 @@ class JoinablePolicy(SpawnPolicy):
         agreed = await self._agree()
         meeting = self._joint_start.meeting
         lost = lost_members(self._world, self._members, meeting)
-        known = self._takers()
+        known = self._member_ranks()
         members = [rank for rank in self._leading_order() if rank not in lost]
         scopes = PolicyScopes(meeting.ranks, agreed)
         self._open(Membership(self._services, scopes, members, known=known, replicas=self._replicas), scopes)
 
     def _leading_order(self) -> Sequence[int]:
         """Return the members in the order in which they may lead."""
-        return self._takers()
+        return self._member_ranks()
 
     def _new_admission(self, membership: Membership, scopes: PolicyScopes) -> Admission:
         return Admission(self._services, membership, scopes, self._members, self._shared_values())

@@ -491,7 +491,7 @@ class ReplayBuffer:
 
     async def _stream(self, slot: int, stream: OutboundStream, has_items: bool) -> None:
         try:
-            await stream.run_told(tags.REPLAY, aborts=not has_items)
+            await stream.run_notified(tags.REPLAY, aborts=not has_items)
         except RankLostError as error:
             self._fail(error)
         finally:
@@ -502,9 +502,11 @@ class ReplayBuffer:
         if rank == self._server and self._welcome is None:
             self._fail(abandoned_error(self._services, self._server, self._name))
         elif rank == self._server:
-            self._services.spawn_service(self._hear_why(), name=f"end reason of the replay buffer {self._name!r}")
+            self._services.spawn_service(
+                self._wait_for_end_reason(), name=f"end reason of the replay buffer {self._name!r}"
+            )
 
-    async def _hear_why(self) -> None:
+    async def _wait_for_end_reason(self) -> None:
         """Wait for the reason that the server sent before it left, and fail all requests with it.
 
         The notice that the server has left may arrive before the reason.

@@ -517,7 +517,7 @@ class _Server:
 
     async def _send(self, client: Client, slot: int, stream: OutboundStream, has_items: bool) -> None:
         try:
-            await stream.run_told(tags.REPLAY, aborts=not has_items)
+            await stream.run_notified(tags.REPLAY, aborts=not has_items)
         except RankLostError:
             self._finish(client)
         finally:

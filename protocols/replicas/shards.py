@@ -155,10 +155,10 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         finally:
             if self._leading is not None and self._services.engine.failure is None:
                 for rank in self._replica.ranks[1:]:
-                    self._tell_follower(rank)
+                    self._notify_follower(rank)
             self._ending.close()
 
-    def _tell_follower(self, rank: int) -> None:
+    def _notify_follower(self, rank: int) -> None:
         """Notify a follower that it may leave, because its shards are no longer requested."""
         try:
             self._ending.send_nowait(Leave(), rank)

@@ -251,7 +251,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._own.begin()
         Leadership.listen(self._services)
         meeting = self._joint_start.meeting
-        with self._islands.told_where_others_miss():
+        with self._islands.hinting_at_islands():
             agreed = await self._agree()
         population = f"{self._group.key} {type(self).__name__} {self.name}"
         scopes = PolicyScopes(meeting.ranks, agreed, population)

@@ -47,7 +47,7 @@ async def coordinate(
     _check_members(members, world)
     validation.seconds("start_timeout_s", start_timeout_s)
     ranks = (*members, world.rank)
-    meeting = world.agreements.next_meeting(ranks, START, world.rank)
+    meeting = world.agreements.next_request(ranks, START, world.rank)
     with told_of_rivals(world.agreements, meeting):
         agreed = await world.agreements.meet(meeting, {}, timeout_s=start_timeout_s)
     options = {

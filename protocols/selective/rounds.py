@@ -122,8 +122,8 @@ class RoundCoordinator:
         if self._window_start is None:
             self._window_start = now
         # Only two reports can cause a transition: the report that reaches the quorum, and the last missing report.
-        is_mere = roster.fresh_count < roster.quorum_count or patience.deadline is not None
-        if is_mere and roster.fresh_count < roster.live_count and not self._newcomers:
+        changes_nothing = roster.fresh_count < roster.quorum_count or patience.deadline is not None
+        if changes_nothing and roster.fresh_count < roster.live_count and not self._newcomers:
             return ()
         return self._advance(now)
 
@@ -147,7 +147,7 @@ class RoundCoordinator:
             return ()
         self._tell("{:.6f} rank {} joins: {}", now, rank, joined)
         member.joined, member.incarnation = True, joined.incarnation
-        self._course.go_on_after(joined.last_round)
+        self._course.continue_after(joined.last_round)
         if joined.applied_iteration >= 0:
             member.applied_iteration = max(joined.applied_iteration, member.applied_iteration or 0)
         if joined.judged_iteration >= 0:

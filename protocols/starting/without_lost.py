@@ -12,7 +12,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
 #: Maximum number of seconds between the times at which two ranks notice the same loss.
-_HEARD_AFTER_S: Final = 1.0
+_NOTICED_AFTER_S: Final = 1.0
 
 
 async def start_without_lost(
@@ -42,7 +42,7 @@ async def start_without_lost(
             if has_other_reason or services.engine.failure is not None or services.time() >= give_up_at:
                 raise
             # Another rank may have noticed a loss that this rank has not noticed yet.
-            until = min(give_up_at, services.time() + _HEARD_AFTER_S)
+            until = min(give_up_at, services.time() + _NOTICED_AFTER_S)
             hears = functools.partial(_has_changed, services, lost)
             if not await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until):
                 raise

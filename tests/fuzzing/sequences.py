@@ -37,7 +37,7 @@ from asyncdist.collectives.agreement.messages import (
     Withdraw as ReceivedWithdraw,
     runs_of,
 )
-from asyncdist.collectives.agreement.verdicts import Absentees, LateVerdicts, is_go, judge, raise_refusal
+from asyncdist.collectives.agreement.verdicts import Absentees, LateDecisions, is_go, judge, raise_refusal
 from asyncdist.collectives.groups import Group, Lease
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.errors import AsyncdistError, RemoteProtocolError
@@ -377,7 +377,7 @@ def _key(rng: random.Random, size: int) -> AgreementKey:
 def verdicts(rng: random.Random) -> None:
     """Judge the members' messages about an agreement, and keep verdicts for members that arrive late."""
     size = rng.randrange(1, 6)
-    late = LateVerdicts()
+    late = LateDecisions()
     keys = [_key(rng, size) for _ in range(3)]
     for _ in range(EVENT_COUNT // 2):
         key = rng.choice(keys)
@@ -437,7 +437,7 @@ def agreements(rng: random.Random) -> None:
     told = Agreements(engine, channel, 0)
     keys = [_key(rng, size) for _ in range(3)]
     gone: set[int] = set()
-    mine = told.next_meeting(sorted({0, 1, rng.randrange(size)}), "barrier", rng.choice((0, 1)))
+    mine = told.next_request(sorted({0, 1, rng.randrange(size)}), "barrier", rng.choice((0, 1)))
     with told.rivals.starting(mine):
         for _ in range(EVENT_COUNT):
             if rng.random() < 0.05:

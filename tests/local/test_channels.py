@@ -14,7 +14,7 @@ from asyncdist import World, tags
 from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RemoteProtocolError
 from asyncdist.messaging import wire
 from asyncdist.messaging.engine import Engine
-from asyncdist.runtime.peers import Unheard
+from asyncdist.runtime.peers import DropMessages
 
 # -------------------------------------------------------------------------------------------------------------- basics
 
@@ -173,10 +173,10 @@ async def test_tag_of_closed_channels_is_free_for_another_type(pair: list[World]
 async def test_only_user_tags_are_opened_for_a_sender_without_receiver(pair: list[World]) -> None:
     pair[1].peers.leave()
     for tag in (tags.BULK_FIRST, tags.TAG_MAX + 1, -1):
-        pair[0].peers._system.send_nowait(Unheard(tag), 1)
+        pair[0].peers._system.send_nowait(DropMessages(tag), 1)
         pair[1].services.engine.poll()
         assert tag not in pair[1].services._demultiplexers
-    pair[0].peers._system.send_nowait(Unheard(TAG), 1)
+    pair[0].peers._system.send_nowait(DropMessages(TAG), 1)
     pair[1].services.engine.poll()
     assert TAG in pair[1].services._demultiplexers
 

@@ -208,7 +208,7 @@ async def test_credits_of_a_lost_rank_change_nothing() -> None:
         await fill(pair, a)
         control = pair[1].services._flow_control
         assert control is not None
-        pair[0].services.tell_gone(RankSet((1,)))
+        pair[0].services.notify_gone(RankSet((1,)))
         unlimited = flow_of(pair[0]).lane(1).room
         control.send_credit(TAG, 0)
         await yields(20)
@@ -223,7 +223,7 @@ async def test_the_loss_of_the_reader_fails_the_held_messages() -> None:
         a.send_nowait(Number(2), 1)
         await yields(3)
         pair[0].services.engine.transport._hub.lose(1)  # type: ignore[attr-defined]
-        pair[0].services.tell_gone(RankSet((1,)))
+        pair[0].services.notify_gone(RankSet((1,)))
         with pytest.raises(RankLostError, match="rank 1"):
             await sending
         assert a.statistics().sending_count == 0

@@ -439,11 +439,11 @@ class _StopWatch:
     def __init__(self, clock: Any, world: ad.World, heard_at: list[float]) -> None:
         self._clock = clock
         self._world = world
-        self._heard_at = heard_at
+        self._first_departure_at = heard_at
 
     async def before_safe_point(self) -> None:
         await self._clock.before_safe_point()
-        self._heard_at.append(self._world.time())
+        self._first_departure_at.append(self._world.time())
 
 
 def reason_kind(reason: str) -> str:

@@ -22,7 +22,7 @@ RESTARTS: Sequence[Fault] = [fault for rank in (2, 3) for fault in (Kill(rank, a
 
 
 @dataclass
-class Concerned:
+class MembershipListener:
     """Records the notifications of a membership."""
 
     lost: list[int] = field(default_factory=list)
@@ -57,9 +57,9 @@ async def until(world: ad.World, is_over: Callable[[], object]) -> None:
     await world.services.engine.until(lambda: bool(is_over()), WaitId(WaitKind.POLICY_ADMISSION))
 
 
-def opened(world: ad.World, members: Sequence[int], attempt: int = 0) -> tuple[Membership, Concerned]:
+def opened(world: ad.World, members: Sequence[int], attempt: int = 0) -> tuple[Membership, MembershipListener]:
     """Open a membership; if ``attempt`` is given, as a newcomer that joins rank 0."""
-    concerned = Concerned()
+    concerned = MembershipListener()
     leader = 0 if attempt else None
     membership = Membership(
         world.services, PolicyScopes.elsewhere(0, 0), members, known=range(RANKS), leader=leader, attempt=attempt
@@ -87,7 +87,7 @@ async def joined(world: ad.World, members: Sequence[int], attempt: int = 1) -> M
 async def admit(world: ad.World, membership: Membership, rank: int, attempt: int = 1) -> None:
     """Admit a newcomer that waits, and return when it has the state."""
     newcomer, ended, concerned = (rank, 1, attempt), False, membership._concerned
-    assert isinstance(concerned, Concerned), "it was opened by a test"
+    assert isinstance(concerned, MembershipListener), "it was opened by a test"
 
     def end() -> None:
         nonlocal ended

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from support.seeds import seeds
 
 from asyncdist import RemoteProtocolError
-from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndHeard, Stage
+from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndAcknowledged, Stage
 from asyncdist.runtime.departing.spanning_tree import SpanningTree
 
 
@@ -60,7 +60,7 @@ class Story:
 
     def __post_init__(self) -> None:
         self.ranks = [Departures(self.size, rank) for rank in range(self.size)]
-        self.under_way: list[tuple[int, int, Departed | EndHeard]] = []
+        self.under_way: list[tuple[int, int, Departed | EndAcknowledged]] = []
         self.untold: list[tuple[int, int]] = []  # pairs: a rank, and a lost rank of which it will be notified
         self.known: list[dict[int, int]] = [{} for _ in range(self.size)]
 
@@ -84,7 +84,7 @@ class Story:
         message = self.under_way.pop(index)[2]
         if dest in self.lost | self.gone or self.rng.random() < self.spoiled:
             return
-        if isinstance(message, EndHeard):
+        if isinstance(message, EndAcknowledged):
             self.ranks[dest].on_end_heard(source)
             self.answer(dest)
             self.send(dest, self.ranks[dest].urgent())
@@ -98,7 +98,7 @@ class Story:
 
     def answer(self, rank: int) -> None:
         answers = self.ranks[rank].take_answers()
-        self.under_way += [(rank, dest, EndHeard()) for dest in answers]
+        self.under_way += [(rank, dest, EndAcknowledged()) for dest in answers]
         self.sent[rank] += len(answers)
 
     def end_ranks(self) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from asyncdist.simulation.replay.agenda import Agenda
-from asyncdist.simulation.replay.log import Entry, RankLog, Reading, SafePoint, Taken, TakenByTask
+from asyncdist.simulation.replay.agenda import PendingInputs
+from asyncdist.simulation.replay.log import Entry, RankLog, Reading, ReceivedByTask, SafePoint, Taken
 from asyncdist.simulation.replay.mailbox import Mailbox
 
 
-def agenda_of(*entries: Entry, woken_count: int = 0) -> Agenda:
+def agenda_of(*entries: Entry, woken_count: int = 0) -> PendingInputs:
     log = RankLog(deque(entries), tags={1}, is_over=True)
     nobody: Any = SimpleNamespace(has=lambda what: False)
-    agenda = Agenda(log, Mailbox(), nobody, nobody, lambda: 0.0)
+    agenda = PendingInputs(log, Mailbox(), nobody, nobody, lambda: 0.0)
     engine: Any = SimpleNamespace(woken_count=0, begun_count=0, turn=0, _in_pass=False)
     agenda.open(engine)
     engine.woken_count = woken_count
@@ -42,7 +42,7 @@ def test_message_that_ended_no_wait_is_seen_at_the_safe_point(
 
 
 def test_events_without_a_safe_point_after_them_are_not_delayed() -> None:
-    by_task = TakenByTask(0, 0, 0, 0.0, [(2, 1)])
+    by_task = ReceivedByTask(0, 0, 0, 0.0, [(2, 1)])
     assert not agenda_of(by_task, SafePoint(0)).is_seen_at_point(by_task)
     last = Taken(0, 0, 0, 0.0, [(2, 1)])
     assert not agenda_of(last).is_seen_at_point(last)
@@ -88,7 +88,7 @@ def test_one_of_two_woken_before_a_safe_point_may_continue(
 
 
 def test_user_takes_precede_the_events_seen_at_the_safe_point() -> None:
-    deferred, by_task = Taken(0, 1, 0, 0.0, [(2, 1)]), TakenByTask(0, 1, 1, 0.0, [(3, 1)])
+    deferred, by_task = Taken(0, 1, 0, 0.0, [(2, 1)]), ReceivedByTask(0, 1, 1, 0.0, [(3, 1)])
     agenda = agenda_of(deferred, by_task, SafePoint(1), woken_count=1)
     assert agenda.is_seen_at_point(deferred)
     assert agenda.first_late() is None, "nobody waits for it"

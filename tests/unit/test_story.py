@@ -387,7 +387,7 @@ class TestSockets:
         monkeypatch.setattr(answering, "job_name", lambda _: "job")
         opened = sockets.listen("job", 0)
         assert opened is not None
-        teller = object.__new__(answering.Teller)
+        teller = object.__new__(answering.WaitReporter)
         teller._world = cast("Any", SimpleNamespace(rank=0))
         teller._listener, teller._path = opened
         with selectors.DefaultSelector() as ready:
@@ -416,7 +416,7 @@ class TestSockets:
         with socket.socket(socket.AF_UNIX) as asks:
             asks.connect(str(path))
             asks.sendall(sockets.STORY)
-            answering.Teller._answer(object.__new__(answering.Teller), listener)
+            answering.WaitReporter._answer(object.__new__(answering.WaitReporter), listener)
             with contextlib.suppress(ConnectionResetError):
                 assert asks.recv(16) == b""
         listener.close()
@@ -476,8 +476,8 @@ def test_lowest_of_several_signalled_ranks_reports_for_all(
     monkeypatch.setattr(answering, "_ASKED_TOGETHER_S", 0.0)
     monkeypatch.setattr(answering.sockets, "was_asked", lambda place: place.rank in asked)
     monkeypatch.setattr(answering.sockets, "ask", lambda others: {each.rank: story(each.rank) for each in others})
-    monkeypatch.setattr(answering.Teller, "_places", lambda _: places)
-    teller = object.__new__(answering.Teller)
+    monkeypatch.setattr(answering.WaitReporter, "_places", lambda _: places)
+    teller = object.__new__(answering.WaitReporter)
     teller._world, teller._path = SimpleNamespace(rank=1), Path("1")  # type: ignore[assignment]
     teller._tell_all(story(1))
     said = capsys.readouterr().err

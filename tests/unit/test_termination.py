@@ -162,7 +162,7 @@ def test_a_verdict_of_another_attempt_is_none_of_this_one() -> None:
     termination.expect(first)
     assert termination.takes(Verdict(first.text, agreed=7), 0)
     assert not termination.takes(Verdict(first.text, agreed=7), 2), "once is enough"
-    termination.expect_no_more(first)
+    termination.stop_expecting(first)
     termination.on_request(DecisionRequest(first.text, ((0, 0),)), 2)
     termination.on_request(DecisionRequest(second.text, ((0, 0), (3, 99))), 2)
     assert sent == [(Verdict(first.text, agreed=7), 2), (Undecided(second.text, ((0, 0), (3, 3))), 2)]
@@ -178,7 +178,7 @@ def test_what_is_kept_is_bounded() -> None:
         termination.on_request(DecisionRequest(key.text, ((0, 0),)), 2)
         termination.expect(key)
         termination.takes(Verdict(key.text), 2)
-        termination.expect_no_more(key)
+        termination.stop_expecting(key)
     assert len(termination._heard) == len(termination._excluded) == 64 and not termination._open
 
 

@@ -125,7 +125,7 @@ class _Services:
 
     def open_channel(self, message_types: Any, *, tag: int, scope: int, **options: Any) -> Channel[Any]:
         """Open a real channel on its own tag."""
-        demultiplexer = TagDemultiplexer(self.engine, tag, _NONCE, flow=None, sent_to=set(), heard_from=set())
+        demultiplexer = TagDemultiplexer(self.engine, tag, _NONCE, flow=None, sent_to=set(), received_from=set())
         self.receivers[tag] = demultiplexer.receiver, self.engine.arrivals
         given = {"overflow": "error", "capacity": 4096, **options}
         return Channel(demultiplexer, wire.Codec(message_types), scope, **given)

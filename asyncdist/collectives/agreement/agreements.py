@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncdist.collectives.agreement.comings import Comings
+from asyncdist.collectives.agreement.comings import JoinSender
 from asyncdist.collectives.agreement.incarnations import Incarnations
 from asyncdist.collectives.agreement.led_agreements import LedAgreements
 from asyncdist.collectives.agreement.messages import (
@@ -90,7 +90,7 @@ class Agreements:
         self.incarnations = Incarnations(rank, engine.transport.incarnation)
         self._absences = Absences(self.incarnations)
         self.relays = Relays(engine, rank, self._send, self._absences.gone)
-        self.comings = Comings(self.relays, self._absences, self._send_anyway)
+        self.comings = JoinSender(self.relays, self._absences, self._send_anyway)
         self.led = LedAgreements(
             rank, self._send, self._send_anyway, self._deliver, self._has_come, self._absences, self.relays
         )
@@ -138,10 +138,10 @@ class Agreements:
         this rank, so the work must run in a task that only a failure of the job cancels
         (:mod:`asyncdist.collectives.agreed_start`).
         """
-        meeting = self.next_meeting(ranks, subject, leader, bound_to)
+        meeting = self.next_request(ranks, subject, leader, bound_to)
         return await self.meet(meeting, values, timeout_s=timeout_s, taken=taken, hold_s=hold_s)
 
-    def next_meeting(
+    def next_request(
         self,
         ranks: Sequence[int],
         subject: str,
@@ -182,7 +182,7 @@ class Agreements:
         The arguments that are not listed, and the errors, are the same as for :meth:`agree`.
 
         Args:
-            meeting: Result of :meth:`next_meeting`, with which the timeout began.
+            meeting: Result of :meth:`next_request`, with which the timeout began.
             caller: Object to notify of the agreement's progress.
             mark: Number that may differ between members. All members receive up to two different marks, and therefore
                 know whether all marks are equal.
@@ -209,7 +209,7 @@ class Agreements:
                 self._ask_to_go(meeting)
             raise
         finally:
-            self.termination.expect_no_more(key)
+            self.termination.stop_expecting(key)
             self.comings.end(key)
         rival = self.rivals.rival_of(key, verdict.refusal)
         if rival is not None:
@@ -253,7 +253,7 @@ class Agreements:
         if leader == self._rank:
             self.led.on_objection(objection, leader)
         else:
-            self.comings.say_directly(objection.key, leader)
+            self.comings.send_directly(objection.key, leader)
             self._send(objection, leader)
 
     def give_up(self, meeting: Meeting) -> bool:
@@ -366,7 +366,7 @@ class Agreements:
             return leader in gone.ranks() or self.termination.excludes(key, leader)
 
         def is_over() -> bool:
-            return key in self._verdicts or has_no_leader() or bool(gone.lost_beside())
+            return key in self._verdicts or has_no_leader() or bool(gone.lost_bound_ranks())
 
         def on_late(missing: tuple[int, ...]) -> None:
             if caller is not None:
@@ -384,7 +384,7 @@ class Agreements:
         is_told = await self._engine.until(is_over, what, deadline=deadline)
         if not is_told and deadline is not None and timeout_s is not None:
             with contextlib.suppress(AsyncdistError):  # Raised if nothing can be sent to the leader.
-                self.comings.say_directly(key, leader)
+                self.comings.send_directly(key, leader)
                 self._send(Inquiry(key.text, timeout_s), leader)
             is_told = await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
         if not is_told:

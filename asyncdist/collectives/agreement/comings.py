@@ -19,7 +19,7 @@ from asyncdist.transports.rank_sets import RankSet
 _KEPT_COUNT_MAX: Final = 1024
 
 
-class Comings:
+class JoinSender:
     """Sends one rank's joins to the agreements of large groups, and filters repeated decisions."""
 
     def __init__(self, relays: Relays, absences: Absences, send: Callable[[Any, int], None]) -> None:
@@ -35,11 +35,11 @@ class Comings:
         key = join.key
         self._open[key] = join, leader
         if key in self._direct or self._absences.gone_from(key):
-            self.say_directly(key, leader)
+            self.send_directly(key, leader)
         else:
             self._relays.join(join, leader)
 
-    def say_directly(self, key: AgreementKey, leader: int) -> bool:
+    def send_directly(self, key: AgreementKey, leader: int) -> bool:
         """Send this rank's join message directly to the leader. Return False if this rank awaits no decision."""
         join, its_leader = self._open.get(key, (None, -1))
         if join is None or its_leader != leader:
@@ -68,7 +68,7 @@ class Comings:
 
     def on_roll_call(self, call: RollCall, source: int) -> None:
         """Answer a leader that asks whether this rank has joined its agreement."""
-        has_said = self.say_directly(call.key, source)
+        has_said = self.send_directly(call.key, source)
         if not has_said and call.key not in self._told and source not in self._absences.gone:
             self._send(NotHere(call.subject), source)
 
@@ -76,10 +76,10 @@ class Comings:
         """Resend joins to their leaders if one of ``ranks`` may have failed to relay a join or a decision."""
         for key, (_, leader) in list(self._open.items()):
             if any(map(key.has_member, ranks)):
-                self.say_directly(key, leader)
+                self.send_directly(key, leader)
 
     def on_withdrawn(self, source: int, key: AgreementKey) -> None:
         """Resend joins to ``source``, a leader that has withdrawn from agreement ``key``, to request its decision."""
         for each, (_, leader) in list(self._open.items()):
             if leader == source and each.of_all_occurrences == key:
-                self.say_directly(each, leader)
+                self.send_directly(each, leader)

@@ -27,7 +27,7 @@ from asyncdist.collectives.agreement.relays import Relays
 from asyncdist.collectives.agreement.verdicts import (
     POSTPONED,
     Absences,
-    LateVerdicts,
+    LateDecisions,
     check_room,
     first_difference,
     judge,
@@ -71,7 +71,7 @@ class LedAgreements:
         self._has_come = has_come
         self._absences = absences
         self.joins: dict[AgreementKey, dict[int, Join]] = {}
-        self.over = LateVerdicts()
+        self.over = LateDecisions()
         self.withdrawn: set[AgreementKey] = set()
         self._relays = relays
         self._has_left = False
@@ -89,7 +89,7 @@ class LedAgreements:
         missing = tuple(rank for rank in ranks if rank not in joins)
         said = [rank for rank in ranks if rank in joins and joins[rank].values] or [self._rank]
         verdict = judge(joins, said, missing, gone, self._absences.lost_to(key), waited_s)
-        self._tell_others(joins, verdict)
+        self._notify_others(joins, verdict)
         self._keep_for(missing, verdict)
         return verdict, joins[said[0]]
 
@@ -256,11 +256,11 @@ class LedAgreements:
                 self._send(postponed, source)
 
     def _tell(self, ranks: Collection[int], verdict: Verdict) -> None:
-        self._tell_others(ranks, verdict)
+        self._notify_others(ranks, verdict)
         if self._rank in ranks:
             self._deliver(verdict)
 
-    def _tell_others(self, ranks: Collection[int], verdict: Verdict) -> None:
+    def _notify_others(self, ranks: Collection[int], verdict: Verdict) -> None:
         """Send a decision along the tree to members that joined along the tree, and directly to the other ``ranks``."""
         key, others = verdict.key, [rank for rank in ranks if rank != self._rank]
         if self._relays.carry(key):

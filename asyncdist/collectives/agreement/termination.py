@@ -62,7 +62,7 @@ class Termination:
         """Record that this rank waits for the decision of agreement ``key``, and will store it for other members."""
         self._open.add(key)
 
-    def expect_no_more(self, key: AgreementKey) -> None:
+    def stop_expecting(self, key: AgreementKey) -> None:
         """Record that this rank no longer waits for the decision of agreement ``key``."""
         self._open.discard(key)
 

@@ -34,7 +34,7 @@ class _LateVerdict:
     absent: set[int]
 
 
-class LateVerdicts:
+class LateDecisions:
     """Stores the decision of each failed agreement until every absent member has joined, or can no longer join."""
 
     def __init__(self) -> None:
@@ -135,9 +135,9 @@ class Absentees:
         if not self._left and not self._withdrawn and not replaced:
             return ()
         absent = tuple(rank for rank in self._ranks if any(rank in s for s in (self._left, self._withdrawn, replaced)))
-        return absent + self.lost_beside()
+        return absent + self.lost_bound_ranks()
 
-    def lost_beside(self) -> tuple[int, ...]:
+    def lost_bound_ranks(self) -> tuple[int, ...]:
         """Return the lost ranks of ``bound_to``."""
         return tuple(rank for rank in self._bound_to if rank in self._lost)
 

@@ -19,7 +19,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.engine import Timer
 from asyncdist.messaging.services import Services
-from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndHeard, Stage
+from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndAcknowledged, Stage
 from asyncdist.waits import WaitId, WaitKind
 
 #: Seconds by which announcements are delayed, so that several can share a message. The root's delay is a fraction of
@@ -65,10 +65,10 @@ class Announcements:
         self._later: Timer | None = None
         self._repeat: Timer | None = None
         self._repeat_count = 0
-        self._heard_at: float | None = None  # time of the first departure
+        self._first_departure_at: float | None = None  # time of the first departure
         self._is_closed = False
         self._channel: Channel[Any] = services.open_channel(
-            Departed | EndHeard | Failure,
+            Departed | EndAcknowledged | Failure,
             tag=tags.CONTROL,
             scope=wire.scope_of(everybody, "departures", 0),
             name="departures",
@@ -130,7 +130,7 @@ class Announcements:
                     self._on_departure(departure)
                 self._answer()
                 self._send_soon()
-            case EndHeard():
+            case EndAcknowledged():
                 self._departures.on_end_heard(source)
                 self._answer()
                 self._send_soon()
@@ -147,7 +147,7 @@ class Announcements:
     def _answer(self) -> None:
         """If this rank's whole subtree knows that all ranks have ended, acknowledge this to the neighbours."""
         for rank in self._departures.take_answers():
-            self._send(EndHeard(), rank)
+            self._send(EndAcknowledged(), rank)
 
     def _send_soon(self) -> None:
         """Send urgent messages in the loop's next iteration, after all arrived messages have been handled."""
@@ -169,9 +169,9 @@ class Announcements:
     def _delay_s(self) -> float:
         """Return the delay of this rank's announcements in seconds, which halves with each level below the root."""
         now = self._loop.time()
-        if self._heard_at is None:
-            self._heard_at = now
-        delay_s: float = min(_DELAY_PART * (now - self._heard_at), _DELAY_MAX_S)
+        if self._first_departure_at is None:
+            self._first_departure_at = now
+        delay_s: float = min(_DELAY_PART * (now - self._first_departure_at), _DELAY_MAX_S)
         return max(delay_s * 0.5**self._departures.level, _DELAY_MIN_S)
 
     def _send_others(self) -> None:
@@ -190,7 +190,7 @@ class Announcements:
         for rank, message in messages:
             self._send(message, rank)
 
-    def _send(self, message: Departed | EndHeard | Failure, rank: int) -> None:
+    def _send(self, message: Departed | EndAcknowledged | Failure, rank: int) -> None:
         # Losses are handled elsewhere, and a message to a busy rank is repeated later.
         with contextlib.suppress(RankLostError, BusyError):
             self._channel.send_nowait(message, rank)

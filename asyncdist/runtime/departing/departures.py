@@ -85,7 +85,7 @@ class Departed:
 
 
 @dataclass(frozen=True, slots=True)
-class EndHeard:
+class EndAcknowledged:
     """Message to a neighbour in the tree: all ranks have ended, and the sender's whole subtree knows it."""
 
 
@@ -159,7 +159,7 @@ class Departures:
             self._told_stage[source] = Stage.ENDED
 
     def take_answers(self) -> set[int]:
-        """Remove and return the neighbours to which :class:`EndHeard` must be sent now."""
+        """Remove and return the neighbours to which :class:`EndAcknowledged` must be sent now."""
         ranks: set[int] = set()
         if self._have_all_below_heard:
             ranks, self._unanswered = self._unanswered, ranks

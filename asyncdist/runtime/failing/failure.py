@@ -93,7 +93,7 @@ async def fail(
     loop = asyncio.get_running_loop()
     await _end_beside_lost_mates(world, transport, error)
     if is_consequence(error):
-        await _hear_why(world, _HEAR_WHY_S)
+        await _wait_for_end_reason(world, _HEAR_WHY_S)
     from_peer = is_consequence(error) and isinstance(world.services.engine.failure, RankLostError)
     in_process = transport.capabilities.shares_process  # run_local raises the error for all ranks of the process.
     teller = await _rank_that_tells(world, error) if not in_process or world.services.reports_in_turn else None
@@ -163,7 +163,7 @@ async def _rank_that_tells(world: World, error: BaseException) -> int | None:
     """Return the lower rank that prints the same traceback, for example of a script error, or None if there is none."""
     if not isinstance(error, Exception) or is_consequence(error):
         return None
-    await _hear_why(world, _HEAR_WHY_S * world.rank / world.size)
+    await _wait_for_end_reason(world, _HEAR_WHY_S * world.rank / world.size)
     heard, summary = world.services.engine.failure, summarise(error)
     if not isinstance(heard, RankLostError) or heard.args[0] != peer_failed(heard.rank, summary).args[0]:
         return None
@@ -174,7 +174,7 @@ def _print_alike(rank: int, teller: int | None, error: BaseException) -> None:
     _report.print_line(f"rank {rank} failed in the same way as rank {teller}: {summarise(error)}", error)
 
 
-async def _hear_why(world: World, seconds: float) -> None:
+async def _wait_for_end_reason(world: World, seconds: float) -> None:
     """Wait for a peer's failure report, which may be in transit and may explain this rank's error."""
     engine = world.services.engine
     deadline = engine.loop.time() + seconds

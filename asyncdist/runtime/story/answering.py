@@ -47,7 +47,7 @@ _ASKED_TOGETHER_S: Final = 0.3
 _ASKED_S: Final = 1.0
 
 
-class Teller:
+class WaitReporter:
     """Reports one rank's waits on request over a socket, and the waits of all ranks if no rank makes progress.
 
     All ranks' waits are printed after ``stall_s`` seconds without progress, or never if it is infinity.

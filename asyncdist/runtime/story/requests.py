@@ -20,11 +20,11 @@ _tellers: dict[object, tuple[Callable[[], str], Callable[[], None]]] = {}
 
 
 def tell_on_request(owner: object, tell: Callable[[], str], forget_in_child: Callable[[], None]) -> None:
-    """Print the string that ``tell()`` returns, unless it is empty, at each SIGUSR1 until :func:`tell_no_more`."""
+    """Print the string that ``tell()`` returns, unless it is empty, at each SIGUSR1 until :func:`unregister_report`."""
     _tellers[owner] = tell, forget_in_child
 
 
-def tell_no_more(owner: object) -> None:
+def unregister_report(owner: object) -> None:
     """Remove the functions that ``owner`` has registered."""
     _tellers.pop(owner, None)
 

@@ -35,7 +35,7 @@ class Signs:
         self._reminded_count = 0
         self._reminders_under_way = 0
         self._sequences: Counter[int] = Counter()
-        self._heard_at: dict[int, float] = {}
+        self._first_departure_at: dict[int, float] = {}
         self.moved_at = time.monotonic()
         self._lock = threading.Lock()
         has_clocks = hasattr(time, "pthread_getcpuclockid")
@@ -71,7 +71,7 @@ class Signs:
             sequences = services.last_sequences()
             for rank, number in sequences.items():
                 if number != self._sequences.get(rank):
-                    self._heard_at[rank] = now
+                    self._first_departure_at[rank] = now
             self._sequences = sequences
         if now - self._sampled_at >= _SHARE_PERIOD_S:
             cpu_s = self._cpu_s()
@@ -101,4 +101,4 @@ class Signs:
     def heard_s(self) -> dict[int, float]:
         """Return the seconds since the last known message from each rank."""
         now = time.monotonic()
-        return {rank: round(now - at, 1) for rank, at in sorted(self._heard_at.items())}
+        return {rank: round(now - at, 1) for rank, at in sorted(self._first_departure_at.items())}

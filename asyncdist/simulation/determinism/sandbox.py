@@ -36,9 +36,9 @@ _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
 #: Top-level packages that may start threads and processes and read the real clock in a simulation.
 TRUSTED: Final = frozenset({"numpy", "torch", "tqdm"})
 #: Other packages that may start threads. Their threads only display progress bars or write logs and checkpoints.
-_TELLING_NOTHING: Final = frozenset({"lightning", "pytorch_lightning", "rich", "tensorboard"})
+_DISPLAY_ONLY: Final = frozenset({"lightning", "pytorch_lightning", "rich", "tensorboard"})
 #: Modules that start processes or threads for their caller, which determines whether this is allowed.
-_SERVANTS: Final = ("torch.multiprocessing", "torch.distributed", "tqdm.contrib", __name__)
+_DELEGATES: Final = ("torch.multiprocessing", "torch.distributed", "tqdm.contrib", __name__)
 
 
 def refuse(what: str) -> NoReturn:
@@ -80,11 +80,11 @@ def _guarded(original: Callable[..., Any], what: str, is_refused: Callable[[], b
 
 
 def _is_trusted(frame: Any) -> bool:
-    """Return whether the first frame outside the standard library and :data:`_SERVANTS` is in a trusted package."""
+    """Return whether the first frame outside the standard library and :data:`_DELEGATES` is in a trusted package."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         package = module.partition(".")[0]
-        if package not in sys.stdlib_module_names and not module.startswith(_SERVANTS):
-            return package in TRUSTED or package in _TELLING_NOTHING
+        if package not in sys.stdlib_module_names and not module.startswith(_DELEGATES):
+            return package in TRUSTED or package in _DISPLAY_ONLY
         frame = frame.f_back
     return False

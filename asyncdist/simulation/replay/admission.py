@@ -8,8 +8,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from asyncdist.runtime.recording import ObservedEngine
-from asyncdist.simulation.replay.agenda import COLLECTIVE_TAGS, Agenda
-from asyncdist.simulation.replay.log import Key, Lost, RankLog, TakenByTask
+from asyncdist.simulation.replay.agenda import COLLECTIVE_TAGS, PendingInputs
+from asyncdist.simulation.replay.log import Key, Lost, RankLog, ReceivedByTask
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.transports.base import ANY_SOURCE
 
@@ -26,7 +26,7 @@ class Admission:
         self,
         log: RankLog,
         mailbox: Mailbox,
-        agenda: Agenda,
+        agenda: PendingInputs,
         on_late: Callable[[], None],
         on_taken: Callable[[], None],
         see_losses: Callable[[], None],
@@ -77,14 +77,14 @@ class Admission:
         """Return the key of a message that a task may now receive outside a polling pass, or None."""
         if isinstance(self._agenda.next(), Lost):
             first = next((sight for sight in self._agenda.sights() if not isinstance(sight, Lost)), None)
-            if isinstance(first, TakenByTask) and fits(first.keys[0], source, tag):
+            if isinstance(first, ReceivedByTask) and fits(first.keys[0], source, tag):
                 # In the recorded run, testing for this message revealed these losses.
                 self._see_losses()
-        late: list[TakenByTask] = []
+        late: list[ReceivedByTask] = []
         for sight in self._agenda.sights():
             if tag not in COLLECTIVE_TAGS and self._agenda.is_seen_at_point(sight):
                 continue  # the message is received at the user's next safe point instead
-            if not isinstance(sight, TakenByTask) or (late and not sight.is_beside(late[0])):
+            if not isinstance(sight, ReceivedByTask) or (late and not sight.is_beside(late[0])):
                 break
             (key,) = sight.keys
             if fits(key, source, tag):
@@ -108,10 +108,10 @@ class Admission:
         self._on_taken()
         return self._mailbox.pop(key)
 
-    def _leave_no_more_to_task(self, taken: TakenByTask) -> None:
+    def _leave_no_more_to_task(self, taken: ReceivedByTask) -> None:
         """Deliver the messages that the task received right after ``taken``: a replayed task tests less often."""
         for sight in itertools.takewhile(taken.is_beside, self._agenda.sights()):
-            if not isinstance(sight, TakenByTask) or sight.keys[0][1] != taken.keys[0][1]:
+            if not isinstance(sight, ReceivedByTask) or sight.keys[0][1] != taken.keys[0][1]:
                 break
             sight.late_for = asyncio.current_task(self._engine.loop)
         self._on_late()

@@ -23,10 +23,10 @@ from asyncdist.simulation.replay.log import (
     Left,
     Passed,
     RankLog,
+    ReceivedByTask,
     SafePoint,
     Sight,
     Taken,
-    TakenByTask,
     end_of_collective,
 )
 from asyncdist.simulation.replay.mailbox import Mailbox
@@ -36,7 +36,7 @@ from asyncdist.waits import WaitId
 COLLECTIVE_TAGS: Final = range(tags.COLLECTIVE_FIRST, tags.COLLECTIVE_LAST + 1)
 
 
-class Agenda:
+class PendingInputs:
     """Stores a replayed rank's remaining recorded inputs, and the point that the rank has reached in its record.
 
     Attributes:
@@ -118,10 +118,10 @@ class Agenda:
         self.seen_count += sight.counts
         self._note_progress()
 
-    def remove_taken(self, key: Key) -> TakenByTask | None:
+    def remove_taken(self, key: Key) -> ReceivedByTask | None:
         """Remove and return the first message with this key that a task received in the record, or None."""
         for sight in self._all_sights():
-            if isinstance(sight, TakenByTask) and sight.keys == [key]:
+            if isinstance(sight, ReceivedByTask) and sight.keys == [key]:
                 self.remove(sight)
                 return sight
         return None
@@ -149,10 +149,10 @@ class Agenda:
         point = next((entry for entry in self._log.entries if isinstance(entry, SafePoint)), None)
         return point is not None and point.woken_count <= self._engine.woken_count
 
-    def first_late(self) -> TakenByTask | None:
+    def first_late(self) -> ReceivedByTask | None:
         """Return the first message recorded after the next safe point if a task already waits for it, or None."""
         first = next((sight for sight in self.sights() if not self.is_seen_at_point(sight)), None)
-        return first if isinstance(first, TakenByTask) and first.late_for is not None else None
+        return first if isinstance(first, ReceivedByTask) and first.late_for is not None else None
 
     def wakes_one_before_point(self, sight: Taken) -> bool:
         """Return whether exactly one wait ended between ``sight``, the next input, and the next recorded safe point."""
@@ -228,7 +228,7 @@ class Agenda:
 
     def must_be_there(self, sight: Sight, ending_count: int = 0) -> bool:
         """Return whether an input must arrive before the rank's next step, without the rank's help."""
-        return self.is_due(sight, ending_count + isinstance(sight, TakenByTask))
+        return self.is_due(sight, ending_count + isinstance(sight, ReceivedByTask))
 
     def is_possible(self, sight: Sight) -> bool:
         """Return whether a recorded input can be delivered now: its messages have arrived, or its timer is set."""
@@ -252,7 +252,7 @@ class Agenda:
         """Return the number of messages, by key, in this input and in the tasks' direct receives that follow it."""
         keys = Counter(first.keys)
         for sight in self.sights():
-            if isinstance(sight, TakenByTask) and sight is not first:
+            if isinstance(sight, ReceivedByTask) and sight is not first:
                 if (
                     sight.sent_count > max(first.sent_count, self._sent_count)
                     or sight.woken_count > first.woken_count + 1

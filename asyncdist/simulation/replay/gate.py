@@ -17,12 +17,12 @@ from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.runtime.sleeps import set_sleeps_by
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.admission import Admission
-from asyncdist.simulation.replay.agenda import Agenda
+from asyncdist.simulation.replay.agenda import PendingInputs
 from asyncdist.simulation.replay.comparison import Comparison, DivergenceError, in_words
-from asyncdist.simulation.replay.log import Fired, Key, Left, Lost, Passed, RankLog, Sight, Taken, TakenByTask
+from asyncdist.simulation.replay.log import Fired, Key, Left, Lost, Passed, RankLog, ReceivedByTask, Sight, Taken
 from asyncdist.simulation.replay.lookout import PATIENCE_S, PAUSE_MAX_S, PAUSE_S, Hold, Lookout
 from asyncdist.simulation.replay.mailbox import Mailbox
-from asyncdist.simulation.replay.timers import Deadlines, Timers, Wakings
+from asyncdist.simulation.replay.timers import Deadlines, SleepTimers, Timers
 from asyncdist.waits import WaitId, WaitKind
 
 #: Virtual seconds for which a message is deferred until a safe point that followed it in the recorded run.
@@ -84,7 +84,7 @@ class Gate:
         self._loop = loop
         self.timers = Timers(loop)
         self.deadlines = Deadlines(loop)
-        self.agenda = Agenda(log, mailbox, self.timers, self.deadlines, loop.time)
+        self.agenda = PendingInputs(log, mailbox, self.timers, self.deadlines, loop.time)
         self.agenda.catch_up = self._catch_up
         self.hold = Hold(self.agenda, loop, lambda: not self._is_main_running(), self._catch_up)
         self.admission = Admission(
@@ -93,7 +93,7 @@ class Gate:
         self.lookout = Lookout(
             self.agenda, self.admission, self.timers, self.deadlines, loop, self._show, self._catch_up
         )
-        self.wakings = Wakings(loop, self.timers, self.agenda.is_to_come, self.lookout.look_soon)
+        self.wakings = SleepTimers(loop, self.timers, self.agenda.is_to_come, self.lookout.look_soon)
         self._deferred: Sight | None = None
         self._deferred_until_s = 0.0
         self._ring: Callable[[], None] = lambda: None
@@ -167,7 +167,7 @@ class Gate:
                 self._end_streams(sight)
                 if self.agenda.wakes_one_before_point(sight):
                     self._wake_user(keys)
-                late_for = sight.late_for if isinstance(sight, TakenByTask) else None
+                late_for = sight.late_for if isinstance(sight, ReceivedByTask) else None
                 if late_for is None:
                     self._engine.poll()
                 else:
@@ -227,7 +227,7 @@ class Gate:
 
     def _is_waited_for(self, sight: Sight) -> bool:
         """Return whether a task waits for a message for which it did not wait in the recorded run."""
-        assert isinstance(sight, TakenByTask), f"{sight} was not taken by a task"
+        assert isinstance(sight, ReceivedByTask), f"{sight} was not taken by a task"
         requests: Iterator[Any] = (operation.request for operation in self._engine._operations)
         return any(request.is_for(sight.keys[0]) for request in requests if hasattr(request, "is_for"))
 
@@ -262,7 +262,7 @@ class Gate:
         for _ in range(_TRY_COUNT):
             self._catch_up()
             sight = self.agenda.next()
-            if sight is None or sight.woken_count > self._engine.woken_count or isinstance(sight, TakenByTask):
+            if sight is None or sight.woken_count > self._engine.woken_count or isinstance(sight, ReceivedByTask):
                 return
             if not self.agenda.is_due(sight):
                 await yield_to_loop()
@@ -452,4 +452,4 @@ def is_end_of_stream(what: WaitId) -> bool:
 
 def _is_left_to_task(sight: Sight) -> bool:
     """Return whether a task must receive this message directly, outside polling passes, and has not tried to yet."""
-    return isinstance(sight, TakenByTask) and sight.late_for is None
+    return isinstance(sight, ReceivedByTask) and sight.late_for is None

@@ -53,7 +53,7 @@ class Taken(Sight):
 
 
 @dataclass(slots=True)
-class TakenByTask(Taken):
+class ReceivedByTask(Taken):
     """A message that a task received outside a polling pass. In the replay, task ``late_for`` waits for it."""
 
     late_for: asyncio.Task[Any] | None = None
@@ -253,7 +253,7 @@ class _Reader:
         if number >= 0 and sights and type(sights[-1]) is Taken and number == self._last_pass:
             sights[-1].keys.append(key)
         else:
-            kind = Taken if number >= 0 else TakenByTask
+            kind = Taken if number >= 0 else ReceivedByTask
             turn, woken_count, begun_count = (int(event.get(name) or 0) for name in ("turn", "woken", "begun"))
             at = (turn, woken_count, self._sent_count, event.time_s)
             sights.append(kind(*at, [key], begun_count=begun_count))

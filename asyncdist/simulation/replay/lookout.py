@@ -10,7 +10,7 @@ from typing import Final
 from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.admission import Admission
-from asyncdist.simulation.replay.agenda import Agenda
+from asyncdist.simulation.replay.agenda import PendingInputs
 from asyncdist.simulation.replay.log import Sight
 from asyncdist.simulation.replay.timers import Deadlines, Timers
 from asyncdist.simulation.scheduler import Handle
@@ -31,7 +31,7 @@ class Lookout:
 
     def __init__(
         self,
-        agenda: Agenda,
+        agenda: PendingInputs,
         admission: Admission,
         timers: Timers,
         deadlines: Deadlines,
@@ -125,7 +125,7 @@ class Hold:
     """
 
     def __init__(
-        self, agenda: Agenda, loop: RankLoop, may_begin: Callable[[], bool], on_end: Callable[[], None]
+        self, agenda: PendingInputs, loop: RankLoop, may_begin: Callable[[], bool], on_end: Callable[[], None]
     ) -> None:
         self.is_on = False
         self._agenda = agenda

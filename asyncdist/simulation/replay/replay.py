@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from asyncdist.recording.reader import RankRecording, Recording, RecordingError, told_of_other_version
+from asyncdist.recording.reader import RankRecording, Recording, RecordingError, other_version_warning
 from asyncdist.runtime.world import World
 from asyncdist.simulation.arguments import Compute
 from asyncdist.simulation.links import Network
@@ -105,7 +105,7 @@ def check_replayable(recording: Recording) -> None:
         raise RecordingError(
             f"a replay needs the recordings of all ranks, but rank {recording.missing[0]} has no recording"
         )
-    if (told := told_of_other_version(recording)) is not None:
+    if (told := other_version_warning(recording)) is not None:
         raise RecordingError(f"{told}. A replay needs the same version: install it, or record the run again")
     for each in recording.ranks:
         _check_state_of_torch(each)

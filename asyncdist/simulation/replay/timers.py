@@ -105,7 +105,7 @@ class Timers:
         return min(waiting, key=lambda timer: timer.when_s, default=None)
 
 
-class Wakings:
+class SleepTimers:
     """Wakes tasks after sleeps and work in threads, at the recorded points."""
 
     def __init__(

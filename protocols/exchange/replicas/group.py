@@ -28,7 +28,7 @@ from asyncdist.wording import ranks_in_words
 logger = logging.getLogger("protocols.exchange.replicas.group")
 
 #: Seconds until a leaving rank logs a warning if other ranks of its replica have not left. Allows for long steps.
-_LEAVING_TOLD_AFTER_S: Final = 20.0
+_LEAVING_WARNING_S: Final = 20.0
 
 
 class Readiness(NamedTuple):
@@ -305,7 +305,7 @@ async def wait_until_all_leave(
             ranks_in_words([rank for rank in replica.ranks if rank != world.rank]),
         )
 
-    timer = asyncio.get_running_loop().call_later(_LEAVING_TOLD_AFTER_S, warn)
+    timer = asyncio.get_running_loop().call_later(_LEAVING_WARNING_S, warn)
     try:
         await meeting
     except AsyncdistError:  # another rank is lost, or has left with an error that it reports

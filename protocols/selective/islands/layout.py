@@ -83,7 +83,7 @@ class IslandOptions(Options):
             )
 
     @contextlib.contextmanager
-    def told_where_others_miss(self) -> Iterator[None]:
+    def hinting_at_islands(self) -> Iterator[None]:
         """Add a hint to a StartTimeoutError raised in the body: missing ranks may wait in another island."""
         try:
             yield

@@ -58,7 +58,7 @@ class RoundCourse:
         self.decided_count = self.ended_count = self.overdue_count = 0
         self.routes = Counter(direct=0, sharded=0)
 
-    def go_on_after(self, number: int) -> None:
+    def continue_after(self, number: int) -> None:
         """Use numbers higher than ``number``, a round of an earlier coordinator, for the next rounds."""
         self._last_number = max(self._last_number, min(number, ROUND_BELIEVED_MAX))
 
