@@ -158,13 +158,19 @@ class Channel(Generic[MessageT]):
     async def send(self, message: MessageT, dest: int, *, round: int = 0) -> None:
         """Send a message, and wait until it has left this rank. A large message leaves only when ``dest`` receives it.
 
-        If the channel's mailbox on ``dest`` is full, the message leaves when ``dest`` has room for it.
+        If ``dest`` has not yet received 1024 earlier messages on this tag, or has not opened the channel, the message
+        leaves when ``dest`` receives. This rank must not be needed for that, for example by a collective that ``dest``
+        enters before it receives.
 
         The arguments and the errors, except BusyError, are the same as for :meth:`send_nowait`.
 
         **Cancellation**: the message is sent anyway.
         """
-        request = self._post(message, dest, round)
+        try:
+            request = self._post(message, dest, round)
+        except RankLostError:
+            await self._engine.repeat_held(WaitKind.MESSAGE_LEFT, dest, self.demultiplexer.tag)
+            raise
         if (request is not None or self._tells_sends) and await self._has_waited_for(request, dest):
             return
         self._since_yield += 1

@@ -83,7 +83,7 @@ class Engine(Poller):
             so that recordings contain the returned times.
         tells_sends: Whether tasks must pass each send to :meth:`name_send` and :meth:`repeat_sent`, even if the message
             left immediately.
-        holds_sends: Whether this rank holds messages for ranks whose mailbox is full.
+        holds_sends: Whether this rank holds messages until their receiver sends a credit.
     """
 
     tells_sends: ClassVar[bool] = False
@@ -483,6 +483,9 @@ class Engine(Poller):
         """Return an identity for a task's wait for a send, or None if the rank is neither recorded nor replayed."""
         del kind, dest, tag
         return None
+
+    async def repeat_held(self, kind: WaitKind, dest: int, tag: int) -> None:
+        """In a replay, wait as long as the recorded send, if it was held until ``dest`` was lost."""
 
     async def repeat_sent(self, what: WaitId, dest: int) -> bool:
         """Return whether the recorded send waited. A replay waits as long, and fails if the recorded send failed."""

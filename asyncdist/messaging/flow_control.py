@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -61,7 +61,7 @@ class FlowControl:
     """Sends and receives one rank's credits, which allow senders further messages.
 
     Args:
-        flow_of: Function that returns the flow control of a tag, or None if this rank has not sent on the tag.
+        flow_of: Function that returns the flow control of a tag, or None if no user channel has used the tag.
     """
 
     def __init__(self, services: ChannelOpener, flow_of: Callable[[int], TagFlow | None]) -> None:
@@ -78,7 +78,7 @@ class FlowControl:
         )
 
     def send_credit(self, tag: int, rank: int) -> None:
-        """Allow ``rank`` to send further messages on ``tag``, unless it has left or is lost."""
+        """Allow ``rank`` to send further messages on ``tag``. Do nothing if it is lost."""
         with contextlib.suppress(RankLostError, ClosedError):
             self._channel.send_nowait(Credit(tag), rank)
 
@@ -93,6 +93,7 @@ class TagFlow:
 
     Args:
         send_credit: Function that sends a credit for a tag to a rank.
+        gone: Ranks that have left or are lost, which send no credits.
         is_limited: Whether this rank waits for credits. A replayed rank does not.
 
     Attributes:
@@ -101,8 +102,15 @@ class TagFlow:
     """
 
     def __init__(
-        self, tag: int, rank: int, send_credit: Callable[[int, int], None], *, is_limited: bool = True
+        self,
+        tag: int,
+        rank: int,
+        send_credit: Callable[[int, int], None],
+        *,
+        gone: Container[int],
+        is_limited: bool = True,
     ) -> None:
+        self._gone = gone
         self._tag = tag
         self._rank = rank
         self._send_credit = send_credit
@@ -114,7 +122,8 @@ class TagFlow:
         """Return the state of the messages to and from ``rank``."""
         lane = self.lanes.get(rank)
         if lane is None:
-            lane = self.lanes[rank] = Lane(rank, _UNLIMITED if rank == self._rank else self._window)
+            is_unlimited = rank == self._rank or rank in self._gone
+            lane = self.lanes[rank] = Lane(rank, _UNLIMITED if is_unlimited else self._window)
         return lane
 
     # -- the receiving rank -----------------------------------------------------------------------------------------
@@ -142,10 +151,15 @@ class TagFlow:
 
     def on_restarted(self, rank: int) -> None:
         """Fail the held messages to the previous process of ``rank``, and begin with a new window."""
-        held = self.lanes.pop(rank).held if rank in self.lanes else ()
+        lane = self.lanes.pop(rank, None)
         error = RankLostError(f"rank {rank} was restarted before it received the message", rank=rank)
-        for message in held:
+        for message in (lane and lane.held) or ():
             message.on_left(error)
+
+    def on_connected(self, rank: int) -> None:
+        """Begin with a new window, because this restarted rank has connected to ``rank``, which was lost until then."""
+        if rank in self.lanes:
+            self.lanes[rank].room = self._window
 
     @property
     def held_ranks(self) -> list[int]:

@@ -19,7 +19,7 @@ cdef class _Prepared:
 cdef class Lane:
     cdef readonly Py_ssize_t rank
     cdef public long long room
-    cdef readonly object held
+    cdef public object held
     cdef public Py_ssize_t uncredited
 
 

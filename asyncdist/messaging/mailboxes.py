@@ -76,17 +76,18 @@ class HeldSend:
     def __init__(self, start: Callable[[], Request | None]) -> None:
         self._start = start
 
-    def start(self) -> None:
-        """Start to send the message."""
+    def start(self) -> bool:
+        """Start to send the message. Return False if that fails; ``on_left`` is then called with the error."""
         try:
             request = self._start()
         except AsyncdistError as error:
             self.on_left(error)
-            return
+            return False
         if request is None:
             self.on_left(None)
         else:
             self.watch(request)
+        return True
 
 
 class Lane:
@@ -101,14 +102,20 @@ class Lane:
     def __init__(self, rank: int, room: int) -> None:
         self.rank = rank
         self.room = room
-        self.held: deque[HeldSend] = deque()
+        self.held: deque[HeldSend] | None = None  # an empty deque has 600 bytes, and each peer has a lane
         self.uncredited = 0
+
+    def hold(self, message: HeldSend) -> None:
+        """Hold a message until the next credit."""
+        if self.held is None:
+            self.held = deque()
+        self.held.append(message)
 
     def send_held(self) -> None:
         """Start held messages in order, as far as ``room`` allows."""
         while self.held and self.room > 0:
-            self.room -= 1
-            self.held.popleft().start()
+            if self.held.popleft().start():
+                self.room -= 1
 
 
 class Outbox:
@@ -173,19 +180,21 @@ class Outbox:
         self.sequence += 1
         self.sent_count += 1
         lane = self._lane
-        if lane is not None:
-            if lane.room <= 0:
-                return self._hold(lane, kind, payload, round)
-            lane.room -= 1
+        if lane is not None and lane.room <= 0:
+            return self._hold(lane, kind, payload, round)
         rank = dest
         last = self._last
         if last is None or last.kind != kind or last.dest != rank or last.payload_nbytes != len(payload):
             last = self._prepare(kind, rank, len(payload))
+        request = None
         if last is not None and last.send.settle():
             last.buffer.write(round, self.sequence, payload)
             last.send.start()
-            return None
-        return self.start_send(self._frame(kind, payload, round), dest, self._tag)
+        else:
+            request = self.start_send(self._frame(kind, payload, round), dest, self._tag)
+        if lane is not None:
+            lane.room -= 1  # only now, because a send that fails reaches no receiver that counts it
+        return request
 
     def _frame(self, kind: int, payload: bytes, round: int) -> Any:
         writer = self._writers[kind]
@@ -196,7 +205,7 @@ class Outbox:
     def _hold(self, lane: Lane, kind: int, payload: bytes, round: int) -> HeldSend:
         start = functools.partial(self.start_send, self._frame(kind, payload, round), lane.rank, self._tag)
         held = HeldSend(start)
-        lane.held.append(held)
+        lane.hold(held)
         return held
 
     def _prepare(self, kind: int, dest: int, payload_nbytes: int) -> _Prepared | None:
@@ -516,9 +525,10 @@ class FrameReceiver(Pollable):
                 self.is_posted = False
                 delivered += 1
                 source, nbytes = arrival
+                is_stalled = self.deliver(self._frame, nbytes, source)
                 if self._has_flow:
                     self._count(source)
-                if self.deliver(self._frame, nbytes, source):
+                if is_stalled:
                     break
         except AsyncdistError as error:  # The frame is too large, or the receive has failed.
             self.is_posted = False

@@ -231,7 +231,7 @@ class Services:
             flow = None
             if is_users and self._flow_control is not None:
                 send_credit, is_limited = self._flow_control.send_credit, self.engine.holds_sends
-                flow = TagFlow(tag, self.rank, send_credit, is_limited=is_limited)
+                flow = TagFlow(tag, self.rank, send_credit, gone=self.gone, is_limited=is_limited)
             found = self._demultiplexers[tag] = TagDemultiplexer(
                 self.engine,
                 tag,
@@ -363,9 +363,11 @@ class Services:
         self._met.add(rank)
         self.restarted[rank] = incarnation
         self._returned.discard(rank)
-        if is_replaced:
-            for demultiplexer in self._demultiplexers.values():
+        for demultiplexer in self._demultiplexers.values():
+            if is_replaced:
                 demultiplexer.on_restarted(rank)
+            elif demultiplexer.flow is not None:
+                demultiplexer.flow.on_connected(rank)
 
     def notify_returned(self, rank: int) -> None:
         """Notify the listeners of :meth:`on_returned` of the restart of ``rank``."""

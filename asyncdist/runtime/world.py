@@ -332,9 +332,9 @@ class World:
                 field types.
             tag: Tag from 0 to 7000 or from 12097 to 32767.
             name: Name of the channel, by default the name of the message type.
-            capacity: Number of unread messages at which the tag stops receiving, and its senders wait. Two ranks that
-                both send more messages than this to each other before they receive wait forever. Receive in another
-                task instead.
+            capacity: Number of unread messages at which the tag stops receiving. A rank then waits in ``send`` as soon
+                as 1024 of its messages have not been received. Two ranks that both send more messages than that to each
+                other before they receive wait forever. Receive in another task instead.
             group: Ranks that use the channel, by default all ranks.
 
         Raises:

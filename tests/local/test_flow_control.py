@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from asyncdist.messaging import flow_control
 from asyncdist.messaging.early_frames import EARLY_FRAME_COUNT_MAX
 from asyncdist.messaging.flow_control import TagFlow
 from asyncdist.recording.reader import read_recording
-from asyncdist.simulation import replay
+from asyncdist.simulation import Kill, Restart, replay
 from asyncdist.transports.rank_sets import RankSet
 
 WINDOW = 64
@@ -191,7 +192,7 @@ async def return_early(world: World) -> list[int]:
     if world.rank:
         for number in range(WINDOW + 8):
             channel.send_nowait(Number(number), 0)
-        return [len(flow_of(world).lane(0).held)]
+        return [len(flow_of(world).lane(0).held or ())]
     await eventually(lambda: 1 in world.services.gone)
     return await asyncio.wait_for(receive(channel, WINDOW + 8), 60)
 
@@ -227,6 +228,16 @@ async def test_the_loss_of_the_reader_fails_the_held_messages() -> None:
         with pytest.raises(RankLostError, match="rank 1"):
             await sending
         assert a.statistics().sending_count == 0
+
+
+async def test_sends_that_fail_do_not_use_the_window() -> None:
+    """Regression: the first send after the window's number of errors waited forever."""
+    async with worlds(2) as pair:
+        a, _ = both(pair, capacity=4)
+        pair[0].services.engine.transport._hub.lose(1)  # type: ignore[attr-defined]
+        for number in range(2 * WINDOW):
+            with pytest.raises(RankLostError):
+                await asyncio.wait_for(a.send(Number(number), 1), 60)
 
 
 async def test_the_restart_of_the_reader_fails_the_held_messages(pair: list[World]) -> None:
@@ -293,3 +304,53 @@ def test_a_replay_does_not_repeat_holds(tmp_path: Path, monkeypatch: pytest.Monk
     rooms.clear()
     assert replay(overfill, recording=read_recording(tmp_path)).report.results == recorded.results
     assert min(rooms) > 1 << 61
+
+
+async def send_until_lost(world: World) -> tuple[int, int] | None:
+    """Rank 0 stops to receive, and is killed while the other ranks hold a message."""
+    channel = world.channel(Number, tag=TAG, capacity=4)
+    if world.rank == 0:
+        await channel.receive()
+        await world.sleep(10)
+        return None
+    for number in range(100):
+        try:
+            await channel.send(Number(number), 0)
+        except RankLostError:
+            held = flow_of(world).lane(0).room
+            await world.sleep(0.002)
+            return number, held
+    return None
+
+
+def test_a_replay_repeats_a_held_send_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the replay raised the error at the send, and diverged."""
+    monkeypatch.setattr(flow_control, "WINDOW", 8)
+    recorded = simulate(send_until_lost, ranks=3, seed=0, faults=[Kill(0, at_s=0.5)], record=tmp_path)
+    numbers = [found[0] for found in recorded.results[1:] if found is not None]
+    assert len(numbers) == 2 and all(8 <= number <= 12 for number in numbers)
+    found = replay(send_until_lost, recording=read_recording(tmp_path)).report.results
+    assert [each[0] for each in found[1:]] == numbers
+
+
+async def stream_after_errors(world: World) -> int:
+    """A restarted rank sends before it has connected to rank 0, and then more messages than a window."""
+    channel = world.channel(Number, tag=TAG, capacity=4096)
+    if world.rank == 0:
+        return sum([(await channel.receive()).message.value for _ in range(3 * WINDOW)])
+    if not world.incarnation:
+        await world.sleep(100)
+    for _ in range(2 * WINDOW):
+        with contextlib.suppress(RankLostError):
+            channel.send_nowait(Number(0), 0)
+    while 0 in world.services.lost_ranks():
+        await world.sleep(0.01)
+    for _ in range(3 * WINDOW):
+        await channel.send(Number(1), 0)
+    return 0
+
+
+def test_a_restarted_rank_has_a_whole_window_once_connected() -> None:
+    """Regression: its sends before that used the window up, and it waited forever for credits."""
+    report = simulate(stream_after_errors, ranks=2, seed=0, faults=[Kill(1, at_s=1.0), Restart(1, at_s=2.0)])
+    assert report.results == (3 * WINDOW, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -15,7 +16,7 @@ from asyncdist.simulation.replay.gate import Gate, is_end_of_stream
 from asyncdist.simulation.replay.log import FAILED, end_of_collective
 from asyncdist.simulation.replay.mailbox import gone
 from asyncdist.transports.base import Transport
-from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId
+from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId, WaitKind
 
 T = TypeVar("T")
 
@@ -149,6 +150,13 @@ class ReplayedEngine(ObservedEngine):
         if self.has_begun:
             await self._gate.see_all_before_reading()
         await yield_to_loop()
+
+    async def repeat_held(self, kind: WaitKind, dest: int, tag: int) -> None:
+        if self.has_begun:
+            what = WaitId(kind, tag, dest, next(copy.copy(self._send_counts[kind, dest, tag])))
+            if self._gate.agenda.is_to_come(what):
+                self.name_send(kind, dest, tag)
+                await self.repeat_sent(what, dest)
 
     async def repeat_sent(self, what: WaitId, dest: int) -> bool:
         """Wait until the recorded point at which the sending task continued. A replayed send takes no time."""
