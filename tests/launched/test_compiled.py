@@ -77,7 +77,7 @@ for _ in range(300):
     dest, round, sequence = rng.randrange(4), rng.choice([0, 1, 2**32 - 1]), rng.choice([0, 2**40])
     for prepare in (sent.prepare, sent.refuse):
         outbox = mailboxes.Outbox(
-            codec, [route], sent.start, prepare, tag=5, size=4, name="x", sequence=sequence, contacts=set(), held={}
+            codec, [route], sent.start, prepare, tag=5, size=4, name="x", sequence=sequence, contacts=set(), lane_of=None
         )
         outbox.post(message, dest, round)
         outbox.post(message, dest, round)

@@ -77,7 +77,7 @@ class Transport:
             name="x",
             sequence=0,
             contacts=set(),
-            held={},
+            lane_of=None,
         )
 
     def read(self) -> list[tuple[str, int, int, Any]]:
