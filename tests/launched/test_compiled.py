@@ -77,7 +77,8 @@ for _ in range(300):
     dest, round, sequence = rng.randrange(4), rng.choice([0, 1, 2**32 - 1]), rng.choice([0, 2**40])
     for prepare in (sent.prepare, sent.refuse):
         outbox = mailboxes.Outbox(
-            codec, [route], sent.start, prepare, tag=5, size=4, name="x", sequence=sequence, contacts=set(), lane_of=None
+            codec, [route], sent.start, prepare, tag=5, size=4, name="x", sequence=sequence, contacts=set(),
+            lane_of=None,
         )
         outbox.post(message, dest, round)
         outbox.post(message, dest, round)
@@ -90,7 +91,7 @@ for _ in range(300):
     lines += [frame.hex(), refusal(opened, frame), refusal(opened, bytes(damaged)), refusal(opened, cut)]
     lines.append(refusal(opened, rng.randbytes(rng.randrange(100))))
 
-options = {"tag": 5, "size": 4, "name": "x", "sequence": 0, "contacts": set(), "held": {}}
+options = {"tag": 5, "size": 4, "name": "x", "sequence": 0, "contacts": set(), "lane_of": None}
 post = mailboxes.Outbox(codec, [route], Sent().start, Sent().refuse, **options).post
 good = Message(1, 0.5, "")
 for args in [
