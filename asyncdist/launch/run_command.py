@@ -283,7 +283,9 @@ def _check_supported(transport: str, options: argparse.Namespace) -> None:
     }
     if not all(transport in keys for keys in supporting.values()):
         needs = [f"--{name} needs --transport {' or '.join(keys)}" for name, keys in supporting.items()]
-        raise local_host.LaunchError(f"{' and '.join(needs)}, got --transport {transport}")
+        can_survive = "survive" in BACKENDS[transport].run_options and not options.survive
+        hint = "; with --survive, its ranks continue when other ranks die" if can_survive else ""
+        raise local_host.LaunchError(f"{' and '.join(needs)}, got --transport {transport}{hint}")
     if options.places is not None and options.join is not None:
         raise local_host.LaunchError(
             "--places cannot be used with --join; it belongs to the command that started the job"
