@@ -41,13 +41,13 @@ class AverageCounts:
     latest: StepInfo = NOTHING
 
     def note_contributed(self, event: Contributed) -> None:
-        """Count one captured contribution."""
+        """Count a contribution of this rank and its bytes."""
         self.contribution_count += 1
         self.wire_nbytes += event.wire_nbytes
         self.unencoded_nbytes += event.unencoded_nbytes
 
     def note_applied(self, info: StepInfo) -> None:
-        """Count one applied average."""
+        """Count an average that was applied to the model."""
         self.applied_count += 1
         self.waited_s += info.waited_s
         self.waited_max_s = max(self.waited_max_s, info.waited_s)

@@ -1,16 +1,16 @@
-"""Averages contributions of all members in numbered rounds, in the background, even if members are lost.
+"""Averages the members' model fragments in numbered rounds, in the background, and survives the loss of members.
 
-Each member contributes a fragment of its model, and continues to train. When all members have contributed to a round,
-its leader decides which contributions are averaged (:mod:`protocols.exchange.ledger`). The members then exchange the
-data at safe points (:mod:`protocols.exchange.rounds`), or read each other's memory if the kernel allows it.
+Each member contributes a fragment (a part) of its model, and continues to train. When all members have contributed to a
+round, the leader decides which contributions are averaged (:mod:`protocols.exchange.ledger`). The members then exchange
+the data at safe points (:mod:`protocols.exchange.rounds`), or read each other's memory if the kernel allows it.
 
 A :class:`~protocols.joining.membership.Membership` tracks the members and their leader, and admits restarted ranks. If
-the leader is lost, each member reports its standing to the next leader. Messages between two ranks arrive in order, so
-the new leader needs no other information. A newcomer receives the means of all rounds in progress.
+the leader is lost, each member reports the state of its rounds to the next leader. Messages between two ranks arrive in
+order, so the new leader needs no other information. A restarted rank receives the means of all rounds in progress.
 
-With a quorum, a round does not wait for late members. When a member is notified that its contribution was late, it
-moves the contribution to the fragment's next round. A member is *behind* if no rank offers the next mean that it needs.
-After its next contribution, it catches up (:mod:`protocols.exchange.catching_up.catch_up`).
+With a quorum, a round does not wait for late members. A late member moves its contribution to the fragment's next
+round. A member is *behind* if no rank offers the next mean that it needs. After its next contribution, it requests the
+fragment's newest state (:mod:`protocols.exchange.catching_up.catch_up`).
 """
 
 from __future__ import annotations
@@ -56,22 +56,23 @@ logger = logging.getLogger("protocols.exchange")
 
 
 class Exchange:
-    """Takes part in all rounds of a policy for one member, and decides them if this member is the leader.
+    """Takes part in a policy's averaging rounds for one member, and decides the rounds if this member leads.
 
     Rounds are numbered from 1 over all fragments. Round n is round ``(n - 1) // len(fragments)`` of fragment ``(n - 1)
     % len(fragments)``.
 
     Args:
-        membership: Membership of the policy, which the exchange opens.
-        fragments: Fragments of the policy's model, which receive the means.
+        membership: Membership of the policy, opened by the constructor.
+        fragments: Fragments of this member's model, into which the means are merged.
         is_overlapped: Whether the ranks train during transfers. Equal on all members.
-        weigh: Pure function of the members' reports that returns the donors and their weights. Equal on all members. By
-            default, all finite contributions count, with their reported weights.
+        weigh: Pure function of the members' reports that returns the donors (members whose contributions are averaged)
+            and their weights. Equal on all members. By default, all finite contributions count, with their reported
+            weights.
         partners: Pure function that chooses whose contributions each member averages. Equal on all members. By default,
             all members share one mean.
         replicas: Replicas of the ranks. Only ranks with the same part of the model exchange data, and a replica is a
             donor as a whole.
-        quorum: When a round is decided without all members; None to wait for all. Equal on all members.
+        quorum: Condition for deciding a round without all members; None to wait for all. Equal on all members.
     """
 
     def __init__(
@@ -133,17 +134,20 @@ class Exchange:
     # -- the policy's calls -----------------------------------------------------------------------------------------
 
     def new_encoded(self, fragment: int) -> list[Tensor]:
-        """Return memory for the encoded vectors of a contribution to a fragment's next round."""
+        """Return memory for the encoded values of this member's next contribution to a fragment."""
         return self._transfers.new_encoded(fragment)
 
     def note_applied(self, fragment: int) -> None:
-        """Reuse the memory of a fragment's last mean, which was applied."""
+        """Allow the memory of a fragment's last mean to be reused, because the mean was applied."""
         self._transfers.note_applied(fragment)
 
     def contribute(
         self, number: int, encoded: Sequence[Tensor], weight: float, norm: float, scores: tuple[float, ...] = ()
     ) -> None:
-        """Offer this member's contribution to a round. The caller must not change its memory afterwards."""
+        """Offer ``encoded`` as this member's contribution to averaging round ``number``.
+
+        The caller must not change these tensors afterwards.
+        """
         own = self._round(number)
         own.contribution, own.weight, own.norm, own.scores = encoded, weight, norm, scores
         self._transfers.offer_contribution(own)
@@ -153,37 +157,37 @@ class Exchange:
         self._look_behind(own.fragment)
 
     def next_open(self, fragment: int) -> int:
-        """Return a fragment's first round that, to this member's knowledge, is undecided."""
+        """Return a fragment's first round for which this member knows no decision of the leader."""
         count = len(self._fragments)
         decided = [each.number for each in self._rounds.values() if each.fragment == fragment and each.attempt]
         last = max(self._newest(fragment), self._retired[fragment], *decided, 0)
         return last + count if last else fragment + 1
 
     def last_contribution(self, fragment: int) -> int:
-        """Return the round that this member's last contribution to a fragment counts in, or 0 before the first."""
+        """Return the last round of a fragment that counts a contribution of this member, or 0 before the first."""
         return self._contributed.get(fragment, 0)
 
     def _newest(self, fragment: int) -> int:
-        """Return a fragment's last round whose state this member has, or 0 before the first."""
+        """Return the last round whose mean this member has merged into a fragment, or 0 before the first."""
         version, count = self._fragments[fragment].version, len(self._fragments)
         return (version - 1) * count + fragment + 1 if version else 0
 
     def latest(self, number: int) -> int:
-        """Return the round that this member's contribution to a round counts in: a later one if it was late."""
+        """Return the round that counts this member's contribution to round ``number``: a later one if it was late."""
         return max(number, self._contributed.get((number - 1) % len(self._fragments), number))
 
     def has_merged(self, number: int) -> bool:
-        """Return whether this member has a round's mean and knows that its own contribution was not late."""
+        """Return whether this member has a round's mean, and knows in which round its own contribution counts."""
         own = self._rounds.get(number)
         return has_merged(self._fragments, number) and (self._quorum is None or own is None or own.is_known)
 
     async def merged(self, number: int) -> None:
-        """Wait until this member has the mean of a round, or of a later one if its contribution was late.
+        """Wait until this member has the mean of round ``number``, or of a later one if its contribution was late.
 
-        Also return if another rank of its replica is lost.
+        Also return if another rank of this rank's replica is lost.
 
-        If all members wait in the same step, also wait until the others have received this member's slices of the mean.
-        Otherwise they would wait for a slice while this member trains for a step.
+        If training does not overlap with transfers, also wait until the other members have received this member's
+        slices of the mean. Otherwise they would wait for a slice while this member trains for a step.
         """
         engine, members, wait = self._services.engine, self._membership, WaitId(WaitKind.ROUND_MEAN, number=number)
         if not self.has_merged(self.latest(number)):
@@ -193,21 +197,21 @@ class Exchange:
             await engine.until(lambda: own.has_sent or members.is_broken, wait)
 
     def pause(self) -> None:
-        """Let no round wait for this member until it contributes again. Without a quorum, do nothing."""
+        """Ask the leader not to wait for this member until it contributes again. Do nothing without a quorum."""
         if self._quorum is not None:
             self._is_paused = True
             self._tell_leader(Paused(), 0)
 
     def is_behind(self, fragment: int) -> bool:
-        """Return whether this member lacks the mean of a fragment's last retired round."""
+        """Return whether this member lacks a mean of a fragment that other members no longer offer."""
         return self._newest(fragment) < self._retired[fragment]
 
     async def settled(self, deadline: float | None = None) -> bool:
         """Wait until every member has the means of all rounds to which this member has contributed.
 
-        With a quorum, members that are behind lack these means. If only such members would remain, wait until one of
-        them has caught up. Also return if another rank of this rank's replica is lost, because the other members then
-        no longer count this member.
+        With a quorum, members that are behind are not waited for. If only such members would remain, wait until one of
+        them has received the newest state. Also return if another rank of this rank's replica is lost, because the
+        other members then no longer count this member.
 
         Returns:
             False if the deadline passed first.
@@ -227,7 +231,7 @@ class Exchange:
         return is_settled
 
     def leave(self) -> None:
-        """Leave the exchange, and withdraw contributions to rounds in progress."""
+        """Leave the exchange, and withdraw this member's contributions to unfinished rounds."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -248,21 +252,24 @@ class Exchange:
     def holds_means(self) -> bool:
         """True if this member has the mean of a round that another member may lack.
 
-        While this is True, no newcomer may get this member's state, which contains the mean: if this member were then
-        lost, the other members could not get it.
+        While this is True, this member must not send its state to a joining rank. The state contains the mean, and if
+        this member were then lost, the other members could not obtain that mean.
         """
         return any(own.has_merged for own in self._rounds.values())
 
     async def shared(self) -> None:
-        """Wait until all members have the means that this member has."""
+        """Wait until all other members have every mean that this member has."""
         await self._services.engine.until(lambda: not self.holds_means, WaitId(WaitKind.OWN_ROUND))
 
     async def settle(self, numbers: Sequence[int], progress: Sequence[int]) -> tuple[int, ...]:
-        """Wait until this member has these rounds' means, or until all members wait (:meth:`Membership.settle`)."""
+        """Wait until this member has the means of rounds ``numbers``, or until all members wait in this method.
+
+        See :meth:`Membership.settle` for ``progress`` and the result.
+        """
         return await self._membership.settle(lambda: all(map(self.has_merged, numbers)), progress)
 
     def contribution_state(self, number: int) -> dict[str, Any]:
-        """Return a copy of this member's contribution to a round whose mean it does not have."""
+        """Return a copy of this member's contribution to an unfinished round, for a checkpoint."""
         own = self._rounds[number]
         encoded = [each.clone() for each in own.contribution]
         return {"encoded": encoded, "weight": own.weight, "norm": own.norm, "scores": own.scores}
@@ -275,7 +282,7 @@ class Exchange:
         """Become a member after the leader's state was loaded.
 
         Args:
-            in_flight: Rounds to which this member has not contributed, but whose means it receives.
+            in_flight: Rounds in progress to which this rank does not contribute, but whose means it receives.
         """
         for number in in_flight:
             own = self._round(number)  # the round now exists, so that a census includes it
@@ -288,22 +295,22 @@ class Exchange:
     # -- changes of the members -------------------------------------------------------------------------------------
 
     def may_admit(self) -> bool:
-        """Return whether a newcomer may be admitted: not during a census."""
+        """Return whether this leader can admit a restarted rank. False while it collects reports after a loss."""
         return self._leading.can_admit
 
     def on_lost(self, rank: int) -> None:
-        """As the leader, decide rounds again that need the lost member."""
+        """If this member leads, decide the rounds again that need data of the lost member."""
         self._forget_lost()
         self._leading.on_lost(rank)
 
     def on_new_leader(self) -> None:
-        """Report this member's standing in each round to the new leader, which takes a census."""
+        """Report the state of this member's unfinished rounds to the new leader."""
         self._forget_lost()
         self._leading.follow(self._retired)
         self._begin_leading()
 
     def _begin_leading(self) -> None:
-        """Begin a census if this member leads, and report this member's own standing to the leader."""
+        """Report the state of this member's rounds to the leader. If this member leads, collect these reports."""
         self._leading.take_over()
         self._hold(0)
         if self._is_paused:
@@ -313,7 +320,7 @@ class Exchange:
         self._leading.hear_early()
 
     def on_reachable(self, rank: int) -> None:
-        """Connect to a restarted member, and start to receive the means that it provides."""
+        """Open the channels to a restarted member, and start to receive the means that it provides."""
         self._channel.admit(rank)
         self._server.channel.admit(rank)
         if self._catch_up is not None:
@@ -322,11 +329,11 @@ class Exchange:
             self._begin(own)
 
     def on_admitted(self, rank: int) -> None:
-        """As the leader, send the verdicts of all rounds in progress to a newcomer."""
+        """As the leader, send the decisions on all unfinished rounds to a newly joined rank."""
         self._leading.on_admitted(rank)
 
     def on_settling(self) -> None:
-        """Do nothing: a round can end without further steps of its contributors."""
+        """Do nothing. A round can end without further training steps of its contributors."""
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -398,8 +405,7 @@ class Exchange:
     def _begin(self, own: MemberRound) -> None:
         """Start to receive a round's mean.
 
-        If this member lacks the fragment's earlier means, or is not connected to a restarted source, the start is
-        delayed.
+        Delay the start if this member lacks the fragment's earlier means, or is not connected to a restarted source.
         """
         verdict, index = own.verdict, (own.number - 1) // len(self._fragments)
         is_early = self._quorum is not None and index > self._fragments[own.fragment].version
@@ -428,7 +434,7 @@ class Exchange:
             self._tell_leader(Captured(later.weight, later.norm, later.scores), later.number)
 
     def _hold(self, census: int) -> None:
-        """Stop receiving means, and report this member's standing in each round to the leader."""
+        """Stop receiving means, and report the state of this member's unfinished rounds to the leader."""
         for own in self._rounds.values():
             if not own.has_received:
                 self._transfers.stop(own)
@@ -437,7 +443,7 @@ class Exchange:
         self._tell_leader(Census(census, standings, tuple(self._retired), newest), 0)
 
     def _retire(self, last: int, holder: int) -> None:
-        """Free a fragment's rounds up to ``last``. A member without their means will catch up."""
+        """Free the memory of a fragment's rounds up to ``last``. Request the newest state if means are missing."""
         count, fragment = len(self._fragments), (last - 1) % len(self._fragments)
         if self._quorum is None:
             self._retired = [last] * count
@@ -463,9 +469,9 @@ class Exchange:
         self._services.engine.recheck()
 
     def _look_behind(self, fragment: int) -> None:
-        """Ask for a fragment's newest state if this member has contributed to it and is behind.
+        """Request a fragment's newest state if this member has contributed to the fragment and is behind.
 
-        Without a new contribution, a member asks only if others leave, since it would soon be behind again.
+        Without a new contribution, request it only if others leave, since this member would soon be behind again.
         """
         if self._catch_up is None or self._is_closed:
             return
@@ -478,7 +484,7 @@ class Exchange:
             self._catch_up.ask(number, holder)
 
     def note_caught_up(self, fragment: int) -> None:
-        """Resume a fragment's rounds after its state was received. Do nothing if no state has arrived."""
+        """Resume a fragment's rounds after its newest state was received. Do nothing if no state has arrived."""
         newest = self._newest(fragment)
         if self._is_closed or not newest:
             return
@@ -501,7 +507,7 @@ class Exchange:
             self._look_behind_after_all()
 
     def _look_behind_after_all(self) -> None:
-        """Catch up even without a contribution, because departing members may have the newest state."""
+        """Request missing states even without a contribution: departing members may have the newest ones."""
         self._are_leaving = True
         for fragment in range(len(self._fragments)):
             self._look_behind(fragment)

@@ -21,7 +21,7 @@ REQUEST_COUNT_MAX: Final = 8
 
 
 class Fetch:
-    """One request for bytes that another rank offers. It is repeated if the source's memory could not be read.
+    """Requests bytes from another rank. Repeats the request if the source's memory could not be read.
 
     Args:
         server: This rank's server on the channel through which the source offers the bytes.
@@ -54,7 +54,7 @@ class Fetch:
         self.is_whole = False
 
     def ask(self) -> None:
-        """Request the bytes."""
+        """Send the request to the source."""
         self._stream = ask_for_part(
             self._services,
             self._server,
@@ -144,7 +144,7 @@ class Fetch:
             self.close()
 
     def close(self) -> None:
-        """Ask the source to stop, unless all bytes have arrived."""
+        """Ask the source to stop sending, unless all bytes have arrived."""
         stream, self._stream = self._stream, None
         if stream is not None:
             channel, number = self._server.channel, self._number

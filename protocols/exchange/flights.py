@@ -14,7 +14,7 @@ from asyncdist.protocols.exchange.schedule import Schedule
 
 
 class Flight(NamedTuple):
-    """A round whose contribution this member has captured, and whose mean it has not applied.
+    """An averaging round to which this member has contributed, and whose mean it has not applied yet.
 
     Attributes:
         base_version: Number of the fragment's means that this member had applied before the capture.
@@ -30,7 +30,7 @@ class Flight(NamedTuple):
 
 
 class Flights:
-    """Tracks the due and in-flight fragments of one member.
+    """Tracks which fragments one member must contribute, and which means it must apply.
 
     Args:
         schedule: Steps in which the fragments are due.
@@ -39,7 +39,7 @@ class Flights:
 
     Attributes:
         in_any_order: Whether a fragment's rounds may be captured before earlier rounds of other fragments.
-        in_flight: Rounds in flight, by fragment.
+        in_flight: Captured rounds whose means are not applied yet, by fragment.
     """
 
     def __init__(self, schedule: Schedule, *, skips_late: bool = False) -> None:
@@ -51,32 +51,32 @@ class Flights:
         self._owed: list[int] = []  # in the order in which they will be captured
 
     def note_step(self, step: int) -> None:
-        """Record that the fragments scheduled for a step are due."""
+        """Record that the fragments scheduled for ``step`` are due."""
         for fragment in self._schedule.due(step):
             if self._is_in_turn(fragment) and not (self.skips_late and fragment in self._owed):
                 self._owed.append(fragment)
 
     def forget_owed(self) -> None:
-        """Drop all owed fragments without capturing them."""
+        """Drop all fragments that are due but not captured."""
         self._owed.clear()
 
     def can_begin(self) -> bool:
-        """Return whether a fragment is owed and can be captured now."""
+        """Return whether a fragment is due and can be captured now."""
         return bool(self._owed) and self._owed[0] not in self.in_flight
 
     def next(self) -> tuple[int, int]:
-        """Return the next owed fragment, which must be ready to be captured, and the number of its round."""
+        """Return the next fragment to capture, and the number of its round. Requires :meth:`can_begin`."""
         assert self.can_begin(), "no fragment can be captured"
         fragment = self._owed[0]
         return fragment, self._captured[fragment] * len(self._captured) + fragment + 1
 
     def last_number(self) -> int:
-        """Return the number of the last captured round, or 0 before the first."""
+        """Return the number of the last round to which this member has contributed, or 0 before the first."""
         count = len(self._captured)
         return max((each - 1) * count + place + 1 if each else 0 for place, each in enumerate(self._captured))
 
     def begin(self, step: int, base_version: int = 0, *, waits: bool = False) -> tuple[int, int]:
-        """Put the next owed fragment in flight. Return the fragment and the number of its round."""
+        """Record that the next due fragment is captured in ``step``. Return the fragment and its round's number."""
         fragment, number = self.next()
         del self._owed[0]
         self._captured[fragment] += 1
@@ -85,26 +85,26 @@ class Flights:
         return fragment, number
 
     def skip_to(self, number: int) -> None:
-        """Continue with round ``number`` of its fragment, because the fragment's earlier rounds are decided."""
+        """Skip a fragment's earlier rounds, which are already decided, and continue with round ``number``."""
         count = len(self._captured)
         self._captured[(number - 1) % count] = (number - 1) // count
 
     def move(self, fragment: int, number: int) -> Flight:
-        """Move a fragment's contribution in flight to a later round. Return the flight."""
+        """Record that a fragment's captured contribution counts in round ``number``. Return the changed flight."""
         self.in_flight[fragment] = flight = self.in_flight[fragment]._replace(number=number)
         self._captured[fragment] = (number - 1) // len(self._captured) + 1
         return flight
 
     def due(self, step: int) -> list[tuple[int, Flight]]:
-        """Return the fragments in flight whose means ``step`` should apply."""
+        """Return the captured fragments whose means should be applied by ``step``, with their flights."""
         return sorted(each for each in self.in_flight.items() if each[1].applied_at <= step)
 
     def end(self, fragment: int) -> None:
-        """Record that the mean of a fragment was applied."""
+        """Record that a fragment's mean was applied."""
         del self.in_flight[fragment]
 
     def _is_in_turn(self, fragment: int) -> bool:
-        """Return whether a fragment's next round is the first round that is neither captured nor owed.
+        """Return whether a fragment's next round is the first round that is neither captured nor due.
 
         Rounds are retired in the order of their numbers, so they must be captured in this order. Fragments can be due
         in another order if their means are late, or if training was resumed with another schedule.
@@ -120,7 +120,7 @@ class Flights:
         return tuple(self._captured)
 
     def state(self) -> dict[str, Any]:
-        """Return the counts of contributions and the owed fragments, without the rounds in flight."""
+        """Return the number of contributions by fragment, and the due fragments, for a checkpoint."""
         return {"captured": list(self._captured), "owed": list(self._owed)}
 
     def load(self, state: Mapping[str, Any]) -> None:

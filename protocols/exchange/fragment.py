@@ -26,7 +26,7 @@ ENTRIES: Final = ("fragments", "captured", "owed", "in_flight", "replica_size", 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean that this member has received.
+    """Describes the last mean that this member has merged into a fragment.
 
     Attributes:
         norm: L2 norm of the mean difference from the anchor, or None if states are averaged.
@@ -39,7 +39,7 @@ class Mean:
 
 
 class Fragment:
-    """Keeps the state of one fragment, and averages the fragment's weights.
+    """Keeps the state of one part of the model. This base class averages the weights themselves.
 
     Attributes:
         version: Number of merged rounds.
@@ -73,17 +73,17 @@ class Fragment:
 
     @property
     def uses_up(self) -> bool:
-        """True if :meth:`merge` needs the mean of stepped vectors only during the call, and accepts it in slices."""
+        """True if :meth:`merge` accepts the mean of parameters in slices, and needs it only during the call."""
         return False
 
     @property
     def anchors(self) -> tuple[Tensor, ...]:
-        """Flat tensors that must be equal on all members at the start. Empty without an anchor."""
+        """Reference weights as flat tensors, equal on all members at the start. Empty without an anchor."""
         return ()
 
     @property
     def bases(self) -> tuple[Tensor, ...]:
-        """Flat tensors from which the next contribution is measured. Empty without an anchor."""
+        """Reference weights from which the next contribution is measured, as flat tensors. Empty without an anchor."""
         return self.anchors
 
     @torch.no_grad()
@@ -103,7 +103,7 @@ class Fragment:
         return norm
 
     def takes(self, number: int) -> bool:
-        """Return whether this member uses the mean of exchange round ``number``."""
+        """Return whether this member uses the mean of round ``number``."""
         del number
         return True
 
@@ -117,9 +117,9 @@ class Fragment:
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
     ) -> None:
-        """Write the weighted mean of all donors' encoded slices into ``into``.
+        """Write the weighted mean of the donors' encoded slices into ``into``.
 
-        Subclasses may combine them differently.
+        Subclasses may combine the slices differently.
         """
         self.layout.average(each, number, parts, weights, into)
 
@@ -159,7 +159,7 @@ class Fragment:
         self.restore(tensors)
 
     def forget_own(self) -> None:
-        """Drop the state that only the donor needs, after this rank has loaded the donor's whole state."""
+        """Drop state that concerns only the donor, after this rank has loaded the donor's whole state."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with cloned tensors. It does not include an unapplied mean."""
@@ -175,7 +175,7 @@ class Fragment:
         self.applied_version = state["applied_version"]
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the state that is equal on all members with equal versions, for members that are behind."""
+        """Return the state for a member that has missed means. Equal on all members with equal versions."""
         mean = None if self.mean is None else {**self.pending(), "values": {}}
         return {"version": self.version, "mean": mean}
 
@@ -207,7 +207,7 @@ class Fragment:
         }
 
     def restore_pending(self, state: Mapping[str, Any]) -> None:
-        """Load a result of :meth:`pending`."""
+        """Restore an unapplied mean from a result of :meth:`pending`."""
         self._values = {place: values.clone() for place, values in state["values"].items()}
         names = "donors", "weights", "norms", "scores", "late"
         donors, weights, norms, scores, late = (tuple(state[name]) for name in names)
@@ -218,10 +218,10 @@ class Fragment:
 def state_of(
     fragments: Sequence[Fragment], flights: Flights, in_flight: Mapping[int, Flight], arrived: Collection[int]
 ) -> dict[str, Any]:
-    """Return the state of all fragments and of the rounds in flight, with cloned tensors.
+    """Return the state of all fragments and of the captured but unapplied rounds, with cloned tensors.
 
     Args:
-        in_flight: Rounds in flight, by fragment.
+        in_flight: Captured but unapplied rounds, by fragment.
         arrived: Fragments whose means were merged but not applied.
     """
     return {
@@ -235,7 +235,7 @@ def state_of(
 
 
 def restore(state: Mapping[str, Any], fragments: Sequence[Fragment], flights: Flights) -> None:
-    """Load the fragments and the rounds in flight from a result of :func:`state_of`."""
+    """Load the fragments and their unapplied rounds from a result of :func:`state_of`."""
     flights.in_flight.clear()  # a newcomer may have loaded its own checkpoint first
     for fragment, saved in zip(fragments, state["fragments"], strict=False):
         fragment.load_state_dict(saved)

@@ -1,4 +1,4 @@
-"""Handles the members' reports on the leader of an exchange, and sends out the leader's decisions.
+"""Handles members' reports while this member leads an exchange, and sends the leader's decisions.
 
 Only the leader has a :class:`~protocols.exchange.ledger.Ledger`. A member keeps reports that arrive before it is
 notified that it leads.
@@ -51,11 +51,11 @@ class Owner(Protocol):
         """Send a message with a round number to some members, possibly including this one."""
 
     def last_contribution(self, fragment: int) -> int:
-        """Return the round that this member's last contribution to a fragment counts in, or 0 before the first."""
+        """Return the last round of a fragment that counts a contribution of this member, or 0 before the first."""
 
 
 class Leading:
-    """Acts for a member while it leads: handles reports, decides rounds, and abdicates if it is slow.
+    """Handles members' reports and decides rounds while this member leads, and abdicates if it is slow.
 
     Args:
         owner: The member's exchange.
@@ -85,7 +85,7 @@ class Leading:
         """Start or stop leading, depending on the membership's present leader.
 
         Args:
-            retired: Last retired round of each fragment, as known to this member.
+            retired: Last round of each fragment whose mean is no longer offered, as known to this member.
         """
         leads, self._ledger = self._membership.leads, None
         if leads:
@@ -94,7 +94,7 @@ class Leading:
         self._unreleased.clear()
 
     def take_over(self) -> None:
-        """Begin a census, if this member leads."""
+        """If this member leads, start to collect the members' reports on their rounds."""
         if self._ledger is not None:
             self._ledger.take_over()
 
@@ -113,16 +113,16 @@ class Leading:
 
     @property
     def can_admit(self) -> bool:
-        """True if this member leads and no census is in progress."""
+        """True if this member leads, and does not wait for members' reports after a loss."""
         return self._ledger is not None and self._ledger.can_admit
 
     def on_admitted(self, rank: int) -> None:
-        """Send the verdicts of all rounds in progress to a newcomer."""
+        """Send the decisions on all unfinished rounds to a newly joined rank."""
         assert self._ledger is not None, "only a leader admits"
         self._carry_out(self._ledger.on_admitted(rank, self._services.rank))
 
     def on_lost(self, rank: int) -> None:
-        """If this member leads, decide rounds again that need the lost member."""
+        """If this member leads, decide the rounds again that need data of the lost member."""
         if self._ledger is not None:
             self._carry_out(self._ledger.on_gone(rank))
             self._release(self._ledger)

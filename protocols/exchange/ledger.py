@@ -1,4 +1,4 @@
-"""Decides on the leader of an exchange which contributions each round averages, even after the loss of a rank.
+"""Decides which contributions each averaging round includes, even after the loss of a rank. Used by the leader.
 
 A round passes through these states on the leader:
 
@@ -12,11 +12,11 @@ A round passes through these states on the leader:
    state of a member that has the mean (:mod:`protocols.exchange.catching_up.catch_up`).
 
 If a rank is lost that a decided round needs, or if this rank becomes the leader, the leader takes a *census*: all
-members stop receiving means, and report their standing in each round. No mean is received during a census, so its
-result is a consistent state. If a member has a round's mean, the others receive it from that member. If no member has
-the mean, no model has changed, and the leader decides the round again from the remaining reports. If all members that
-were not behind are lost, the newest remaining state counts as the state after the last retired round. (This is the
-recovery of a two-phase commit with a known set of participants: Bernstein, Hadzilacos and Goodman, 1987.)
+members stop receiving means, and report their state in each round. No mean is received during a census, so its result
+is consistent. If a member has a round's mean, the others receive it from that member. If no member has the mean, no
+model has changed, and the leader decides the round again from the remaining reports. If all members that were not
+behind are lost, the newest remaining state counts as the state after the last retired round. (This is the recovery of a
+two-phase commit with a known set of participants: Bernstein, Hadzilacos and Goodman, 1987.)
 
 All functions are pure: they map messages and losses to decisions.
 """
@@ -44,13 +44,13 @@ class Report(NamedTuple):
     scores: tuple[float, ...] = ()
 
 
-# : Function of the reports on a round, by rank, that returns the weight of each donor, by rank. Ranks that are missing
-# in the result are left out. A donor's norm must be finite.
+#: Function that maps the reports on a round, by rank, to the weight of each donor, by rank. Ranks that are missing in
+#: the result are left out. A donor's norm must be finite.
 Weighing: TypeAlias = Callable[[Mapping[int, Report]], Mapping[int, float]]
 
 
-# : The members whose contributions a rank averages, or a mapping from these members to a factor of their weights. None
-# if all members share one mean.
+#: The members whose contributions a rank averages, or a mapping from these members to a factor of their weights. None
+#: if all members share one mean.
 Chosen: TypeAlias = Sequence[int] | Mapping[int, float] | None
 #: Function of a round's number, a rank and all members that returns whose contributions the rank averages.
 Partners: TypeAlias = Callable[[int, int, Sequence[int]], Chosen]
@@ -67,13 +67,13 @@ def reported_weights(reports: Mapping[int, Report]) -> dict[int, float]:
 
 
 def verdict_alone(report: Report, weights: Mapping[int, float]) -> Verdict:
-    """Return the verdict on a round of the only member; ``weights`` is empty if its contribution is left out."""
+    """Return the decision on a round of the only member. ``weights`` is empty if its contribution is left out."""
     scores = (report.scores,) * len(weights) if report.scores else ()
     return Verdict(1, tuple(weights), tuple(weights.values()), (report.norm,) * len(weights), scores=scores)
 
 
 class Decide(NamedTuple):
-    """Instruction: send a round's verdict to some members."""
+    """Instruction to send the decision on a round to the ranks ``dests``."""
 
     round: int
     verdict: Verdict
@@ -81,18 +81,18 @@ class Decide(NamedTuple):
 
 
 class TakeCensus(NamedTuple):
-    """Instruction: make all members stop receiving means and report their standings."""
+    """Instruction to make all members stop receiving means and report the state of their rounds."""
 
     number: int
 
 
 class Retire(NamedTuple):
-    """Instruction: notify all members that the rounds up to ``round`` are retired.
+    """Instruction to notify all members that the means of rounds up to ``round`` are no longer offered.
 
-    With a quorum, only the same fragment's rounds are retired.
+    With a quorum, this applies only to rounds of the same fragment.
 
     Attributes:
-        holder: Member with the state after the round, or with the state that counts as this state. -1 without a quorum.
+        holder: Member that has the state after the round, or the newest remaining state. -1 without a quorum.
     """
 
     round: int
@@ -100,7 +100,7 @@ class Retire(NamedTuple):
 
 
 class AwaitGrace(NamedTuple):
-    """Instruction: call :meth:`Ledger.on_grace_over` after a grace period, which starts now."""
+    """Instruction to call :meth:`Ledger.on_grace_over` after a grace period, which starts now."""
 
     round: int
     number: int
@@ -137,10 +137,10 @@ class Quorum:
         return None if count is None or count == members else cls(count, grace_s, members_wait)
 
     def is_missed_by_slow(self, missed: int, members: int) -> bool:
-        """Return whether a member that has missed the last rounds makes longer steps than the other members.
+        """Return whether a member that has missed this many rounds must make longer steps than the others.
 
-        All members wait for the steps of such a leader. Among equally fast members, each member contributes to one of
-        ``members / count`` rounds. By chance, it may miss one more.
+        A slow leader delays all members. Among equally fast members, each member contributes to one of ``members /
+        count`` rounds. By chance, it may miss one more.
 
         Args:
             missed: Number of a fragment's rounds since the member's last contribution.
@@ -151,7 +151,7 @@ class Quorum:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """State of one round until it is retired."""
+    """The leader's record of one averaging round."""
 
     captured: dict[int, Report] = field(default_factory=dict)  # by member: report on its contribution
     excused: set[int] = field(default_factory=set)  # members admitted after the round had begun
@@ -170,11 +170,13 @@ class _Round:
 
 
 class Ledger:
-    """Decides all rounds on the leader. Round n belongs to fragment ``(n - 1) % fragment_count``.
+    """Decides all averaging rounds of the leader. Round n belongs to fragment ``(n - 1) % fragment_count``.
+
+    Each event method returns instructions that the leader must carry out.
 
     Args:
         members: Ranks that take part.
-        retired: Last retired round of each fragment, or 0 if no round is retired.
+        retired: Last round of each fragment whose mean is no longer offered, or 0.
         weigh: Pure function that chooses the donors and their weights. Equal on all members.
         partners: Pure function that chooses whose contributions a member averages. Equal on all members. A member's
             round is decided when these contributions and its own are reported, so only partners wait for each other.
@@ -211,13 +213,13 @@ class Ledger:
     # -- events -----------------------------------------------------------------------------------------------------
 
     def take_over(self) -> None:
-        """Begin as the successor of a lost leader: take a census for which all members report without being asked."""
+        """Start as the successor of a lost leader, and wait for the reports that all members send on their own."""
         self._begin_census(0)
 
     def on_captured(
         self, rank: int, round: int, weight: float, norm: float, scores: tuple[float, ...] = ()
     ) -> list[Instruction]:
-        """Record a member's contribution."""
+        """Record a member's report that it has captured its contribution to a round."""
         if rank not in self.members or round <= self.retired[self._fragment(round)]:
             return []
         self._paused.discard(rank)
@@ -239,7 +241,7 @@ class Ledger:
         return found is not None and found.grace == number and found.verdict is None
 
     def on_merged(self, rank: int, round: int) -> list[Instruction]:
-        """Record that a member has a round's mean, or the state after the round."""
+        """Record that a member has a round's mean, or a state that includes it."""
         if rank not in self.members:
             return []
         newest, fragment = self._newest_of(rank), self._fragment(round)
@@ -260,7 +262,7 @@ class Ledger:
         retired: Sequence[int] = (),
         newest: Sequence[int] = (),
     ) -> list[Instruction]:
-        """Record a member's answer to a census.
+        """Record a member's report on its rounds, which the leader collects after a loss.
 
         Args:
             retired: Last retired round of each fragment, as known to the member; () if it knows none.
@@ -295,7 +297,7 @@ class Ledger:
 
     @property
     def can_admit(self) -> bool:
-        """True if a member may be admitted, because no census is in progress."""
+        """True if a restarted rank may be admitted. False while members report after a loss."""
         return self._awaited is None
 
     def on_paused(self, rank: int) -> list[Instruction]:
@@ -310,7 +312,7 @@ class Ledger:
         return self._decisions()
 
     def released(self) -> set[int]:
-        """Return the ending members that may leave: their rounds are retired, and another member is not behind."""
+        """Return the departing members that may leave, because no other member needs their contributions or state."""
         others = self.members - self._ending
         behind = set().union(*map(self._behind, range(len(self.retired))))
         if self._awaited is not None or (others and others <= behind):
@@ -349,7 +351,7 @@ class Ledger:
         return self._newest.setdefault(rank, [0] * len(self.retired))
 
     def _behind(self, fragment: int) -> set[int]:
-        """Return the members without the state after a fragment's last retired round."""
+        """Return the members that lack the mean of a fragment's last retired round."""
         if self._quorum is None:
             return set()
         return {rank for rank in self.members if self._newest_of(rank)[fragment] < self.retired[fragment]}
@@ -498,7 +500,7 @@ class Ledger:
         return (later is not None and later.verdict is not None) or self.members - each.merged <= self._behind(fragment)
 
     def _all_retired(self) -> list[Instruction]:
-        """Return the last retirement of each fragment, which a member may have missed."""
+        """Return instructions that repeat each fragment's last retirement, which a member may have missed."""
         if self._quorum is None:
             return [Retire(max(self.retired))] if any(self.retired) else []
         rounds = zip(self.retired, self._holders, strict=True)
@@ -511,7 +513,7 @@ class Ledger:
         return [TakeCensus(number)]
 
     def _end_census(self) -> list[Instruction]:
-        """Decide all rounds again when every member has answered the census."""
+        """Decide all rounds again when every member has reported the state of its rounds."""
         if self._awaited is None or self._awaited:
             return []
         self._awaited = None
@@ -567,10 +569,7 @@ class Ledger:
             self.retired[fragment] = next((number for number in candidates if number not in offered), last)
 
     def _fill_gaps(self) -> None:
-        """Add missing rounds before known rounds.
-
-        They are decided without donors, because all their donors are lost.
-        """
+        """Add missing rounds before known rounds. They have no donors, because all their donors are lost."""
         if self._quorum is None:
             return
         count = len(self.retired)

@@ -14,7 +14,7 @@ ATTEMPT_MAX: Final = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The leader's decision on a round.
+    """The leader's decision on an averaging round.
 
     Attributes:
         attempt: Number of the decision on this round, from 1. A later decision replaces earlier ones.
@@ -64,7 +64,7 @@ class Verdict:
         )
 
     def source_of(self, number: int) -> int:
-        """Return the rank that provides the mean of slice ``number``. A taker provides it to itself."""
+        """Return the rank that provides the mean of the slices with owner number ``number``."""
         if self.taker >= 0:
             return self.taker
         return self.holder if self.holder >= 0 else self.donors[number % len(self.donors)]
@@ -72,13 +72,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One member's standing in one round.
+    """State of one averaging round on one member, reported to the leader after a loss.
 
     Attributes:
-        attempt: Attempt of the last verdict that the member has received, or 0 without a verdict.
+        attempt: Number of the leader's last decision that the member has received, or 0 before the first.
         has_merged: Whether the member has the mean.
-        weight, norm: Weight and L2 norm of the member's contribution. 0 if the member was admitted after the round had
-        begun, so that it only receives the mean.
+        weight, norm: Weight and L2 norm of the member's contribution. 0 if the member joined after the round had begun,
+            so that it only receives the mean.
         donors, weights, norms: Fields of the verdict if the member has the mean; otherwise empty.
         scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
         donor_scores: Scores of the verdict if the member has the mean; otherwise empty.
@@ -109,7 +109,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Member to leader: the sender has captured its contribution to the round, and offers it to the slices' owners.
+    """Member to leader: the sender has captured its contribution to the round, which can now be requested.
 
     Attributes:
         weight: Weight of the contribution, such as its number of tokens.
@@ -128,7 +128,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Member to leader: the sender has the round's mean, or the state after the round."""
+    """Member to leader: the sender has the round's mean, or a fragment state that includes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +151,14 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Leader to members: the verdict on the round."""
+    """Leader to members: the decision which contributions the round averages."""
 
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Leader to members: stop receiving the means of all rounds, and answer with a `Census`.
+    """Leader to members: stop receiving the means of all rounds, and reply with a `Census`.
 
     Attributes:
         number: Number of the leader's census.
@@ -169,11 +169,11 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """Member to leader: the sender's standing in each round that is not retired. It receives no mean until a verdict.
+    """Member to leader: the state of each unfinished round on the sender, which stops receiving means.
 
     Attributes:
         number: Number of the census, or 0 if the sender reports to a new leader without being asked.
-        standings: Standing in each round.
+        standings: State of each round that is not retired.
         retired: Last retired round of each fragment, or 0 if no round is retired.
         newest: Last round of each fragment whose state the member has, or 0 without a state.
     """
@@ -203,12 +203,12 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Member to holder: the sender is behind, and needs the state after this round or a later one."""
+    """Request for a fragment's state after this round or a later one, from a member that has missed means."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Holder to a member that is behind: the sender offers the fragment's state after this round.
+    """Reply to `Asked`: the sender offers the fragment's state after this round.
 
     Attributes:
         nbytes: Size of the state in bytes.
@@ -223,7 +223,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Member to holder: the state after this round has arrived, or the sender no longer needs it."""
+    """Reply to `Given`: the state after this round has arrived, or the sender no longer needs it."""
 
 
 ExchangeMessage = (

@@ -1,4 +1,4 @@
-"""Base class of policies that average in rounds through an exchange, without metrics and without a coordinator.
+"""Base class of policies that average model fragments in rounds, without metrics and without a coordinator.
 
 In each step, :class:`ExchangePolicy` captures this rank's contributions to the fragments that are due
 (:mod:`protocols.exchange.flights`), and applies the means that have arrived and are due. The exchange transfers the
@@ -56,7 +56,7 @@ _ROUNDS: Final = "rounds completed"
 
 
 class ExchangePolicy(ReplicatedPolicy):
-    """Base class of exchange-based policies. A subclass creates the fragments and chooses schedule and weights.
+    """Base class of policies that average model fragments in rounds. Subclasses define fragments and weights.
 
     A rank whose weights are not finite does not contribute. It takes the other ranks' mean without mixing in its own
     weights, and its optimizer's state is cleared (``StepInfo.recovered``). If ranks end their training after different
@@ -67,12 +67,12 @@ class ExchangePolicy(ReplicatedPolicy):
     exchanges its shards.
 
     Args:
-        schedule: Steps in which the fragments are due.
-        shared: Values of the options that all exchange-based policies have.
+        schedule: Steps in which each fragment is contributed and its mean is applied.
+        shared: Options that all exchange-based policies have.
         skips_late: Whether a step skips a mean that is due but has not arrived.
         replica_size: Number of consecutive ranks that train one replica of the model together.
-        quorum: Number of contributions for which a round waits, or None to wait for all members. The fragments need
-            anchors.
+        quorum: Number of contributions for which a round waits, or None to wait for all members. Requires fragments
+            with anchors.
         grace_s: Seconds to wait for further contributions when the quorum is reached.
         options: Options of :class:`SpawnPolicy`.
     """
@@ -127,13 +127,16 @@ class ExchangePolicy(ReplicatedPolicy):
 
     @abc.abstractmethod
     def _make_fragments(self) -> Sequence[Fragment]:
-        """Return new fragments. Each entry of the model is in at most one fragment. Called by :meth:`_prepare`."""
+        """Return the fragments, i.e. the parts of the model that are averaged separately.
+
+        Each entry of the model is in at most one fragment.
+        """
 
     def _exchanged(self) -> Sequence[Exchanged]:
         """Return the fragments and other objects that the exchange averages, one per round, in the order of the rounds.
 
         A subclass may add ``self._numbers_per_round - 1`` further objects after each fragment. Their rounds may be
-        omitted.
+        skipped.
         """
         return self._fragments
 
@@ -141,7 +144,7 @@ class ExchangePolicy(ReplicatedPolicy):
         """Finish the policy together with the other members. Called when it closes without an error."""
 
     def _layout(self, chosen: Sequence[int], codec: Codec, divisible: Set[str] | None = None) -> WireLayout:
-        """Return the layout of this rank's part of the next fragment. Called once per fragment.
+        """Return the layout in which this rank sends its part of the next fragment. Called once per fragment.
 
         Args:
             chosen: Indices of the fragment's entries.
@@ -173,10 +176,10 @@ class ExchangePolicy(ReplicatedPolicy):
         return ()
 
     def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
-        """Return the weight of each donor, by rank.
+        """Return the weight of each member whose contribution is averaged, by rank.
 
         Must be a pure function of the reports by rank, equal on all members. Ranks that are missing in the result are
-        left out of the mean. A donor's norm must be finite.
+        left out of the mean. A rank with a weight must have reported a finite norm.
         """
         return reported_weights(reports)
 
@@ -195,11 +198,11 @@ class ExchangePolicy(ReplicatedPolicy):
         return None
 
     def _acts_alone(self) -> bool:
-        """Return whether a rank that is the only member also makes rounds, which an outer optimizer needs."""
+        """Return whether a policy with a single member also makes rounds, as an outer optimizer requires."""
         return False
 
     def _forget_own(self) -> None:
-        """Drop the state that only the donor needs, after this rank has loaded the donor's whole state."""
+        """Drop state that concerns only the donor, after this rank has loaded the donor's whole state."""
         for fragment in self._fragments:
             fragment.forget_own()
 
@@ -301,7 +304,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._forget_own()
 
     async def _admit(self) -> None:
-        """As the leader, admit a restarted rank that has asked to join, with the state after this step."""
+        """If a restarted rank has asked to join, admit it with this leader's state after this step."""
         if self._exchange is None or self._admission is None or not self._admission.is_asked:
             return
         has_quorum = self._quorum is not None  # with a quorum, a newcomer can pass on this rank's means
@@ -318,7 +321,7 @@ class ExchangePolicy(ReplicatedPolicy):
     # -- continuing later -------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
-        """Wait until this rank has the means of all rounds in flight, so that :meth:`state_dict` can save them.
+        """Wait for the means of this rank's unfinished rounds, so that :meth:`state_dict` can save them.
 
         :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="skip"``, all ranks
         must call it: a round has no mean until all ranks have contributed, so the state contains this rank's
@@ -357,7 +360,7 @@ class ExchangePolicy(ReplicatedPolicy):
         }
 
     def _contributions(self) -> dict[int, dict[str, Any]]:
-        """Return a copy of this rank's contribution to each round that could not end in :meth:`settle`."""
+        """Return a copy of this rank's contribution to each round that :meth:`settle` could not complete."""
         exchange, missing = self._exchange, [each for each in sorted(self._unfinished) if not self._has(each)]
         if exchange is None:
             return {}
@@ -385,7 +388,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._given = dict(saved["contributions"])
 
     def _contribute_again(self) -> None:
-        """Offer the loaded contributions in their rounds, which had not ended when the state was saved."""
+        """Offer the contributions from a checkpoint again. Their rounds were unfinished when it was saved."""
         given, self._given = self._given, {}
         for number, state in sorted(given.items()):
             fragment = (number - 1) % self._fragment_count
@@ -435,7 +438,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return self._exchange.has_merged(number)
 
     def _flight(self, fragment: int) -> Flight:
-        """Return the contribution of a fragment that is in flight, numbered by the round in which it will count."""
+        """Return a fragment's contribution whose mean is not applied yet, with the round in which it counts."""
         flight = self._flights.in_flight[fragment]
         if self._quorum is None or self._exchange is None:
             return flight
@@ -452,7 +455,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return self._flat.tensors(self._layout_buffers)
 
     async def _begin_round(self, step: int) -> list[StepInfo]:
-        """Begin the next round. Return the results of averages that were applied to begin it."""
+        """Contribute to the next round. Return the results of averages that had to be applied first."""
         await self._capture(step)
         return []
 
@@ -518,7 +521,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return applied
 
     async def _readiness(self, fragment: int, number: int) -> Readiness:
-        """Return the replica's report: whether all ranks have a round's mean, and whether their weights are finite."""
+        """Return the joint report of this rank's replica: whether all ranks have a round's mean and finite weights."""
         has_mean, mean = self._has(number), self._fragments[fragment].mean
         if not has_mean and self._replica is None:
             return Readiness(False, "")
@@ -573,14 +576,14 @@ class ExchangePolicy(ReplicatedPolicy):
         return ()
 
     async def _share(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        """Under DDP, write the parts that the other ranks of the replica have applied into this rank's model."""
+        """Under DDP, copy the parts that the replica's other ranks have updated into this rank's model."""
         if self._replica is not None and self._parts is not None:
             received = await self._parts.share(self._replica, fragments, tensors)
             with self._weights.following():
                 write_parts(received, tensors)
 
     async def _complete(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        """Complete the replica's model, after each rank has written its part of trial weights.
+        """Copy each rank's part of trial weights to the other ranks of its replica.
 
         Trial weights are only evaluated and then taken back, so the optimizer's state does not change.
         """

@@ -1,8 +1,8 @@
-"""Transfers data in the rounds of an exchange on one member: offers its contributions, and merges the means.
+"""Transfers one member's contributions to averaging rounds, and receives and merges the means.
 
-Each slice of a fragment has an owner, which requests the slice from all donors, averages it, and offers the mean to all
-members. Slices are requested from a :class:`SnapshotServer`, which sends them as streams, or lets ranks on the same
-host read its memory.
+Each fragment is divided into slices. The owner of a slice requests it from all donors (the ranks whose contributions
+are averaged), averages it, and offers the mean to all members. Slices are requested from a :class:`SnapshotServer`,
+which sends them as streams, or lets ranks on the same host read its memory.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class Exchanged(Protocol):
     Attributes:
         layout: Vectors and slices of the fragment.
         version: Number of merged rounds.
-        holds_mean: Whether the memory of the last mean is needed until the mean is applied.
-        is_frequent: Whether the memory of a round is kept for further rounds.
+        is_frequent: Whether the memory of a round is reused in later rounds.
     """
 
     layout: WireLayout
@@ -57,18 +56,18 @@ class Exchanged(Protocol):
 
     @property
     def uses_up(self) -> bool:
-        """True if :meth:`merge` can use the mean of stepped vectors in slices, and needs it only during the call."""
+        """True if :meth:`merge` accepts the mean of parameters in slices, and needs it only during the call."""
 
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
     ) -> None:
-        """Write the combination of all donors' encoded slices: by default, their mean (:meth:`WireLayout.average`)."""
+        """Combine the donors' encoded values into ``into``, by default as their mean (:meth:`WireLayout.average`)."""
 
     def takes(self, number: int) -> bool:
-        """Return whether this member uses the mean of a round."""
+        """Return whether this member uses the mean of round ``number``."""
 
     def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
-        """Merge the encoded mean of all donors. It is empty if there were no donors.
+        """Merge the encoded mean of a round. It is empty if no contribution was averaged.
 
         Args:
             encoded: For each vector, the consecutive parts of its mean: the whole vector, or its slices.
@@ -78,7 +77,7 @@ class Exchanged(Protocol):
         """Count the first ``version`` rounds as merged, because all members that had their means are lost."""
 
     def shared_state(self) -> Any:
-        """Return the state that is equal on all members with equal versions, as a tree."""
+        """Return the state that is equal on all members that have merged the same number of rounds, as a tree."""
 
     def load_shared_state(self, state: Any) -> None:
         """Load another member's :meth:`shared_state`."""
@@ -103,18 +102,18 @@ def copy_encoded(saved: Sequence[Tensor], into: Sequence[Tensor]) -> None:
 
 @dataclass(slots=True, eq=False)
 class MemberRound:
-    """State of one round on one member, until it is retired.
+    """State of one averaging round on one member, until the round's memory is freed.
 
     Attributes:
         contribution: This member's encoded contribution, by vector. Empty before the capture.
-        attempt: Attempt of the last verdict.
-        verdict: Verdict whose mean this member receives or has. None before the verdict and during a census.
+        attempt: Number of the leader's last decision (verdict) on the round, or 0.
+        verdict: Decision whose mean this member receives or has. None before it, and while members report after a loss.
         scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
         mean: The encoded mean, by vector. Empty until it is requested.
-        elsewhere: Slices of the mean that are used in their owners' memory and therefore missing in ``mean``.
+        elsewhere: Slices of the mean that are read in their owners' memory and are therefore missing in ``mean``.
         has_received: Whether the member has received the mean. If replicas have several ranks, the mean is merged when
             the round is retired; otherwise immediately.
-        offers: Offers of this member's slices.
+        offers: This member's slices that other ranks can request.
     """
 
     number: int
@@ -143,7 +142,7 @@ class MemberRound:
         return not any(offer.streams for offer in self.offers)
 
     def standing(self) -> Standing:
-        """Return this member's standing in the round."""
+        """Return this member's report on the round, from which a new leader decides how to continue it."""
         of_mean: dict[str, Any] = {}
         if self.has_merged and self.verdict is not None:
             verdict = self.verdict
@@ -155,7 +154,7 @@ class MemberRound:
 
 
 class RoundTransfers:
-    """Transfers the slices of one member's rounds, and reuses the memory for encoded vectors.
+    """Sends and receives the slices of one member's averaging rounds, and reuses their memory.
 
     Args:
         is_overlapped: Whether the ranks train during transfers. A training rank sends each slice in one window of large
@@ -222,7 +221,7 @@ class RoundTransfers:
         return new_memory(nbytes)
 
     def note_applied(self, fragment: int) -> None:
-        """Reuse the memory of a fragment's last mean, whose values are no longer needed."""
+        """Allow the memory of a fragment's last mean to be reused."""
         if fragment in self._kept:
             self._give_back(self._kept.pop(fragment))
 
@@ -233,13 +232,13 @@ class RoundTransfers:
                 self._free[block.nbytes].append(block)
 
     def offer_contribution(self, own: MemberRound) -> None:
-        """Offer the slices of this member's contribution to their owners."""
+        """Let the slices' owners request their slices of this member's contribution."""
         layout = self._fragments[own.fragment].layout
         for each in layout.slices:
             self._offer(own, layout.part(own.contribution, each), _label(0, each, layout))
 
     def offer_mean(self, own: MemberRound, verdict: Verdict) -> None:
-        """Offer all slices of a mean that this member has, under a new verdict."""
+        """Offer all slices of this member's mean, because a new decision names this member as the source."""
         layout = self._fragments[own.fragment].layout
         for each, part in own.elsewhere.items():
             layout.part(own.mean, each, of_mean=True).copy_(part)
@@ -248,7 +247,7 @@ class RoundTransfers:
             self._offer(own, layout.part(own.mean, each, of_mean=True), _label(verdict.attempt, each, layout))
 
     def move_contribution(self, own: MemberRound, later: MemberRound) -> None:
-        """Offer a contribution in a later round instead. No rank may have requested a slice of it."""
+        """Move a contribution from round ``own`` to ``later``. No rank may have requested a slice of it."""
         offers, own.offers = own.offers, []
         for offer in offers:
             self._server.withdraw(offer)
@@ -257,11 +256,11 @@ class RoundTransfers:
         self.offer_contribution(later)
 
     def begin(self, own: MemberRound, verdict: Verdict) -> asyncio.Task[None]:
-        """Start a task that receives and merges a verdict's mean."""
+        """Start a task that receives the mean described by ``verdict`` and, with ``merges_at_once``, merges it."""
         return self._services.spawn_service(self._take(own, verdict), name=f"mean of round {own.number}")
 
     def merge(self, own: MemberRound) -> None:
-        """Merge a received mean."""
+        """Merge a round's received mean into its fragment, unless the fragment already includes it."""
         assert own.has_received and own.verdict is not None, f"the mean of round {own.number} was not received"
         fragment = self._fragments[own.fragment]
         # Skip a mean that is not for this member, or that its received state already includes.
@@ -273,7 +272,7 @@ class RoundTransfers:
         own.has_merged = True
 
     def stop(self, own: MemberRound) -> None:
-        """Stop receiving the mean of a round. No mean is merged after this call."""
+        """Stop receiving a round's mean. The mean is not merged after this call."""
         own.verdict = None
         if own.task is not None and not own.task.done():
             own.task.cancel()
@@ -284,7 +283,7 @@ class RoundTransfers:
             own.mean, own.elsewhere = [], {}
 
     def retire(self, own: MemberRound) -> None:
-        """Stop offering the slices of a round. Reuse their memory when the last stream has ended."""
+        """Stop offering the slices of a round, and reuse their memory when the last transfer has ended."""
         offers, own.offers = own.offers, []
         contribution, mean = list(own.contribution), own.mean
         own.contribution, own.mean, own.elsewhere = (), [], {}
@@ -348,7 +347,7 @@ class RoundTransfers:
         self._services.engine.recheck()
 
     async def _receive(self, own: MemberRound, verdict: Verdict) -> None:
-        """Average the slices that this member owns (a taker: all slices), and receive the means of the other slices."""
+        """Average the slices that this member owns, and receive the means of all other slices."""
         layout = self._fragments[own.fragment].layout
         me = self._services.rank
         owned = [each for each in layout.slices if verdict.source_of(each.owner) == me]
@@ -389,7 +388,7 @@ class RoundTransfers:
     async def _average(
         self, own: MemberRound, verdict: Verdict, each: Slice, given: Mapping[int, Fetch | None]
     ) -> None:
-        """Average one slice. ``given`` has a request for each donor's slice, or None for this rank's own slice."""
+        """Average one slice. ``given`` maps each donor to its pending request, and this rank to None."""
         for count in range(REQUEST_COUNT_MAX):
             try:
                 for fetch in given.values():
@@ -452,5 +451,5 @@ def _address(tensor: Tensor) -> int:
 
 
 def _label(attempt: int, each: Slice, layout: WireLayout) -> Part:
-    """Return the label of a slice of a contribution (attempt 0), or of the mean in an attempt."""
+    """Return the label that identifies a slice of a contribution (attempt 0), or of the mean of an attempt."""
     return Part(attempt * len(layout.slices) + each.number, _LABEL_COUNT)

@@ -106,7 +106,7 @@ def _by_number(counts: Mapping[int, int]) -> str:
 def result_of(
     fragment: Fragment, mean: Mean, ready: Readiness, replicas: Replicas, members: Collection[int]
 ) -> StepInfo:
-    """Return a step's result with the fields that depend on the applied mean.
+    """Return the result of a step that has applied a mean. :func:`in_round` adds the fields of its round.
 
     Args:
         ready: Joint report of the ranks of this rank's replica.
@@ -139,7 +139,7 @@ def result_of(
 def in_round(
     info: StepInfo, flight: Flight, fragment: int, fragment_count: int, iteration: int, *, has_quorum: bool
 ) -> StepInfo:
-    """Return a step's result with the fragment, the number of its round, and the staleness of the contribution."""
+    """Return ``info`` with the fragment, its round's number, and the staleness of the contribution."""
     number, staleness = flight.number, 0
     if has_quorum:  # the anchor may have moved before the capture, and again before this step
         number = (info.version - 1) * fragment_count + fragment + 1

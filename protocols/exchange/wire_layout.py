@@ -57,7 +57,7 @@ class Encoding:
     width: int = 1
 
     def place_of(self, index: int) -> int:
-        """Return the index in the encoded vector of element ``index``, which is the first of a block."""
+        """Return the position of element ``index`` in the encoded vector. The element must begin a block."""
         return index * self.width if self.codec is None else self.codec.nbytes(index)
 
     @property
@@ -186,7 +186,7 @@ def average_into(into: Tensor, parts: Sequence[Tensor], weights: Sequence[float]
 
 
 class WireLayout:
-    """Divides one fragment into vectors and slices, in the same way on all members.
+    """Divides one model fragment into vectors and slices, in the same way on all members.
 
     Args:
         entries: All entries of the model.

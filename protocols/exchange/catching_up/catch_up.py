@@ -25,7 +25,7 @@ logger = logging.getLogger("protocols.exchange.catching_up")
 
 
 class Shared(Protocol):
-    """Interface to the state of one fragment, which is equal on all members after the same number of rounds.
+    """Interface to a model fragment whose state is equal on all members after the same number of rounds.
 
     Attributes:
         layout: Vectors of the fragment.
@@ -49,11 +49,11 @@ class Owner(Protocol):
         """Send a message with a round number to ``dest``."""
 
     def note_caught_up(self, fragment: int) -> None:
-        """Resume a fragment's rounds after a request for its state has ended, even if no state has arrived."""
+        """Resume a fragment's rounds after a request for its state has ended, with or without success."""
 
 
 class CatchUp:
-    """Requests fragments' states from holders, and offers this member's states to members that are behind.
+    """Requests fragments' newest states from other members, and sends them to members that have missed rounds.
 
     Args:
         owner: The member's exchange.
@@ -68,14 +68,14 @@ class CatchUp:
         self._asked: dict[int, int] = {}  # by fragment: rank whose state was requested and has not arrived
 
     def ask(self, number: int, holder: int) -> None:
-        """Ask a holder for the state after round ``number``, unless a request for this fragment is pending."""
+        """Ask ``holder`` for a fragment's state after round ``number``, unless such a request is pending."""
         fragment = (number - 1) % len(self._fragments)
         if fragment not in self._asked:
             self._asked[fragment] = holder
             self._owner.post(Asked(), holder, number)
 
     def on_message(self, source: int, number: int, message: Asked | Given | Taken) -> None:
-        """Handle a message from another member."""
+        """Handle another member's request for a state, offer of a state, or confirmation."""
         fragment = (number - 1) % len(self._fragments)
         match message:
             case Asked():
@@ -90,7 +90,7 @@ class CatchUp:
                 self._offers.note_taken(source, number)
 
     def on_lost(self, living: set[int]) -> None:
-        """Free the states that only lost members need, and forget requests to lost holders."""
+        """Free the states that only lost members need, and forget requests to lost members."""
         self._offers.note_lost(living)
         self._asked = {fragment: holder for fragment, holder in self._asked.items() if holder in living}
 

@@ -22,7 +22,7 @@ SECOND: Final = Part(1, _LABEL_COUNT)
 
 
 class Offers:
-    """Offers and fetches blocks of bytes on one channel. A number and a label identify a block.
+    """Offers and fetches blocks of bytes on one channel. A block is identified by a number and a label.
 
     Args:
         is_overlapped: Whether ranks train during transfers. Equal on all members.
@@ -39,11 +39,11 @@ class Offers:
 
     @property
     def is_idle(self) -> bool:
-        """True if all receivers have taken their blocks."""
+        """True if no receiver still needs an offered block."""
         return not self._offered
 
     def offer(self, number: int, memory: Tensor, receiver: int, label: Part = FIRST) -> None:
-        """Offer bytes to one more rank. The bytes must not be changed afterwards."""
+        """Offer ``memory`` to one more rank. The caller must not change its bytes afterwards."""
         key, self._last = (number, label), max(self._last, number)
         if key not in self._offered:
             offer = self._server.offer(
@@ -58,7 +58,7 @@ class Offers:
         self._offered[key][1].add(receiver)
 
     def note_taken(self, receiver: int, number: int | None = None) -> None:
-        """Record that a rank has all blocks with this number, or that it needs no blocks if ``number`` is None."""
+        """Record that a rank has the blocks with ``number`` or, if ``number`` is None, needs no blocks."""
         for key, (offer, receivers) in list(self._offered.items()):
             if number is None or key[0] == number:
                 receivers.discard(receiver)
@@ -70,12 +70,12 @@ class Offers:
         self._services.engine.recheck()
 
     def note_lost(self, living: Container[int]) -> None:
-        """Stop offering blocks to ranks that are not among ``living``."""
+        """Stop offering blocks to ranks that are not in ``living``."""
         for receiver in {rank for _, receivers in self._offered.values() for rank in receivers if rank not in living}:
             self.note_taken(receiver)
 
     async def fetch(self, source: int, number: int, into: Tensor, label: Part = FIRST) -> None:
-        """Receive a block.
+        """Receive the block with a number and a label from ``source``.
 
         Raises:
             RankLostError: The source is lost.

@@ -28,7 +28,7 @@ from asyncdist.tensors.flat_state import Entry, FlatState
 
 
 class Crew:
-    """Copies weights between the ranks of one replica, as seen by one of them.
+    """Copies weights between this rank and the other ranks of its replica.
 
     Args:
         replica: Ranks of this rank's replica. The first rank contributes.

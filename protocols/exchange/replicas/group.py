@@ -79,9 +79,9 @@ class ReplicaGroup:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Guard the step in the body.
+        """Mark the replica as inconsistent if the ``with`` body, a step, is interrupted.
 
-        If the body is interrupted, no further step is allowed, because weights may differ.
+        The ranks' weights may then differ, so no further step is allowed.
 
         Raises:
             ClosedError: An earlier step was interrupted.
@@ -96,7 +96,10 @@ class ReplicaGroup:
         self._is_torn = False
 
     async def agree(self, own: Readiness) -> Readiness:
-        """Return the joint report: whether all ranks have the mean, the first trouble, and the norm of all parts.
+        """Exchange reports within the replica, and return the joint report.
+
+        The joint report has a mean only if all ranks have it, the first trouble that a rank has reported, and the norm
+        of all parts.
 
         Raises:
             ClosedError: Another rank of the replica has left.
