@@ -29,7 +29,7 @@ _YIELD_NBYTES: Final = 4 << 20  # bytes of a mean to compute before yielding to 
 
 
 class Contribution(NamedTuple):
-    """A contribution whose bytes have arrived.
+    """A worker's contribution whose values the leader has received.
 
     Attributes:
         encoded: Encoded vectors, which may be overwritten.
@@ -64,7 +64,7 @@ class Anchor:
         block: Initial values, which are copied.
 
     Attributes:
-        version: Number of versions since the beginning of the training.
+        version: Number of changes of the anchor since the beginning of the training.
     """
 
     @torch.inference_mode(False)  # a leader may begin during a step in inference mode
@@ -98,7 +98,7 @@ class Anchor:
         return Outcome(donors, weights, norm, math.nan if cosine is None else cosine)
 
     def _age(self, given: Contribution, round_versions: float) -> float:
-        """Return the staleness by which a contribution is weighted; see ``StalenessWeight.first_round``.
+        """Return the staleness by which a contribution is weighted. See ``StalenessWeight.first_round``.
 
         Without a minimum, the first contributions of k ranks, which all begin from the first anchor, would move the
         anchor by their mean times 1 + 1/2 + ... + 1/k.

@@ -20,7 +20,7 @@ ArrivalWeighting: TypeAlias = Literal["equal", "tokens", "rate"]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A contribution that a worker has reported; see :class:`messages.Arrived`.
+    """A contribution that a worker has reported. See :class:`messages.Arrived`.
 
     Attributes:
         rank: Rank of the worker; on the global server, the number of the island.
@@ -108,7 +108,7 @@ class Arrivals:
         self._fetching = {key: each for key, each in self._fetching.items() if key[0] != rank}
 
     def forget(self, rank: int, source: int | None = None) -> None:
-        """Drop a worker's unapplied contributions; with ``source``, only those being fetched from that rank."""
+        """Drop a worker's unapplied contributions. With ``source``, drop only those being fetched from that rank."""
         fetching = self._fetching.items()
         self._fetching = {key: each for key, each in fetching if key[0] != rank or source not in (None, each[0].source)}
         if source is None:
@@ -120,7 +120,7 @@ class Arrivals:
         return found == arrival
 
     def on_admitted(self, rank: int) -> None:
-        """Add a member."""
+        """Add a restarted rank to the members."""
         self.members.add(rank)
 
     @property
@@ -138,7 +138,7 @@ class Arrivals:
         return min(self._quorum, len(awaited) or min(1, len(self.members)))
 
     def quorum(self) -> Quorum | None:
-        """Return the quorum for the next version; None if too few contributions have arrived."""
+        """Return the ranks whose contributions suffice for the next version, or None if too few have arrived."""
         ranks, reported_at = set(), float("inf")
         for (rank, _), (_, reported, at) in self._whole.items():
             reported_at = min(reported_at, reported)

@@ -69,7 +69,7 @@ class Layouts:
         return new_bytes(nbytes)
 
     def loaded_anchor(self, values: Sequence[Tensor]) -> Block:
-        """Copy saved values of an anchor into a new block; raise ValueError if they have other shapes."""
+        """Copy saved values of an anchor into a new block. Raise ValueError if they have other shapes."""
         block = self.new_block()
         copy_all(values, block[1])
         return block
@@ -161,7 +161,7 @@ class Captures:
             scatter(vector, value, tensors)
 
     def clear_residuals(self) -> None:
-        """Set the encoding errors to zero, because a copied state contains another worker's."""
+        """Set the encoding errors to zero, because a copied state contains another worker's errors."""
         for each in self._residuals.values():
             each.residual.zero_()
 

@@ -17,7 +17,7 @@ from asyncdist.protocols.async_diloco.messages import Applications, Applied, Arr
 
 
 def renumbered(applied: Applications, sources: Mapping[int, int]) -> Applications:
-    """Return a saved anchor's contributions with the ranks of this run.
+    """Return the contributions that a saved anchor contains, with the ranks of this run.
 
     Args:
         sources: Rank of the saved run, by rank of this run.
@@ -64,13 +64,13 @@ class Outstanding:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], layouts: Layouts) -> Outstanding:
-        """Return the contribution with this :meth:`state`."""
+        """Create a contribution from a result of :meth:`state`."""
         block = layouts.new_contribution()
         copy_all([state["encoded"]], [block[0]])
         return cls(state["sequence"], block, Arrived(*state["report"]))
 
     def left_out(self) -> Outstanding:
-        """Return a copy that the leader answers but does not apply."""
+        """Return a copy with the norm NaN, so that the leader answers it but does not apply it."""
         return replace(self, report=replace(self.report, norm=math.nan))
 
 
@@ -82,7 +82,7 @@ class Answer:
     block: Block
 
     def held(self) -> HeldAnchor:
-        """Return the anchor without the report."""
+        """Return the anchor without the leader's report on it."""
         return HeldAnchor(self.report.version, self.report.applied, self.block, self.report.merged)
 
     def state(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Answer:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int]) -> Answer:
-        """Return the answer with this :meth:`state`; see :func:`renumbered` for ``sources``."""
+        """Create an answer from a result of :meth:`state`. See :func:`renumbered` for ``sources``."""
         report = Applied(*state["report"])
         report = replace(report, applied=renumbered(report.applied, sources))
         return cls(report, layouts.loaded_anchor(state["values"]))
@@ -118,7 +118,7 @@ class HeldAnchor:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int] | None = None) -> HeldAnchor:
-        """Return the anchor with this :meth:`state`; see :func:`renumbered` for ``sources``."""
+        """Create an anchor from a result of :meth:`state`. See :func:`renumbered` for ``sources``."""
         applied = tuple((rank, sequence) for rank, sequence in state["applied"])
         applied = applied if sources is None else renumbered(applied, sources)
         return cls(state["version"], applied, layouts.loaded_anchor(state["values"]), state["merged"])
@@ -126,7 +126,7 @@ class HeldAnchor:
 
 @dataclass(slots=True, eq=False)
 class Holdings:
-    """Keeps the state of one member that survives the loss of the leader.
+    """Keeps the state of one member that a new leader may need.
 
     Attributes:
         base: Anchor from which the member trains.
@@ -180,7 +180,7 @@ class Holdings:
         self.sequence = sequence
 
     def load(self, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int], rank: int) -> None:
-        """Load the saved state of the rank that ``rank`` continues; see :func:`renumbered` for ``sources``."""
+        """Load the saved state of the rank that ``rank`` continues. See :func:`renumbered` for ``sources``."""
         self.base, self.sequence = HeldAnchor.of(state["base"], layouts, sources), state["sequence"]
         if state["served"] is not None:
             self.inherited = HeldAnchor.of(state["served"], layouts, sources)
@@ -194,7 +194,7 @@ class Holdings:
                 self.outstanding = self.outstanding.left_out()
 
     def state(self, served: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return these holdings as a dict for checkpoints.
+        """Return this member's state as a dict for checkpoints.
 
         Args:
             served: State of the newest anchor with the outer optimizer's state, if this member leads or is alone.
@@ -216,14 +216,14 @@ class Holdings:
         return Standing(newest.version, newest.applied, outer, sequence, outstanding)
 
     def take_answer(self, answer: Answer) -> None:
-        """Record the answer to the unanswered contribution."""
+        """Record the leader's answer to the last contribution: an anchor that contains the contribution."""
         self.answer, self.outstanding = answer, None
         if self.inherited is not None and self.inherited.version <= answer.report.version:
             self.inherited = None
         self.on_answer()
 
     def apply_answer(self) -> Answer:
-        """Train from the answer's anchor from now on, and return the answer."""
+        """Make the received anchor the one from which this member trains, and return the answer."""
         answer, self.answer = self.answer, None
         assert answer is not None, "an answer has arrived before it is applied"
         self.base = answer.held()

@@ -99,7 +99,7 @@ class AsyncMember:
     # -- the policy's calls -----------------------------------------------------------------------------------------
 
     def contribute(self, block: Block, report: Arrived, sequence: int | None = None) -> None:
-        """Offer a contribution to the leader; ``block`` must not be changed afterwards."""
+        """Offer a contribution to the leader. The caller must not change ``block`` afterwards."""
         own = self._holdings
         own.sequence = own.sequence + 1 if sequence is None else sequence
         own.outstanding = Outstanding(own.sequence, block, report)
@@ -113,7 +113,7 @@ class AsyncMember:
         await self._services.engine.until(lambda: own.outstanding is None or members.is_broken, wait)
 
     async def is_answered(self, deadline: float) -> bool:
-        """Wait for the answer to this rank's contribution; return False if the deadline passes first."""
+        """Wait for the answer to this rank's contribution. Return False if the deadline passes first."""
         wait = WaitId(WaitKind.OWN_ROUND)
         return await self._services.engine.until(lambda: self._holdings.outstanding is None, wait, deadline=deadline)
 
@@ -151,7 +151,7 @@ class AsyncMember:
         self.post(Taken(), leader, version)
 
     async def settled(self, deadline: float) -> bool:
-        """Wait until this rank's contribution is answered, and the next leader has the anchor, so that it may leave.
+        """Wait until this rank may leave: its contribution is answered, and the next leader has the anchor.
 
         A rank that has inherited the anchor waits until it leads, and passes the anchor on. Otherwise the anchor would
         be lost if the old and the new leader leave at the same time.

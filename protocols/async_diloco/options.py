@@ -304,7 +304,7 @@ class AsyncDiLoCoOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Options of the server.
+    """Options of the leader's server, which applies contributions to the anchor.
 
     Attributes:
         own: Options of the policy.

@@ -161,7 +161,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         score: MetricSource = None,
         tokens: float | None = None,
     ) -> Coroutine[Any, Any, StepInfo]:
-        """Take part in the policy once per training step; see :meth:`SpawnPolicy.step`.
+        """Take part in the policy once per training step. See :meth:`SpawnPolicy.step`.
 
         Args:
             local_metric, loss, score: Ignored.
@@ -351,7 +351,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
     # -- continuing later -------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
-        """Stop making versions until the next step, so that :meth:`state_dict` matches the other ranks' states.
+        """Stop making versions of the anchor until the next step, so that the ranks' :meth:`state_dict` match.
 
         :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, versions
         are still made, because other ranks may wait for them in their steps. The leader then does not wait for ranks
@@ -483,7 +483,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         return self._flat.tensors(self._layout_buffers)
 
     def _tensors(self) -> Sequence[Tensor]:
-        """Return the whole model's tensors; in a sharded replica, the first rank has copies of the other shards."""
+        """Return this rank's tensors. In a sharded replica, the first rank adds its copies of the other shards."""
         return self._own_tensors() if self._crew is None else self._crew.tensors(self._own_tensors())
 
     async def _capture(self) -> None:
@@ -504,7 +504,10 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             await self._apply_alone(Outstanding(self._holdings.sequence, block, report))
 
     async def _collect(self, crew: Crew, unsound: str) -> str:
-        """Collect the replica's shards and tokens on its first rank; return the name of a non-finite entry, or ""."""
+        """Collect the replica's shards and tokens on its first rank.
+
+        Return the name of a non-finite entry, or "" if all entries are finite.
+        """
         self._reshard()
         own = Readiness(True, unsound)
         if not (unsound or self._is_compared or self._holds_shards()):

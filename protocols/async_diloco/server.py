@@ -191,7 +191,7 @@ class Server:
         return self._given.pop((holder, version), None)
 
     def on_given(self, source: int, version: int, given: Given) -> None:
-        """Record that a member offers its anchor or its copy of the outer state."""
+        """Record that a member offers its anchor, or its copy of the outer optimizer's state."""
         self._given[source, version] = given
         self._services.engine.recheck()
 
@@ -250,7 +250,7 @@ class Server:
         self._arrivals.on_admitted(rank)
 
     def on_settling(self) -> None:
-        """Stop waiting for members that make no steps for now."""
+        """Stop waiting for contributions of members that make no steps for now."""
         self._arrivals.settling = self._membership.settling
         self._look()
         self._services.engine.recheck()
@@ -366,7 +366,7 @@ class Server:
             self._regional.look(anchor)
 
     def _encoded(self, arrival: Arrival) -> Sequence[Tensor]:
-        """Return the encoded vectors of a contribution; empty if its norm is not finite."""
+        """Return the encoded vectors of a contribution, or () if its norm is not finite."""
         if not math.isfinite(arrival.norm):
             return ()
         own = self._holdings.outstanding

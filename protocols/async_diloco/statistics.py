@@ -84,7 +84,7 @@ class AsyncDiLoCoStatistics:
 def statistics_of(
     journal: Journal, server: Server | None, iteration: int, version: int, contribution_count: int, postponed_count: int
 ) -> AsyncDiLoCoStatistics:
-    """Return a rank's statistics; ``server`` is None if the rank does not lead."""
+    """Return a rank's statistics. ``server`` is None if the rank does not lead."""
     counts = journal.averages
     count, staleness, losses, grace_s = 0, 0, 0, 0.0
     if server is not None:

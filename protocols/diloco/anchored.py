@@ -18,7 +18,7 @@ from asyncdist.tensors.optimizers.weights import kept_mode
 
 
 class AnchoredPolicy(ReplicatedPolicy):
-    """Base class of policies that have an anchor: common weights, such as those from which DiLoCo's ranks train."""
+    """Base class of policies with an anchor: weights common to all ranks, from which each rank trains alone."""
 
     @contextlib.asynccontextmanager
     async def anchor_weights(self) -> AsyncIterator[None]:

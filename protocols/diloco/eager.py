@@ -64,11 +64,11 @@ class EagerFragment(FragmentState):
 
     @torch.no_grad()
     def advance(self, donor_count: int) -> None:
-        """Make a round's outer step with this rank's share of the new mean and the rest of the previous mean.
+        """Move the anchor by an outer step with this rank's share of the new mean and the rest of the previous mean.
 
         Args:
-            donor_count: Number of ranks that contribute to the new mean; 0 if this rank's contribution is not used.
-                The gradient is then the rest alone, and no step is made if the rest is zero.
+            donor_count: Number of ranks that contribute to the new mean; 0 if this rank's contribution is not used. The
+                gradient is then the rest alone, and no step is made if the rest is zero.
         """
         if donor_count:
             for rest, own in zip(self._rest, self._own, strict=True):
@@ -93,12 +93,12 @@ class EagerFragment(FragmentState):
 
     @torch.no_grad()
     def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
-        """Add the donors' encoded mean to the rest, and keep the mean buffers until they are applied."""
+        """Add the mean of all contributions to the rest, and keep the mean of the buffers until it is applied."""
         super().merge(verdict, encoded)
         self._values = {place: values.clone() for place, values in self._values.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return :meth:`FragmentState.state_dict` with a copy of the rest."""
+        """Return the fragment's state, with the part of the last mean that the anchor does not contain yet."""
         return {**super().state_dict(), "rest": [rest.clone() for rest in self._rest]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,7 +158,7 @@ class AnchorMean(Fragment):
 
     @torch.no_grad()
     def apply(self, tensors: Sequence[Tensor], *, is_late: bool = False, is_whole: bool = False) -> None:
-        """Replace the anchor by the mean and shift the parameters by the change; without donors, do nothing."""
+        """Replace the anchor by the mean, and shift the parameters by the change. Without donors, do nothing."""
         del is_late, is_whole
         anchors = iter(zip(self._fragment.layout.stepped, self._fragment.anchors, strict=True))
         for place, values in self._values.items():
@@ -179,5 +179,5 @@ class AnchorMean(Fragment):
 
 
 def interleaved(fragments: Sequence[Fragment], means: Sequence[AnchorMean]) -> list[Fragment]:
-    """Return the fragments in the order of an exchange's rounds, with all of ``means`` after each fragment."""
+    """Return the fragments in the order of the averaging rounds: each one is followed by all of ``means``."""
     return [each for fragment in fragments for each in (fragment, *means)]

@@ -74,7 +74,7 @@ ELSEWHERE: Final = {
 
 
 def call_of_library(kind: str, arguments: Sequence[Any]) -> str:
-    """Return a hint that translates a call written for another library; "" if the library is not recognised.
+    """Return a hint that translates a call written for another library, or "" if the library is unknown.
 
     Args:
         kind: Name of the called policy.

@@ -97,7 +97,7 @@ class FragmentState(Fragment):
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
     ) -> None:
-        """Write the mean of the donors' encoded slices into ``into``; for whole tensors, the radial mean."""
+        """Write the mean of the donors' encoded slices into ``into``. Whole tensors get the radial mean."""
         if number in each.whole:
             self.layout.average(each, number, parts, weights, into, radial_mean_into)
         else:
@@ -150,7 +150,7 @@ class FragmentState(Fragment):
 
     @torch.no_grad()
     def apply(self, tensors: Sequence[Tensor], *, is_late: bool, is_whole: bool) -> None:
-        """Write the last mean into the model's tensors; see :meth:`Fragment.apply`."""
+        """Write the last mean into the model's tensors. See :meth:`Fragment.apply`."""
         if is_late and not is_whole:
             self._apply_late(tensors)
         else:
@@ -198,7 +198,7 @@ class FragmentState(Fragment):
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[Tensor]) -> None:
-        """Write the anchor into the model's parameters; without an outer optimizer, change nothing."""
+        """Write the anchor into the model's parameters. Do nothing without an outer optimizer."""
         for vector, anchor in zip(self.layout.stepped, self.anchors, strict=bool(self.anchors)):
             scatter(vector, anchor, tensors)
 
@@ -217,7 +217,7 @@ class FragmentState(Fragment):
 
     @property
     def anchors(self) -> tuple[Tensor, ...]:
-        """Flat tensors of the anchor; empty without an outer optimizer."""
+        """The anchor as flat tensors. Empty without an outer optimizer."""
         return () if self._outer is None else self._outer.anchors
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class FragmentState(Fragment):
         return {**super().shared_state(), "anchors": anchors, "outer": self._outer.state_dict()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Load the :meth:`shared_state` of another rank; this rank's buffers are unchanged."""
+        """Load another rank's :meth:`shared_state`. This rank's buffers are unchanged."""
         assert self._outer is not None, "members can be behind only with an outer optimizer"
         self._keep_base()
         super().load_shared_state(state)
@@ -249,7 +249,7 @@ class FragmentState(Fragment):
         self._outer.load_state_dict(state["outer"])
 
     def forget_own(self) -> None:
-        """Set the encoding errors to zero, because a copied state contains the donor's."""
+        """Set the encoding errors to zero, because a state copied from another rank contains that rank's errors."""
         for each in self._residuals.values():
             each.residual.zero_()
 

@@ -106,7 +106,7 @@ def _listed_place(entry: Entry, lists: Sequence[Sequence[str]]) -> int:
 
 
 def _is_within(name: str, prefix: str) -> bool:
-    """Return whether ``prefix`` names a tensor or a module that contains it; "h.1" does not contain "h.10.bias"."""
+    """Return whether ``prefix`` names a tensor or its module. "h.1" does not contain "h.10.bias"."""
     return name == prefix or name.startswith(f"{prefix}.")
 
 

@@ -137,7 +137,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         score: MetricSource = None,
         tokens: float | None = None,
     ) -> Coroutine[Any, Any, StepInfo]:
-        """Take part in the policy once per training step; see :meth:`SpawnPolicy.step`.
+        """Take part in the policy once per training step. See :meth:`SpawnPolicy.step`.
 
         Args:
             local_metric, loss, score: Metric of this rank for reports and the live table. It is read in steps that
@@ -275,7 +275,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         return [info]
 
     async def settle(self) -> None:
-        """Wait for the means in flight; with ``eager``, also average the ranks' anchors.
+        """Wait for the means of this rank's unfinished rounds. With ``eager``, also average the ranks' anchors.
 
         All ranks must call this method after the same number of steps. :func:`asyncdist.save_population` calls it. With
         ``eager``, each rank's parameters are shifted by the change of its anchor. Otherwise no weights change.
@@ -322,7 +322,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         return self._own_options.outer_optimizer is not None
 
     def take_model_of(self, other: SpawnPolicy) -> bool:
-        """Adopt the model of ``other`` and set its weights to the anchor; see :meth:`SpawnPolicy.take_model_of`."""
+        """Adopt the model of ``other`` and set its weights to the anchor. See :meth:`SpawnPolicy.take_model_of`."""
         if not super().take_model_of(other):
             return False
         with self._weights.following():

@@ -80,7 +80,7 @@ class Choice(NamedTuple):
 
 
 def gain_of(report: Report) -> float:
-    """Return a rank's gain; NaN if it was not measured or is not finite."""
+    """Return how much a rank's difference improves its score, or NaN if this is unknown or not finite."""
     if len(report.scores) != 2:
         return math.nan
     anchor, moved = report.scores

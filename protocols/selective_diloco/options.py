@@ -27,7 +27,7 @@ class SelectiveDiLoCoOptionNames(DiLoCoOptionNames, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOptions(Options):
-    """Options for measuring the gain of a difference."""
+    """Options for measuring how much a rank's difference improves a held-out metric."""
 
     metric: Callable[[], Metric] | None = option(
         "Callable without arguments that evaluates the model's current weights on held-out data, the same on all "

@@ -108,7 +108,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         score: MetricSource = None,
         tokens: float | None = None,
     ) -> Coroutine[Any, Any, StepInfo]:
-        """Take part in the policy once per training step; see :meth:`SpawnPolicy.step`.
+        """Take part in the policy once per training step. See :meth:`SpawnPolicy.step`.
 
         Args:
             loss: Callable without arguments that returns the model's loss on held-out data; smaller is better. It is
@@ -142,7 +142,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         return {**super()._options(), "metric_mode": self._metric_mode, **self._rules.agreed()}
 
     async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
-        """Return the anchor's score and the score after a trial step; () if the replica's weights are not finite."""
+        """Return the anchor's score and the score after a trial step, or () if the replica's weights are not finite."""
         count = 0 if self._known_infinities.unsound_entry_of_model() is not None else self._replica_count()
         if self._replica is not None:  # its ranks may have noticed different losses
             count = await self._replica.smallest(count)
@@ -175,7 +175,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         return evaluate() if self._replica is None else await self._replica.mean(evaluate)
 
     def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
-        """Return the weights of the donors, and log the other ranks. Called on the leader."""
+        """Return the donors' weights, and log why each other rank is left out. Called on the leader."""
         if self._compares_scores and (scores := self._anchor_scores.add(reports.values())) is not None:
             logger.warning(
                 "%s: the ranks' metrics of equal weights differ, from %g to %g. Evaluate the same held-out data on all "
@@ -192,5 +192,5 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         return tuple(gain_of(Report(1.0, 0.0, scores)) for scores in verdict.scores)
 
     def _takes_whole(self, verdict: Verdict) -> bool:
-        """Return whether this replica was left out, so that it takes the new weights without ``mixing``."""
+        """Return whether this rank takes the new weights without ``mixing``, because its difference was left out."""
         return self._world.rank not in (*verdict.donors, *verdict.late)

@@ -96,7 +96,7 @@ class Federation:
             self.member.server.on_merge_due()
 
     async def settled(self, deadline: float) -> None:
-        """Wait until this rank may leave the group of all ranks. The island must have settled before."""
+        """Wait until this rank may leave the group of all ranks, after it has settled in its island."""
         self._upper.withdraw()
         await self._upper.settled(deadline)
 

@@ -37,10 +37,10 @@ class Upper(Protocol):
         """Register this rank as its island's server, and return the global anchor."""
 
     def contribute(self, block: Block, report: Arrived, sequence: int) -> None:
-        """Offer a contribution; ``block`` must not be changed afterwards."""
+        """Offer a contribution. The caller must not change ``block`` afterwards."""
 
     async def is_answered(self, deadline: float) -> bool:
-        """Wait for the answer to the contribution; return False if the deadline passes first."""
+        """Wait for the answer to the contribution. Return False if the deadline passes first."""
 
 
 class Regional:
@@ -189,7 +189,7 @@ class Regional:
     # -- contributions ----------------------------------------------------------------------------------------------
 
     def look(self, anchor: Anchor) -> None:
-        """Capture a contribution if it is due and the answer to the last one is merged."""
+        """Capture a contribution if it is due and the answer to the previous contribution is merged."""
         if self._captured is None and anchor.version - self._measured_from >= self._every:
             self.capture(anchor)
 
@@ -209,7 +209,7 @@ class Regional:
         self._mirrors.clear()
 
     def needs_mirror(self, rank: int, version: int) -> bool:
-        """Return whether a member must receive this rank's state together with a version of the anchor.
+        """Return whether a member must receive this server's state together with a version of the anchor.
 
         The state is offered with each anchor until one member has received it.
         """

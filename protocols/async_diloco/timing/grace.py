@@ -53,5 +53,5 @@ class SyncTimes:
         self._seconds.pop(rank, None)
 
     def longest(self, ranks: Iterable[int]) -> float:
-        """Return the longest of the ranks' newest times in seconds; 0 if none is known."""
+        """Return the longest of the ranks' newest times in seconds, or 0 if none is known."""
         return max((self._seconds.get(rank, 0.0) for rank in ranks), default=0.0)
