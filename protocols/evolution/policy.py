@@ -86,7 +86,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
     def step(
         self, local_metric: MetricSource = None, *, loss: MetricSource = None, score: MetricSource = None
     ) -> Coroutine[Any, Any, StepInfo]:
-        """Evaluate this rank's perturbations, and make one step of the optimizer; see :meth:`SpawnPolicy.step`.
+        """Evaluate this rank's perturbations, and make one step of the optimizer. See :meth:`SpawnPolicy.step`.
 
         Args:
             loss: Callable without arguments that returns the loss of the model's current weights; smaller is better.

@@ -67,7 +67,7 @@ class Observations:
         self._last = (iteration, metric) if math.isfinite(metric) else None
 
     def inherited(self, donor: Observations, shift: int) -> Observations:
-        """Return this rank's and the donor's observations, after this rank has copied the donor's weights.
+        """Return this rank's and the donor's observations together, after this rank has copied the donor's weights.
 
         Args:
             shift: This rank's iteration minus the donor's.
@@ -131,7 +131,7 @@ class BayesianExplore:
         metric: float | None,
         generator: random.Random,
     ) -> dict[str, Value]:
-        """Return values for all ranges in ``spaces``; {} if there are too few observations.
+        """Return values for all ranges in ``spaces``, or {} if there are too few observations.
 
         Args:
             entries: Known observations.

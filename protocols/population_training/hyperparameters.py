@@ -82,14 +82,14 @@ class Range:
         return self.clipped(_integer_times(value, factor) if self.integer else value * factor)
 
     def clipped(self, value: Any) -> Value:
-        """Return the nearest value in the range; raise ValueError for NaN."""
+        """Return the nearest value in the range. Raise ValueError for NaN."""
         if value != value:
             validation.refuse("a saved or explored value", value, f"a number from {self.low!r} to {self.high!r}")
         number = round(value) if self.integer else float(value)
         return type(number)(min(max(number, self.low), self.high))
 
     def check(self, name: str, value: Any) -> Value:
-        """Return a user's value as a number; raise ValueError if it is outside the range."""
+        """Return a user's value as a number. Raise ValueError if it is outside the range."""
         kind = "an integer" if self.integer else "a number"
         number = validation.real(
             name, value, f"{kind} from {self.low!r} to {self.high!r}", low=self.low, high=self.high
@@ -145,11 +145,11 @@ class Choice:
         return self.values[min(max(place, 0), len(self.values) - 1)]
 
     def clipped(self, value: Any) -> Value:
-        """Return the value; raise ValueError if it is not in the list."""
+        """Return the value. Raise ValueError if it is not in the list."""
         return self.check("a saved or explored value", value)
 
     def check(self, name: str, value: Any) -> Value:
-        """Return the list's value that equals a user's value; raise ValueError if there is none."""
+        """Return the list's value that equals a user's value. Raise ValueError if there is none."""
         place = self._place_of(value)
         if place < 0:
             validation.refuse(name, value, f"one of {list(self.values)!r:.200}")
@@ -190,11 +190,11 @@ class Sampler:
         return _integer_times(value, factor) if isinstance(value, int) else float(value * factor)
 
     def clipped(self, value: Any) -> Value:
-        """Return the value; raise ValueError if it is not a finite number."""
+        """Return the value. Raise ValueError if it is not a finite number."""
         return self.check("a saved or explored value", value)
 
     def check(self, name: str, value: Any) -> Value:
-        """Return a user's value as a number; raise ValueError if it is not finite."""
+        """Return a user's value as a number. Raise ValueError if it is not finite."""
         number = validation.real(name, value, "a finite number", low=-validation.LARGEST)
         return int(number) if isinstance(_plain(value), int) else number
 

@@ -31,7 +31,10 @@ class LineageEntry:
 
 
 class Lineage:
-    """Immutable history of weights, oldest entry first. Of too many entries, it keeps the first and the newest."""
+    """Immutable history of one rank's weights, oldest entry first.
+
+    If there are too many entries, it keeps the first and the newest.
+    """
 
     def __init__(self, entries: Sequence[LineageEntry] = ()) -> None:
         self.entries = tuple(entries)

@@ -74,7 +74,7 @@ class PopulationTrainingOptions(MemberOptions, total=False):
 
 
 def _spaces(name: str, value: Any) -> Any:
-    """Check hyperparameters, and convert their values to objects; {} for None."""
+    """Check hyperparameters, and convert their values to objects. Return {} for None."""
     return spaces_of(name, {} if value is None else value)
 
 

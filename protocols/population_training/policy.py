@@ -140,7 +140,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
     def step(
         self, local_metric: MetricSource = None, *, loss: MetricSource = None, score: MetricSource = None
     ) -> Coroutine[Any, Any, StepInfo]:
-        """Take part in the policy once per training step; see :meth:`SpawnPolicy.step`."""
+        """Take part in the policy once per training step. See :meth:`SpawnPolicy.step`."""
         for given in (local_metric, loss, score):
             if isinstance(given, torch.Tensor) and given.requires_grad:
                 self._warn_of_loss()
@@ -201,7 +201,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         )
 
     def _place_of(self, rank: int) -> int:
-        """Return the index of a rank's sub-population; 0 without sub-populations."""
+        """Return the index of a rank's sub-population, or 0 without sub-populations."""
         found = (place for place, ranks in enumerate(self._rules.sub_populations) if rank in ranks)
         return next(found, 0)
 

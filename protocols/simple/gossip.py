@@ -137,7 +137,7 @@ class Gossip(Rule):
     )
 
     def __post_init__(self) -> None:
-        """Check the options; raise ValueError if two of them exclude each other."""
+        """Check the options. Raise ValueError if two of them exclude each other."""
         Rule.__post_init__(self)
         if self.nesterov and not self.outer_momentum:
             validation.refuse("outer_momentum", self.outer_momentum, "above 0 with nesterov=True")
@@ -232,6 +232,6 @@ class GossipPolicy(SimplePolicy):
         return self._graph.partners(number, rank, members)
 
     def _take_weight(self, fragment: int) -> float:
-        """Return this rank's mass, which weights its contribution; 1.0 without push-sum."""
+        """Return this rank's mass, which weights its contribution, or 1.0 without push-sum."""
         own = self._fragments[fragment]
         return own.mass if isinstance(own, GossipFragment) else 1.0

@@ -17,7 +17,7 @@ from asyncdist.protocols.simple.rule import Rule
 
 @dataclass(frozen=True, slots=True)
 class OuterStep:
-    """Options of a rank's outer step; ``nesterov`` selects Nesterov momentum."""
+    """Options of a rank's outer step towards its partners' mean."""
 
     lr: float
     momentum: float

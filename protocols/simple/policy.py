@@ -76,7 +76,10 @@ class SimplePolicy(ExchangePolicy):
         return self._rule.partners(number, rank, members)
 
     def _trouble(self) -> str:
-        """Describe this rank's non-finite state; "" if it is finite, or cannot be restored by a share of values."""
+        """Describe this rank's non-finite state, or return "".
+
+        A non-finite state is only logged if rounds exchange a share of the values, which cannot restore the state.
+        """
         trouble = super()._trouble()
         if not trouble or self._takes_all:
             return trouble
@@ -110,11 +113,11 @@ class RuleFragment(Fragment):
 
     @property
     def measured_entries(self) -> frozenset[int]:
-        """Indices of the entries that a contribution contains whole; empty with a :class:`Share`."""
+        """Indices of the entries that a contribution contains whole. Empty with a :class:`Share`."""
         return super().measured_entries if self._share is None else frozenset()
 
     def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
-        """Write this rank's exchanged values into ``encoded``; see :meth:`Fragment.capture`."""
+        """Write this rank's exchanged values into ``encoded``. See :meth:`Fragment.capture`."""
         if self._share is not None:
             tensors = self._share.take(tensors, self.version + 1)
         return super().capture(tensors, encoded)
@@ -122,7 +125,7 @@ class RuleFragment(Fragment):
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
     ) -> None:
-        """Write the rule's combination of the donors' slices into ``into``."""
+        """Combine the donors' encoded slices into ``into``, as the rule defines."""
         vector = self.layout.vectors[each.vector]
         found = None
         if vector.role != "copied":
@@ -154,12 +157,12 @@ class RuleFragment(Fragment):
         self._values = {}
 
     def moved(self, own: Tensor, mean: Tensor, number: int) -> Tensor:
-        """Return the new values of one tensor according to the rule; see :meth:`Rule.apply`."""
+        """Return the new values of one tensor according to the rule. See :meth:`Rule.apply`."""
         return self._rule.apply(own, mean, number)
 
 
 class _PermutedFragment(RuleFragment):
-    """Exchanges a share of the values among the ranks by random permutations; see :meth:`Rule.permuted`.
+    """Exchanges a share of the values among the ranks by random permutations. See :meth:`Rule.permuted`.
 
     The "mean" of a round contains all donors' values: value i of donor j, in the order of ranks, is at the index
     i * (number of members) + j. Each rank then picks its values.

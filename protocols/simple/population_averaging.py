@@ -109,7 +109,7 @@ class PullToMean(Rule):
     )
 
     def __post_init__(self) -> None:
-        """Check the options; raise ValueError if two of them exclude each other."""
+        """Check the options. Raise ValueError if two of them exclude each other."""
         Rule.__post_init__(self)
         if self.center and self.mean_of != "all":
             validation.refuse("mean_of", self.mean_of, "'all' with center=True, which is pulled to all ranks")
@@ -123,7 +123,7 @@ class PullToMean(Rule):
         return None if self.mean_of == "all" else random_pair(self.seed, round, rank, members)
 
     def apply(self, own: Tensor, mean: Tensor, round: int) -> Tensor:
-        """Return ``own`` moved towards ``mean``; with ``pull=1``, ``mean`` itself."""
+        """Return ``own`` moved towards ``mean``. With ``pull=1``, return ``mean`` itself."""
         del round
         return _pulled(own, mean, self.pull)
 

@@ -131,7 +131,7 @@ def check_sums(name: str, matrix: Matrix, *, push_sum: bool) -> None:
 
 
 class Graph:
-    """Returns each rank's partners in each round.
+    """Computes each rank's partners in each round.
 
     Args:
         ranks: All ranks of the policy, ascending, including lost ranks, as in the rows of a matrix.
@@ -143,7 +143,7 @@ class Graph:
         self._table = functools.lru_cache(maxsize=16)(self._new_table)
 
     def partners(self, round: int, rank: int, members: Sequence[int]) -> Shares:
-        """Return the share of each partner in a rank's new values; see :meth:`Rule.partners`."""
+        """Return the share of each partner in a rank's new values."""
         return self._table(round, tuple(members))[rank]
 
     def _new_table(self, round: int, members: tuple[int, ...]) -> Mapping[int, Shares]:
