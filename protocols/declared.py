@@ -34,7 +34,7 @@ GROUPS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Metadata of an option; the arguments of :func:`option` except the default."""
+    """Metadata of a policy option: the arguments of :func:`option` except the default."""
 
     doc: str
     check: Check
@@ -71,16 +71,16 @@ def like(kind: type[Options], name: str, default: Any = MISSING) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Base class of frozen dataclasses that declare options; instances contain checked values."""
+    """Base class of frozen dataclasses that declare policy options. Instances contain checked values."""
 
     def __post_init__(self) -> None:
-        """Check each value; raise TypeError or ValueError if a value is not allowed."""
+        """Check each value. Raise TypeError or ValueError if a value is not allowed."""
         for each in declared(type(self)):
             object.__setattr__(self, each.name, each.metadata[_KEY].check(each.name, getattr(self, each.name)))
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Return an instance with those of the given options that this class declares; ignore the others."""
+        """Return an instance with the options in ``given`` that this class declares. Ignore all others."""
         return cls(**{each.name: given[each.name] for each in declared(cls) if each.name in given})
 
     def agreed(self) -> dict[str, Any]:
@@ -181,12 +181,12 @@ def number(allowed: str, low: float, high: float = validation.LARGEST) -> Check:
 
 
 def whole(least: int, besides: str = "") -> Check:
-    """Return a check for an integer >= ``least``; ``besides`` names further allowed values in the error."""
+    """Return a check for an integer >= ``least``. ``besides`` names further allowed values in the error."""
     return lambda name, value: validation.count(name, value, least=least, besides=besides)
 
 
 def truth(name: str, value: Any) -> bool:
-    """Return the option's value; raise an error unless it is True or False."""
+    """Return ``value``. Raise TypeError unless it is True or False."""
     if not isinstance(value, bool):
         validation.refuse(name, value, "True or False", TypeError)
     return value

@@ -23,7 +23,7 @@ _CHECKED_NBYTES_MAX: Final = 1 << 30
 
 
 def checksum_of(model: nn.Module) -> int | None:
-    """Return a CRC-32 of this rank's parameters and buffers; None if they are larger than 1 GiB."""
+    """Return a CRC-32 of this rank's parameters and buffers, or None if they are larger than 1 GiB."""
     tensors = [local_part(tensor) for tensor in model.state_dict().values() if isinstance(tensor, torch.Tensor)]
     if sum(tensor.nbytes for tensor in tensors) > _CHECKED_NBYTES_MAX:
         return None
@@ -123,7 +123,7 @@ class Journal:
         return f"{self.title()}, iteration {iteration}{role}"
 
     def add(self, kind: str, *fields: Field) -> None:
-        """Add an event to the log and the recording; see :data:`asyncdist.recording.events.KINDS`."""
+        """Add an event to the log and the recording. See :data:`asyncdist.recording.events.KINDS`."""
         if self._events is not None:
             self._events.add(kind, self._number, *fields)
 

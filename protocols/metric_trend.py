@@ -38,7 +38,7 @@ class MetricTrend:
         self._wrong: tuple[float, float] | None = None
 
     def take_wrong(self) -> tuple[float, float] | None:
-        """Return the first and the newest best metric once, after the trend has become wrong; otherwise None."""
+        """Return the first and newest best metric once after the trend has become wrong, otherwise None."""
         wrong, self._wrong = self._wrong, None
         return wrong
 
@@ -76,13 +76,13 @@ class BlankMetrics:
                 self._count, self._is_found = None, True
 
     def take_found(self) -> bool:
-        """Return True once, after several consecutive decisions without a finite metric; otherwise False."""
+        """Return True once after several consecutive decisions without a finite metric, otherwise False."""
         is_found, self._is_found = self._is_found, False
         return is_found
 
 
 def blank_warning(policy: str, whose: str) -> str:
-    """Return the warning that no metric is finite; ``whose`` is its subject, such as "this rank's metric"."""
+    """Return the warning that no metric is finite. ``whose`` is its subject, such as "this rank's metric"."""
     return (
         f"{policy}: {whose} has been NaN or infinite {_BLANK_COUNT} times in a row. A rank with such a metric ranks "
         "worst and never donates, so nothing is averaged while all ranks have one. Check the value that is passed to "
@@ -91,7 +91,7 @@ def blank_warning(policy: str, whose: str) -> str:
 
 
 def trend_warning(policy: str, metric_mode: str, wrong: tuple[float, float]) -> str:
-    """Return the warning that the best metric has become worse; ``wrong`` is the result of ``take_wrong``."""
+    """Return the warning that the best metric has become worse, from a result of :meth:`MetricTrend.take_wrong`."""
     first, last = wrong
     meaning, word = ("larger", "loss") if metric_mode == "max" else ("smaller", "score")
     return (

@@ -59,7 +59,7 @@ def due_metric(source: MetricSource, iteration: int) -> float:
 
 
 def metric_as_number(value: Any) -> float:
-    """Convert a metric to a float; a tensor is detached first.
+    """Convert a metric to a float, after detaching a tensor.
 
     Raises:
         TypeError: The value is not a number.

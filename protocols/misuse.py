@@ -184,7 +184,7 @@ def _frame_of_user() -> FrameType | None:
 
 
 def _call_in(frame: FrameType) -> ast.Call | None:
-    """Return the syntax tree of the call that ``frame`` is executing; None without its source code."""
+    """Return the syntax tree of the call that ``frame`` is executing, or None without its source code."""
     position = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     if position is None:
         return None
@@ -217,7 +217,7 @@ def _metric_in(call: ast.Call) -> tuple[str, ast.expr | None]:
 
 
 def _direction_of(metric: ast.expr | None) -> bool | None:
-    """Return whether the names in an expression suggest that a larger value is better; None if unknown."""
+    """Return whether the names in an expression suggest that a larger value is better, or None if unknown."""
     match metric:
         case ast.UnaryOp(ast.USub(), operand):
             direction = _direction_of(operand)
@@ -234,6 +234,6 @@ def _direction_of(metric: ast.expr | None) -> bool | None:
 
 
 def is_larger_better(name: str) -> bool | None:
-    """Return whether a metric's name suggests that a larger value is better; None if unknown."""
+    """Return whether a metric's name suggests that a larger value is better, or None if unknown."""
     words = [word for word in name.lower().split("_") if word not in _CONVERSIONS]
     return _DIRECTIONS.get(words[-1]) if words and _SIGNS.isdisjoint(words) else None

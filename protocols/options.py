@@ -247,7 +247,7 @@ class AveragingOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the options; raise ValueError for ``reset_weights`` without ``model_builder``."""
+        """Check the options. Raise ValueError for ``reset_weights`` without ``model_builder``."""
         Options.__post_init__(self)
         if self.makes_fresh_weights and self.model_builder is None:
             raise ValueError(

@@ -567,7 +567,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return dataclasses.replace(agreed, values=values)
 
     def _mark_of_first_weights(self) -> int | None:
-        """Return a checksum of the initial weights; None if they are trained already or are not averaged."""
+        """Return a checksum of the initial weights, or None if they are trained already or not averaged."""
         was_trained = self.model in self._services.shared(TrainedModels).models or has_stepped(self.optimizer)
         is_first = self.iteration == 0 and not was_trained
         return self._flat.sample_checksum() if is_first and self._takes_means() else None

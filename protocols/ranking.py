@@ -70,7 +70,7 @@ def order_worst_first(metrics: Mapping[int, float], metric_mode: str = "max") ->
 
 
 def best_of(metrics: Mapping[int, float], metric_mode: str = "max") -> int:
-    """Return the rank with the best metric, the last of :func:`order_worst_first`. ``metrics`` must not be empty."""
+    """Return the rank with the best metric. Of equal metrics, the highest rank wins. ``metrics`` must not be empty."""
     finite = [rank for rank, metric in metrics.items() if math.isfinite(metric)]
     if not finite:
         return max(metrics)
@@ -79,7 +79,7 @@ def best_of(metrics: Mapping[int, float], metric_mode: str = "max") -> int:
 
 
 def is_worse(metric: float, threshold: float, metric_mode: str) -> bool:
-    """Return whether a metric is strictly worse than the threshold; NaN and infinite metrics always are."""
+    """Return whether a metric is strictly worse than the threshold. NaN and infinite metrics always are."""
     if not math.isfinite(metric):
         return True
     return metric < threshold if metric_mode == "max" else metric > threshold

@@ -18,7 +18,7 @@ from asyncdist.wording import plural, ranks_in_words
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """Result of one ``step``; truthy if the weights have changed.
+    """Result of one call of ``step``. It is truthy if the weights have changed.
 
     Attributes:
         averaged_this_iteration: Whether the weights have changed.
