@@ -1,8 +1,8 @@
-"""Runs the coordinator's task in selective averaging, which exchanges messages with the members.
+"""Runs the task that coordinates the members of a selective-averaging policy.
 
-The task passes received messages to its state machine (:mod:`protocols.selective.rounds`), and sends the resulting
-messages. It runs on the group's first rank, at that rank's safe points, or on a reserved rank that does not train.
-After its own rank has left the policy, it continues until the last member has left.
+The task passes the members' messages to a state machine (:mod:`protocols.selective.rounds`), and sends the messages
+that the state machine returns. It runs on the group's first rank, at that rank's safe points, or on a reserved rank
+that does not train. After its own rank has left the policy, the task continues until the last member has left.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _HEARD: Final = Heard()
 
 
 class Coordinator:
-    """Exchanges the coordinator's messages with the members, and carries out the decisions of its state machine.
+    """Receives the members' messages, and sends the messages that the coordinator's state machine returns.
 
     Args:
-        members: Ranks of the policy that are known to take part.
+        members: Ranks that are known to take part in the policy.
         ranks: All ranks of the policy's group.
-        epoch: 0 for the coordinator on which the members agreed at the start. Larger for each later coordinator.
+        epoch: Number of the coordinator: 0 for the first, which the members agreed on, and larger for each successor.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Coordinator:
     def stop(self, inform: Callable[[int], None]) -> None:
         """Stop, because another rank has become coordinator.
 
-        ``inform(rank)`` is then called for each rank that still reports to this coordinator.
+        ``inform(rank)`` is then called for each rank that still sends messages to this coordinator.
         """
         if not self._is_stopped:
             self._send(self._core.migrants.dismissals())
@@ -155,21 +155,21 @@ class Coordinator:
         self._control.close(afterwards=afterwards)
 
     def note_left(self, rank: int) -> None:
-        """Schedule the removal of a rank that has left the policy."""
+        """Queue the removal of a rank that has left the policy."""
         self._left.append(rank)
         self._services.engine.recheck()
 
     def members(self) -> tuple[tuple[int, int], ...]:
-        """Return the rank and incarnation of each member that takes part."""
+        """Return the rank and the number of restarts of each member that takes part."""
         return self._core.members()
 
     def note_newcomer(self, rank: int, incarnation: int) -> None:
-        """Schedule the handling of a restarted rank's admission request."""
+        """Queue a restarted rank's request to be admitted to the policy."""
         self._newcomers[rank] = incarnation
         self._services.engine.recheck()
 
     def note_guest(self, rank: int, incarnation: int) -> None:
-        """Schedule the invitation of another island's rank as a donor."""
+        """Queue an invitation for a rank of another island to send its weights to this island."""
         self._guests[rank] = incarnation
         self._services.engine.recheck()
 
@@ -206,7 +206,7 @@ class Coordinator:
             self._migration.invite(rank, scopes.to_members, scopes.to_coordinator, self._epoch)
 
     def _hear_all(self, channel: Channel[Report] | Channel[ControlMessage]) -> None:
-        """Handle all messages that have arrived on a channel. They get the same arrival time."""
+        """Handle all messages that have arrived on a channel, with the same arrival time."""
         if self._is_stopped or not channel.is_ready:
             return
         now, envelopes = self._services.time(), channel.receive_all()

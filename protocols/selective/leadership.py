@@ -41,8 +41,8 @@ class Leadership:
     """Tracks which rank coordinates one policy, and runs the coordinator if this rank coordinates.
 
     Args:
-        member: This rank's roles in rounds, which are notified when the coordinator changes and when a restarted rank
-            is admitted. None on a reserved coordinator, which is not a member.
+        member: Object that is notified when the coordinator changes and when a restarted rank is admitted. None on a
+            reserved coordinator, which is not a member.
         replaced: Members that were lost while the start was agreed on. Some may have been restarted.
     """
 
@@ -114,7 +114,7 @@ class Leadership:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the coordinator, which grows with each new coordinator."""
+        """Number of the current coordinator: 0 for the first, and larger for each successor."""
         return self._succession.epoch
 
     def statistics(self) -> CoordinatorStatistics | None:
@@ -134,7 +134,7 @@ class Leadership:
             self._look_at(rank)
 
     def _look_at(self, rank: int) -> None:
-        """Accept a restarted rank as a member if its current process is the admitted process."""
+        """Accept a restarted rank as a member if the coordinator has admitted its current process."""
         services = self._services
         known = services.incarnation if rank == services.rank else services.restarted.get(rank, 0)
         if self._admitted.get(rank) == known and rank not in services.gone:
@@ -150,7 +150,7 @@ class Leadership:
 
     @staticmethod
     def apply(services: Services, values: Mapping[str, str], ranks: Sequence[int], timeout_s: float) -> Application:
-        """Return a restarted rank's application for admission, which sends requests while it is awaited."""
+        """Return an object that requests a restarted rank's admission to the running policy."""
         board = services.shared(Board)
         left = board.newest_left(key_of(ranks, values))
         application = Application(services, board, ranks, values, timeout_s, left=left)
@@ -158,9 +158,10 @@ class Leadership:
         return application
 
     def on_report(self, step: int, interval_s: float) -> bool:
-        """Check the coordinator before this rank sends a report. Return whether the report asks for an answer.
+        """Return whether this rank's next report must ask the coordinator for an answer.
 
-        Without a coordinator, continue to look for one. If the coordinator does not answer, take over.
+        Before that, if there is no coordinator, continue to look for one. If the coordinator does not answer, take
+        over.
         """
         if self._succession.coordinator is None:
             self._carry_out(self._succession.on_cadence())

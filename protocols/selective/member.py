@@ -117,52 +117,52 @@ TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
 
 
 class Tell(NamedTuple):
-    """Instruction: send a message to the coordinator, with ``round`` in the frame's header."""
+    """Instruction: send a message about ``round`` to the coordinator."""
 
     message: ControlMessage
     round: int = 0
 
 
 class EnterEpoch(NamedTuple):
-    """Instruction: send and accept only messages of this epoch from now on, and drop messages of earlier epochs."""
+    """Instruction: from now on, send and accept only messages of the coordinator with number ``epoch``."""
 
     epoch: int
 
 
 class RefuseUpTo(NamedTuple):
-    """Instruction: from now on, abort requests for snapshots of this round and earlier rounds."""
+    """Instruction: from now on, abort requests for this rank's weights in ``round`` and earlier rounds."""
 
     round: float
 
 
 class RefuseMeans(NamedTuple):
-    """Instruction: from now on, abort requests for parts of the means of this round and earlier rounds."""
+    """Instruction: from now on, abort requests for this rank's part of the mean in ``round`` and earlier rounds."""
 
     round: int
 
 
 class Withdraw(NamedTuple):
-    """Instruction: stop the streams of this donor's snapshot, and free the snapshot."""
+    """Instruction: stop sending this rank's snapshot, and free its memory."""
 
 
 class Give(NamedTuple):
-    """Instruction: let the round's replacers request the snapshot that was taken at ``iteration``."""
+    """Instruction: offer the snapshot taken at ``iteration`` to the ranks that receive weights in the round."""
 
     round: int
     iteration: int
 
 
 class Ask(NamedTuple):
-    """Instruction: prepare a replacer's exchange, and request the donors' snapshots before the round is frozen."""
+    """Instruction: request the snapshots of all assigned donors, before it is known which of them are ready."""
 
     round: int
     assign: Assign
 
 
 class Reduce(NamedTuple):
-    """Instruction: request this reducer's part from the donors, and prepare to share parts fetched for its host.
+    """Instruction: request this rank's part of each donor's snapshot, and prepare to share parts on its host.
 
-    The part is added up only after the round is frozen.
+    The parts are added up only when the round's donors no longer change.
     """
 
     round: int
@@ -170,27 +170,27 @@ class Reduce(NamedTuple):
 
 
 class AddUp(NamedTuple):
-    """Instruction: compute the mean of this reducer's part, and let the replacers request it."""
+    """Instruction: average this rank's part of the donors' snapshots, and let other ranks request the mean."""
 
     round: int
     frozen: Frozen
 
 
 class StopReducing(NamedTuple):
-    """Instruction: end a reducer's work, and stop the streams of its mean."""
+    """Instruction: stop averaging this rank's part of the snapshots, and stop sending its mean."""
 
     round: int
 
 
 class Read(NamedTuple):
-    """Instruction: add up the donors' snapshots, and then call `on_averaged` or `on_failed`."""
+    """Instruction: receive and average the donors' snapshots, and then call `on_averaged` or `on_failed`."""
 
     round: int
     frozen: Frozen
 
 
 class Discard(NamedTuple):
-    """Instruction: stop a replacer's exchange and free its memory. The next step reports the reason to the user."""
+    """Instruction: stop receiving an average, and free its memory. The next step reports the reason to the user."""
 
     round: int
     reason: str
@@ -214,13 +214,13 @@ Instructions: TypeAlias = tuple[Instruction, ...]
 
 
 class TakeSnapshot(NamedTuple):
-    """Action inside a step: start to copy the weights, and call `on_copied` when the copy is complete."""
+    """Action inside a step: start to copy this rank's weights, and call `on_copied` when the copy is complete."""
 
     round: int
 
 
 class Apply(NamedTuple):
-    """Action inside a step: replace this rank's weights by the new weights, and then call `on_applied`."""
+    """Action inside a step: load the new weights into this rank's model, and then call `on_applied`."""
 
     round: int
     frozen: Frozen
@@ -236,8 +236,9 @@ class RoundMember:
     Attributes:
         round: Number of the current role's round, or 0 without a role.
         last_round: Number of the newest round in which this member was assigned a role.
-        reducing: Number of the round in which this member adds up a part or shares fetched parts, or 0 without one.
-        admitting: Number of the newest round in which this member sent or received a whole state, or 0 without one.
+        reducing: Number of the round in which this member averages a part for others or shares fetched parts, or 0.
+        admitting: Number of the newest round in which this member sent or received the optimizer and policy state, or
+            0.
         wants_step: Whether the next step must copy or change weights, or report a failed round. Set when the state
             becomes CHOSEN or COMPLETE (``_go``), and when a round is abandoned (``_discard``).
         is_joining: Whether this rank was restarted and waits for admission.
@@ -335,7 +336,7 @@ class RoundMember:
         return (*giving, RefuseUpTo(self.last_round), *self._end_taking(f"the coordinator {why}"))
 
     def on_epoch(self, epoch: int, incarnation: int) -> Instructions:
-        """Enter the epoch of a new coordinator, and send this member's state to the coordinator."""
+        """Follow the new coordinator with number ``epoch``, and send it this member's state."""
         return (EnterEpoch(epoch), *self.on_rejoin(incarnation))
 
     def on_rejoin(self, incarnation: int) -> Instructions:
@@ -364,11 +365,13 @@ class RoundMember:
         return None
 
     def awaits_copy(self, round: int) -> bool:
-        """Return whether the copy for ``round`` is still needed."""
+        """Return whether ``round`` still needs the copy of this rank's weights that is being made."""
         return self.state is State.COPYING and self.round == round
 
     def on_copied(self, round: int, iteration: int, *, fault: str = "", state_safe_points: int = 0) -> Instructions:
-        """Offer the complete copy to the replacers, or decline. Do nothing if the round has already ended.
+        """Offer the complete copy of the weights, or decline the role if the copy has a fault.
+
+        Do nothing if the round has already ended.
 
         Args:
             fault: Reason why the copy cannot be sent, such as non-finite values. "" if it can be sent.
@@ -389,14 +392,14 @@ class RoundMember:
         return (self._discard(round, reason), Tell(Abandoned(reason), round))
 
     def on_averaged(self, round: int) -> bool:
-        """Record that the average is complete. Return whether the round still needs it."""
+        """Record that the average is complete. Return False if ``round`` has ended without it."""
         if self.state is not State.READING or self.round != round:
             return False
         self._go(Event.AVERAGED, round)
         return True
 
     def on_failed(self, round: int, reason: str) -> Instructions:
-        """Abandon the round, because its exchange has failed."""
+        """Abandon the round, because its average could not be received."""
         if self.state is not State.READING or self.round != round:
             return ()
         self._go(Event.FAILED)
@@ -412,7 +415,7 @@ class RoundMember:
         return (applied,)
 
     def on_leave(self) -> Instructions:
-        """Start to leave: end all roles, but keep a finished snapshot available until its round has ended."""
+        """Start to leave the policy: end all roles, but keep a finished snapshot until its round has ended."""
         if self.state is State.OUT:
             return ()
         instructions: list[Instruction] = []
@@ -425,7 +428,7 @@ class RoundMember:
         return (*instructions, RefuseUpTo(math.inf))
 
     def on_left(self) -> Instructions:
-        """Finish leaving the policy. Called when the last streams have ended or the timeout has passed."""
+        """Finish leaving the policy, after the last streams have ended or the timeout has passed."""
         if self.state is State.OUT:
             return ()
         instructions = (*self._end_reducing(), *self._end_giving(), Tell(Leave()))
@@ -469,7 +472,6 @@ class RoundMember:
         return (self._discard(number, reason),)
 
     def _discard(self, round: int, reason: str) -> Discard:
-        """Count an abandoned round, and return the instruction to discard it. The next step reports it to the user."""
         count_reason(self.abandoned, reason)
         self._frozen = None
         self.wants_step = True

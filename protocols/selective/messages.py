@@ -47,12 +47,12 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Coordinator to member: acknowledges a report that asks for an answer."""
+    """Coordinator to member: acknowledges a report in which the member has asked for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Assigns a role in a new round to the receiving rank.
+    """Assigns the receiving rank a role in a new averaging round.
 
     Attributes:
         role: Role of the receiver, `DONOR` or `REPLACER`.
@@ -99,7 +99,7 @@ class Assign:
             )
 
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
-        """Return whether all ranks in this message are in ``members``, or are donors in ``population``."""
+        """Return whether the donors are in ``members`` or ``population``, and all other ranks in ``members``."""
         named = *self.replacers, *self.reducers, *self.sources
         return set(members).issuperset(named) and _are_in(self.donors, members, population)
 
@@ -162,7 +162,7 @@ class Frozen:
         weights: Unnormalised weight of each donor. The receiver divides by their sum.
         best: Donor whose integer and bool entries are copied unchanged, or -1 if there is no such donor.
         timeout_s: Seconds, from the receipt of this message, in which the receiver must complete its average.
-        reducers: Assigned reducers that will add up their parts.
+        reducers: Ranks that will each average one part of the snapshots for the others.
     """
 
     donors: tuple[int, ...]
@@ -188,13 +188,13 @@ class Frozen:
             raise ValueError(f"timeout_s must be >= 0, got {self.timeout_s}")
 
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
-        """Return whether all ranks in this message are in ``members``, or are donors in ``population``."""
+        """Return whether the donors are in ``members`` or ``population``, and the reducers in ``members``."""
         return set(members).issuperset(self.reducers) and _are_in(self.donors, members, population)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFrozen:
-    """Coordinator to replacers and reducers: the round is frozen. Each rank unpacks a `Frozen` from this message.
+    """Coordinator to replacers and reducers: the round's donors no longer change. Each rank unpacks a `Frozen`.
 
     Attributes:
         freeze: Bytes of `protocols.selective.round.plan.Freeze.packed`, equal for all ranks.
@@ -209,7 +209,7 @@ class PackedFrozen:
             raise ValueError(f"timeout_s must be >= 0, got {self.timeout_s}")
 
     def opened(self) -> Frozen:
-        """Return the unpacked `Frozen`."""
+        """Return the `Frozen` that this message contains."""
         freeze = unpack_freeze(self.freeze)
         facts = freeze.donors, freeze.weights, freeze.iterations, freeze.best
         return Frozen(*facts, self.timeout_s, freeze.reducers)
@@ -266,7 +266,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Coordinator to a member whose `Joined` has not arrived: asks it to send `Joined` again."""
+    """Coordinator to a member whose `Joined` message has not arrived: asks the member to send it again."""
 
 
 def count_reason(counts: Counter[str], reason: str) -> None:

@@ -79,7 +79,7 @@ _Told = TypeVar("_Told", Assign, Frozen)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Membership:
-    """The objects that exist only while this rank is a member of an open policy."""
+    """Objects that exist only while this rank is a member of a running policy."""
 
     channels: MemberChannels
     states: StateTransfer
@@ -445,7 +445,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
     # -- the coordinator's messages ---------------------------------------------------------------------------------
 
     def _narrowed(self, told: _Told, round: int) -> _Told:
-        """Return a message about a round, restricted to the donors whose weights this rank takes: by default, all."""
+        """Return the coordinator's message, restricted to the donors whose weights this rank uses. By default, all."""
         del round
         return told
 

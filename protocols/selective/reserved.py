@@ -33,7 +33,7 @@ async def coordinate(
         start_timeout_s: Seconds to wait at the start for the last member.
 
     Returns:
-        The coordinator's counts.
+        Counts of the coordinator's reports, decisions and rounds.
 
     Raises:
         TypeError, ValueError: ``members`` is not a list of distinct ranks, is empty or contains this rank; or the

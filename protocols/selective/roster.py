@@ -13,7 +13,7 @@ class Roster:
     Counts are updated incrementally, since there may be thousands of ranks.
 
     Args:
-        quorum: Fraction of live members that must have reported.
+        quorum: Fraction of live members that must have reported before a decision.
         have_joined: Whether the initial members are known to take part.
 
     Attributes:
@@ -58,7 +58,7 @@ class Roster:
         self._count_live(1)
 
     def mark(self, member: Member, *, fresh: bool) -> None:
-        """Set whether a member has reported since the last decision."""
+        """Record whether a member has reported since the last decision."""
         self.fresh_count += fresh - member.fresh
         member.fresh = fresh
 
@@ -74,7 +74,7 @@ class Roster:
             self._hosts[rank] = host
 
     def hosts_of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the host number of each rank, or {} if a member's host is unknown. Each guest gets its own number."""
+        """Return the host number of each rank, or {} if a host is unknown. Donors of other islands get own numbers."""
         if not self._hosts:
             return {}
         hosts = {rank: self._hosts.get(rank, 0) if rank in self.members else -1 - rank for rank in ranks}
@@ -99,7 +99,7 @@ class Roster:
         self.fresh_count = 0
 
     def paces_of_others(self, now: float) -> dict[int, Pace]:
-        """Return the paces of the members that have not reported since the last decision."""
+        """Return the step and report times of the members that have not reported since the last decision."""
         if self.fresh_count == self.live_count:
             return {}
         return {rank: member.pace(now) for rank, member in self.members.items() if not member.fresh and member.counts}
@@ -107,7 +107,7 @@ class Roster:
     def slowest_pace(self, ranks: Iterable[int], now: float) -> Pace | None:
         """Return the longest step, shortest report interval and longest silence of these ranks.
 
-        None if the report interval of any of them is unknown.
+        Return None if the report interval of any of them is unknown.
         """
         members = [self.members[rank] for rank in ranks]
         interval_s = min(

@@ -43,7 +43,7 @@ class RoundCoordinator:
         may_join: Collection[int] | None = None,
         incarnations: Mapping[int, int] | None = None,
     ) -> None:
-        """Initialise with all members live and without reports.
+        """Create the state machine with all members live and without reports.
 
         Args:
             members: Ranks of the policy that are known to take part.
@@ -160,7 +160,7 @@ class RoundCoordinator:
         return (*told, *self.on_report(rank, *facts, now, interval_s=joined.interval_s))
 
     def members(self) -> tuple[tuple[int, int], ...]:
-        """Return the rank and incarnation of each member that takes part."""
+        """Return the rank and the number of restarts of each member that takes part."""
         return self.roster.taking_part()
 
     def on_newcomer(self, rank: int, incarnation: int, now: float) -> tuple[Send, ...]:
@@ -179,7 +179,7 @@ class RoundCoordinator:
     def on_ready(
         self, rank: int, round: int, iteration: int, now: float, *, state_safe_points: int = 0
     ) -> tuple[Send, ...]:
-        """Record that a donor's snapshot is available. Freeze the round if all other donors have answered."""
+        """Record that a donor's snapshot is available. If no answers are missing, fix the round's donors."""
         state = self._round_of(rank, round, "Ready")
         if state is None:
             return ()
@@ -195,7 +195,7 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_decline(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
-        """Remove a rank that declines its role: a replacer at any time, a donor only until the round is frozen."""
+        """Remove a rank that declines its role. A donor can be removed only before the round is frozen."""
         state = self._round_of(rank, round, "Decline")
         if state is None:
             return ()
@@ -239,7 +239,7 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_leave(self, rank: int, now: float) -> tuple[Send, ...]:
-        """Remove a member that has left. The member ends its own streams in both directions."""
+        """Remove a member that has left the policy. The member ends its own streams in both directions."""
         return self._depart(rank, "left", now)
 
     def on_lost(self, rank: int, now: float) -> tuple[Send, ...]:
@@ -247,7 +247,7 @@ class RoundCoordinator:
         return self._depart(rank, "was lost", now)
 
     def on_time(self, now: float) -> tuple[Send, ...]:
-        """Make the transitions whose deadlines have passed. The caller must first pass on all arrived messages."""
+        """Carry out the transitions whose deadlines have passed. The caller must first pass on all arrived messages."""
         return self._advance(now, timers=True)
 
     def on_stop(self) -> tuple[Send, ...]:
@@ -257,7 +257,7 @@ class RoundCoordinator:
     # ---------------------------------------------------------------- state
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `on_time` is due, or None if only a message can cause a transition."""
+        """Return the time at which :meth:`on_time` must be called, or None if only a message can cause a transition."""
         state = self._course.current
         return self._patience.deadline if state is None else state.deadline
 
@@ -271,7 +271,7 @@ class RoundCoordinator:
         return self._history.story()
 
     def statistics(self) -> CoordinatorStatistics:
-        """Return the counts of reports, decisions and rounds."""
+        """Return this coordinator's counts of reports, decisions and rounds."""
         members = self.migrants.without_guests()
         return CoordinatorStatistics(
             reports={rank: member.report_count for rank, member in members.items()},
@@ -294,7 +294,7 @@ class RoundCoordinator:
     # ---------------------------------------------------------------- transitions
 
     def _advance(self, now: float, *, timers: bool = False) -> tuple[Send, ...]:
-        """Make all due transitions, and return the messages to send. Check deadlines only if `timers` is true."""
+        """Carry out all due transitions, and return the messages to send. Check deadlines only if `timers` is true."""
         sends: list[Send] = []
         self._watch_quorum(now)
         while self._transition(sends, now, timers):
@@ -330,7 +330,6 @@ class RoundCoordinator:
         return True
 
     def _watch_quorum(self, now: float) -> None:
-        """Start the grace period if the quorum has been reached, and stop it if the quorum is no longer reached."""
         if not self.roster.live_count or self.roster.fresh_count < self.roster.quorum_count:
             self._patience.on_no_quorum()
         elif self._patience.deadline is None:
@@ -373,8 +372,8 @@ class RoundCoordinator:
         """Return the numbers of the rounds since the last decision.
 
         The numbers are computed from the reported iterations, so that they continue under the next coordinator and
-        after a resume. A new coordinator begins with the number of the first report that it received from the member
-        with the most reports.
+        after a resume from a checkpoint. A new coordinator begins with the number of the first report that it received
+        from the member with the most reports.
         """
         number = (self._largest_iteration + 1) // self._rules.round_iterations
         last = self._last_number
@@ -393,7 +392,6 @@ class RoundCoordinator:
         sends += self._course.end(state, reason, self._decision_count, now)
 
     def _depart(self, rank: int, how: str, now: float) -> tuple[Send, ...]:
-        """Remove a member that is lost or has left, so that no decision or round waits for it."""
         self.migrants.remove(rank)
         member = self._members.get(rank)
         if member is None or not member.live:

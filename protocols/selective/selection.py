@@ -24,8 +24,8 @@ from asyncdist.protocols.selective.sub_populations import parents_of
 #: Route on which the donors' snapshots are sent to the replacers. `reducers_of` explains the routes.
 Route: TypeAlias = Literal["auto", "direct", "sharded"]
 _ROUNDS: Final = "stragglers and rounds"
-# : `"auto"` chooses the sharded route, which takes an additional step, if the busiest rank saves this many bytes or
-# more.
+#: `"auto"` chooses the sharded route, which takes an additional step, if the busiest rank saves this many bytes or
+#: more.
 _SHARDED_SAVING_NBYTES: Final = 64 << 20
 _SHARDED_COUNT_MIN: Final = 4
 #: `"auto"` also chooses the sharded route if this reduces the total number of streams by at least this number.
@@ -92,11 +92,11 @@ class SelectiveRules(JudgingRules):
         default="auto",
         group=_ROUNDS,
     )
-    # : Number of decisions after which an island sends its next emigrant (a donor for another island), or 0 without
-    # islands.
+    #: Number of decisions after which an island sends its next emigrant (a donor for another island), or 0 without
+    #: islands.
     migrate_every: int = 0
-    # : Whether each replacer copies one of as many donors as there are replacers, instead of taking a common average.
-    # If so, `averaging_strategy` is "best_only", and at most half of the participants are replaced.
+    #: Whether each replacer copies one of as many donors as there are replacers, instead of taking a common average. If
+    #: so, `averaging_strategy` is "best_only", and at most half of the participants are replaced.
     copies_one: bool = False
     #: Number of rounds after which each sub-population evolves, and the ranks of each. Empty without sub-populations.
     periods: tuple[int, ...] = ()
@@ -128,7 +128,7 @@ class Decision:
 
     @property
     def waited_for(self) -> tuple[int, ...]:
-        """Ranks whose steps the freeze waits for: this island's donors, or the replacers if all donors are guests."""
+        """Ranks whose steps delay the round: this island's donors or, if there are none, the replacers."""
         own = tuple(rank for rank in self.donors if rank not in self.guests)
         return own or (self.replacers if self.donors else ())
 
@@ -214,7 +214,7 @@ def decide(
 
 
 def _decide_apart(metrics: Mapping[int, float], rules: SelectiveRules, numbers: range) -> Decision | None:
-    """Return the donors and replacers of the sub-populations that evolve in a decision, or None without any."""
+    """Return the donors and replacers of the sub-populations that evolve now, or None if none evolves."""
     parents = parents_of(
         metrics,
         rules.sub_populations,

@@ -31,7 +31,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Records that a round continued without one of its donors, with the reason."""
+    """A donor without which an averaging round continued, and the reason."""
 
     round: int
     rank: int
@@ -119,11 +119,11 @@ class History:
         return "\n  ".join((fact, "the latest events:", *self.story()))
 
     def ignore(self, what: str) -> None:
-        """Count an ignored message. ``what`` is its kind and the reason."""
+        """Count an ignored message. ``what`` names its kind and the reason."""
         self.ignored[what] += 1
 
     def note_abandoned(self, reason: str) -> None:
-        """Count a replacer that failed, left or was lost."""
+        """Count a rank that should have applied an average but has failed, left or was lost."""
         count_reason(self.abandoned, reason)
 
     def note_stragglers(self, decision: int, late: Iterable[tuple[int, float | None]], start: float) -> None:
@@ -210,7 +210,6 @@ class SelectiveStatistics:
         return format_table(self.title, rows)
 
     def _shown(self, name: str) -> object:
-        """Return a count formatted for the table, or a false value if the table must omit it."""
         value = getattr(self, name)
         if name == "island":
             return None if value is None else str(value)

@@ -22,8 +22,8 @@ from asyncdist.protocols.selective.waiting import NOISE_S
 
 #: Number of nominations of a rank, one per report of the nominating rank, before the next rank is nominated.
 NOMINATION_COUNT_MAX: Final = 3
-# : Number of members that ask the coordinator for answers. One would not suffice, because it may be lost or slow as
-# well.
+#: Number of members that ask the coordinator for answers. One would not suffice, because it may be lost or slow as
+#: well.
 WATCHER_COUNT: Final = 3
 #: Number of reports, and of seconds, without an answer after which the first watching member takes over.
 MISSED_REPORT_COUNT: Final = 3
@@ -37,19 +37,19 @@ _LATE_COUNT: Final = 6  # number of late answers, among the recent ones, after w
 
 
 class Nominate(NamedTuple):
-    """Instruction: nominate ``dest`` as coordinator, because there is none and it is next in the succession."""
+    """Instruction: ask ``dest``, the next rank in the succession, to become coordinator, because there is none."""
 
     dest: int
 
 
 class Claim(NamedTuple):
-    """Instruction: coordinate this epoch from now on, and notify all members."""
+    """Instruction: become the coordinator with number ``epoch``, and notify all members."""
 
     epoch: int
 
 
 class Follow(NamedTuple):
-    """Instruction: accept ``coordinator`` as the coordinator, and take part in its epoch."""
+    """Instruction: accept ``coordinator`` as the coordinator with number ``epoch``."""
 
     epoch: int
     coordinator: int
@@ -73,7 +73,7 @@ class Succession:
         coordinator: Rank that coordinates in epoch 0.
 
     Attributes:
-        epoch: Largest epoch known to this rank.
+        epoch: Largest epoch (number of a coordinator) known to this rank.
         coordinator: Coordinator of that epoch, or None if it is lost or has stopped.
         is_newcomer: Whether this rank was restarted and has joined a running policy.
     """
@@ -101,7 +101,7 @@ class Succession:
         return self._seek() if self.coordinator is None else ()
 
     def on_left(self, rank: int) -> Steps:
-        """Record that a rank has left the policy and cannot take over. If it coordinates, it continues to do so."""
+        """Record that a rank has left and cannot take over. A coordinator that leaves continues to coordinate."""
         self._unavailable.add(rank)
         return self._seek() if self.coordinator is None else ()
 
@@ -111,7 +111,7 @@ class Succession:
         self._unavailable.discard(rank)
 
     def begin_in(self, epoch: int) -> None:
-        """Initialise a restarted rank in ``epoch``. Other ranks may take over only after :meth:`on_admitted`."""
+        """Start a restarted rank in ``epoch``. No rank may take over before :meth:`on_admitted` is called for it."""
         self.epoch, self.is_newcomer = epoch, True
         self._unavailable.update(self._order)
         self._unavailable.add(self.rank)
@@ -181,7 +181,6 @@ class Succession:
     # ---------------------------------------------------------------- helpers
 
     def _next(self) -> int | None:
-        """Return the next rank to take over, or None if no known rank can."""
         for rank in self._order:
             if rank not in self._unavailable and (rank == self.rank or rank not in self._passed_over):
                 return rank
@@ -194,7 +193,7 @@ class Succession:
         return self._claim() if rank == self.rank else (Nominate(rank),)
 
     def _claim(self) -> Steps:
-        """Claim this rank's next epoch as coordinator.
+        """Make this rank the coordinator, with the next epoch that belongs to it.
 
         Do nothing above ``EPOCH_MAX``, which only forged epochs reach.
         """

@@ -28,8 +28,8 @@ NOISE_S: Final = 0.1
 HELD_SHARE: Final = 0.1
 #: Upper limit for reported times, in seconds, so that every deadline is finite.
 BELIEVED_MAX_S: Final = 3600.0
-# : Number of steps that a role needs in addition to the steps of its streams: one to receive the role, one to complete
-# it.
+#: Number of steps that a role needs in addition to the steps of its streams: one to receive the role, one to complete
+#: it.
 _ROLE_STEP_COUNT: Final = 2
 _RECENT_ROUND_COUNT: Final = 9  # a round's expected duration is the median of this many rounds
 
@@ -66,7 +66,7 @@ def cadence_s(intervals_s: Sequence[float]) -> float:
 
 
 def grace_s(cadence_s: float, quorum_s: float, rounds_s: Sequence[float]) -> float:
-    """Return the seconds to wait for late reports after the quorum without delaying a later round."""
+    """Return how many seconds to wait for late reports, after the quorum, without delaying a later round."""
     return max(0.0, cadence_s - quorum_s - (median_low(rounds_s) if rounds_s else 0.0))
 
 
@@ -88,12 +88,16 @@ def hold_s(pace: Pace, stream_safe_points: int) -> float:
 
 
 def free_s(holds: Mapping[int, float], cadence_s: float) -> float:
-    """Return the seconds that a round may take without delaying another. `holds` are `hold_s` estimates by rank."""
+    """Return how many seconds a round may take without delaying another.
+
+    Args:
+        holds: Estimated duration of a round with each rank (`hold_s`).
+    """
     return max(FREE_CADENCES * cadence_s, FREE_ROUNDS * median_low(holds.values())) if holds else 0.0
 
 
 def slow_ranks(holds: Mapping[int, float], allowed_s: float) -> frozenset[int]:
-    """Return the members whose estimate exceeds ``allowed_s``. Empty if fewer than two other members remain."""
+    """Return the ranks whose estimate exceeds ``allowed_s``, or an empty set if fewer than two others remain."""
     slow = frozenset(rank for rank, hold_s in holds.items() if hold_s > allowed_s)
     return slow if len(holds) - len(slow) >= 2 else frozenset()
 
@@ -133,12 +137,12 @@ class Patience:
         return self._limit_at if self.awaited and self._complete_at is not None else self._complete_at
 
     def on_quorum(self, others: Mapping[int, Pace], cadence_s: float, quorum_s: float, now: float) -> None:
-        """Choose the late members to wait for, and the deadline.
+        """Choose the late members whose reports a decision waits for, and the deadline.
 
         Members that have never reported are awaited only during the first cadence after the first quorum.
 
         Args:
-            others: Pace of each member that has not reported.
+            others: Step and report times of each member that has not reported.
             quorum_s: Seconds from the first report to the quorum.
         """
         self._complete_at = now
@@ -156,7 +160,7 @@ class Patience:
         }
 
     def on_no_quorum(self) -> None:
-        """Stop waiting, because a decision was made or the quorum is no longer reached."""
+        """Stop waiting for reports, because a decision was made or too few members have reported."""
         self._complete_at = None
         self.awaited.clear()
 
@@ -176,7 +180,7 @@ class Patience:
         """Return the judged members that are too slow for a role in a round.
 
         Args:
-            paces: Rank and pace of each judged member. Not read if `slowest` is fast enough.
+            paces: Rank, step time and report time of each judged member. Not read if `slowest` is fast enough.
             slowest: Longest step, shortest interval and longest silence of all judged members, or None if unknown.
         """
         self._held_at = min(now, self._held_at)
@@ -192,7 +196,7 @@ class Patience:
         return slow
 
     def on_round(self, named: Sequence[int], took_s: float, now: float) -> None:
-        """Record the duration `took_s` of a frozen round that has ended. `named` are its ranks."""
+        """Record that an averaging round among the ranks ``named`` has taken ``took_s`` seconds."""
         self._rounds_s.append(took_s)
         if not self._holding.isdisjoint(named):
             self._held_at = now

@@ -1,1 +1,1 @@
-"""Divides ranks into islands with separate policies. The best ranks of an island become donors in other islands."""
+"""Divides the ranks into islands: groups that average separately, but sometimes send weights to each other."""

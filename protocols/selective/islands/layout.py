@@ -1,4 +1,4 @@
-"""Divides the ranks of a population into islands of equal size, and defines the options for islands.
+"""Divides ranks into islands of equal size (groups that average separately), and defines the options for islands.
 
 The ranks are first grouped by host, so that each island spans few hosts and little of its traffic is between hosts. A
 rank's island is computed from the rank's position, so no rank stores a list of all islands.
@@ -12,13 +12,13 @@ from typing import Any, Literal, Self, TypeAlias
 from asyncdist import StartTimeoutError, validation
 from asyncdist.protocols.declared import Options, one_of, option, or_none, whole
 
-#: Method by which the destination island of an emigrant is chosen.
+#: How to choose the island to which an island's best rank sends its weights.
 MigrationRoute: TypeAlias = Literal["ring", "random"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandOptions(Options):
-    """Options for islands.
+    """Options that divide the ranks into islands: groups that average their weights separately.
 
     Raises:
         ValueError: An option is out of range, both ``islands`` and ``island_size`` are given, or a migration option is
@@ -84,7 +84,7 @@ class IslandOptions(Options):
 
     @contextlib.contextmanager
     def hinting_at_islands(self) -> Iterator[None]:
-        """Add a hint to a StartTimeoutError raised in the body: missing ranks may wait in another island."""
+        """Add a hint to a StartTimeoutError raised in the body: all ranks must have the same island option."""
         try:
             yield
         except StartTimeoutError as error:
@@ -95,7 +95,7 @@ class IslandOptions(Options):
             raise StartTimeoutError(f"{error.message}; {hint}", **error.facts) from None
 
     def agreed(self) -> dict[str, Any]:
-        """Return the values that must be equal on all members, as JSON values. Empty without islands."""
+        """Return the island options, which must be equal on all members, as JSON values. Empty without islands."""
         return asdict(self) if self.are_on else {}
 
     def island_of(self, rank: int, population: Sequence[int], hosts: Sequence[int] | None = None) -> "Island | None":
@@ -106,7 +106,7 @@ class IslandOptions(Options):
             hosts: Number that identifies the host of each rank of the world, or None if unknown.
 
         Raises:
-            ValueError: The ranks cannot be divided in this way. The error lists the allowed numbers or sizes.
+            ValueError: The ranks cannot be divided into such islands. The error lists the allowed numbers or sizes.
         """
         count = len(population)
         if not self.are_on or count < 2:

@@ -1,8 +1,8 @@
-"""Chooses the emigrants of one island, and stores donors from other islands until a round uses them.
+"""Chooses which members of an island send their weights to other islands, and tracks donors from other islands.
 
-After a fixed number of decisions, the best member of an island is announced as a donor to another island, where it is
-called a *guest*. This is the island model of evolutionary computing (Tanese 1989; Whitley, Rana and Heckendorn 1999).
-Unlike in that model, an emigrant stays in its own island and sends only its weights.
+After a fixed number of decisions, the best member of an island, the *emigrant*, is announced to another island. There
+it is called a *guest*, and can be a donor. This is the island model of evolutionary computing (Tanese 1989; Whitley,
+Rana and Heckendorn 1999). Unlike in that model, an emigrant stays in its own island and sends only its weights.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from asyncdist.protocols.selective.waiting import FREE_ROUNDS, NOISE_S, believed
 
 T = TypeVar("T")
 
-#: Maximum number of guests that wait for a round. A further guest replaces the oldest.
+#: Maximum number of guests (donors from other islands) that wait for a round. A further guest replaces the oldest.
 GUEST_COUNT_MAX: Final = 4
 
 
 class Guest(NamedTuple):
-    """A rank of another island that can be a donor: its newest report and its number of restarts."""
+    """Newest report and number of restarts of a rank of another island that can be a donor in this island."""
 
     report: ReportRecord
     incarnation: int
@@ -30,7 +30,7 @@ class Migrants:
     """Tracks one island's emigrant (a donor for another island) and its guests (donors from other islands).
 
     Args:
-        members: Members of the coordinator. The guests of a round are added to them until the round ends.
+        members: Record of each member, by rank. The guests of a round are added until the round ends.
         every: Number of decisions after which the next emigrant is chosen, or 0 to disable emigration.
     """
 
@@ -46,7 +46,7 @@ class Migrants:
         self.named: tuple[int, ...] = ()
 
     def on_decision(self, number: int, reports: Mapping[int, ReportRecord]) -> None:
-        """If an emigrant is due after this decision, choose the best judged member if its metric is finite."""
+        """If an emigrant is due after decision ``number``, choose the member with the best finite metric."""
         if not self._every or number % self._every or not reports:
             return
         best = order_worst_first({rank: report.value for rank, report in reports.items()}, self._metric_mode)[-1]
@@ -55,7 +55,7 @@ class Migrants:
             self.emigrant_count += 1
 
     def take_emigrant(self) -> tuple[int, int] | None:
-        """Remove and return the chosen emigrant's rank and incarnation, or return None if there is no new emigrant."""
+        """Remove and return the rank and number of restarts of the chosen emigrant, or return None without one."""
         rank, self._emigrant = self._emigrant, None
         return None if rank is None else (rank, self._members[rank].incarnation)
 
@@ -93,7 +93,7 @@ class Migrants:
         }
 
     def enter(self, guests: tuple[int, ...], round: int) -> None:
-        """Add guests to a round as members that are neither judged nor counted. Drop the other waiting guests."""
+        """Make ``guests`` donors in a round, without counting them as members. Drop the other waiting guests."""
         for rank in guests:
             incarnation = self._waiting[rank].incarnation
             self._members[rank] = Member(joined=True, admitted=False, incarnation=incarnation)

@@ -1,4 +1,4 @@
-"""Exchanges messages between the islands of one policy, on one rank.
+"""Exchanges one rank's messages with the other islands of its policy.
 
 The coordinator of an island announces its best member, the emigrant, to the first live rank of another island. That
 rank forwards the announcement to its own coordinator, which invites the emigrant. The emigrant may then be a donor in
@@ -35,14 +35,14 @@ _TARGET_COUNT_MAX: Final = 64
 
 
 class GuestArrived(NamedTuple):
-    """Instructs the coordinator to invite a rank of another island as a donor."""
+    """Instruction to the coordinator: invite a rank of another island to send its weights."""
 
     rank: int
     incarnation: int
 
 
 class GuestLeft(NamedTuple):
-    """Instructs the coordinator to remove a donor of another island that has left the policy."""
+    """Instruction to the coordinator: forget a rank of another island that has left the policy."""
 
     rank: int
 
@@ -94,7 +94,7 @@ class Migration:
         visits: Visits,
         coordination: KnowsCoordinator,
     ) -> Migration:
-        """Create this rank's connection to other islands from the policy's options and scopes."""
+        """Create the object from the policy's island options and its channels' scopes."""
         return cls(
             world.services,
             island,
@@ -107,13 +107,13 @@ class Migration:
         )
 
     def leave(self) -> None:
-        """Decline all later invitations, because this rank leaves the policy. The rank may still coordinate."""
+        """Decline all later invitations, because this rank leaves the policy. It may still coordinate its island."""
         self._visits = None
 
     # -- on the coordinating rank -----------------------------------------------------------------------------------
 
     def emigrate(self, rank: int, incarnation: int) -> None:
-        """Announce a member of this island to another island as a possible donor."""
+        """Announce a member of this island to another island, which may then request the member's weights."""
         self._send(Emigrant(self._policy, rank, incarnation, self._digest, marks=self._marks))
 
     def _send(self, emigrant: Emigrant) -> None:
@@ -123,7 +123,6 @@ class Migration:
             self._board.send(emigrant, dest)
 
     def _dests(self) -> Iterator[int]:
-        """Yield the live ranks of other islands, in the order in which an announcement is sent to them."""
         for index in self._targets():
             ranks = self._island.ranks_of(index)
             yield from (rank for rank in ranks if rank not in self._services.gone and rank not in self._absent)
@@ -155,7 +154,7 @@ class Migration:
         return None
 
     def _on_emigrant(self, emigrant: Emigrant, is_serving: bool) -> GuestArrived | None:
-        """Return the announced guest if this rank coordinates. Otherwise forward the announcement once."""
+        """Return an instruction to invite the emigrant if this rank coordinates. Otherwise forward the message once."""
         if not self._island.is_elsewhere(emigrant.rank):
             return None
         if emigrant.digest != self._digest:

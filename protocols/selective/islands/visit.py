@@ -1,4 +1,4 @@
-"""Makes this rank a donor in other islands, in addition to its role in its own island.
+"""Lets this rank send its weights to other islands, in addition to its role in its own island.
 
 A :class:`Visit` has the state machine, channels and snapshots of a donor in another island, which treats this rank like
 any other donor. An invitation opens the visit. The visit then remains open for later rounds.
@@ -26,7 +26,7 @@ logger = logging.getLogger("protocols.selective.islands.visit")
 
 
 class Visit:
-    """Makes this rank a donor in one other island."""
+    """Lets this rank send its weights to one other island."""
 
     def __init__(
         self,
@@ -66,15 +66,15 @@ class Visit:
 
     @property
     def wants_step(self) -> bool:
-        """True if the next step must take a snapshot for the other island."""
+        """True if the next step must copy the weights for the other island."""
         return self._member.wants_step
 
     def on_step(self, iteration: int) -> None:
-        """Take a snapshot for the other island if one is due."""
+        """Copy the weights for the other island if a copy is due."""
         self._roles.step(iteration)
 
     def leave(self) -> None:
-        """Start to leave, but keep a finished snapshot available until its round has ended."""
+        """Start to leave the other island, but keep a finished copy of the weights until its round has ended."""
         self._roles.leave()
 
     def close(self) -> None:
@@ -85,12 +85,12 @@ class Visit:
 
     @property
     def is_quiet(self) -> bool:
-        """True if this rank has no role in a round of the other island."""
+        """True if the other island does not currently use this rank's weights."""
         return self._member.state is State.OUT or not self._roles.is_giving
 
     @property
     def snapshot_count(self) -> int:
-        """Number of snapshots sent to the other island."""
+        """Number of copies of the weights that were sent to the other island."""
         return self._roles.donor.snapshot_count
 
     @property
@@ -123,12 +123,12 @@ class Visit:
                     logger.debug("a coordinator of another island sent a %s", type(other).__name__)
 
     def _is_given(self, assign: Assign) -> bool:
-        """Return whether a guest can accept an assignment: it is a donor's role that names only known ranks."""
+        """Return whether this rank can accept a role in another island: a donor's, with known ranks only."""
         return assign.role == DONOR and not assign.admits and assign.is_among(*self._known)
 
 
 class Visits:
-    """Manages all visits of this rank to other islands."""
+    """Sends this rank's weights to the other islands that have invited it."""
 
     def __init__(self, services: Services, island: Island, own: RoundMember, resources: RoleResources) -> None:
         self._services = services
@@ -148,7 +148,7 @@ class Visits:
         )
 
     def on_invitation(self, invitation: Invitation, coordinator: int) -> bool:
-        """Accept an invitation to be a donor in another island. Return False if this rank is leaving."""
+        """Accept an invitation to send weights to another island. Return False if this rank is leaving."""
         if self._is_leaving:
             return False
         index = self._island.index_of(coordinator)
@@ -165,13 +165,13 @@ class Visits:
         return Visit(self._services, scopes, island, index, self._own, self._resources)
 
     def on_step(self, iteration: int) -> None:
-        """Take the snapshots for other islands that are due in this step."""
+        """Copy the weights for each other island for which a copy is due."""
         for visit in self._visits.values():
             if visit.wants_step:
                 visit.on_step(iteration)
 
     def leave(self) -> None:
-        """Start to leave all visits, and decline later invitations."""
+        """Start to leave all other islands, and decline later invitations."""
         self._is_leaving = True
         for visit in self._visits.values():
             visit.leave()
@@ -183,12 +183,12 @@ class Visits:
 
     @property
     def is_quiet(self) -> bool:
-        """True if this rank has no role in a round of another island."""
+        """True if no other island currently uses this rank's weights."""
         return all(visit.is_quiet for visit in self._visits.values())
 
     @property
     def snapshot_count(self) -> int:
-        """Number of snapshots sent to other islands."""
+        """Number of copies of the weights that were sent to other islands."""
         return sum(visit.snapshot_count for visit in self._visits.values())
 
     @property

@@ -1,1 +1,1 @@
-"""Lets a restarted rank rejoin selective averaging, in a round for newcomers in which it receives a member's state."""
+"""Lets a restarted rank rejoin selective averaging after it has received a member's state."""

@@ -1,7 +1,7 @@
 """Decides when restarted ranks are admitted to a running policy, and which member sends them its state.
 
-A *newcomer* is the new process of a lost member. It is admitted in a separate round, in which a donor sends it the
-donor's whole state. Rounds do not overlap, so a slow newcomer delays all other rounds. An admission therefore has a
+A *newcomer* is the new process of a lost member. It is admitted in a separate round, in which one member sends it the
+member's whole state. Rounds do not overlap, so a slow newcomer delays all other rounds. An admission therefore has a
 time limit, which doubles after each failed attempt. After an attempt that exceeds its limit, the next attempt is
 delayed by nine times the attempt's duration.
 """
@@ -15,7 +15,7 @@ from asyncdist.protocols.selective.round.state import Member, ReportRecord
 from asyncdist.protocols.selective.selection import Decision, SelectiveRules
 from asyncdist.protocols.selective.waiting import HELD_SHARE
 
-#: Maximum number of newcomers that are admitted in one round.
+#: Maximum number of restarted ranks that are admitted in one round.
 NEWCOMER_COUNT_MAX: Final = 8
 #: Time limit of the first attempt: this many cadences (times between reports) or rounds, whichever is longer.
 _FIRST_CADENCES: Final = 2.0
@@ -51,10 +51,10 @@ class Newcomers:
         self._failures.pop(rank, None)
 
     def on_round(self, ranks: Sequence[int], decision_count: int, held_s: float, now: float) -> None:
-        """After a round, count a failed attempt for each newcomer that the round was meant to admit but did not.
+        """Count a failed attempt for each restarted rank that a round should have admitted but did not.
 
         Args:
-            decision_count: Number of decisions. The next attempt waits for another decision.
+            decision_count: Number of decisions made. The next attempt waits for another decision.
             held_s: Duration of the round in seconds if it exceeded its time limit; otherwise 0.
         """
         for rank in ranks:
@@ -71,11 +71,11 @@ class Newcomers:
     def next(
         self, decision_count: int, is_decision_near: bool, now: float
     ) -> tuple[Decision, dict[int, ReportRecord]] | None:
-        """Return the roles and reports for a round that admits the next newcomers, or None if they have to wait.
+        """Return the roles and reports for a round that admits restarted ranks, or None if none can be admitted now.
 
-        The donor is the member with the best metric, or the next best after each failure. If no metric is finite, any
-        member that has reported can be the donor. While the quorum for a decision is reached, admissions and decisions
-        alternate.
+        The state is sent by the member with the best metric, or the next best after each failure. If no metric is
+        finite, any member that has reported can send it. While the quorum for a decision is reached, admissions and
+        decisions alternate.
 
         Args:
             is_decision_near: Whether the quorum for the next decision is reached.

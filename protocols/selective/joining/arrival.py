@@ -52,7 +52,6 @@ class Arrival:
         return not self._member.is_joining or self._member.state is State.COMPLETE
 
     async def _take_state(self) -> None:
-        """Receive the optimizer and policy state that belong to the received weights, and load all of them."""
         exchange, number = self._roles.replacer.exchange, self._member.round
         assert exchange is not None, f"round {number} is complete without an exchange"
         try:

@@ -1,1 +1,1 @@
-"""Implements a member's roles in a round: reporting its metric, sending its weights, and applying an average."""
+"""Implements what a member does in an averaging round: report its metric, send its weights, apply an average."""

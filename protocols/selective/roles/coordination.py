@@ -20,13 +20,13 @@ class Coordination(KnowsCoordinator, Protocol):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the coordinator, which grows with each new coordinator."""
+        """Number of the current coordinator: 0 for the first, and larger for each successor."""
 
     def statistics(self) -> CoordinatorStatistics | None:
         """Return the statistics of this rank as a coordinator, or None if it has never coordinated."""
 
     def on_report(self, step: int, interval_s: float) -> bool:
-        """Check the coordinator before this rank sends a report. Return whether the report asks for an answer."""
+        """Return whether the next report must ask the coordinator for an answer. Take over if answers are missing."""
 
     def leave(self) -> None:
         """Leave the policy, so that this rank no longer watches or replaces the coordinator."""

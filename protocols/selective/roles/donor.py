@@ -1,4 +1,4 @@
-"""The donor's role in a round: copies this rank's weights inside a step, and lets the replacers request the copy.
+"""Copies a donor's weights inside a training step, and sends the copy to the ranks that adopt the average.
 
 A restarted rank, and a replacer that copies a donor's whole state (an *heir*), also receive the donor's optimizer and
 policy state. The donor copies this state in the same step as its weights, because a later copy would not match them.
@@ -24,11 +24,10 @@ _UNSOUND: Final = "weights are not finite"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """Complete or unfinished copy of this rank's weights.
+    """A complete or unfinished copy of this rank's weights.
 
     Attributes:
-        state_safe_points: Number of safe points needed to send the rest of the state, or 0 if only the weights are
-            sent.
+        state_safe_points: Number of safe points needed to send the optimizer and policy state, or 0 for weights only.
         under_way: Unfinished copy from a GPU, or None if the snapshot is complete.
     """
 
@@ -41,11 +40,12 @@ class Copy:
 
 
 class Donor:
-    """Copies this rank's weights for a round, and makes the copy available to the round's replacers.
+    """Copies this rank's weights for an averaging round, and lets the receiving ranks request the copy.
 
     Args:
-        states: Sends the rest of the state to restarted ranks and heirs. None if this rank never sends it.
-        island: Number of the other island whose rounds these are, or -1 for this rank's own island.
+        states: Sends the optimizer and policy state to ranks that adopt this rank's whole state. None if this rank
+            never sends it.
+        island: Number of the other island that requests the copies, or -1 for this rank's own island.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Donor:
 
         Args:
             with_state: Whether to copy the optimizer and policy state as well, for a restarted rank. This copy is
-                complete when the method returns. If replacers are heirs, the state is always copied.
+                complete when the method returns. If other ranks adopt the whole state, it is always copied.
 
         Raises:
             ValueError: The model has changed since the policy was created. No copy is offered.
@@ -113,7 +113,7 @@ class Donor:
             self._states.withdraw_up_to(round)
 
     def give(self, round: int) -> None:
-        """Let the replacers of ``round`` request the copy that :meth:`keep` has stored."""
+        """Let the receiving ranks of ``round`` request the copy that :meth:`keep` has stored."""
         copy, self._kept = self._kept, None
         assert copy is not None, f"round {round} has no snapshot to give"
         self.offer = self._server.offer(round, copy.snapshot, self._resources.snapshots.release)

@@ -1,4 +1,4 @@
-"""Receives a round's average on a replacer, from the donors' snapshots or from the reducers' means."""
+"""Receives the average of the donors' weights, from the donors or from ranks that have averaged one part each."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ logger = logging.getLogger("protocols.selective.roles.exchange")
 
 
 class Exchange:
-    """Receives the average of one round on a replacer, from the donors or from the reducers.
+    """Receives the average of one round, from the donors or from reducers (ranks that each average one part).
 
     Attributes:
-        task: Task that executes :meth:`run`. None before the freeze, and if the task is about to end on its own.
+        task: Task that executes :meth:`run`. None until the round's donors no longer change, and if the task is about
+            to end on its own.
         average: Complete average. None before it is complete, and in a round that builds fresh weights.
         takes_state: Whether this rank also takes over the only donor's optimizer and policy state.
         parts: Received optimizer and policy state, or None before it has arrived.
-        deadline: Time by which all streams must be complete. Set when the round is frozen.
+        deadline: Time by which all streams must be complete. Set by :meth:`run`.
         route: ``"direct"``, or ``"sharded"`` while there are reducers.
     """
 
@@ -68,7 +69,7 @@ class Exchange:
         return -1 if self._started is None else self._started.donor
 
     def ask_early(self, assign: Assign) -> None:
-        """Request the streams before the round is frozen. Failed requests are repeated after the freeze."""
+        """Request the snapshots while the round's donors can still change. :meth:`run` repeats failed requests."""
         receiver = self._receive_means(assign) if assign.reducers else self._receive(assign.donors, assign.best)
         try:
             receiver.ask()
@@ -77,7 +78,7 @@ class Exchange:
             self.close()
 
     async def run(self, frozen: Frozen) -> SnapshotReceiver | MeanReceiver:
-        """Receive the average of the frozen round.
+        """Receive the average of the final donors, which ``frozen`` lists.
 
         Repeat all requests if the donors have changed since the early requests.
 

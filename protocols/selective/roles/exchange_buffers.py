@@ -1,4 +1,4 @@
-"""Provides the memory for a replacer's averages, and counts the bytes received."""
+"""Provides the memory for received averages, and counts the received bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Accumulator:
 
 
 class ExchangeBuffers:
-    """Provides the accumulators and the ring of chunks, which a replacer's exchanges reuse.
+    """Provides memory that successive averages reuse: accumulators, and a ring of received chunks.
 
     Attributes:
         read_nbytes: Number of received bytes that were read directly from the donors' memory.
@@ -45,11 +45,11 @@ class ExchangeBuffers:
         return sum(pool.in_use for pool in self._pools)
 
     def acquire(self) -> Accumulator:
-        """Return an accumulator with undefined content."""
+        """Return an accumulator (the buffers of one average) with undefined content."""
         return Accumulator(self._pools[-1])
 
     def release(self, accumulator: Accumulator, *, is_clean: bool) -> None:
-        """End an exchange's use of an accumulator.
+        """Remove a user of an accumulator.
 
         Unless ``is_clean``, chunks may still arrive in the accumulator's memory, which is therefore not reused.
         """

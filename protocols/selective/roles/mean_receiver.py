@@ -1,10 +1,10 @@
-"""Receives a replacer's average in a sharded round: one part of the mean from each reducer.
+"""Receives an average in parts, each from a *reducer*: a rank that has averaged this part of all snapshots.
 
 If a reducer has failed, its part is requested from all donors, which gives bitwise the same mean. A late reducer is
 awaited until the round's deadline, since requests to all donors would make a slow network even slower.
 
-Replacers on the same host share the parts of reducers on other hosts. One replacer fetches a part. The others request
-the part from that replacer or, if this fails, from the reducer. Each rank first receives the parts that it fetches for
+The receiving ranks on one host share the parts of reducers on other hosts. One of them fetches a part. The others
+request it from that rank or, if this fails, from the reducer. Each rank first receives the parts that it fetches for
 others, so that no two ranks wait for each other.
 """
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("protocols.selective.roles.mean_receiver")
 
 
 class MeanReceiver:
-    """Receives the mean of a sharded round from the reducers.
+    """Receives an average in parts from the reducers, the ranks that have each averaged one part.
 
     Args:
         reducers: Ranks that each add up one part, in the order of the parts.
@@ -41,7 +41,7 @@ class MeanReceiver:
     Attributes:
         accumulator: Buffers that contain the mean after :meth:`run`.
         donor: Rank whose stream is awaited. If :meth:`run` raises, the rank that caused the failure.
-        is_agreed: Whether infinite values are the same in all donors' snapshots.
+        is_agreed: Whether all donors' snapshots have the same infinite values.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class MeanReceiver:
         self.is_agreed = True
 
     def ask(self) -> None:
-        """Request all parts from other ranks. A rank that is lost or busy is treated as failed."""
+        """Request all parts from other ranks. A rank that is lost or busy counts as failed."""
         for reducer in self._reducers:
             if reducer != self._services.rank:
                 self._ask(reducer)

@@ -67,13 +67,13 @@ class MemberChannels:
             channel.admit(rank)
 
     def enter_epoch(self, epoch: int) -> None:
-        """From now on, send and accept only messages of this coordinator's epoch."""
+        """From now on, send and accept only messages of the coordinator with number ``epoch``."""
         self.control.enter_epoch(epoch)
         self._reports.enter_epoch(epoch)
         self.server.enter_epoch(epoch)
 
     def close(self) -> None:
-        """Close all channels. The server still answers requests with an abort."""
+        """Close all channels. Later requests for this rank's weights are still aborted."""
         self.control.close()
         self._reports.close()
         self.server.close()

@@ -51,12 +51,13 @@ logger = logging.getLogger("protocols.selective.roles.member_roles")
 
 
 class MemberRoles:
-    """Carries out a member's roles in rounds, according to the instructions of its state machine.
+    """Sends, receives and applies weights in a member's averaging rounds, as its state machine instructs.
 
     Args:
         states: Sends the optimizer and policy state to restarted ranks. None if this rank never sends it.
-        island: Number of the other island whose rounds these are, or -1 for this rank's own island.
-        holds_copies: Whether a copy waits for :meth:`conclude`, because other ranks have other shards of the model.
+        island: Number of the other island that this rank sends weights to, or -1 in this rank's own island.
+        holds_copies: Whether a complete copy waits for :meth:`conclude`, because other ranks copy other shards of the
+            model.
     """
 
     def __init__(
@@ -116,13 +117,17 @@ class MemberRoles:
                 self._states.admit(rank)
 
     def lose_coordinator(self, why: str) -> None:
-        """End all roles, because the coordinator was lost or replaced. ``why`` is the reason, such as "is gone"."""
+        """End all roles, because the coordinator was lost or replaced.
+
+        Args:
+            why: Reason for log messages, such as "is gone".
+        """
         instructions = self._member.on_coordinator_gone(why)
         self._round_events.note(instructions, reason=f"the coordinator {why}")
         self._carry_out(instructions)
 
     def follow(self, epoch: int, rank: int) -> None:
-        """End all roles in the previous coordinator's rounds, and take part in the rounds of a new coordinator."""
+        """End all roles assigned by the previous coordinator, and take part in rounds of the new one, ``rank``."""
         self._journal.note_coordinator(epoch, rank)
         self._user_events.add(CoordinatorChanged(rank, epoch))
         self.lose_coordinator("is replaced")
@@ -147,7 +152,7 @@ class MemberRoles:
         return given_up
 
     def take_snapshot(self, due: TakeSnapshot, iteration: int) -> None:
-        """Start to copy the weights. Raise ValueError if the model has changed since the policy was created."""
+        """Start to copy this rank's weights. Raise ValueError if the model has changed since the policy was created."""
         try:
             copy = self.donor.copy(due.round, iteration, with_state=due.round == self._member.admitting)
         except ValueError:
@@ -160,7 +165,7 @@ class MemberRoles:
             self._services.engine.watch(copy.under_way, waits, functools.partial(self._on_copied, copy))
 
     def apply(self, due: Apply, iteration: int, trouble: str | None = None) -> StepInfo:
-        """Apply new weights, without notifying the user.
+        """Load the new weights into the model, without notifying the user.
 
         Args:
             trouble: Description of this rank's non-finite state, or "" if there is none. None to check the state now.
@@ -185,7 +190,11 @@ class MemberRoles:
         return self.donor.fault_of(self._held)
 
     def conclude(self, fault: str) -> None:
-        """Offer the waiting copy, or drop it if ``fault``, the reason why a shard cannot be sent, is not ""."""
+        """Offer the complete copy that waits, or drop it if a shard of the model cannot be sent.
+
+        Args:
+            fault: Reason why a shard cannot be sent, or "" if all shards can.
+        """
         held, self._held = self._held, None
         if held is not None:
             self._end_copy(held, fault)
@@ -227,11 +236,11 @@ class MemberRoles:
         self.carry_out(instructions)
 
     def give_up(self, round: int, reason: str) -> None:
-        """Abandon the complete or unfinished average of ``round`` for a reason outside its exchange."""
+        """Abandon the average of ``round``, whether complete or not, for ``reason``."""
         self.carry_out(self._member.on_failed(round, reason) or self._member.on_refused(round, reason))
 
     def take_whole_state(self, exchange: Exchange, iteration: int) -> None:
-        """Load the weights that belong to another member's whole state."""
+        """Load the received weights on a restarted rank that adopts another member's whole state."""
         self._member.on_step()
         self.replacer.load(exchange)
         self.carry_out(self._member.on_applied(iteration))

@@ -1,11 +1,11 @@
-"""Implements the reducer's role in a sharded round: adds up one part of the donors' snapshots for all replacers.
+"""Averages one part of the donors' snapshots on a *reducer*, which sends the mean to all ranks that adopt it.
 
-A reducer requests its part from all donors when it is assigned. After the freeze, it adds up the parts in rank order,
-so that the mean is bitwise equal to the mean on the direct route. Each chunk of the mean is sent while later chunks
-arrive. Parts that arrive early are buffered. Together, these buffers are smaller than one model.
+A reducer requests its part from all donors when it is assigned. When the donors no longer change, it adds up the parts
+in rank order. The mean is therefore bitwise equal to a mean of whole snapshots. Each chunk of the mean is sent while
+later chunks arrive. Parts that arrive early are buffered. Together, these buffers are smaller than one model.
 
 If a part cannot be completed, or infinite values in it differ between donors, requests for its mean are refused. Each
-replacer then requests the part from the donors.
+receiving rank then requests the part from the donors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Sum:
 
 
 class Reducer:
-    """Computes and offers the mean of one part in each round in which this rank is a reducer."""
+    """Averages one part of the donors' snapshots in each round in which this rank is a reducer, and offers the mean."""
 
     def __init__(self, services: Services, server: SnapshotServer, pool: PartPool, donor: Donor) -> None:
         self._services = services
@@ -56,7 +56,10 @@ class Reducer:
         self.reduction_count = self.received_nbytes = self.read_nbytes = 0
 
     def begin(self, round: int, assign: Assign) -> None:
-        """Request this reducer's part from all donors. Failed requests are ignored until the round is frozen."""
+        """Request this rank's part of the snapshots from all donors.
+
+        Failed requests are ignored until the round's donors no longer change.
+        """
         assert self._sum is None, f"round {round} begins while this rank reduces in another one"
         others = [donor for donor in assign.donors if donor != self._services.rank]
         part = Part(assign.part, len(assign.reducers))
@@ -68,7 +71,7 @@ class Reducer:
                 logger.info("round %d: the early request to rank %d failed, %s", round, donor, error)
 
     def add_up(self, frozen: Frozen) -> None:
-        """Start a task that computes and offers the mean of the frozen round's donors."""
+        """Start a task that averages this rank's part of the final donors' snapshots, and offers the mean."""
         state = self._sum
         assert state is not None, "a round is frozen without a reduction"
         state.task = self._services.spawn_service(
@@ -142,7 +145,6 @@ class Reducer:
         return True
 
     async def _given(self, state: _Sum, donor: int, *, exact: bool) -> FlatBuffers:
-        """Return the buffers that contain one donor's part or are receiving it."""
         if donor == self._services.rank:
             snapshot = self._donor.snapshot_of(state.round)
             if snapshot is None:
@@ -184,7 +186,7 @@ class Reducer:
             stream.finish(lambda stream: cancel_stream(self._services, channel, stream, state.round))
 
     def _settle(self, state: _Sum) -> None:
-        """Record that the mean is complete or has failed, and notify this rank's own exchange."""
+        """Record that the mean is complete or has failed, and wake the task that receives this rank's own average."""
         state.is_settled = True
         if state.offer is None:
             self._server.end_mean(state.round, state.part)

@@ -1,8 +1,8 @@
-"""Shares parts of a mean, which one replacer has fetched from another host, with the other replacers on its host.
+"""Shares parts of an average, which one rank has fetched from another host, with the other ranks on its host.
 
-In a sharded round, each part of the mean is sent to each host only once. One replacer requests the part from its
-reducer, and the other replacers on the host request it from that replacer. If the part does not arrive, their requests
-are refused, and they request the part from the reducer.
+In a sharded round, each part of the mean is sent to each host only once. One replacer (a rank that adopts the mean)
+requests the part from the reducer that has averaged it. The other replacers on the host request it from that replacer.
+If the part does not arrive, their requests are refused, and they request the part from the reducer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from asyncdist.protocols.selective.roles.exchange_buffers import Accumulator
 
 
 class Relay:
-    """Lets the other replacers on this host copy the parts of the mean that this rank has received in a round."""
+    """Lets other ranks on this host copy the parts of an average that this rank has fetched from other hosts."""
 
     def __init__(self, rank: int, server: SnapshotServer) -> None:
         self._rank = rank
@@ -25,7 +25,10 @@ class Relay:
         self.shared_count = 0
 
     def begin(self, round: int, assign: Assign) -> None:
-        """Determine the parts that this rank must fetch in a round. Requests for a part wait until it arrives."""
+        """Determine which parts of the average this rank must fetch for its host.
+
+        Requests for such a part wait until it arrives.
+        """
         assert not self._offers, f"round {round} begins while this rank shares parts of another round"
         self._round = round
         self._fetched = {
@@ -35,7 +38,7 @@ class Relay:
         }
 
     def share(self, round: int, part: Part, accumulator: Accumulator) -> None:
-        """Offer a part that has arrived in ``accumulator``, if this rank fetches the part for its host."""
+        """Offer a part that has arrived in ``accumulator`` if this rank fetches it for its host."""
         if round != self._round or part not in self._fetched:
             return
         self._fetched.remove(part)

@@ -16,7 +16,7 @@ from asyncdist.protocols.step_info import NOTHING, StepInfo
 
 
 class Replacer:
-    """Receives and applies the averages of the rounds in which this rank is a replacer, one round at a time."""
+    """Receives averages of other ranks' weights, and loads them into this rank's model, one round at a time."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Replacer:
         self.replacement_count = 0
 
     def ask(self, round: int, coordinator: int, assign: Assign) -> None:
-        """Begin an exchange, and request the streams from the donors or reducers, if there are any."""
+        """Begin to receive an average: request the weights from the donors or reducers, if there are any."""
         roles = self._reducer, self._relay
         self.exchange = Exchange(self._services, self._server, self._resources.buffers, *roles, round, coordinator)
         self.exchange.takes_state = self._resources.heir is not None and not assign.admits
@@ -47,7 +47,7 @@ class Replacer:
             self.exchange.ask_early(assign)
 
     async def receive(self, exchange: Exchange, frozen: Frozen) -> str:
-        """Average the donors' snapshots. Return the reason if the average cannot be applied; otherwise ""."""
+        """Receive the average of the donors' snapshots. Return why it cannot be applied, or "" if it can."""
         try:
             receiver = await exchange.run(frozen)
         except (AsyncdistError, TimeoutError) as error:
@@ -58,7 +58,6 @@ class Replacer:
         return f"the donors differ in infinite values, for example in {entry!r}"
 
     async def _receive_state(self, exchange: Exchange, frozen: Frozen) -> str:
-        """Receive the only donor's optimizer and policy state. Return the reason if that fails; otherwise ""."""
         assert self._states is not None and len(frozen.donors) == 1, f"round {exchange.round} has {frozen}"
         nbytes_max = state_nbytes_max(self._resources.flat.nbytes)
         try:
@@ -73,7 +72,7 @@ class Replacer:
         return ""
 
     def discard(self, round: int, reason: str) -> None:
-        """Stop the exchange and free its memory. The next step reports ``reason`` to the user."""
+        """Stop receiving a round's average, and free its memory. The next step reports ``reason`` to the user."""
         exchange, self.exchange = self.exchange, None
         assert exchange is not None, f"round {round} is abandoned without an exchange"
         exchange.discard()
@@ -86,12 +85,12 @@ class Replacer:
         )
 
     def take_given_up(self) -> StepInfo:
-        """Return a step's result that reports a round abandoned since the last call, or ``NOTHING`` without one."""
+        """Return the step result that reports a round abandoned since the last call, or ``NOTHING`` without one."""
         given_up, self._given_up = self._given_up, NOTHING
         return given_up
 
     def put_in_place(self, frozen: Frozen, iteration: int, trouble: str | None = None) -> StepInfo:
-        """Apply the new weights, and return the step's result.
+        """Load the new weights into this rank's model, and return the step's result.
 
         Args:
             trouble: Description of this rank's non-finite state, or "" if there is none. None to check the state now.

@@ -13,7 +13,7 @@ from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 
 
 class Reporter:
-    """Creates and sends the reports of one member, with its metric and the duration of its steps."""
+    """Sends one member's metric and the duration of its steps to the coordinator."""
 
     def __init__(
         self,

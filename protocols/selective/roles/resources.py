@@ -16,11 +16,11 @@ from asyncdist.tensors.flat_state import FlatState, SnapshotPool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoleResources:
-    """Model and memory that a rank's roles share, in its own island and in other islands.
+    """Model and memory that a rank uses to send and receive weights, in its own island and in others.
 
     Attributes:
         own: Model and optimizer. They are checked before they are sent, and receive the averages.
-        state: Optimizer and policy state, which is sent to restarted ranks and heirs.
+        state: Optimizer and policy state, which is sent to ranks that adopt this rank's whole state.
         heir: Adopts a donor's optimizer and policy state on a replacer. None if replacers receive only weights.
     """
 

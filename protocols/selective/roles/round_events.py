@@ -15,10 +15,10 @@ from asyncdist.protocols.step_info import RoleAssigned, RoundAbandoned, RoundEnd
 
 
 class RoundEvents:
-    """Creates the events about one member's rounds: a role was assigned, or its round has ended or was abandoned.
+    """Creates the events of one member: it was assigned a role, or the role's round has ended or was abandoned.
 
     Args:
-        island: Number of the other island whose rounds these are, or -1 for this rank's own island.
+        island: Number of the other island that assigns the roles, or -1 for this rank's own island.
     """
 
     def __init__(self, member: RoundMember, pending: UserEvents, island: int = -1) -> None:

@@ -1,7 +1,7 @@
 """Starts, freezes and ends the rounds of selective averaging, and creates the messages for these transitions.
 
-`protocols.selective.rounds` decides when a round starts, is frozen (its donors no longer change) and ends. This module
-is part of the same state machine.
+When a round is frozen, its donors no longer change. `protocols.selective.rounds` decides when each transition is due.
+This module is part of the same state machine.
 """
 
 import math
@@ -18,13 +18,13 @@ from asyncdist.protocols.selective.selection import Decision, SelectiveRules, re
 from asyncdist.protocols.selective.statistics import HISTORY_LENGTH, History, LeftOut
 from asyncdist.protocols.selective.waiting import Patience
 
-# : Maximum round number that is accepted from a member: half the 32-bit range of frame headers, so that numbers remain
-# for later rounds.
+#: Maximum round number that is accepted from a member: half the 32-bit range of frame headers, so that numbers remain
+#: for later rounds.
 ROUND_BELIEVED_MAX: Final = 2**31
 
 
 class RoundCourse:
-    """Conducts the coordinator's rounds one at a time, and counts them.
+    """Starts, freezes and ends a coordinator's averaging rounds, one at a time, and counts them.
 
     Attributes:
         current: Round in progress, or None between rounds.
@@ -59,13 +59,13 @@ class RoundCourse:
         self.routes = Counter(direct=0, sharded=0)
 
     def continue_after(self, number: int) -> None:
-        """Use numbers higher than ``number``, a round of an earlier coordinator, for the next rounds."""
+        """Number later rounds above ``number``, a round of an earlier coordinator."""
         self._last_number = max(self._last_number, min(number, ROUND_BELIEVED_MAX))
 
     def start(
         self, decision: Decision, judged: dict[int, ReportRecord], now: float, admits: bool = False
     ) -> list[Send]:
-        """Start a round, and return the messages that assign the roles.
+        """Start a round, and return the messages that assign each rank its role.
 
         The donors' time limit for their snapshots is the longest step of a donor plus a quarter of the round's timeout.
         """
@@ -102,7 +102,7 @@ class RoundCourse:
         return state.openings(self._roster.members)
 
     def freeze(self, state: Round, now: float) -> list[Send]:
-        """Freeze a round without the donors that are not ready. Return the messages that start the averaging."""
+        """Remove the donors that are not ready from a round, and return the messages that start the averaging."""
         sends: list[Send] = []
         for rank in sorted(state.waiting_donors):
             self.leave_out(state, rank, "not ready in time")
@@ -139,7 +139,7 @@ class RoundCourse:
         return sends
 
     def take_answer(self, rank: int, number: int) -> bool:
-        """Record that a replacer has applied its average, even late. Return False if no such answer was expected."""
+        """Record that a rank has applied its average, even late. Return False if no such message was expected."""
         state = self.current
         if state is not None and state.number == number and state.frozen and rank in state.waiting_replacers:
             state.waiting_replacers.remove(rank)
@@ -171,7 +171,7 @@ class RoundCourse:
         return True
 
     def abandon(self, state: Round, rank: int, reason: str) -> None:
-        """Stop waiting for a replacer, and count the reason."""
+        """Stop waiting for a rank that should apply the round's average, and count the reason."""
         state.waiting_replacers.discard(rank)
         self._history.note_abandoned(reason)
 

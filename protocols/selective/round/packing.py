@@ -17,8 +17,8 @@ _AS_BITS: Final = b"b"
 _AS_RANGE: Final = b"r"
 _RANK: Final = struct.Struct("<I")
 _RANGE: Final = struct.Struct("<II")
-# : Maximum length of a packed range, because nine bytes could otherwise claim a huge range. Longer ranges become bit
-# masks.
+#: Maximum length of a packed range, because nine bytes could otherwise claim a huge range. Longer ranges become bit
+#: masks.
 RANK_COUNT_MAX: Final = 1 << 16
 #: First byte of packed numbers: all are equal, or the integer type of their differences from the smallest number.
 _SAME: Final = b"="

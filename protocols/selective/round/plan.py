@@ -1,4 +1,4 @@
-"""Packs the description of a round that all its ranks receive: `Plan` at the start, and `Freeze` when it is frozen.
+"""Packs the messages that all ranks of a round receive: `Plan` at the start, `Freeze` when its donors are final.
 
 Unpacking arbitrary bytes either returns a consistent description or raises ValueError.
 """
@@ -31,11 +31,11 @@ class Plan(NamedTuple):
     """Description of a round at its start, equal for all ranks.
 
     Attributes:
-        replacers: Replacers among the named ranks. The other named ranks are donors.
+        replacers: Ranks that receive new weights. The other named ranks are donors.
         judged: For each named rank, the iteration of the report on which the decision is based.
         best: Donor with the best metric, or -1 if there are no donors.
         admits: Whether the replacers are restarted ranks that receive a whole state.
-        reducers: Ranks that each add up one part of the snapshots. Empty on the direct route.
+        reducers: Ranks that each add up one part of the snapshots. Empty if each replacer averages whole snapshots.
         parents: Donor that each replacer copies, in the order of the replacers. Empty if all donors are for all
             replacers.
     """
@@ -70,13 +70,13 @@ class Plan(NamedTuple):
 
 
 class Freeze(NamedTuple):
-    """Description of a frozen round, equal for all ranks.
+    """Final donors of a round and how to average them, equal for all ranks.
 
     Attributes:
         donors: Ranks whose snapshots are averaged, in ascending order.
         iterations: Step at which each donor took its snapshot.
         best: Donor with the best metric, or -1 if there are no donors.
-        reducers: Ranks that each add up one part of the snapshots. Empty on the direct route.
+        reducers: Ranks that each add up one part of the snapshots. Empty if each replacer averages whole snapshots.
     """
 
     donors: tuple[int, ...]
@@ -86,7 +86,7 @@ class Freeze(NamedTuple):
     reducers: tuple[int, ...] = ()
 
     def packed(self) -> bytes:
-        """Return the description as bytes for `unpack_freeze`."""
+        """Return the object as bytes for `unpack_freeze`."""
         numbers = pack_weights(self.weights), pack_numbers(self.iterations)
         return join(_BEST.pack(self.best), pack_ranks(self.donors), *numbers, pack_ranks(self.reducers))
 
@@ -123,7 +123,7 @@ def unpack_plan(packed: bytes) -> Plan:
 
 @functools.lru_cache(_KEPT_COUNT)
 def unpack_freeze(packed: bytes) -> Freeze:
-    """Return the description that :meth:`Freeze.packed` has packed. Raise ValueError for other bytes."""
+    """Return the `Freeze` that :meth:`Freeze.packed` has packed. Raise ValueError for other bytes."""
     head, donors_, weights, iterations, reducers = split(packed, 5)
     donors, count = unpack_ranks(donors_), len(unpack_ranks(donors_))
     numbers = unpack_weights(weights, count), unpack_numbers(iterations, count)

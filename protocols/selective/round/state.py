@@ -13,15 +13,15 @@ from asyncdist.protocols.selective.round.plan import Freeze, Plan
 from asyncdist.protocols.selective.selection import Decision
 from asyncdist.protocols.selective.waiting import Pace, as_pace
 
-# : Maximum accepted ratio of a donor's safe points for the optimizer and policy state to its safe points for the
-# weights.
+#: Maximum accepted ratio of a donor's safe points for the optimizer and policy state to its safe points for the
+#: weights.
 STATE_STREAM_COUNT_MAX: Final = 20
 #: Number of safe points for the stream of one part: `PART_CHUNK_COUNT` chunks with `WINDOW_COUNT` chunks in flight.
 _PART_SAFE_POINTS: Final = 8
 
 
 class Send(NamedTuple):  # a named tuple is created twice as fast as a frozen dataclass
-    """A message that the coordinator must send, with its destination and the round for the frame's header."""
+    """A message that the coordinator must send about ``round`` to rank ``dest``."""
 
     dest: int
     round: int
@@ -40,7 +40,7 @@ def sends_of(ranks: Sequence[int], round: int, message: ControlMessage) -> list[
 class ReportRecord(NamedTuple):
     """A member's newest report and its arrival time.
 
-    `step_s` is the reported duration of a step, limited to plausible values for use in deadlines.
+    `step_s` is the reported duration of a step, or a plausible limit, for use in deadlines.
     """
 
     iteration: int
@@ -64,8 +64,8 @@ class Member:
 
     Attributes:
         joined: Whether the rank has confirmed to this coordinator that it takes part.
-        admitted: Whether the rank is a member. A newcomer receives messages, but becomes a member only when it has
-            received a donor's state. A donor from another island is never a member.
+        admitted: Whether the rank is a member. A restarted rank becomes a member only when it has received another
+            member's state. A donor from another island is never a member.
         report: Newest valid report, or None without one.
         applied_iteration: Iteration of the rank's last average, or None before the first.
         heard_at: Arrival time of the newest report, or None before the first.
@@ -91,7 +91,7 @@ class Member:
 
     @property
     def counts(self) -> bool:
-        """True if the rank is a live member, so that it is judged and waited for."""
+        """True if the rank is a live member: the coordinator judges its metric and waits for its reports."""
         return self.live and self.admitted
 
     def hear(self, step_s: float, interval_s: float, now: float) -> None:
@@ -138,7 +138,7 @@ class Round:
     state_safe_points: int = 0  # safe points to send a donor's optimizer and policy state
 
     def openings(self, members: Mapping[int, Member]) -> list[Send]:
-        """Return the messages that assign the roles to the ranks of this round."""
+        """Return the messages that assign each rank its role in this round."""
         judged, named = self.judged, self.named
         iterations = tuple([judged[rank].iteration for rank in named])
         restarted = tuple([(rank, n) for rank in named if (n := members[rank].incarnation)])
@@ -150,7 +150,7 @@ class Round:
         return [Send(rank, self.number, of[self.sources.get(rank, ())]) for rank in named]
 
     def freezings(self, metric_mode: str, timeouts: Mapping[int, float]) -> list[Send]:
-        """Return the messages that notify replacers and reducers that the donors no longer change.
+        """Return the messages to replacers and reducers that the round's donors no longer change.
 
         A rank that is only a donor needs no message, because it answers every replacer.
 
