@@ -1,1 +1,1 @@
-"""Lets the members of a policy detect losses, elect leaders, and admit restarted ranks. Used by several policies."""
+"""Lets several policies detect lost members, choose leaders, and admit restarted ranks."""

@@ -1,4 +1,4 @@
-"""Admits restarted ranks (*newcomers*) to a running policy that has a leader, with the leader's whole state.
+"""Admits restarted ranks (*newcomers*) to a running policy, with the whole state of the policy's leader.
 
 A newcomer finds the policy through the board that all policies of a rank share (:mod:`protocols.joining.newcomers`).
 The leader copies its state inside its next ``step``, and admits the newcomer at the same moment. The newcomer's first
@@ -26,11 +26,11 @@ from asyncdist.waits import WaitId, WaitKind
 
 
 class Admission:
-    """Answers requests for admission on each member, and admits newcomers on the leader.
+    """Answers restarted ranks' requests for admission to a policy, and admits them if this rank leads the policy.
 
     Args:
         ranks: All ranks of the policy's group.
-        values: Values that must be equal on all members and on newcomers, by name.
+        values: Values that must be equal on all members and on restarted ranks, by name.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class Admission:
 
     @property
     def is_asked(self) -> bool:
-        """True if this rank leads and can admit a newcomer that waits for admission."""
+        """True if this rank leads the policy, and can now admit a restarted rank that waits."""
         return self._next() is not None and self._membership.can_admit
 
     def _next(self) -> tuple[int, int, int] | None:
-        """Return the next newcomer's rank, incarnation and attempt, or None if no newcomer waits."""
+        """Return the rank, incarnation and attempt of the next restarted rank to admit, or None if none waits."""
         waiting = (each for each in sorted(self._applicants.items()) if self._waiting.get(each[0]) == each[1])
         return next(((rank, *identity) for rank, identity in waiting), None) if self._applicants else None
 
     def admit(self, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Admit the next newcomer that is not lost, and offer it this rank's state in the current step."""
+        """Admit the next restarted rank that is not lost. Offer it the present ``state()`` of this rank."""
         while (newcomer := self._next()) is not None:
             rank, incarnation, _ = newcomer
             del self._applicants[rank]
@@ -78,7 +78,7 @@ class Admission:
                 return
 
     async def take_state(self, nbytes: int, timeout_s: float, deadline: float) -> Any:
-        """Wait for this newcomer's admission, and return the leader's state.
+        """Wait until the leader has admitted this restarted rank, and return the leader's state.
 
         Args:
             nbytes: Size of the model in bytes, which limits the size of the state.
@@ -118,7 +118,7 @@ class Admission:
         return unpacked(data)
 
     def close(self) -> None:
-        """Stop answering requests, and notify the newcomers that wait for admission."""
+        """Stop answering requests, and reject the restarted ranks that wait for admission."""
         self._board.close(self._scopes.policy)
         for rank in self._applicants.keys() - self._services.gone:
             self._board.send(Declined(self._scopes.policy), rank)
@@ -143,9 +143,9 @@ class Admission:
         return True
 
     def _answer_kept(self) -> None:
-        """Answer the requests that arrived before this rank led.
+        """Answer the requests that arrived before this rank became the leader.
 
-        The newcomers would repeat them only after some time.
+        The restarted ranks would repeat them only after some time.
         """
         requests, self._requests = self._requests, {}
         for rank, request in requests.items():
@@ -153,7 +153,6 @@ class Admission:
                 self._answer(request, rank)
 
     def _answer(self, request: Request, source: int) -> None:
-        """Answer a request as the leader, unless the newcomer has been admitted since it sent the request."""
         membership, scopes = self._membership, self._scopes
         if request.digest != digest_of(self._ranks, self._values):
             self._board.send(Refusal(request.key, tuple(self._values.items())), source)
@@ -165,7 +164,7 @@ class Admission:
 
 
 def newest_left(services: Services, ranks: Sequence[int], values: Mapping[str, str]) -> int:
-    """Return the newest policy with these values that this rank has left and must not rejoin, or 0 if there is none."""
+    """Return the number of the newest policy with these values that this rank has left, or 0 if there is none."""
     return services.shared(Board).newest_left(key_of(ranks, values))
 
 
@@ -178,7 +177,7 @@ async def welcomed(
     left: int,
     attempt: int,
 ) -> tuple[Welcome, int]:
-    """Ask all members for admission to their policy. Return the leader's answer and the leader's rank.
+    """Ask all members to admit this restarted rank. Return the leader's answer and rank.
 
     Args:
         left: Result of :func:`newest_left` before the first attempt to join.
@@ -186,7 +185,7 @@ async def welcomed(
 
     Raises:
         ClosedError: All other ranks were restarted as well, so the policy is not running on any rank.
-        AsyncdistError: The policy has other values, has ended, or did not answer in time.
+        AsyncdistError: The policy has other values or has ended, or no leader has answered in time.
     """
     board = services.shared(Board)
     application = Application(services, board, ranks, values, timeout_s, left=left, attempt=attempt)

@@ -1,4 +1,4 @@
-"""Carries a policy's messages about its coordinator, newcomers and emigrants.
+"""Exchanges messages about each policy's coordinator, about restarted ranks, and about donors for other islands.
 
 All policies of a rank share one channel for these messages. The rank also answers messages about policies that it has
 left.
@@ -25,12 +25,12 @@ IslandMessage: TypeAlias = Emigrant | Invitation | Declined
 NewcomerMessage: TypeAlias = Request | Waiting | Welcome | Refusal | Over | Ambiguous
 BoardMessage: TypeAlias = SuccessionMessage | IslandMessage | NewcomerMessage
 
-#: Number of left policies that a rank remembers. Older policies are assumed to have no members.
+#: Number of policies that a rank still knows after it has left them. Older policies are assumed to have no members.
 LEFT_COUNT_MAX: Final = 1024
 
 
 class Board:
-    """Passes messages about coordinators to this rank's policies, and answers messages about policies it has left.
+    """Passes messages about coordinators to this rank's policies, and answers those about policies it has left.
 
     Each rank has one board.
     """
@@ -77,7 +77,7 @@ class Board:
             del self._left[next(iter(self._left))]
 
     def newest_left(self, key: int) -> int:
-        """Return the newest policy with this request key that this rank has left, or 0 if there is none."""
+        """Return the number of the newest policy with this request key that this rank has left, or 0 without one."""
         return next((policy for policy in reversed(self._left) if self._left[policy] == key), 0)
 
     def leave(self, policy: int) -> None:
@@ -100,7 +100,7 @@ class Board:
             logger.debug("%s to rank %d: %s", type(message).__name__, dest, error)
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
-        """Schedule the handling of a message.
+        """Schedule the handling of a message for the next iteration of the event loop.
 
         A policy may be executing its coordinator's instructions at this moment.
         """

@@ -1,14 +1,14 @@
-"""Tracks the members of a policy with a leader: losses, succession, departures and admissions.
+"""Tracks the members of a policy that has a leader: losses, departures, admissions and new leaders.
 
-The leader is the first member that is not lost and has not left. If the leader is lost, each member follows the next
-member. Messages between two ranks arrive in order, so a new leader and its members need no agreement about the
-succession. A leader may also *abdicate*: the next member then leads. A member that has abdicated leads again only if
-all members that have abdicated less often cannot lead. The resulting leader does not depend on the order in which
-messages of several abdicating leaders arrive.
+The leader is the first member that is not lost and has not left. If the leader is lost, the next member leads. Messages
+between two ranks arrive in order, so a new leader and its members need no agreement about the succession. A leader may
+also *abdicate*: the next member then leads. A member that has abdicated leads again only if all members that have
+abdicated less often cannot lead. The resulting leader does not depend on the order in which messages of several
+abdicating leaders arrive.
 
 The leader admits restarted ranks (*newcomers*) one at a time. It copies its whole state at the moment when the newcomer
 becomes a member. The newcomer gets this state when all other members count it as a member. If the leader is lost, the
-next leader therefore knows every newcomer that has a state. Other newcomers ask again
+next leader therefore knows every newcomer that has a state. Other newcomers repeat their requests
 (:mod:`protocols.joining.admission`).
 
 Before the members save their states, they can wait for each other (:meth:`Membership.settle`). No member makes a step
@@ -43,44 +43,44 @@ logger = logging.getLogger("protocols.joining.membership")
 
 
 class MembershipListener(Protocol):
-    """Interface through which a membership notifies its policy's exchange, or another mechanism, of changes."""
+    """Interface of objects that are notified of lost, departed and new members, and of a new leader."""
 
     def may_admit(self) -> bool:
-        """Return whether a newcomer could continue from this leader's present state."""
+        """Return whether a restarted rank could continue from this leader's present state."""
 
     def on_lost(self, rank: int) -> None:
         """Handle the loss or the departure of a member that is not the leader."""
 
     def on_new_leader(self) -> None:
-        """Handle the loss of the leader. :attr:`Membership.leader` is its successor, possibly this rank."""
+        """Handle the loss of the leader. :attr:`Membership.leader` is already its successor, possibly this rank."""
 
     def on_reachable(self, rank: int) -> None:
-        """Open this rank's channels to a restarted member, to whose new process this rank is connected."""
+        """Open this rank's channels to the new process of a restarted member."""
 
     def on_admitted(self, rank: int) -> None:
-        """As the leader, treat a newcomer as a member. It receives this rank's state."""
+        """As the leader, treat a restarted rank as a member from now on. It receives this rank's state."""
 
     def on_settling(self) -> None:
-        """As the leader, handle a change of :attr:`Membership.settling`."""
+        """As the leader, handle a change of the members that wait between two steps (:attr:`Membership.settling`)."""
 
 
 class Membership:
-    """Tracks all members of a policy on one member, and admits newcomers if this member leads.
+    """Tracks which ranks are members of a policy and which member leads. On the leader, admits restarted ranks.
 
     Args:
         members: Members in the order in which they may lead, including this rank.
         known: All ranks that may become members; by default the members.
         admitted: Number of restarts of each restarted member.
-        leader: Rank that has answered this newcomer's admission request; None on an initial member.
-        attempt: Number of this newcomer's attempt to join; 0 on an initial member.
-        replicas: Replicas of the ranks. Either all ranks are members, or the first rank of each replica. If a rank is
-            lost or leaves, all members of its replica are removed.
+        leader: Rank that has answered this rank's admission request if this rank was restarted; otherwise None.
+        attempt: Number of this restarted rank's attempt to join; 0 on an initial member.
+        replicas: Groups of ranks that train one model together. Either all ranks are members, or the first rank of each
+            replica. If a rank is lost or leaves, all members of its replica are removed.
 
     Attributes:
         living: Members that are not lost and have not left.
         is_broken: Whether another rank of this rank's replica is lost or has left.
-        is_joining: Whether this rank is a newcomer that has not loaded a state yet.
-        admission: Number of the state that the leader offers to this newcomer; 0 before this rank is admitted.
+        is_joining: Whether this rank was restarted and has not loaded a state yet.
+        admission: Number of the state that the leader offers to this restarted rank, or 0 before the admission.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Membership:
         self.admission = 0
 
     def open(self, concerned: MembershipListener) -> None:
-        """Start to track the members, and to notify ``concerned`` of changes."""
+        """Start to track the members, and to notify ``concerned`` of changes among them."""
         services = self._services
         self._concerned = concerned
         self._channel = services.open_channel(
@@ -161,15 +161,14 @@ class Membership:
         return rank == services.rank or is_present
 
     def _identity_of(self, rank: int) -> tuple[int, int]:
-        """Return the incarnation and attempt with which a member was admitted; zeros for an initial member."""
+        """Return the number of restarts and the attempt with which a member was admitted; zeros for an initial one."""
         return self._admitted.get(rank, (0, 0))
 
     def _has_left(self, rank: int) -> bool:
-        """Return whether a member has left since its last admission."""
         return rank in self._left and self._left[rank] >= self._identity_of(rank)
 
     def leave(self) -> None:
-        """Notify the other members that this rank leaves, and stop tracking them."""
+        """Notify the other members that this rank leaves the policy, and stop tracking them."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -212,7 +211,6 @@ class Membership:
         return self._settlings[rank].count if rank in self._settlings else 0
 
     def _report_settling(self) -> None:
-        """Report this member's last call of :meth:`settle`, if any, to the leader."""
         if self._settling.count and self.leads:
             self._note_settling(self._services.rank, self._settling)
         elif self._settling.count:
@@ -243,11 +241,11 @@ class Membership:
 
     @property
     def can_admit(self) -> bool:
-        """True if this rank leads, is not admitting another newcomer, and a newcomer could continue from its state."""
+        """True if this leader can now admit a restarted rank, which could continue from this rank's state."""
         return self.leads and self._newcomer is None and not self._is_closed and self._concerned.may_admit()
 
     def dismiss(self, rank: int, incarnation: int, attempt: int) -> bool:
-        """Count a member's earlier process or attempt as lost, because the member has asked for admission again.
+        """Count a member's earlier process as lost, because the member has asked for admission again.
 
         Returns:
             False if the request is outdated, because this incarnation and attempt, or a later one, was already
@@ -263,8 +261,8 @@ class Membership:
         """Admit a restarted rank. Return the number of the state to offer to it.
 
         Args:
-            newcomer: Rank, incarnation and attempt.
-            on_end: Function that is called when the newcomer has the state or is lost.
+            newcomer: Rank, number of restarts, and number of the attempt to join.
+            on_end: Function that is called when the restarted rank has the state or is lost.
         """
         me, rank = self._services.rank, newcomer[0]
         assert self.can_admit, "only a leader that is not busy admits"
@@ -284,7 +282,7 @@ class Membership:
         return self._admission_count
 
     def _note_acquainted(self, member: int) -> None:
-        """As the leader, continue the admission if the last awaited member has answered or left."""
+        """As the leader, continue the admission in progress if no member's answer is missing any longer."""
         if self._newcomer is None:
             return
         rank, is_given = self._newcomer[0], self._newcomer[0] in self._unacquainted
@@ -303,7 +301,10 @@ class Membership:
     # -- this newcomer ----------------------------------------------------------------------------------------------
 
     def complete_joining(self) -> None:
-        """Record that this newcomer has loaded the leader's state. The leader may have left since it sent the state."""
+        """Record that this restarted rank has loaded the leader's state, and notify the leader.
+
+        If the leader has left since it sent the state, the next member leads.
+        """
         self.is_joining = False
         self._post(Acquainted(self.me), self.leader)
         if self.leader not in self.living:
@@ -311,7 +312,7 @@ class Membership:
 
     @property
     def me(self) -> tuple[int, int, int]:
-        """Rank, incarnation and attempt of this newcomer."""
+        """This rank's number, its number of restarts, and the number of its attempt to join."""
         return self._services.rank, self._services.incarnation, self._attempt
 
     # -- events -----------------------------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ class Membership:
         self._services.engine.loop.call_soon(self._note_gone, rank)
 
     def _note_gone(self, rank: int) -> None:
-        """Handle the departure of a rank, or its loss, which counts as the loss of its whole replica.
+        """Handle the departure of a rank, or its loss. A loss removes all ranks of the lost rank's replica.
 
         After a departure, the other ranks of the replica remain members until they leave as well. If one of them leads,
         some members may still wait for its decisions.
@@ -347,7 +348,7 @@ class Membership:
             self._follow_next()
 
     def _follow_next(self) -> None:
-        """Follow the first member in the order, unless it is already the leader."""
+        """Make the first living member in the order the leader, unless it already leads."""
         if self._is_closed:
             return
         former, self.leader = self.leader, self.members()[0]
@@ -361,7 +362,7 @@ class Membership:
             self._on_leading()
 
     def abdicate(self) -> None:
-        """Let the next member lead, unless this rank is the only member or a newcomer waits for this leader."""
+        """Let the next member lead, unless this rank is the only member or is admitting a restarted rank."""
         me, others = self._services.rank, self.living - {self._services.rank}
         if not self.leads or not others or self._newcomer is not None or self._is_welcoming or self._is_closed:
             return
@@ -399,7 +400,6 @@ class Membership:
                 self._note_settled(message)
 
     def _note_admitted(self, number: int, message: Admitted) -> None:
-        """Record the members after the leader has admitted a newcomer, possibly this rank."""
         rank, *_ = message.newcomer
         ranks = [each for each, *_ in message.order]
         is_sound = message.newcomer in message.order and len(set(ranks)) == len(ranks) and self.known.issuperset(ranks)

@@ -1,6 +1,6 @@
-"""Defines the messages about a policy's coordinator, members and emigrants.
+"""Defines the messages about a policy's coordinator and members, and about donors for other islands.
 
-All policies of a rank share one channel for messages about coordinators and emigrants (:mod:`protocols.joining.board`).
+All policies of a rank share one channel for messages about coordinators and donors (:mod:`protocols.joining.board`).
 Each policy has its own channel for messages about members (:mod:`protocols.joining.membership`). Annotations are real
 objects instead of strings, since `get_type_hints` must return plain types.
 """
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Nomination:
-    """Asks the receiver to become coordinator, because the coordinator of ``epoch`` is lost or has stopped.
+    """Asks the receiver to become coordinator, because the present coordinator is lost or has stopped.
 
-    ``epoch`` is the newest epoch that the sender knows.
+    ``epoch`` is the number of the newest coordinator that the sender knows.
     """
 
     policy: int
@@ -21,7 +21,7 @@ class Nomination:
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
-    """Notifies a member that ``coordinator`` coordinates in ``epoch``.
+    """Notifies a member that ``coordinator`` is now the coordinator, with the number ``epoch``.
 
     ``incarnation`` is the number of restarts of the coordinator's rank.
     """
@@ -41,7 +41,7 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Emigrant:
-    """Announces the best member of an island, which can be a donor in another island.
+    """Announces the best member of an island, which can send its weights to another island.
 
     The coordinator of the member's island sends this message to one rank of the other island. That rank forwards the
     message once, to its own coordinator.
@@ -62,7 +62,7 @@ class Emigrant:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Invites an announced rank of another island to be a donor in the sender's island.
+    """Invites a rank of another island to send its weights to the sender's island.
 
     The sender is the coordinator of its island. The invited rank answers with `Joined`. All later messages use the
     channels of the sender's island.
@@ -103,7 +103,7 @@ class Abdicated:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Newcomer to leader: the newcomer has opened its channels, and waits for admission.
+    """Restarted rank to leader: the sender has opened its channels, and waits for admission.
 
     The leader waits for this message, because messages to closed channels may be lost after a failed attempt. A leader
     that has left answers with `Declined`.
@@ -116,7 +116,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Leader to all members, and then to the newcomer: the newcomer is now a member.
+    """Leader to all members, and then to the restarted rank: this rank is now a member.
 
     The frame's round is the number of the admission.
 
@@ -133,10 +133,10 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Acquainted:
-    """Member to leader: the sender counts the newcomer as a member, or is the newcomer and has loaded the state.
+    """Member to leader: the sender counts ``newcomer`` as a member, or is this rank and has loaded the state.
 
     Attributes:
-        newcomer: The newcomer's rank, incarnation and attempt.
+        newcomer: Rank, number of restarts and attempt of the admitted rank.
     """
 
     newcomer: tuple[int, int, int]

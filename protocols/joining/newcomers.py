@@ -1,7 +1,8 @@
 """Finds the policy that runs on the other ranks, and requests admission for a restarted rank (a *newcomer*).
 
 A newcomer sends its request to all live ranks until it is admitted, since the coordinator may change. The coordinator
-compares class, name, model and options, and answers with the scopes for messages between newcomer and members.
+compares class, name, model and options. It answers with the scopes (channel numbers) for messages between newcomer and
+members.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ ASK_AGAIN_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Newcomer to all ranks: requests admission to a running policy.
+    """Restarted rank to all ranks: requests admission to a running policy.
 
-    The message is short, since every newcomer sends it to every rank.
+    The message is short, since every restarted rank sends it to every rank.
 
     Attributes:
         key: Number that identifies all policies of this class and name on these ranks.
-        digest: Digest of the policy's class, name, model and options on the newcomer.
-        left: Number of the policy that the newcomer's process has left and must not rejoin, or 0 if there is none.
-        attempt: Number of the newcomer's attempt to join. If the leader is lost before admission, a new attempt begins.
+        digest: Digest of the policy's class, name, model and options on the sender.
+        left: Number of the policy that the sender's process has left and must not rejoin, or 0 if there is none.
+        attempt: Number of the sender's attempt to join. If the leader is lost before admission, a new attempt begins.
     """
 
     key: int
@@ -42,7 +43,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Coordinator to newcomer: the newcomer will be admitted between two rounds, and must use these message scopes.
+    """Coordinator to restarted rank: the receiver will be admitted between two rounds, and must use these scopes.
 
     Attributes:
         members: Ranks and incarnations of the present members. Only these members may become the coordinator.
@@ -60,7 +61,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Coordinator to newcomer: the running policy has other options or another model. ``values`` lists its values."""
+    """Coordinator to restarted rank: the running policy has another model or other options, which ``values`` lists."""
 
     key: int
     values: tuple[tuple[str, str], ...]
@@ -68,7 +69,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Answers a newcomer's request: the sender also waits for admission or, if ``has_ended``, has left the policy."""
+    """Answer to an admission request: the sender also waits for admission or, if ``has_ended``, has left the policy."""
 
     key: int
     has_ended: bool
@@ -76,7 +77,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """Answers a newcomer's request: the sender is in ``count`` policies with the same class, name and ranks."""
+    """Answer to an admission request: the sender is in ``count`` policies with the same class, name and ranks."""
 
     key: int
     count: int
@@ -106,7 +107,7 @@ class RequestBoard(Protocol):
 
 
 class Application:
-    """Sends one newcomer's admission requests, and evaluates the answers.
+    """Sends a restarted rank's admission requests, and evaluates the answers.
 
     Args:
         timeout_s: Seconds to wait for each answer of the coordinator.
@@ -177,11 +178,11 @@ class Application:
         self._services.engine.recheck()
 
     def note_round(self) -> None:
-        """Restart the timeout, because this rank has completed a round."""
+        """Restart the timeout, because this rank has completed an attempt to receive a member's state."""
         self._deadline = self._services.time() + self._timeout_s
 
     def close(self) -> None:
-        """Stop receiving answers."""
+        """Stop receiving answers to this rank's admission requests."""
         self._board.end_application(self)
 
     async def welcomed(self) -> tuple[Welcome, int]:
@@ -199,7 +200,6 @@ class Application:
         return welcome
 
     def _ask(self) -> None:
-        """Send a request to newly connected ranks, or to all ranks if the next request is due."""
         now, others = self._services.time(), self._others()
         if now >= self._ask_again_at:
             waited_s = now - self._began_at if self._answer_s is None else 2 * self._answer_s

@@ -1,7 +1,7 @@
-"""Base class of policies with a membership, which restarted ranks can join while the policy runs.
+"""Base class of policies that restarted ranks can join while the policy runs.
 
-A subclass has a mechanism (such as an exchange) that it opens with the membership. A newcomer loads the leader's whole
-state: the weights, the optimizer's state, and the policy's own state.
+A subclass has a mechanism (such as an exchange of weights) that it opens with the membership. A restarted rank loads
+the leader's whole state: the weights, the optimizer's state, and the policy's own state.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ class JoinablePolicy(SpawnPolicy):
     takes_metric: ClassVar[bool] = False
     admits_restarted = True
     _replicas: Replicas = SINGLE
-    #: Names of the agreed values that change while the policy runs. A newcomer's values for these names may differ.
+    #: Names of the agreed values that change while the policy runs. A restarted rank's values for these names may
+    #: differ.
     progress_names: ClassVar[tuple[str, ...]] = ()
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
-        """Open the mechanism, and create the admission with :meth:`_new_admission`."""
+        """Open the policy's mechanism, such as an exchange, and create the admission with :meth:`_new_admission`."""
 
     @abc.abstractmethod
     def _opened_admission(self) -> Admission:
@@ -49,11 +50,11 @@ class JoinablePolicy(SpawnPolicy):
 
     @abc.abstractmethod
     def _begin_joined(self) -> None:
-        """Start to take part as a member, after this newcomer has loaded the leader's state."""
+        """Start to take part as a member, after this restarted rank has loaded the leader's state."""
 
     @abc.abstractmethod
     def _take_whole(self) -> None:
-        """Complete the loading of the leader's state, and drop the parts that only a leader has."""
+        """Complete the loading of the leader's state, and drop the parts that only a leader keeps."""
 
     # -- starting and joining ---------------------------------------------------------------------------------------
 
@@ -67,14 +68,13 @@ class JoinablePolicy(SpawnPolicy):
         self._open(Membership(self._services, scopes, members, known=known, replicas=self._replicas), scopes)
 
     def _leading_order(self) -> Sequence[int]:
-        """Return the members in the order in which they may lead."""
         return self._member_ranks()
 
     def _new_admission(self, membership: Membership, scopes: PolicyScopes) -> Admission:
         return Admission(self._services, membership, scopes, self._members, self._shared_values())
 
     def _shared_values(self) -> dict[str, str]:
-        """Return the agreed values that training does not change, so that they are equal on members and newcomers."""
+        """Return the agreed values that training does not change. They are equal on members and restarted ranks."""
         return {name: value for name, value in self._agreed_values().items() if name not in self.progress_names}
 
     async def _join(self) -> None:
@@ -139,14 +139,13 @@ class JoinablePolicy(SpawnPolicy):
         return True
 
     def _whole_state(self) -> dict[str, Any]:
-        """Return this rank's state after the current step, for a newcomer to continue from."""
+        """Return this rank's state after the current step, from which a restarted rank can continue."""
         weights = self._flat.new_buffers()
         self._flat.snapshot(weights)
         policy = {**self.state_dict(), "iteration": self.iteration + 1}
         return {"weights": weights.by_name(), "optimizer": named_state(self.model, self.optimizer), "policy": policy}
 
     def _restore_whole(self, state: Mapping[str, Any]) -> None:
-        """Load the leader's whole state, except the parts that only a leader has."""
         weights = self._flat.new_buffers()
         for name, tensor in weights.by_name().items():
             tensor.copy_(state["weights"][name])

@@ -1,7 +1,7 @@
 """Divides the members of a policy into replicas: groups of ranks that train one model together, as under DDP.
 
 The ranks with the same index in their replicas are *counterparts*: they have the same part of the model. All ranks are
-members, but a replica takes part as a whole. If one of its ranks is lost or leaves, the replica no longer counts.
+members. If one rank of a replica is lost or leaves, the whole replica no longer takes part.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Divides ``ranks`` into replicas of ``size`` consecutive ranks. If ``size`` is 1, each rank is a replica.
+    """Divides ``ranks`` into groups of ``size`` consecutive ranks, which each train one replica of the model.
 
     Attributes:
         ranks: All ranks of the policy, in the group's order.
@@ -38,7 +38,7 @@ class Replicas:
         return self.ranks if self.size == 1 else self.ranks[self.index(rank) :: self.size]
 
     def place_of(self, rank: int) -> dict[str, int]:
-        """Return entries for a saved state that identify the part of the model on ``rank``."""
+        """Return entries for a checkpoint that identify the part of the model on ``rank``."""
         return {"replica_size": self.size, "replica_index": self.index(rank)}
 
     def check_saved(self, rank: int, state: Mapping[str, Any]) -> None:

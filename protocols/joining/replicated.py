@@ -57,7 +57,6 @@ class ReplicatedPolicy(JoinablePolicy):
         return ranks
 
     def _holds_shards(self) -> bool:
-        """Return whether the model is sharded, so that each rank of a replica has a different part."""
         return bool(self._flat.mesh_ranks)
 
     def _reshard(self) -> None:
@@ -80,7 +79,6 @@ class ReplicatedPolicy(JoinablePolicy):
     def _announce_average(
         self, on_event: Callable[[PolicyEvent], None] | None, info: StepInfo, weights: Sequence[float]
     ) -> None:
-        """Call ``on_event``, if given, with an event for the average that this step has applied."""
         if on_event is None:
             return
         state = self._snapshots.acquire()

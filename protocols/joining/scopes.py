@@ -41,7 +41,7 @@ class PolicyScopes:
 
     @classmethod
     def of_running(cls, welcome: Welcome, values: Mapping[str, str]) -> PolicyScopes:
-        """Return the scopes of a running policy, from the coordinator's answer to this restarted rank."""
+        """Return the scopes of a running policy, as sent by its coordinator to this restarted rank."""
         scopes = cls.__new__(cls)
         scopes.policy, scopes.values = welcome.policy, dict(values)
         scopes.to_members, scopes.to_coordinator = welcome.to_members, welcome.to_coordinator
@@ -50,7 +50,7 @@ class PolicyScopes:
 
     @classmethod
     def elsewhere(cls, to_members: int, to_coordinator: int) -> PolicyScopes:
-        """Return scopes for messages to another island's policy."""
+        """Return scopes for messages to the policy of another island."""
         scopes = cls.__new__(cls)
         scopes.policy = scopes.between = 0
         scopes.values, scopes.marks = {}, ()

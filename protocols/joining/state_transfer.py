@@ -1,8 +1,8 @@
-"""Transfers the optimizer's and the policy's state from a donor to a restarted rank, in addition to the weights.
+"""Sends a member's optimizer and policy state to a restarted rank, in addition to the weights.
 
-In the step that takes the snapshot, the donor copies the state into one uint8 tensor. It begins with a description that
-contains no code, followed by the contents of all tensors. The restarted rank receives two streams: the size, and then
-the state.
+In the step that copies the weights, the sender copies the state into one uint8 tensor. The tensor contains a
+description without code, and then the contents of all tensors. The restarted rank receives two streams: the size, and
+then the state.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _unpacked(data: torch.Tensor) -> Any:
 
 
 def cloned(node: Any) -> Any:
-    """Copy each tensor of a tree, so that the tree does not keep the memory of a whole received state."""
+    """Return a copy of a tree, whose tensors do not share the memory of a received state."""
     return node.clone() if isinstance(node, torch.Tensor) else _mapped(cloned, node)
 
 
@@ -142,10 +142,10 @@ class WholeState(Protocol):
 
 
 class Heir(Protocol):
-    """Interface to adopt a donor's optimizer and policy state when this rank copies the donor's weights."""
+    """Interface to adopt another rank's optimizer and policy state when this rank copies that rank's weights."""
 
     def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> Callable[[StepInfo], StepInfo]:
-        """Check a donor's state without changing this rank. An exception postpones the round to the next step.
+        """Check the state of ``donor`` without changing this rank. An exception postpones the round to the next step.
 
         Args:
             parts: Result of :meth:`WholeState.whole_state` on the donor.
@@ -165,7 +165,7 @@ def copied(whole: WholeState) -> torch.Tensor | None:
 
 
 class StateTransfer:
-    """Sends this rank's state to restarted ranks. On a restarted rank, receives a member's state."""
+    """Sends this rank's optimizer and policy state to restarted ranks, or receives a member's state."""
 
     def __init__(self, services: Services, scope: int) -> None:
         self._services = services
@@ -176,7 +176,7 @@ class StateTransfer:
         )
 
     def offer(self, round: int, state: torch.Tensor) -> None:
-        """Let restarted ranks request ``state`` in ``round``, until :meth:`withdraw` is called."""
+        """Let other ranks request ``state`` in ``round``, until :meth:`withdraw` is called."""
         self._offered = round, state
 
     def admit(self, rank: int) -> None:
@@ -184,7 +184,7 @@ class StateTransfer:
         self._channel.admit(rank)
 
     def withdraw(self) -> None:
-        """Stop the streams of the offered state, and free the state."""
+        """Stop sending the offered state, and free its memory."""
         self._offered = None
         for stream in self._under_way.values():
             stream.stop()

@@ -1,8 +1,8 @@
 """Base class of one-sided policies. Their ranks read the snapshots that other ranks publish, and wait for no rank.
 
-Each rank publishes snapshots of its state. When it begins a *replacement*, a background task reads snapshots of other
-ranks, its donors, and averages them in rank order, while the rank trains. The next ``step`` after the last read applies
-the average.
+Each rank publishes snapshots of its state. For a *replacement* of its weights, a background task reads snapshots of
+other ranks (the donors), and averages them in rank order. Meanwhile, the rank continues to train. The next ``step``
+after the last read applies the average.
 
 Invariants: Weights are changed and copied only inside ``step``. A snapshot is used only if it was read completely, with
 its metric. A replacement that does not complete leaves the weights unchanged, and its reason is reported.
@@ -45,7 +45,8 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.one_sided.policy")
 
-#: Maximum number of attempts per replacement. An attempt fails if a snapshot is overwritten while it is read.
+#: Maximum number of attempts to average other ranks' snapshots. An attempt fails if a snapshot is overwritten while it
+#: is read.
 _ATTEMPT_COUNT: Final = 3
 
 
@@ -54,7 +55,7 @@ class OneSidedPolicy(JoinablePolicy):
 
     Args:
         averaging: Options for replacing the weights and for reporting.
-        read_timeout_s: Seconds to read all donors of a replacement.
+        read_timeout_s: Seconds in which all snapshots for one average must be read.
         options: Options of :class:`SpawnPolicy`.
     """
 
@@ -110,7 +111,7 @@ class OneSidedPolicy(JoinablePolicy):
 
     @abc.abstractmethod
     async def _train_on(self, local_metric: MetricSource, info: StepInfo) -> None:
-        """Publish a snapshot and begin a replacement, if they are due in this step.
+        """Publish a snapshot, and begin to replace this rank's weights, if these are due in this step.
 
         Args:
             info: The step's result, which reports a replacement that the step has applied or abandoned.
@@ -128,7 +129,7 @@ class OneSidedPolicy(JoinablePolicy):
         """
 
     def _momentum(self, replacement: Replacement) -> float | None:
-        """Return the fraction of the own weights that a replacement keeps, or None to use the ``momentum`` option."""
+        """Return the fraction of this rank's weights that a replacement keeps, or None for the ``momentum`` option."""
         del replacement
         return None
 
@@ -155,7 +156,7 @@ class OneSidedPolicy(JoinablePolicy):
             self._random.setstate(self._draws)
 
     async def _start(self) -> None:
-        """Agree with the other members, and open the window through which they publish snapshots."""
+        """Agree with the other members on the options, and open the window through which all publish snapshots."""
         if self.admits_restarted:
             await super()._start()
             return
@@ -188,7 +189,6 @@ class OneSidedPolicy(JoinablePolicy):
         self._admission = self._new_admission(membership, scopes)
 
     def _open_window(self, window: VersionedWindow) -> None:
-        """Store an open window, and prepare to read from it."""
         world = self._world
         self._exposure = window
         self._reader = DonorReader(
@@ -256,12 +256,10 @@ class OneSidedPolicy(JoinablePolicy):
         return [f"{self._reader.accumulators.in_use} accumulators of policy {self.name or type(self).__name__}"]
 
     def _own_state(self) -> dict[str, Any]:
-        """Return the state of the random generator, to be saved with the policy."""
         is_started = self._stage != "new" and not self.is_alone
         return {"draws": self._random.getstate() if is_started else self._draws}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the random generator. Raise an error if it is damaged."""
         draws = state["draws"]
         # JSON has converted the tuples of the generator's state to lists.
         self._draws = None if draws is None else (draws[0], tuple(draws[1]), draws[2])
@@ -302,7 +300,7 @@ class OneSidedPolicy(JoinablePolicy):
         return info
 
     def _publish(self, metric: float) -> None:
-        """Publish a snapshot of this rank's state with a metric, unless an earlier snapshot still uses the memory."""
+        """Publish a snapshot with this metric, unless an earlier snapshot still uses the memory."""
         assert self._exposure is not None, "a step outside the policy"
         self._own_metric = metric
         if self._is_publishing:
@@ -325,7 +323,7 @@ class OneSidedPolicy(JoinablePolicy):
         self._services.engine.watch(copy, what, lambda _: self._expose(state, iteration, metric, began_at))
 
     def _expose(self, state: FlatBuffers, iteration: int, metric: float, began_at: float) -> None:
-        """Publish a complete snapshot.
+        """Publish a snapshot whose copy is complete.
 
         If the snapshot contains NaN, its metric is published as NaN, so that no rank chooses it as a donor. This rank
         also uses NaN as its own metric, since a diverged rank should be replaced.
@@ -373,12 +371,12 @@ class OneSidedPolicy(JoinablePolicy):
         return info
 
     def _note_applied(self) -> None:
-        """Handle the application of a replacement, before it is announced to the user."""
+        """Handle the application of an average. Called before the user is notified."""
 
     # -- a replacement, in the background ---------------------------------------------------------------------------
 
     async def _replace(self, replacement: Replacement) -> None:
-        """Choose and read donors until the average is complete or the replacement is abandoned."""
+        """Choose donors and read their snapshots, until the average is complete or the replacement is abandoned."""
         deadline = self._world.time() + self._read_timeout_s
         reason = "it was cancelled"
         try:

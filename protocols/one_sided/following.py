@@ -1,4 +1,4 @@
-"""Notifies a one-sided policy's window of lost, departed and newly admitted members."""
+"""Stops and starts reading other ranks' snapshots as members are lost, leave or are admitted."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from asyncdist.protocols.joining.membership import Membership
 
 
 class WindowFollower:
-    """Stops reading from members that leave or are lost, and starts reading from admitted members."""
+    """Stops reading snapshots of members that leave or are lost, and starts reading those of admitted members."""
 
     def __init__(self, membership: Membership, window: FollowedWindow) -> None:
         self._membership = membership
         self._window = window
 
     def may_admit(self) -> bool:
-        """Return True, because a newcomer can continue from the leader's state after each step."""
+        """Return True, because a restarted rank can continue from the leader's state after each step."""
         return True
 
     def on_lost(self, rank: int) -> None:
@@ -31,7 +31,7 @@ class WindowFollower:
         self._window.admit(rank)
 
     def on_admitted(self, rank: int) -> None:
-        """Do nothing: :meth:`on_reachable` has already handled the newcomer."""
+        """Do nothing, because :meth:`on_reachable` has already handled the restarted rank."""
 
     def on_settling(self) -> None:
-        """Do nothing: members of a one-sided policy do not wait for each other."""
+        """Do nothing, because members of a one-sided policy do not wait for each other."""

@@ -3,11 +3,11 @@
 There is no coordinator and there are no common rounds. A replacement on a member has four steps:
 
 1. Every ``average_every`` steps, the member publishes its metric and a snapshot of its state, and continues to train.
-2. When its age or its metric meets the criterion (``replacement_mode``), the member decides to be replaced.
-3. It samples donors, and averages their newest snapshots in rank order.
+2. When its age or its metric meets the criterion (``replacement_mode``), the member decides to replace its weights.
+3. It samples other members as donors, and averages their newest snapshots in rank order.
 4. In its next ``step``, the average replaces its weights.
 
-The base class publishes, reads and replaces (:mod:`protocols.one_sided.base`).
+The base class implements these steps (:mod:`protocols.one_sided.base`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
     """Selective averaging without a coordinator, after torchgfn's one-sided policies.
 
     Each rank publishes a snapshot of its weights and its metric every ``average_every`` steps. A rank decides by its
-    age or its metric (``replacement_mode``) to be replaced. It then reads the newest snapshots of donors, and its next
-    ``step`` applies their average.
+    age or its metric (``replacement_mode``) to replace its weights. It then reads the newest snapshots of other ranks
+    (its donors), and its next ``step`` applies their average.
 
     ::
 
@@ -209,7 +209,6 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
         self._begin_life()
 
     async def _attempt(self, replacement: Replacement, deadline: float) -> str:
-        """Read the other ranks' metrics, choose donors, and average the donors' snapshots."""
         rank, count_max = self._world.rank, sample_count(self._group.size, self._rules)
         answered_by = min(deadline, self._world.time() + self._read_timeout_s / 4)
         metrics = await self._reader.metrics(self._own_metric, count_max, self._random.sample, answered_by)

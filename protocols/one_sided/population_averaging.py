@@ -6,7 +6,7 @@ all k ranks:
 
     theta_i = (1 - pull) theta_i + pull * (theta_i + (k - 1) mean(s_j)) / k
 
-theta_i is the rank's own weights in that step. mean(s_j) is the mean of the donors' snapshots. It is an estimate for
+theta_i is the rank's own weights in that step. mean(s_j) is the mean of the donors' snapshots. It estimates the mean of
 all k - 1 other ranks that offer a snapshot. The formula equals PAPA (:mod:`protocols.simple.population_averaging`) if
 all snapshots are from the same step and all other ranks are donors. Here the snapshots are older, so a pull slightly
 changes the mean of all ranks.
@@ -150,7 +150,6 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
                 await self._begin_replacement(self._counts["begun"])
 
     async def _attempt(self, replacement: Replacement, deadline: float) -> str:
-        """Draw donors among the ranks that offer a snapshot, and average their newest snapshots."""
         limit = DEFAULT_DONOR_COUNT_MAX if self._pull.donor_count is None else self._pull.donor_count
         answered_by = min(deadline, self._world.time() + self._read_timeout_s / 4)
         metrics = await self._reader.metrics(None, max(SAMPLE_COUNT, limit), self._random.sample, answered_by)

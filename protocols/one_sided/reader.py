@@ -23,10 +23,10 @@ class Replacement:
 
     Attributes:
         number: Number of the replacement among this rank's replacements, from 1.
-        judged_at: Time on the world's clock at which this rank decided to be replaced.
+        judged_at: Time on the world's clock at which this rank decided to replace its weights.
         donors: Donors whose snapshots were added, in ascending order.
         weights, versions, iterations: Weight, version and iteration of each donor's snapshot, in the order of
-        ``donors``.
+            ``donors``.
         best: Donor whose integer and bool entries are copied, or -1 without donors.
         average: Accumulator of the average. None before the first donor, and if weights are reset without donors.
         complete: Whether the next step may apply the average.
@@ -89,8 +89,7 @@ class DonorReader:
         """Average the newest snapshots of the chosen donors into ``replacement``, in rank order.
 
         Raises:
-            UnreadableError: A snapshot was overwritten while it was read, or a chosen rank cannot be a donor any
-                longer.
+            UnreadableError: A snapshot was overwritten while it was read, or a chosen rank can no longer be a donor.
         """
         replacement.best = choice.best
         for values in (replacement.donors, replacement.weights, replacement.versions, replacement.iterations):
@@ -101,7 +100,7 @@ class DonorReader:
         return mean
 
     def release(self, replacement: Replacement) -> None:
-        """Return the replacement's accumulator, if there is one, to the pool."""
+        """Return the memory of the replacement's average, if there is any, to the pool."""
         if replacement.average is not None:
             self.accumulators.release(replacement.average)
             replacement.average = None

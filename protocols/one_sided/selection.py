@@ -1,4 +1,4 @@
-"""Decides in one-sided selective averaging whether a rank is replaced, and which ranks are its donors.
+"""Decides, in one-sided selective averaging, whether a rank replaces its weights, and which ranks are its donors.
 
 Each rank decides on its own, based on its metric and the newest published metrics of other ranks. In a large group, it
 compares itself with a random sample of `SAMPLE_COUNT` ranks.
@@ -21,7 +21,7 @@ from asyncdist.protocols.ranking import (
     replacer_count,
 )
 
-#: Criterion by which a rank is replaced.
+#: Criterion by which a rank decides to replace its weights.
 ReplacementMode: TypeAlias = Literal["age", "threshold", "worst_ratio"]
 REPLACEMENT_MODES: Final[tuple[ReplacementMode, ...]] = get_args(ReplacementMode)
 
@@ -51,7 +51,7 @@ def _is_pair_of_ages(ages: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneSidedRules(JudgingRules):
-    """Options of one-sided selective averaging that determine whether a rank is replaced, and its donors.
+    """Options of one-sided selective averaging that determine when a rank replaces its weights, and its donors.
 
     Raises:
         ValueError: An option has the wrong type or is out of range.
@@ -109,7 +109,7 @@ class Choice:
     Attributes:
         donors: Ranks of the donors, in ascending order. Empty for `reset_weights`.
         best: Donor whose integer and bool entries are copied, or -1 without donors.
-        floor: Metric at which a donor's weight is 0, or None if all weights are 1.
+        floor: Metric for which a donor's weight is 0, or None if all weights are 1.
         sign: 1.0 if larger metrics are better, -1.0 if smaller metrics are better.
         exponent: Weights are divided by two to this power, so that they fit into float32.
     """
@@ -146,19 +146,23 @@ def _gain(metric: float, floor: float, sign: float) -> tuple[float, int]:
 
 
 def is_among_worst(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> bool:
-    """Return whether the mode `worst_ratio` replaces `rank`, given the known metrics by rank."""
+    """Return whether `rank` is among the worst ranks, which the mode `worst_ratio` replaces.
+
+    Args:
+        metrics: Known metrics by rank, including the metric of `rank`.
+    """
     return rank in _worst(metrics, rules)
 
 
 def is_dying(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> bool:
-    """Return whether `rank` is replaced because of its metric. Always False with the mode `age`."""
+    """Return whether `rank` must replace its weights because of its metric. Always False with the mode `age`."""
     if rules.replacement_mode == "threshold":
         return is_worse(metrics[rank], rules.threshold_metric, rules.metric_mode)
     return rules.replacement_mode == "worst_ratio" and is_among_worst(rank, metrics, rules)
 
 
 def donor_limit(member_count: int, rules: OneSidedRules) -> int:
-    """Return the maximum number of donors. `donor_ratio` is used as the decimal number that the user wrote."""
+    """Return the maximum number of donors, computed exactly from the decimal `donor_ratio` that the user wrote."""
     if rules.donor_count is not None:
         return int(rules.donor_count)
     ratio = DEFAULT_DONOR_RATIO if rules.donor_ratio is None else rules.donor_ratio
@@ -178,7 +182,7 @@ def sample_count(member_count: int, rules: OneSidedRules) -> int:
 def choose(
     rank: int, metrics: Mapping[int, float], member_count: int, rules: OneSidedRules, sample: Sample
 ) -> Choice | None:
-    """Choose the donors for the replaced `rank`, and their weights.
+    """Choose the ranks whose snapshots replace the weights of `rank`, and how to weight them.
 
     Donors are sampled from the ranks that have a finite metric and would not themselves be replaced. With `best_only`,
     the best of the sampled ranks is the only donor. With `weighted_mean`, a donor's weight is the difference between

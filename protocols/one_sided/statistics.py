@@ -12,7 +12,7 @@ from asyncdist.wording import plural, size_in_words
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Number, sum and maximum of the durations of one operation, such as publishing."""
+    """Number, sum and maximum, in seconds, of the durations of one operation such as publishing."""
 
     count: int = 0
     total_s: float = 0.0
