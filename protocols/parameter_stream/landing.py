@@ -1,4 +1,4 @@
-"""Chooses the memory in which a replacer receives the donors' chunks: its accumulator, or a ring of buffers.
+"""Chooses the memory in which chunks of other ranks' weights are received: an accumulator, or a ring of buffers.
 
 If the accumulator has the dtype of the snapshots, the first donor's chunks are received directly into it. All other
 chunks are received into the pages of the ring, where small chunks share a page.
@@ -18,7 +18,7 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 #: Maximum number of concurrently requested snapshots. Each iteration of the event loop tests all their receives.
 ASKED_COUNT_MAX: Final = 16
-#: Maximum number of shares (one donor's chunks and their memory) that a layout caches.
+#: Maximum number of shares (lists of one donor's chunks and their memory) that a layout caches.
 SHARE_COUNT_MAX: Final = 2 * ASKED_COUNT_MAX
 #: Alignment of chunks in a page: the size of the widest element.
 _ALIGNMENT_NBYTES: Final = 16
@@ -35,7 +35,7 @@ class ChunkRing:
         self._scratch: torch.Tensor | None = None
 
     def layout_of(self, accumulator: FlatBuffers) -> Layout:
-        """Return the cached layout of streams into ``accumulator``."""
+        """Return the cached layout, which assigns memory to the chunks of streams into ``accumulator``."""
         found = self._layouts.get(accumulator)
         if found is None:
             found = self._layouts[accumulator] = Layout(accumulator, self.chunk_nbytes)
@@ -56,7 +56,7 @@ class ChunkRing:
         return found
 
     def scratch(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Return the scratch buffer as ``count`` elements of ``dtype``. The next call reuses its memory."""
+        """Return a buffer of ``count`` elements of ``dtype``, whose memory the next call reuses."""
         nbytes = count * dtype.itemsize
         if self._scratch is None or self._scratch.nbytes < nbytes:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -70,7 +70,7 @@ class ChunkRing:
 
 
 class LandingPiece(NamedTuple):
-    """Chunk of a flat state, which every donor sends.
+    """A chunk of a model's weights, which every donor sends.
 
     Attributes:
         into: Elements of the accumulator to which the chunk is added or copied.
@@ -87,7 +87,7 @@ class LandingPiece(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """One chunk from one donor. ``chunk`` is its memory in the ring, or None if the accumulator receives it."""
+    """One chunk from one donor. ``chunk`` is its buffer, or None if it is received directly into the accumulator."""
 
     piece: LandingPiece
     page: int
@@ -105,7 +105,7 @@ class _Share(NamedTuple):
 
 
 class Layout:
-    """Assigns memory to the chunks of streams into one accumulator: its tensors or the ring's pages."""
+    """Assigns memory to received chunks: the tensors of one accumulator, or the pages of a ring of buffers."""
 
     def __init__(self, accumulator: FlatBuffers, chunk_nbytes: int) -> None:
         self.pieces = _pieces(accumulator, chunk_nbytes)
@@ -149,7 +149,6 @@ class Layout:
 
 
 def _pieces(accumulator: FlatBuffers, chunk_nbytes: int) -> list[LandingPiece]:
-    """Return the chunks of the whole state, beginning with the chunks of averaged tensors."""
     pieces = []
     averaged = accumulator.averaged().keys()
     for number, (dtype, tensor) in enumerate(parts_of(accumulator, exact=True)):

@@ -25,7 +25,7 @@ _CHUNK_UNIT: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class PartGrant:
-    """Receiver to sender: requests a stream of a part of the sender's snapshot, or of that part's mean.
+    """Receiver to sender: requests one part of the sender's snapshot, or the mean of that part, as a stream.
 
     Attributes:
         slot: Slot of the sender that the stream uses.
@@ -49,7 +49,7 @@ class PartGrant:
 
 @dataclass(frozen=True, slots=True)
 class LocateRequest:
-    """Receiver to sender: asks for the address of the round's snapshot, to read it directly from the sender's memory.
+    """Receiver to sender: asks for the address of the round's snapshot, to read it from the sender's memory.
 
     Attributes:
         slot: Number of the request, negative to distinguish it from the slots of streams.
@@ -99,7 +99,7 @@ StreamMessage = Grant | PartGrant | Cancel | LocateRequest | Location
 
 
 def mean_asked(request: Request) -> Part | None:
-    """Return the part whose mean is requested, or None if a donor's snapshot is requested."""
+    """Return the part whose mean ``request`` asks for, or None if it asks for a donor's snapshot."""
     if isinstance(request, Grant) or (isinstance(request, PartGrant) and not request.of_mean) or request.part < 0:
         return None
     return Part(request.part, request.part_count)
@@ -132,5 +132,5 @@ def part_chunk_nbytes(nbytes: int, chunk_count: int | None = None) -> int:
 
 
 def safe_point_count(nbytes: int) -> int:
-    """Return the number of safe points that each end of a stream needs: one per window of chunks."""
+    """Return the number of safe points that each end of a stream of this size needs: one per window of chunks."""
     return max(1, -(-nbytes // (CHUNK_NBYTES * WINDOW_COUNT)))

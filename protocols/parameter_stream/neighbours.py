@@ -33,8 +33,8 @@ logger = logging.getLogger("protocols.parameter_stream.neighbours")
 
 #: Snapshots with fewer bytes are streamed: requesting an address and reading the memory would not be faster.
 READ_NBYTES_MIN: Final = 1 << 20
-# : Number of failed reads after which a donor's memory is no longer read. One failure may only mean that the round
-# ended during the read.
+#: Number of failed reads after which a donor's memory is no longer read. One failure may only mean that the round ended
+#: during the read.
 TRIAL_COUNT: Final = 3
 #: Number of shared memory blocks per donor that stay mapped, since mapping a block again costs page faults.
 _MAPPED_COUNT: Final = 8
@@ -54,13 +54,13 @@ class Neighbours:
         self._last_slot = 0
 
     def ask(self, donor: int, nbytes: int, *, round: int, mean_of: Part | None = None) -> Reading | None:
-        """Request the address of a donor's snapshot or of a reducer's mean.
+        """Request the memory address of a donor's snapshot, or of the mean of a part on its reducer.
 
         Args:
             mean_of: Part whose mean is requested, or None for a donor's snapshot.
 
         Returns:
-            The reading, which the caller must close. None if the snapshot must be streamed.
+            Object that reads the memory, which the caller must close. None if the snapshot must be streamed.
 
         Raises:
             RankLostError: The rank is lost.
@@ -74,7 +74,7 @@ class Neighbours:
         return reading if donor in self._readable else None
 
     def on_location(self, donor: int, location: Location) -> None:
-        """Pass a donor's answer to the reading that waits for it. Drop the answer if that reading was closed."""
+        """Pass a donor's answer to the :class:`Reading` that waits for it, unless that was closed."""
         reading = self._asked.get(location.slot)
         if reading is None or reading.donor != donor:
             return
@@ -86,7 +86,10 @@ class Neighbours:
             self.note_failure(donor)
 
     def note_failure(self, donor: int) -> None:
-        """Count a failed read. The donor's next snapshot, or all after ``TRIAL_COUNT`` failures, will be streamed."""
+        """Count a failed read of a donor's memory, and stream its next snapshot.
+
+        After ``TRIAL_COUNT`` failures, all its snapshots are streamed.
+        """
         self._readable.discard(donor)
         self._failures[donor] += 1
 
@@ -95,7 +98,7 @@ class Neighbours:
         del self._failures[donor]
 
     def memory_of(self, donor: int, packed: bytes) -> torch.Tensor | None:
-        """Return a donor's shared memory, which is mapped if necessary; None if it cannot be mapped."""
+        """Return a donor's shared memory as a tensor, mapping it first if necessary, or None if it cannot be mapped."""
         mapped = self._mapped.setdefault(donor, {})
         memory = mapped.pop(packed, None)
         if memory is None:
@@ -114,7 +117,7 @@ class Neighbours:
         self._asked.pop(slot, None)
 
     def forget(self, rank: int) -> None:
-        """Forget a restarted rank's previous process, and drop pending requests to it."""
+        """Forget what is known about a restarted rank's previous process, and drop pending requests to that process."""
         self._readable.discard(rank)
         self._mapped.pop(rank, None)
         del self._failures[rank]
@@ -123,7 +126,7 @@ class Neighbours:
 
 
 class Reading:
-    """Reads one snapshot from a donor's memory.
+    """Reads one snapshot from the memory of another process on this host.
 
     Attributes:
         process: Process of the donor. None before the donor has answered, and if its memory cannot be read.
@@ -230,11 +233,11 @@ class Reading:
             raise self._aborted(f"has withdrawn its snapshot, or cannot be read: {error}") from error
 
     def complete(self) -> None:
-        """Record that the whole snapshot was read."""
+        """Record that the whole snapshot was read successfully."""
         self._neighbours.note_success(self.donor)
 
     def close(self) -> None:
-        """Drop the request, so that a later answer is ignored."""
+        """Drop the request for the snapshot's address, so that a later answer is ignored."""
         self._neighbours.close(self._slot)
 
     def _aborted(self, what: str) -> AsyncdistError:
@@ -242,7 +245,7 @@ class Reading:
 
 
 class PartReading:
-    """Reads one part of a snapshot, or of a mean, from another rank's memory. Has the interface of a stream.
+    """Reads one part of a snapshot, or of a mean, from another rank's memory. Has the interface of a received stream.
 
     Args:
         pieces: Tuples of a tensor's index in the snapshot, the index of the first element to read, and the tensor that
@@ -291,10 +294,10 @@ class PartReading:
         self._reading.check()
 
     def complete(self) -> None:
-        """Record that the whole part was read."""
+        """Record that the whole part was read successfully."""
         self._reading.complete()
 
     def finish(self, cancel: object = None) -> None:
-        """Drop the request. Unlike a stream, send no cancel message."""
+        """Drop the request for the part's address. Unlike a stream, send no cancel message."""
         del cancel
         self._reading.close()

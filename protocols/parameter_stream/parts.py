@@ -1,7 +1,7 @@
-"""Divides a flat state into parts of equal size, and provides the memory in which the mean of one part is computed.
+"""Divides a model's weights into parts of equal size, and provides the memory in which one part is averaged.
 
 A part contains the same fraction of each tensor, so that all parts have equal sizes. Sums are elementwise, so the
-concatenated means of all parts are bitwise equal to the mean of the whole states.
+concatenated means of all parts are bitwise equal to the mean of all weights.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class PartBuffers(NamedTuple):
     """Memory for the mean of one part, and for that part of each donor's state.
 
     Attributes:
-        given: That part of each donor's state, in the stored dtypes. All donors share the memory for integer and bool
-            tensors.
+        given: Memory for the part of each donor's state, in the stored dtypes. All donors share the memory for integer
+            and bool tensors.
     """
 
     mean: FlatBuffers
@@ -47,7 +47,7 @@ class PartBuffers(NamedTuple):
 
 
 class PartPool:
-    """Provides the memory for part buffers, and reuses it in later rounds."""
+    """Provides the memory in which one part is received and averaged, and reuses it in later rounds."""
 
     def __init__(self, flat: FlatState) -> None:
         self.sizes = flat.sizes
@@ -76,7 +76,7 @@ class PartPool:
         return PartBuffers(FlatBuffers((), mean, ()), tuple(FlatBuffers((), tensors, ()) for tensors in given))
 
     def release(self, *, is_clean: bool) -> None:
-        """Return a round's buffers.
+        """Return the buffers of a round to the pool.
 
         Unless ``is_clean``, chunks may still arrive in their memory, so it is not reused.
         """

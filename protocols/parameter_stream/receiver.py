@@ -56,7 +56,8 @@ def ask_for_part(
         chunk_count: Usual number of chunks with which the source offers the part.
 
     Returns:
-        The stream, which the caller must finish with :func:`cancel_stream`. None if the part is empty.
+        The stream or memory reading, which the caller must finish with :func:`cancel_stream`. None if the part is
+        empty.
 
     Raises:
         RankLostError: The rank is lost.
@@ -83,7 +84,7 @@ def ask_for_part(
 def _pieces(
     into: FlatBuffers, part: Part, sizes: Mapping[torch.dtype, int], *, exact: bool, is_alone: bool
 ) -> list[tuple[int, int, torch.Tensor]]:
-    """Return the pieces of a part for :class:`PartReading`. If ``is_alone``, the source stores only this part."""
+    """Return the pieces for :class:`PartReading`. If ``is_alone``, the source stores only the requested part."""
     pieces = []
     for number, (dtype, tensor) in enumerate(parts_of(into, exact)):
         first = 0 if is_alone else part.bounds(sizes[dtype])[0]
@@ -104,7 +105,7 @@ def new_ring() -> ChunkRing:
 
 
 class SnapshotReceiver:
-    """Computes the weighted mean of the donors' snapshots on a replacer, as the snapshots arrive.
+    """Computes the weighted mean of other ranks' snapshots while the snapshots arrive.
 
     Args:
         accumulator: Flat tensors in the accumulation dtypes. The mean overwrites them.

@@ -1,4 +1,4 @@
-"""Answers requests for parameter streams on donors and reducers, with snapshots, means or aborts."""
+"""Answers requests for a rank's weights, or for a mean that it has computed, with a stream or an abort."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class SnapshotServer:
             self.end_mean(offer.round, offer.mean_of)
 
     def end_rounds(self, last: float) -> None:
-        """Abort all requests for rounds up to ``last``. This rank offers no further snapshot in these rounds."""
+        """Abort all requests for rounds up to ``last``, in which this rank offers no further snapshot."""
         self._over = max(self._over, last)
         self._no_means = {each for each in self._no_means if each[0] > last}
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
@@ -221,7 +221,7 @@ class SnapshotServer:
             self._refuse(key)
 
     def end_means(self, last: int) -> None:
-        """Abort all requests for means of rounds up to ``last``. This rank offers no mean in these rounds."""
+        """Abort all requests for means of rounds up to ``last``, in which this rank offers no mean."""
         self._means_over = max(self._means_over, last)
         for key in [key for key, (asked, request) in self._early.items() if asked <= last and mean_asked(request)]:
             del self._early[key]
@@ -236,7 +236,7 @@ class SnapshotServer:
                 self._refuse(key)
 
     def enter_epoch(self, epoch: int) -> None:
-        """Enter a new epoch, and abort all waiting requests, because their rounds have ended."""
+        """Follow the coordinator with number ``epoch``. Abort all waiting requests, because their rounds have ended."""
         while self._early:
             self._refuse(self._early.popitem()[0])
         self.channel.enter_epoch(epoch)
@@ -278,7 +278,7 @@ class SnapshotServer:
             self._answer(envelope.round, message, key)
 
     def _answer(self, round: int, request: Request, key: tuple[int, int]) -> None:
-        """Serve or refuse a request, or queue it until its round has an offer or has ended."""
+        """Answer or refuse a request, or queue it until its round has an offer or has ended."""
         for offer in self._offers:
             if offer.answers(round, request) and not offer.withdrawn:
                 self._serve(offer, request, key)

@@ -1,1 +1,1 @@
-"""Replay buffers, each served by a rank of the job."""
+"""Replay buffers, each stored by one rank of the job and used by others."""

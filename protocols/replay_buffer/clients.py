@@ -1,4 +1,4 @@
-"""Defines a replay buffer server's record of its clients, and detects whether all clients wait for each other."""
+"""Records the clients of a replay buffer's server, and detects whether all clients wait for each other."""
 
 from __future__ import annotations
 

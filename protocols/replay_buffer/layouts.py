@@ -22,7 +22,7 @@ def scopes(server: int, name: str) -> tuple[int, int]:
 
 
 def declare(layout: RowLayout) -> Declare:
-    """Return the message that declares a layout."""
+    """Return the message that declares the layout of a client's batches to the server, or the reverse."""
     fields = layout.fields
     return Declare(
         layout.form, tuple(f.name for f in fields), tuple(f.dtype for f in fields), tuple(f.shape for f in fields)
@@ -30,7 +30,7 @@ def declare(layout: RowLayout) -> Declare:
 
 
 def declared(message: Declare) -> RowLayout:
-    """Return the layout that a message declares. Raise ValueError if the layout is invalid."""
+    """Return the batch layout that a message declares. Raise ValueError if the layout is invalid."""
     form = FORMS.get(message.form)
     if form is None or not message.names:
         raise ValueError(f"invalid form {message.form!r} of a batch with {len(message.names)} fields")
@@ -45,7 +45,7 @@ def declared(message: Declare) -> RowLayout:
 
 
 def refuse_grant(services: Services, envelope: Envelope[ReplayMessage]) -> None:
-    """Answer a late grant with an abort, since its sender waits for a stream or an abort. Ignore other messages."""
+    """Abort the stream that a late grant requests, since the grant's sender waits for it. Ignore other messages."""
     message = envelope.message
     if isinstance(message, Grant):
         stream = OutboundStream(services.slots, [], envelope.source, message.slot)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from asyncdist.messaging.streams import Cancel, Grant
 
-# : Maximum size in bytes of a payload inside a message. Larger payloads are streamed. A frame has at most 64 KiB, and a
-# long frame delays the short frames behind it.
+#: Maximum size in bytes of a payload inside a message. Larger payloads are streamed. A frame has at most 64 KiB, and a
+#: long frame delays the short frames behind it.
 INLINE_NBYTES_MAX = 32 << 10
 
 
@@ -41,7 +41,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Server to client, as the last message: refuses the client at its entry or after a protocol violation."""
+    """Server to client, as the last message: rejects a client that enters, or that has violated the protocol."""
 
     entry: int
     reason: str

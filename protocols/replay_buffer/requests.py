@@ -15,7 +15,7 @@ from asyncdist.waits import WaitId
 
 
 class PendingCall:
-    """A request that the server has not answered. It stays pending if its caller is cancelled."""
+    """A request that the server has not answered. It remains pending if its caller is cancelled."""
 
     __slots__ = ("answer", "error", "limit", "payload", "waiter")
 
@@ -30,7 +30,7 @@ class PendingCall:
 
 
 class RequestLimit:
-    """Semaphore that limits the number of unanswered requests. If the job fails, its waiters raise the job's error."""
+    """Semaphore that limits the number of unanswered requests. If the job fails, waiting tasks raise its error."""
 
     def __init__(self, engine: Engine, count: int) -> None:
         self._engine = engine

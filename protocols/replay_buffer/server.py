@@ -272,7 +272,6 @@ class _Server:
         self._tell(self._clients[client.rank], welcome)
 
     def _expel(self, client: Client, reason: str) -> None:
-        """Refuse a client that has violated the protocol, and ignore its later messages."""
         self._tell(client, Refused(client.entry, reason))
         was_done = client.is_done
         self._finish(client)
@@ -343,7 +342,7 @@ class _Server:
         self._receive_next(client)
 
     def _sizes(self, message: Add | Update) -> tuple[int, int]:
-        """Return the size in bytes of the rows or ids, and the size of the whole payload, including priorities."""
+        """Return the size in bytes of a payload's items or ids, and of the whole payload including priorities."""
         if isinstance(message, Update):
             return 8 * message.count, 16 * message.count
         end = message.count * self._row_nbytes

@@ -29,7 +29,7 @@ _BLOCK: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Name, dtype and shape of one tensor of a batch, without the leading dimension."""
+    """Name, dtype and shape of one tensor of an item."""
 
     name: str
     dtype: str
@@ -37,7 +37,7 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        """Size of the field in bytes, for one item."""
+        """Size of the tensor in bytes."""
         return _dtype(self.dtype).itemsize * math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -49,8 +49,8 @@ class RowLayout:
     """Defines how an item is stored as a row of bytes, and converts batches to rows and back.
 
     Attributes:
-        fields: Fields in the order of the first batch, named by index for a tuple. In a row, a dict's fields are sorted
-            by name, so that dicts with equal keys have the same layout.
+        fields: Tensors in the order of the first batch, named by index for a tuple. In a row, a dict's fields are
+            sorted by name, so that dicts with equal keys have the same layout.
     """
 
     form: Form
@@ -348,7 +348,6 @@ class _Priorities:
         self._smallest[blocks] = np.where(changed > 0, changed, np.inf).min(axis=1)
 
     def smallest(self) -> float:
-        """Return the smallest priority above 0, or infinity if there is none."""
         return float(self._smallest.min())
 
     def draw(self, at: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:

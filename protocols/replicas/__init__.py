@@ -1,1 +1,1 @@
-"""Selective averaging among replicas of several ranks each, as under DDP or `fully_shard`."""
+"""Selective averaging of models that are each trained by several ranks, as under DDP or `fully_shard`."""

@@ -1,4 +1,4 @@
-"""State machines of a sharded replica's ranks, in which the followers repeat the events of their leader.
+"""State machines of the ranks that share a sharded model. The first rank leads, and the others repeat its events.
 
 Every rank of a replica has its own :class:`RoundMember`. The followers' state machines receive the leader's events in
 the same order, so that all ranks of a replica have the same role in a round. Only failures of exchanges may differ.
@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 from asyncdist.protocols.selective.member import EnterEpoch, Instructions, RoundMember
 from asyncdist.protocols.selective.messages import Assign, End, Frozen
 
-#: Events other than messages about a round: the coordinator is lost, and a new epoch has begun.
+#: Events other than messages about a round: the coordinator is lost, and a new coordinator has taken over.
 GONE: Final = "gone"
 EPOCH: Final = "epoch"
 
@@ -20,7 +20,7 @@ Happening: TypeAlias = tuple[str, int, tuple[Any, ...]]
 
 
 class LeadingMember(RoundMember):
-    """State machine of a replica's leader, which records its events for the followers.
+    """State machine of a replica's first rank, which records its events for the replica's other ranks.
 
     Attributes:
         assignment_count: Number of assignments received. It identifies a round even if a new coordinator reuses its
@@ -62,12 +62,12 @@ class LeadingMember(RoundMember):
         return super().on_coordinator_gone(why)
 
     def on_epoch(self, epoch: int, incarnation: int) -> Instructions:
-        """Enter the epoch of a new coordinator, and record the epoch for the followers."""
+        """Follow the new coordinator with number ``epoch``, and record the event for the followers."""
         self._add(EPOCH, epoch)
         return super().on_epoch(epoch, incarnation)
 
     def on_failed(self, round: int, reason: str) -> Instructions:
-        """Abandon a round whose exchange has failed, and record its end for the followers."""
+        """Abandon a round whose average could not be received, and record its end for the followers."""
         instructions = super().on_failed(round, reason)
         if instructions:
             self._add(End.__name__, round, reason)
@@ -85,7 +85,7 @@ class LeadingMember(RoundMember):
 
 
 class FollowingMember(RoundMember):
-    """State machine of a replica's follower, which repeats the leader's events.
+    """State machine of a replica's other ranks, which repeat the events of the replica's first rank.
 
     Attributes:
         assignment_count: Number of assignments received; equal to the leader's if both are in the same round.
@@ -106,7 +106,7 @@ class FollowingMember(RoundMember):
         return super().on_assign(assign, round)
 
     def on_failed(self, round: int, reason: str) -> Instructions:
-        """Abandon a round whose exchange has failed, and store the reason for the leader."""
+        """Abandon a round whose average could not be received, and store the reason for the leader."""
         instructions = super().on_failed(round, reason)
         if instructions:
             self.failure = reason

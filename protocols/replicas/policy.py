@@ -57,8 +57,6 @@ class ReplicaPolicyOptions(ReplicaOptions, MemberOptions, total=False):
 
 
 class _AmongLeaders(AsyncSelectiveAveragingPolicy):
-    """Averages the models of the replicas' leaders."""
-
     keeps_replicas = True
     has_come = False
 

@@ -41,7 +41,7 @@ APPLICATION: Final = 2
 
 
 class Status(NamedTuple):
-    """Report of a rank to its leader at a swap point.
+    """Report of a rank to its replica's leader at a swap point, where the replica's ranks wait for each other.
 
     Attributes:
         metric: Metric of the rank, or None if no metric is due.
@@ -59,12 +59,12 @@ class Status(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Message from a leader to its followers at a swap point.
+    """Message from a replica's leader to the replica's other ranks at a swap point, when all wait for each other.
 
     Attributes:
         happenings: Events of the leader's state machine since the last swap point.
         action: NOTHING_MORE, SNAPSHOT or APPLICATION.
-        trouble: Description of the replica's non-finite state, which the applied average replaces, or "".
+        trouble: Description of the replica's non-finite state before the average was applied, or "".
     """
 
     happenings: tuple[Happening, ...]
@@ -77,10 +77,10 @@ class Decision(NamedTuple):
 
 
 class CounterpartChannels(MemberChannels):
-    """Channels of a follower, which sends nothing to the coordinator."""
+    """Channels of a replica's follower, which sends nothing to the coordinator."""
 
     def tell(self, message: ControlMessage, coordinator: int, round: int) -> None:
-        """Do nothing: the leader receives this rank's status at the next swap point."""
+        """Do nothing, because the replica's leader receives this rank's status at the next swap point."""
 
 
 class ShardAveraging(AsyncSelectiveAveragingPolicy):
@@ -271,7 +271,6 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _copy(self, iteration: int) -> str:
-        """Complete this rank's snapshot; return the reason for which it cannot be sent, or ""."""
         if self._following is not None:
             snapshot = self._following.on_step()
             assert isinstance(snapshot, TakeSnapshot), f"{snapshot} where the leader took a snapshot"

@@ -25,11 +25,11 @@ _WHOSE_START: Final = "a policy's ranks are the ranks of its group=, by default 
 
 @contextlib.contextmanager
 def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
-    """Detect, while the body agrees on the start of a policy, ranks that wait for each other in different starts.
+    """While the body starts a policy, raise an error if ranks wait for each other in different starts.
 
     Raises:
-        DisagreementError: Ranks wait in starts with different ranks, or in a start and in a replay buffer. The message
-            hints at ``group=``.
+        DisagreementError: Some ranks start a policy with other ranks, or wait in a replay buffer. The message hints at
+            ``group=``.
     """
     try:
         with agreements.rivals.starting(meeting):
@@ -112,7 +112,7 @@ async def _difference_in(group: Group, world: World, mine: Fingerprint) -> Disag
 
 
 def _wrapping(mine: Fingerprint, theirs: Fingerprint) -> str | None:
-    """Describe the difference if only one of the models is wrapped, as by torch.compile; otherwise return None."""
+    """Describe the difference if only one model is wrapped, as by torch.compile. Otherwise return None."""
     for long, short, where in ((mine, theirs, "here and not there"), (theirs, mine, "there and not here")):
         prefix = long.lines[0][0][0].removesuffix(short.lines[0][0][0])
         wrapped = [tuple(prefix + name for name in names) for names, *_ in short.lines]
