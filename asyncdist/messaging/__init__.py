@@ -1,4 +1,4 @@
-"""Progress engine, point-to-point channels, and bulk streams of tensors."""
+"""Exchanges messages and tensors between ranks: polling engine, typed channels, and bulk streams."""
 
 from asyncdist import compiled
 

@@ -180,7 +180,6 @@ class Channel(Generic[MessageT]):
             await yield_to_loop()
 
     async def _has_waited_for(self, request: Request | HeldSend | None, dest: int) -> bool:
-        """Wait until a message has left this rank. Return whether a wait was necessary."""
         engine, tag = self._engine, self.demultiplexer.tag
         name = engine.name_send(WaitKind.MESSAGE_LEFT, dest, tag)
         if request is None:
@@ -304,7 +303,7 @@ class Channel(Generic[MessageT]):
     # -- called by the demultiplexer and the world ------------------------------------------------------------------
 
     def known_by(self) -> list[tuple[tuple[int, int], wire.Decode]]:
-        """Return the route (key and stamp) and the decoder of each message type."""
+        """Return, for each message type, the route that identifies it in a frame's header, and its decoder."""
         routes = wire.pack_routes(self.kind_count, self.demultiplexer.nonce, self.epoch, self.scope)
         return [(keys, decode) for (_, keys), decode in zip(routes, self._codec.decoders, strict=True)]
 
@@ -318,7 +317,7 @@ class Channel(Generic[MessageT]):
         return len(self._codec.decoders)
 
     def enter_epoch(self, epoch: int) -> None:
-        """Enter ``epoch``, a later epoch than the current one, and then send and receive only its messages.
+        """From now on, send and receive only messages of ``epoch``, the number of a protocol's new coordinator.
 
         Messages of earlier epochs, including those in the mailbox, are dropped and counted. Messages of later epochs
         are kept until this rank enters their epoch.
@@ -331,7 +330,7 @@ class Channel(Generic[MessageT]):
         self.demultiplexer.route_to(self)
 
     def deliver_earlier(self, kind: int, frame: wire.FrameReader, source: int) -> None:
-        """Decode a message of an earlier epoch, and pass it to the channel's ``earlier_handler``, if there is one."""
+        """Decode a message of an earlier coordinator, and pass it to the ``earlier_handler``, if there is one."""
         if self._earlier_inbox is not None:
             self._earlier_inbox.deliver(self._codec.decoders[kind], frame, source)
 
@@ -346,7 +345,7 @@ class Channel(Generic[MessageT]):
             self._wake_all()
 
     def _check_senders(self) -> None:
-        """Raise RankLostError if no sender is left and the senders' last messages have had time to arrive."""
+        """Raise RankLostError if no rank can send any longer, and the last messages have had time to arrive."""
         error = self.lost_senders()
         if error is None:
             self._is_forsaken = None
@@ -428,7 +427,7 @@ class Channel(Generic[MessageT]):
 
     @property
     def waiting_count(self) -> int:
-        """Number of messages in the mailbox."""
+        """Number of messages in the mailbox that no task has received."""
         return len(self.inbox.mailbox)
 
     @property

@@ -1,4 +1,4 @@
-"""Receives the frames of one tag and passes each frame to its channel.
+"""Receives the messages (*frames*) of one tag, and passes each to its channel.
 
 A :class:`TagDemultiplexer` has one persistent wildcard receive for its tag. The route in a frame's header selects the
 channel. Frames for channels or epochs that are not open yet are kept, up to a maximum number
@@ -48,7 +48,7 @@ class ChannelStatistics:
 
 
 class ReceivingChannel(Protocol):
-    """The part of :class:`asyncdist.messaging.channels.Channel` that a demultiplexer uses."""
+    """Interface of the channels to which a demultiplexer passes messages."""
 
     name: str
     scope: int
@@ -70,10 +70,10 @@ class ReceivingChannel(Protocol):
         """Number of messages that no task has received."""
 
     def known_by(self) -> list[tuple[tuple[int, int], wire.Decode]]:
-        """Return the route (key and stamp) and the decoder of each message type."""
+        """Return, for each message type, the route that identifies it in a frame's header, and its decoder."""
 
     def deliver_earlier(self, kind: int, frame: wire.FrameReader, source: int) -> None:
-        """Handle a message of an earlier epoch."""
+        """Handle a message of an earlier coordinator of the protocol."""
 
     def on_left(self) -> None:
         """Make the next send check its destination again. Called when a rank has left."""
@@ -89,7 +89,7 @@ class ReceivingChannel(Protocol):
 
 
 class TagDemultiplexer:
-    """Receives the frames of one tag on this rank, and passes each frame to its channel.
+    """Receives the messages of one tag on this rank, and passes each to its channel.
 
     Args:
         nonce: Number that identifies the job. Frames of other jobs are dropped.
@@ -154,7 +154,6 @@ class TagDemultiplexer:
         engine.add_pollable(self.receiver)
 
     def _explain(self, frame: wire.FrameReader, source: int) -> bool:
-        """Drop or store a frame that no open channel takes. Return whether the tag must stop receiving."""
         route = frame.route()
         channel = self._channels.get(route.scope)
         if route.version != wire.VERSION:
@@ -182,7 +181,6 @@ class TagDemultiplexer:
         return False
 
     def _drop_closed(self, route: wire.Route, frame: wire.FrameReader, source: int) -> None:
-        """Drop a frame for a closed channel, or pass the frame to a channel that handles earlier epochs."""
         self.dropped["closed scope"] += 1
         for (scope, epoch), channel in reversed(self._answering.items()):
             if scope == route.scope and route.epoch < epoch and route.kind < channel.kind_count:
@@ -220,7 +218,7 @@ class TagDemultiplexer:
             channel.on_gone()
 
     def on_restarted(self, rank: int) -> None:
-        """Drop early frames of the old process of ``rank``, and notify the channels of its restart."""
+        """Drop undelivered messages of the old process of ``rank``, and notify the channels of its restart."""
         self.slow_dests.discard(rank)
         self._complained_about.discard(rank)
         if self.flow is not None:
@@ -236,7 +234,7 @@ class TagDemultiplexer:
         return [channel.name for channel in self._channels.values() if channel.is_awaited]
 
     def drop(self, source: int, reason: str, particulars: str = "") -> None:
-        """Count a dropped frame by its reason. Log the first dropped frame of each peer, with the particulars."""
+        """Count a dropped message by its reason. Log the first one of each peer, with ``particulars``."""
         what = particulars or reason
         self.dropped[reason] += 1
         self.drop_examples[reason] = f"tag {self.tag}, rank {source}: {what}"
@@ -246,7 +244,7 @@ class TagDemultiplexer:
             logger.warning(text, self.tag, source, what)
 
     def attach(self, channel: ReceivingChannel) -> None:
-        """Register a new channel, and deliver its frames, including those that have already arrived."""
+        """Register a new channel, and deliver its messages, including those that have already arrived."""
         if channel.scope in self._channels:
             raise LocalProtocolError(
                 f"the channel {channel.name} on tag {self.tag} is already open; close it first, or use another tag",
@@ -256,7 +254,7 @@ class TagDemultiplexer:
         self.route_to(channel)
 
     def route_to(self, channel: ReceivingChannel) -> None:
-        """Deliver frames of the channel's scope and epoch to the channel, including those that have already arrived."""
+        """Deliver messages of the channel's scope and epoch to the channel, including those that arrived earlier."""
         for (key, stamp), decode in channel.known_by():
             self.receiver.close(key)  # Close the route that detach may have left open for late messages.
             self.receiver.routes[key] = stamp, channel.inbox, decode
@@ -266,7 +264,7 @@ class TagDemultiplexer:
             self.receiver.deliver(frame, frame.nbytes, source)
 
     def detach(self, channel: ReceivingChannel, *, answers: bool) -> None:
-        """Remove a closed channel. Its later frames are dropped, or still delivered if ``answers`` is true."""
+        """Remove a closed channel. Its later messages are dropped, or still delivered if ``answers`` is true."""
         if self._channels.pop(channel.scope, None) is not None:
             if answers:
                 self._forget_answering((channel.scope, channel.epoch))
@@ -303,7 +301,7 @@ class TagDemultiplexer:
         return tuple(self._channels.values())
 
     def close(self) -> None:
-        """Cancel the receive. A message that arrives before the cancellation takes effect is dropped and counted."""
+        """Stop receiving. A message that arrives before the cancellation takes effect is dropped and counted."""
         self.engine.remove_pollable(self.receiver)
         self.early.close()
         if self.receiver.is_posted:
@@ -330,5 +328,5 @@ class TagDemultiplexer:
 
     @property
     def early_count(self) -> int:
-        """Number of frames for unopened channels, including those dropped after main had returned."""
+        """Number of messages for unopened channels, including those dropped after main had returned."""
         return len(self.early) + self._never_opened_count

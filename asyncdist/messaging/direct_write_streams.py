@@ -40,7 +40,7 @@ _COUNT_NBYTES: Final = 8
 
 
 class DirectWriteSender:
-    """Writes the tail of one outbound stream piece by piece, and then sends the unwritten rest."""
+    """Writes the last part of a tensor into the receiver's memory, piece by piece, and sends the unwritten rest."""
 
     def __init__(
         self, slots: streams.Slots, chunks: Sequence[memoryview], dest: int, slot: int, tail: DirectWrite
@@ -51,9 +51,9 @@ class DirectWriteSender:
         self._written_at = time.perf_counter()
 
     def write_piece(self) -> bool:
-        """Write the next piece of the tail, or send the rest if the last piece was written too long ago.
+        """Write the next piece of the tensor, or send the rest if the last piece was written too long ago.
 
-        Return True if the tail has more to write.
+        Return True if more can be written.
         """
         if self.stream.is_stopping:
             return False
@@ -87,7 +87,7 @@ class DirectWriteSender:
 
 
 class Writer(Pollable):
-    """Writes the tails of this rank's direct-write streams in turn, one piece per polling pass."""
+    """Writes tensors directly into other ranks' memory, in turn, one piece per polling pass."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -96,11 +96,11 @@ class Writer(Pollable):
 
     @property
     def is_busy(self) -> bool:
-        """Whether any stream has an unfinished tail."""
+        """Whether any tensor is not completely written."""
         return bool(self._senders)
 
     def add(self, sender: DirectWriteSender) -> None:
-        """Start writing the tail of ``sender`` at the next poll."""
+        """Start writing the tensor of ``sender`` in the next polling pass."""
         self._senders.append(sender)
         self._engine.ring()
 

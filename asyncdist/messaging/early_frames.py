@@ -1,4 +1,4 @@
-"""Keeps a bounded number of frames for channels that are not open yet, and warns if the channels stay unopened."""
+"""Keeps a bounded number of messages for channels that are not open yet, and warns if they stay unopened."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ EARLY_PATIENCE_S: Final = 5.0
 
 
 class EarlyFrames:
-    """Stores the frames of one tag that arrive before this rank has opened their channel.
+    """Stores the messages of one tag that arrive before this rank has opened their channel.
 
     Attributes:
-        counts: Number of stored frames of each sender.
+        counts: Number of stored messages of each sender.
     """
 
     def __init__(self, tag: int, loop: asyncio.AbstractEventLoop, awaited: Callable[[], list[str]]) -> None:
@@ -40,23 +40,23 @@ class EarlyFrames:
 
     @property
     def is_full(self) -> bool:
-        """Whether the number of frames has reached its maximum."""
+        """Whether the number of stored messages has reached its maximum."""
         return len(self._frames) >= EARLY_FRAME_COUNT_MAX
 
     def keep(self, source: int, frame: wire.FrameReader) -> None:
-        """Store a copy of the frame."""
+        """Store a copy of a received message."""
         self._frames.append((source, frame.copy()))
         self.counts[source] += 1
         self.watch()
 
     def take_all(self) -> deque[tuple[int, wire.FrameReader]]:
-        """Remove and return the frames with their source ranks, in order of arrival."""
+        """Remove and return the stored messages with their senders, in order of arrival."""
         frames, self._frames = self._frames, deque()
         self.counts = Counter()
         return frames
 
     def forget(self, source: int) -> int:
-        """Drop the frames from rank ``source``, and return their number."""
+        """Drop the messages from rank ``source``, and return their number."""
         kept = deque((rank, frame) for rank, frame in self._frames if rank != source)
         count = len(self._frames) - len(kept)
         self._frames = kept
@@ -65,7 +65,7 @@ class EarlyFrames:
         return count
 
     def watch(self) -> None:
-        """Schedule a warning about frames for unopened channels if a task waits for a different channel of this tag."""
+        """Schedule a warning about messages for unopened channels if a task waits for another channel of this tag."""
         is_news = self._timer is None and not self.counts.keys() <= self._told_of
         if is_news and self._awaited():
             self._timer = self._loop.call_later(EARLY_PATIENCE_S, self._tell)
@@ -78,7 +78,7 @@ class EarlyFrames:
             logger.warning("awaiting %s for %g s: %s", " and ".join(awaited), EARLY_PATIENCE_S, self.describe())
 
     def describe(self) -> str:
-        """Describe the frames that wait for unopened channels. Return an empty string if there are none."""
+        """Describe the messages that wait for unopened channels. Return "" if there are none."""
         count, ranks = len(self._frames), sorted(self.counts)
         if not count:
             return ""

@@ -60,7 +60,7 @@ def yield_to_loop() -> Generator[None, None, None]:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Numbers of an engine's polling passes and completions so far, and of its outstanding requests."""
+    """Numbers of an engine's polling passes and completed requests, and of its outstanding requests."""
 
     pass_count: int
     completion_count: int
@@ -184,8 +184,8 @@ class Engine(Poller):
     def disown(self, request: Request) -> None:
         """Stop testing ``request``, which cannot complete because its peer has left.
 
-        The request and its buffer stay stored, but no longer count as outstanding. A completion callback may disown
-        any other request of the current pass.
+        The engine still stores the request and its buffer, but no longer counts the request as outstanding. A
+        completion callback may disown any other request of the current pass.
         """
         waited = [operation for operation in (*self._in_test, *self._operations) if operation.request is request]
         for operation in waited:
@@ -480,7 +480,7 @@ class Engine(Poller):
         """Record the result of a reduction whose order MPI chose. In a replay, replace it with the recorded bytes."""
 
     def name_send(self, kind: WaitKind, dest: int, tag: int) -> WaitId | None:
-        """Return an identity for a task's wait for a send, or None if the rank is neither recorded nor replayed."""
+        """Return an identity for the wait for a send, or None if this rank is neither recorded nor replayed."""
         del kind, dest, tag
         return None
 
@@ -539,7 +539,7 @@ class Engine(Poller):
         return (*(str(operation.what) for operation in self._operations), *stashed)
 
     def statistics(self) -> EngineStatistics:
-        """Return the numbers of polling passes and completions so far, and of outstanding requests."""
+        """Return the numbers of polling passes and completed requests, and of outstanding requests."""
         return EngineStatistics(
             pass_count=self._pass_count,
             completion_count=self._completion_count,

@@ -38,7 +38,7 @@ class Credit:
 
 
 class ChannelOpener(Protocol):
-    """The part of :class:`asyncdist.messaging.services.Services` that the flow control uses."""
+    """Interface of the object with which the flow control opens its channel."""
 
     size: int
 
@@ -78,7 +78,7 @@ class FlowControl:
         )
 
     def send_credit(self, tag: int, rank: int) -> None:
-        """Allow ``rank`` to send further messages on ``tag``. Do nothing if it is lost."""
+        """Allow ``rank`` to send further messages on ``tag``. Do nothing if ``rank`` is lost."""
         with contextlib.suppress(RankLostError, ClosedError):
             self._channel.send_nowait(Credit(tag), rank)
 
@@ -119,7 +119,7 @@ class TagFlow:
         self.lanes: dict[int, Lane] = {}
 
     def lane(self, rank: int) -> Lane:
-        """Return the state of the messages to and from ``rank``."""
+        """Return the flow-control state of the messages to and from ``rank``."""
         lane = self.lanes.get(rank)
         if lane is None:
             is_unlimited = rank == self._rank or rank in self._gone
@@ -129,7 +129,7 @@ class TagFlow:
     # -- the receiving rank -----------------------------------------------------------------------------------------
 
     def credit(self, lane: Lane) -> None:
-        """Send the credit for the messages that were counted in ``lane``."""
+        """Allow the sender of the messages counted in ``lane`` to send as many again."""
         lane.uncredited = 0
         if lane.rank != self._rank:
             self._send_credit(self._tag, lane.rank)
@@ -137,27 +137,27 @@ class TagFlow:
     # -- the sending rank -------------------------------------------------------------------------------------------
 
     def on_credit(self, rank: int) -> None:
-        """Send as many held messages to ``rank`` as its new credit allows."""
+        """Send as many held messages to ``rank`` as its newly received credit allows."""
         lane = self.lane(rank)
         if lane.room < _UNLIMITED // 2:
             lane.room += self.credit_count
             lane.send_held()
 
     def release(self, rank: int) -> None:
-        """Send all held messages to ``rank``, which has left or is lost, and do not limit later messages."""
+        """Send all held messages to ``rank``, which has left or is lost, and limit no later messages."""
         lane = self.lane(rank)
         lane.room = _UNLIMITED
         lane.send_held()
 
     def on_restarted(self, rank: int) -> None:
-        """Fail the held messages to the previous process of ``rank``, and begin with a new window."""
+        """Fail the held messages to the previous process of ``rank``, and limit messages to the new process anew."""
         lane = self.lanes.pop(rank, None)
         error = RankLostError(f"rank {rank} was restarted before it received the message", rank=rank)
         for message in (lane and lane.held) or ():
             message.on_left(error)
 
     def on_connected(self, rank: int) -> None:
-        """Begin with a new window, because this restarted rank has connected to ``rank``, which was lost until then."""
+        """Limit messages to ``rank`` anew, because this restarted rank has just connected to it."""
         if rank in self.lanes:
             self.lanes[rank].room = self._window
 

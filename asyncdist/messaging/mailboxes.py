@@ -61,7 +61,7 @@ class _Prepared:
 
 
 class HeldSend:
-    """Message that waits on this rank for a credit of its receiver. :meth:`Lane.send_held` starts it.
+    """A message that is not sent before its receiver allows further messages. :meth:`Lane.send_held` starts it.
 
     Attributes:
         watch: Function called with the message's request when the message has been started but has not left yet.
@@ -91,7 +91,7 @@ class HeldSend:
 
 
 class Lane:
-    """State of the flow control between this rank and another rank on one tag.
+    """Counts of the messages between this rank and another rank on one tag, for the flow control.
 
     Attributes:
         room: Number of messages that this rank may post to the other rank without a further credit.
@@ -106,7 +106,7 @@ class Lane:
         self.uncredited = 0
 
     def hold(self, message: HeldSend) -> None:
-        """Hold a message until the next credit."""
+        """Hold a message until its receiver allows further messages."""
         if self.held is None:
             self.held = deque()
         self.held.append(message)
@@ -209,7 +209,6 @@ class Outbox:
         return held
 
     def _prepare(self, kind: int, dest: int, payload_nbytes: int) -> _Prepared | None:
-        """Return the prepared send for messages of this type, receiver and size, or None if there is none."""
         if self._prepare_send is None and not self._prepared:
             return None
         key = kind, dest, payload_nbytes
@@ -539,7 +538,6 @@ class FrameReceiver(Pollable):
         return delivered
 
     def _count(self, source: int) -> None:
-        """Count a frame from ``source``, and send a credit if it is due."""
         lane = self._lane
         if lane is None or lane.rank != source:
             lane = self._lane = self._lane_of(source)
@@ -548,7 +546,7 @@ class FrameReceiver(Pollable):
             self._credit(lane)
 
     def forget_lane(self) -> None:
-        """Look up the lane of the next frame's source, because a rank was restarted."""
+        """Forget the flow-control state of the last sender, because a rank was restarted."""
         self._lane = None
 
     def deliver(self, frame: FrameReader, nbytes: int, source: int) -> bool:
@@ -574,7 +572,7 @@ class FrameReceiver(Pollable):
         return False
 
     def close(self, key: int) -> None:
-        """Remove a route, if present."""
+        """Remove the route with this key, if present."""
         self.routes.pop(key, None)
         self._inbox = None
 

@@ -1,4 +1,4 @@
-"""Sends the chunks of a bulk stream. The receiving end is in :mod:`asyncdist.messaging.streams`."""
+"""Sends the chunks of a tensor as a bulk stream. The receiving end is in :mod:`asyncdist.messaging.streams`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from asyncdist.waits import WaitId, WaitKind
 
 
 class OutboundStream(StreamEnd):
-    """Sends the chunks of one granted stream. The chunks must not change until :meth:`run` has returned."""
+    """Sends the chunks of one stream that the receiver has permitted.
+
+    The chunks must not change until :meth:`run` has returned.
+    """
 
     _kind = WaitKind.STREAM_SEND
 
@@ -48,7 +51,7 @@ class OutboundStream(StreamEnd):
         return not self._is_open and self._next == len(self._chunks)
 
     def stop(self) -> None:
-        """End the stream early by sending the abort, an empty message, instead of further chunks."""
+        """End the stream early, by sending an empty message instead of further chunks."""
         self.is_stopping = True
         self._engine.recheck()
 
@@ -74,7 +77,7 @@ class OutboundStream(StreamEnd):
         return complete
 
     async def run_notified(self, tag: int, *, aborts: bool = False) -> bool:
-        """Send all chunks, or only the abort, and record the end. Return whether all chunks were sent."""
+        """Send all chunks, or only an abort, and record the end. Return whether all chunks were sent."""
         name = self._told = self._engine.name_send(WaitKind.STREAM_LEFT, self.dest, tag)
         try:
             complete = False
@@ -98,7 +101,7 @@ class OutboundStream(StreamEnd):
         return complete
 
     async def abort(self) -> None:
-        """Answer the grant with an abort, without calling :meth:`run`."""
+        """Answer the receiver's request for this stream with an abort, without calling :meth:`run`."""
         self.is_stopping = True
         self._post(memoryview(b""))
         await self._until(lambda: self.under_way_count == 0, is_of_request=True)

@@ -79,7 +79,7 @@ Peers: TypeAlias = Callable[[], Iterable[int]]
 
 
 class DriverState(enum.Enum):
-    """State of the driver, which determines when it makes the next polling pass (see the module's docstring)."""
+    """States of the loop callback that makes the polling passes. They determine the time of its next pass."""
 
     STOPPED = enum.auto()
     PASSING = enum.auto()  #: the driver is running, and has not set the next state yet
@@ -238,7 +238,10 @@ class Poller:
         return False
 
     def first_pass(self) -> int:
-        """Return the completions of a safe point's first polling pass, which :meth:`pass_quietly` may have made."""
+        """Make the first polling pass of a safe point, unless :meth:`pass_quietly` has made it.
+
+        Return its number of completions.
+        """
         completed, self._unused_result = self._unused_result, -1
         return self.poll() if completed < 0 else completed
 
@@ -303,7 +306,7 @@ class Poller:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is outstanding. Messages may still wait in mailboxes."""
+        """Whether no request is outstanding. Mailboxes may still contain messages."""
         return not self._operations
 
     def is_loop_idle(self) -> bool:
@@ -399,7 +402,7 @@ class Poller:
         self._pass_on_ring()
 
     def ring(self) -> None:
-        """Request a polling pass, because a message has arrived or may have arrived."""
+        """Request a polling pass, because a message may have arrived."""
         if not self._misses_wakes:  # A transport that may miss rings makes one more polling pass anyway.
             self._passed_since_tick = False
             if self._state is _PASSING:
@@ -500,7 +503,7 @@ class Poller:
         return self._sleep()
 
     def _sleep(self) -> asyncio.Handle | None:
-        """Enter the state IDLE or ASLEEP, unless a last pass after arming the doorbell completes something."""
+        """Enter the state IDLE or ASLEEP, unless a last polling pass completes something."""
         bell = self._bell
         if bell is not None and bell.arm():
             self._has_spun = self._quiet_tick_count > HOT_PASS_COUNT
@@ -519,7 +522,7 @@ class Poller:
         return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
 
     def _is_rung_by_all(self) -> bool:
-        """Return whether every other rank rings this rank when it sends a message."""
+        """Return whether every other rank wakes this rank when it sends a message."""
         return self._bell is not None and self._bell.is_rung_by_all()
 
 

@@ -46,7 +46,7 @@ class ChannelStatistics:
 
 
 class _WatchedContacts(set[int]):
-    """Set of ranks that calls ``listener`` with each rank that is added."""
+    """A set of ranks that calls ``listener`` with each added rank."""
 
     def __init__(self, contacts: Iterable[int], listener: Callable[[int], None]) -> None:
         super().__init__(contacts)
@@ -74,7 +74,7 @@ class Services:
         gone: Ranks that have left or are lost.
         restarted: Incarnation of each rank that was restarted after this rank was connected to it. Protocols that do
             not admit restarted ranks treat these ranks as lost.
-        left: Ranks that have stopped, because main has returned or after the failure of a rank.
+        left: Ranks that have stopped, because main has returned on them or after the failure of a rank.
         sent_to: Ranks to which this rank has sent messages on channels with ``counts_contacts``.
         received_from: Ranks from which messages on channels with ``counts_contacts`` have arrived.
         progress_probes: Thread-safe functions that return the progress of a policy as a
@@ -153,7 +153,7 @@ class Services:
         admits_restarted: bool = False,
         counts_contacts: bool = True,
     ) -> Channel[Any]:
-        """Open a protocol's channel.
+        """Open a channel for messages of a protocol.
 
         Args:
             scope: Scope that only this protocol's ranks use.
@@ -163,11 +163,12 @@ class Services:
             peer_scope: Scope of sent messages for peers of a different role, whose scope differs. By default ``scope``.
             handler: Function called with each arriving message, during a polling pass, or None to queue messages in the
                 mailbox.
-            epoch: First epoch, if the protocol has epochs.
+            epoch: First epoch (number of the coordinator), or None for a protocol without epochs.
             earlier_handler: Function called with each message of an earlier epoch, or None to drop and count these
                 messages.
             admits_restarted: Whether messages may be sent to a restarted rank that has not sent a message yet.
-            counts_contacts: Whether peers of this channel are added to :attr:`sent_to` and :attr:`received_from`.
+            counts_contacts: Whether senders and receivers of messages are added to :attr:`sent_to` and
+                :attr:`received_from`.
         """
         codec = wire.Codec(message_types)
         demultiplexer = self._demultiplexer(tag, is_users=overflow == "stall")
@@ -209,7 +210,7 @@ class Services:
         return channel
 
     def _lost_senders(self, name: str, ranks: Sequence[int]) -> RankLostError | None:
-        """Return the error of a channel whose other ranks have all gone, at least one of them lost; otherwise None."""
+        """Return the error of a channel on which no rank can send any longer and at least one rank is lost, or None."""
         if len(self.gone) < len(ranks) - 1 or self.may_return:
             return None
         lost = self.lost_ranks().intersection(ranks)
@@ -355,9 +356,9 @@ class Services:
         self.engine.recheck()  # Tasks may wait for changes that the listeners have made.
 
     def note_restarted(self, rank: int, incarnation: int) -> None:
-        """Record a restart of ``rank``, and drop the undelivered frames of its previous process.
+        """Record a restart of ``rank``, and drop the undelivered messages of its previous process.
 
-        If this process was itself restarted and never connected to that previous process, all frames are kept.
+        If this process was itself restarted and never connected to that previous process, all messages are kept.
         """
         is_replaced = not self.incarnation or rank in self._met
         self._met.add(rank)
@@ -433,7 +434,7 @@ class Services:
         return found
 
     def users_channels(self) -> list[tuple[int, ReceivingChannel]]:
-        """Return the open channels of the user's program, each with its tag."""
+        """Return the open channels of the user's program, each preceded by its tag."""
         users = [each for each in list(self._demultiplexers.values()) if each.is_users]
         return [(each.tag, channel) for each in users for channel in each.channels()]
 
@@ -446,7 +447,7 @@ class Services:
         return found
 
     def early_frames(self) -> list[str]:
-        """Describe the frames that wait for unopened channels, with one string for each tag."""
+        """Describe the messages that wait for unopened channels, with one string for each tag."""
         return [each.early.describe() for each in self._demultiplexers.values() if each.early_count]
 
     def close(self) -> None:

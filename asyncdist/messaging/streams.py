@@ -39,10 +39,11 @@ _CHUNK_COUNT_MAX: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Message with which a receiver permits a sender to send ``nbytes`` on ``slot``, in chunks of ``chunk_nbytes``.
+    """Message with which a receiver permits a sender to send ``nbytes`` bytes of a tensor.
 
-    If ``written_nbytes`` is not 0, the sender may write up to this number of the last bytes directly to ``address`` in
-    the receiver's memory (:mod:`asyncdist.messaging.direct_write_streams`).
+    The bytes are sent on ``slot``, a tag reserved for streams, in chunks of ``chunk_nbytes``. If ``written_nbytes`` is
+    not 0, the sender may write up to this number of the last bytes directly to ``address`` in the receiver's memory
+    (:mod:`asyncdist.messaging.direct_write_streams`).
     """
 
     slot: int
@@ -81,7 +82,7 @@ class StreamAborted(RemoteProtocolError):
 
 
 class StreamEnd:
-    """Base class of the two ends of a stream, which detects a restart of the peer."""
+    """Base class of the sending and the receiving end of a stream, which detects a restart of the peer."""
 
     _kind: ClassVar[WaitKind]
 
@@ -113,8 +114,6 @@ class StreamEnd:
 
 
 class _State(enum.Enum):
-    """State of an inbound stream, which determines how its receives are posted."""
-
     STEPPED = enum.auto()  #: the caller posts receives with ``chunks``, or with ``arrival`` and ``post_up_to``
     CONTINUOUS = enum.auto()  #: each arriving chunk posts the next receive
     DISCARDING = enum.auto()  #: the receiver has given up, and discards chunks until the sender has answered
@@ -323,13 +322,12 @@ class InboundStream(StreamEnd):
             self.post_up_to(self._arrived_count + max(1, self._window))
 
     def _give_back(self) -> None:
-        """Free the slot, after all messages of the sender's answer have arrived."""
         self._state = _State.ENDED
         self._withdraw()
         self._slots.give_back(self._peer, self.slot)
 
     def _retire(self) -> None:
-        """Leave the slot taken forever, because the lost sender may still write to the stream's memory."""
+        """Never reuse the stream's slot, because the lost sender may still write to the stream's memory."""
         self._slots.retired_counts[self._peer] += 1
         self._state = _State.ENDED
         self._withdraw()
@@ -374,13 +372,13 @@ class Pacer(Pollable):
 
 
 class Slots:
-    """Allocates stream slots for each sender on this rank, and counts the bytes of all streams.
+    """Allocates the slots (tags) on which each sender sends its streams, and counts the bytes of all streams.
 
     Attributes:
         sent_nbytes: Number of bytes sent in streams, including aborted streams.
         received_nbytes: Number of bytes of completely received streams.
         discarding_count: Number of cancelled streams whose sender has not finished or aborted yet.
-        retired_counts: Number of slots that stay taken forever, by sender.
+        retired_counts: Number of slots that are never reused, by sender.
         kept: Memory areas to which lost senders may still write.
     """
 
@@ -414,12 +412,12 @@ class Slots:
         return slot
 
     def give_back(self, source: int, slot: int) -> None:
-        """Free a slot after all messages of the sender's answer have arrived."""
+        """Free a slot for later streams from ``source``."""
         heapq.heappush(self._given_back[source], slot)
 
     @property
     def unanswered_count(self) -> int:
-        """Number of taken slots whose sender is not lost and has not finished."""
+        """Number of allocated slots whose sender is not lost and has not finished."""
         lost = self.engine.transport.lost_ranks()
         return sum(
             self._taken_count(source) - self.retired_counts[source]
@@ -429,7 +427,7 @@ class Slots:
 
     @property
     def taken_count(self) -> int:
-        """Number of taken slots, including retired ones."""
+        """Number of allocated slots, including those that are never reused."""
         return sum(map(self._taken_count, self._used_counts))
 
     def _taken_count(self, source: int) -> int:

@@ -50,7 +50,7 @@ class AttachAccept:
 
 
 class _Outgoing:
-    """A tensor being sent, its stream, and the receiver's grant if that has the wrong size."""
+    """A tensor being sent, its stream, and the receiver's grant if the grant has the wrong size."""
 
     __slots__ = ("address", "refused", "stream", "view")
 
@@ -66,7 +66,6 @@ class _Outgoing:
         return self.stream is not None or self.refused is not None
 
     async def run(self, dest: int) -> bool:
-        """Send the rest of the tensor. Return whether ``dest`` received the whole tensor."""
         if self.stream is not None:
             return await self.stream.run_notified(tags.PARAM)
         assert self.refused is not None, f"rank {dest} has not answered"
@@ -138,7 +137,7 @@ class UserStreams:
             self._under_way[source, message.slot].stop()
 
     def refuse_all(self) -> None:
-        """Abort all streams that peers have granted or will grant. Called when this rank no longer sends."""
+        """Abort all streams that other ranks request, now and later. Called when this rank no longer sends."""
         self._refusing = True
         for source in self._grants:
             self._refuse(source)
@@ -257,14 +256,14 @@ class UserStreams:
         self._finders.discard(rank)
 
     def _write(self, sender: DirectWriteSender) -> None:
-        """Write a stream's tail directly, or send it as messages if direct writes are unavailable or busy."""
+        """Write the last part of a tensor directly, or send it as messages if direct writes are unavailable or busy."""
         if self._writer is None or (self._writer.is_busy and self._written_share < 1.0):
             sender.send_rest()
         else:
             self._writer.add(sender)
 
     def _written_nbytes(self, nbytes: int, source: int) -> int:
-        """Return the number of bytes that ``source`` may write directly. If 0 for lack of access, offer it access."""
+        """Return the number of bytes that ``source`` may write directly. If it has no access yet, offer it access."""
         if nbytes < WRITTEN_NBYTES_MIN or not self._written_share:
             return 0
         if source in self._finders:

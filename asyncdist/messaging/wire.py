@@ -61,8 +61,8 @@ class Route(NamedTuple):
 
     Attributes:
         nonce: Random number of the job. Frames of other jobs are dropped.
-        epoch: Epoch of the protocol, or 0 for protocols without epochs. It increases when the coordinator changes, and
-            frames of earlier epochs are dropped.
+        epoch: Number of the protocol's coordinator, or 0 for protocols without one. Frames of earlier coordinators are
+            dropped.
         scope: Scope of the channel: a hash of its group, name and creation index.
     """
 
@@ -98,7 +98,7 @@ def keys_of(route: bytes) -> tuple[int, int]:
 
 
 class FrameWriter:
-    """Makes frames that all have the same route, each in a new buffer."""
+    """Makes frames with the same route (job, channel and message type), each in a new buffer."""
 
     def __init__(self, route: bytes) -> None:
         self._header = bytearray(4) + route + bytes(12)
@@ -116,7 +116,7 @@ class FrameWriter:
 
 
 class FrameBuffer:
-    """Writes frames of the same route and size into one buffer. Each frame overwrites the previous one."""
+    """Writes frames of the same route and size into one buffer, in which each overwrites the previous one."""
 
     def __init__(self, route: bytes, buffer: bytearray, payload_nbytes: int) -> None:
         view = memoryview(buffer)

@@ -76,7 +76,7 @@ def is_mpi_request(request: object) -> bool:
 
 
 class Operation:
-    """A request of the user's program, in the form that the engine tests.
+    """A request of the user's program, with the methods that the engine calls.
 
     Attributes:
         what: Description of the request for reports.
@@ -104,7 +104,7 @@ class Operation:
         return self.test()
 
     def keep_status(self) -> None:
-        """Keep the status of the request, because a later wait may ask for it."""
+        """Store the status of the completed request, because a later wait may ask for it."""
 
     def cancel(self) -> None:
         """Do nothing, because only the program cancels its requests."""

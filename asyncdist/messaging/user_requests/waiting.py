@@ -126,7 +126,7 @@ class RequestWaiter:
 
     @types.coroutine
     def _begin(self) -> Generator[None, None, None]:
-        """Let other tasks run after many waits that did not wait, and raise an error if this call is not allowed."""
+        """Yield to other tasks once in many calls. Raise an error if the caller may not wait for requests."""
         self._since_yield_count += 1
         if self._since_yield_count >= FAIRNESS_PERIOD:
             self._since_yield_count = 0
@@ -137,7 +137,6 @@ class RequestWaiter:
             raise LocalProtocolError(f"{self._owner} belongs to another event loop: wait on the loop that opened it")
 
     def _await(self, request: object, status: Any) -> _Awaited:
-        """Return the entry of ``request``, and make the engine test a new request."""
         return self._find(request, status) or self._watch(request, operation_of(request, status, self._ring))
 
     def _find(self, request: object, status: Any) -> _Awaited | None:
