@@ -40,7 +40,7 @@ class TorchModes(NamedTuple):
 
 
 class VirtualClock(Protocol):
-    """Charges the computing time of user code in a simulation."""
+    """Interface of the simulation's clock, to which a rank's computing time is added."""
 
     def before_safe_point(self) -> Awaitable[None]:
         """Charge a simulated rank for the time since its last safe point. The result must be awaited immediately."""
@@ -50,7 +50,7 @@ class VirtualClock(Protocol):
 
 
 class Computing:
-    """Runs one function at a time in a worker thread, and resumes the waiting task through ``wake``."""
+    """Runs a user's functions in a worker thread, one at a time, for tasks that wait for their results."""
 
     def __init__(self, rank: int, loop: asyncio.AbstractEventLoop, wake: Callable[[Callable[[], None]], None]) -> None:
         self.is_under_way = False
@@ -64,7 +64,7 @@ class Computing:
         self._thread: int | None = None
 
     def settles(self, future: object) -> bool:
-        """Return whether the function that :meth:`run` is executing settles ``future``."""
+        """Return whether ``future`` waits for the function that :meth:`run` is executing."""
         return any(future is each for each in self._awaited)
 
     def frame(self) -> types.FrameType | None:
@@ -141,7 +141,7 @@ class Computing:
         return self._loop.run_in_executor(self._executor, call_here)
 
     def close(self) -> None:
-        """Start no further thread, and abandon a function that is still running."""
+        """Start no further thread. A function that is still running continues in the background."""
         if self._executor is not None:
             self._executor.shutdown(wait=False)
 

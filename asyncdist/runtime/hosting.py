@@ -104,7 +104,7 @@ async def host_rank(
 
 @contextlib.contextmanager
 def _loop_named() -> Iterator[None]:
-    """Add a note to the error that nest_asyncio raises because it cannot patch uvloop's loops."""
+    """Explain, in a note, the error that nest_asyncio raises because it cannot patch uvloop's loops."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -189,7 +189,6 @@ async def hosted(
 
 
 def _abandon(engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
-    """Detach a forked child from the messages and the loop of its parent's rank."""
     rank = engine.transport.rank
     engine.abandon(
         ForkedChildError(f"this process is a forked child of rank {rank} and cannot use its world", rank=rank)
@@ -198,7 +197,6 @@ def _abandon(engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _note_interrupt(task: asyncio.Task[Any] | None, world: World) -> str | None:
-    """Record that a signal cancels main, and describe main's current wait."""
     waited = describe_wait(task, world)
     world.services.events.add("interrupted", waited or "")
     return waited

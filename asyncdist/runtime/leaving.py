@@ -1,6 +1,6 @@
 """Ends a rank cleanly. Notifies its peers that main has returned, and waits until all ranks have ended.
 
-Background services run until then, because a coordinator is needed until its last member has left.
+Background services run until all ranks have ended, because other ranks may still need them, such as a coordinator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FINALIZE_S: Final = 60.0
 
 
 async def leave(world: World, transport: Transport) -> list[str]:
-    """End this rank together with the others. Describe leftovers such as unread messages and unfinished tasks."""
+    """End this rank together with the others. Return descriptions of unread messages, unfinished tasks and the like."""
     world.peers.leave()
     world.refuse_streams()
     given_up = world.give_up_requests()
@@ -47,7 +47,6 @@ async def leave(world: World, transport: Transport) -> list[str]:
 
 
 async def _last_barrier(world: World, transport: Transport) -> None:
-    """Wait until every rank has reached this point or is lost."""
     own_group, announcements = transport.end_group, world.peers.announcements
     if own_group is not None:
         if announcements is not None:  # Wait until no rank sends along the tree any longer.
@@ -77,7 +76,6 @@ async def _last_barrier(world: World, transport: Transport) -> None:
 
 
 def _have_all_left(world: World, transport: Transport) -> Callable[[], bool]:
-    """Return a function that returns whether main has returned on all other ranks."""
     announcements = world.peers.announcements
     if announcements is not None:
         return lambda: announcements.stage >= Stage.LEFT
@@ -93,7 +91,7 @@ async def _flush(world: World) -> None:
 
 
 def report_leftovers(world: World, leftovers: Sequence[str], *, strict: bool) -> None:
-    """Log the leftovers, or raise LocalProtocolError with them if ``strict`` is true."""
+    """Log the descriptions that :func:`leave` has returned, or raise LocalProtocolError with them if ``strict``."""
     if leftovers:
         text = f"rank {world.rank} ended with {'; '.join(leftovers)}"
         if strict:

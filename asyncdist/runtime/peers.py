@@ -163,7 +163,7 @@ class Peers:
         services.engine.transport.set_return_listener(self.mark_returned)
 
     def on_failure(self, listener: Callable[[int, str], None]) -> None:
-        """Call ``listener(rank, summary)`` when a peer has failed."""
+        """Call ``listener(rank, summary)`` when another rank has failed."""
         self._failure_listeners.append(listener)
 
     def mark_gone(self, ranks: RankSet, *, of_a_failure: bool = False, is_lost: bool = False) -> None:
@@ -306,7 +306,7 @@ class Peers:
         self.mark_gone(ranks)
 
     def _note_losses(self, losses: Losses) -> None:
-        """Record the losses that a leaving peer reported, which may be the reason why it left."""
+        """Record the lost ranks that a leaving rank has reported. A loss may be the reason why it left."""
         for rank, incarnation in losses:
             is_peer = 0 <= rank < self._services.size and rank != self._services.rank
             if is_peer and not self.attendance.knows_loss(rank, incarnation):
@@ -346,7 +346,7 @@ class Peers:
                 self._send(message, rank)
 
     def tell_silent(self, message: Failed) -> None:
-        """Send ``message`` directly to the ranks that have not answered, because ranks that relay it may be busy."""
+        """Send ``message`` directly to the ranks that have not answered. The ranks that relay it may be busy."""
         for rank in set(range(self._services.size)) - self.answered - {self._services.rank}:
             self._send(message, rank)
 

@@ -95,7 +95,6 @@ class Recording:
             writer.note(kind, peer, tag, nbytes)
 
     def _tell_sleeps(self, engine: Engine) -> None:
-        """Record when the timers of ``asyncio.sleep`` and of asyncio's timeouts fire."""
         call_at = self._loop.call_at
 
         def set_timer(
@@ -129,7 +128,7 @@ class Recording:
             self._writer.flush()
 
     def close(self) -> None:
-        """Finish the file."""
+        """Finish the recording's file."""
         self._leave_loop()
         if self._timer is not None:
             self._timer.cancel()

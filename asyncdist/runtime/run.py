@@ -293,7 +293,6 @@ def _run_local(
 
 
 def _raise_first(failures: Mapping[int, BaseException], ranks: int, interrupts: Interrupts) -> NoReturn:
-    """Raise the exception of the first failed rank, with a note that names the rank."""
     rank = next((rank for rank, error in failures.items() if not is_consequence(error)), min(failures))
     first = failures[rank]
     if interrupts.received is not None:

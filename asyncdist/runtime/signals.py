@@ -78,7 +78,10 @@ class Interrupts:
             self.check()
 
     def withdraw(self) -> bool:
-        """Do not cancel tasks for the received signal. Return whether the caller must raise its exception instead."""
+        """Do not cancel tasks for the received signal.
+
+        Return whether the caller must raise the signal's exception instead.
+        """
         is_pending, self._is_pending = self._is_pending, False
         if is_pending and self._stopping is not None:
             self._stopping.cancel()
@@ -97,7 +100,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def handler_before(self, number: int) -> Any:
-        """Return the previous handler of the signal."""
+        """Return the handler that the signal ``number`` had before this object replaced it."""
         return self._previous[number]
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:

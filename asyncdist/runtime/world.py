@@ -470,7 +470,7 @@ class World:
         return counters_of(self.services)
 
     def statistics(self) -> WorldStatistics:
-        """Return the counts since the world was opened."""
+        """Return the counts of messages, requests, streams and events since the world was opened."""
         of_channels = self.services.channel_statistics()
         return WorldStatistics(
             engine=self._engine.statistics(),
@@ -487,7 +487,7 @@ class World:
 
     @property
     def is_open(self) -> bool:
-        """Whether the world is open."""
+        """Whether the world is open: main runs, or spawned tasks still run."""
         return self._task_group is not None
 
     def attach_tasks(self, task_group: asyncio.TaskGroup | None) -> None:
@@ -511,12 +511,12 @@ class World:
         self._streams.refuse_all()
 
     def give_up_requests(self) -> list[str]:
-        """Stop testing the program's requests of mpi4py and torch. Describe the unfinished requests."""
+        """Stop testing the program's requests of mpi4py and torch. Return a description of the unfinished requests."""
         left = self._requests.close() if "_requests" in self.__dict__ else None
         return [] if left is None else [f"requests of this program: {left}"]
 
     def close(self) -> None:
-        """Cancel all receives, and prevent further worker threads."""
+        """Cancel all receives of this rank, and start no further worker threads."""
         if "_streams" in self.__dict__:  # The attribute exists only if a stream was sent or received.
             self._streams.close()
         self.peers.close()

@@ -1,1 +1,1 @@
-"""Announces leaving, ended and failed ranks along a tree of the ranks, in large worlds."""
+"""Notifies all ranks of a large world, along a tree of the ranks, of ranks that leave, end or fail."""

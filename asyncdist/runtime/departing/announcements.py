@@ -78,7 +78,7 @@ class Announcements:
 
     @property
     def stage(self) -> Stage:
-        """Stage that all ranks are known to have reached."""
+        """Stage of its end (such as "main has returned") that every rank is known to have reached."""
         return self._departures.stage
 
     @property
@@ -87,7 +87,7 @@ class Announcements:
         return self._departures.is_over
 
     def depart(self, departure: Departure) -> None:
-        """Announce to all ranks that this rank has left main or has ended."""
+        """Announce to all ranks that main has returned on this rank, or that this rank has ended."""
         self._departures.add(departure, self._services.rank)
         self._send_soon()
 

@@ -29,7 +29,7 @@ from asyncdist.transports.rank_sets import RankSet
 
 
 class Stage(enum.IntEnum):
-    """Stages of a rank's end: in main, main has returned, the rank has ended, every rank is known to have ended."""
+    """Stages of a rank's end: main runs, main has returned, the rank has ended, all ranks know that all have ended."""
 
     IN_MAIN = 0
     LEFT = 1
@@ -67,7 +67,7 @@ class Departure:
 
     @classmethod
     def of(cls, rank: int, stage: Stage, *account: *_Account) -> Departure:
-        """Return the departure of a single rank."""
+        """Return the announcement that a single rank has reached a stage of its end."""
         return cls(rank, b"\x01", stage, *account)
 
     @property
@@ -112,7 +112,11 @@ class Departures:
         return self._tree.neighbours
 
     def add(self, departure: Departure, source: int) -> list[Departure]:
-        """Add a departure from ``source``, and return its new part. Raise RemoteProtocolError if it is invalid."""
+        """Add an announcement from ``source``. Return the part of it that was unknown.
+
+        Raises:
+            RemoteProtocolError: The announcement is invalid.
+        """
         is_known_stage = departure.stage in (Stage.LEFT, Stage.ENDED)
         if not is_known_stage or not 0 <= departure.first < self._size or not 0 < self._extent(departure) <= self._size:
             raise RemoteProtocolError(f"the departure {departure!r:.200} is not valid in a world of {self._size} ranks")
@@ -173,7 +177,7 @@ class Departures:
         self._told_stage = {neighbour: self._told_stage.get(neighbour, 0) for neighbour in self.neighbours}
 
     def tell_again(self) -> None:
-        """Make :meth:`urgent` return the messages again that have not been answered."""
+        """Make :meth:`urgent` return the unanswered messages again."""
         parent = self._tree.parent
         if parent is not None and self._told_stage[parent] > self.stage:
             self._told[parent], self._told_stage[parent] = _Reached(), 0
@@ -186,12 +190,12 @@ class Departures:
 
     @property
     def is_answered(self) -> bool:
-        """Whether this rank awaits no answer, because some ranks still run or every rank knows that all have ended."""
+        """Whether this rank waits for no answer of its neighbours in the tree."""
         parent = self._tree.parent
         return self.is_over if self.stage >= Stage.ENDED else parent is None or self._told_stage[parent] <= self.stage
 
     def urgent(self) -> list[tuple[int, Departed]]:
-        """Return the messages that must be sent immediately, each with its receiver."""
+        """Return the announcements that must be sent to neighbours immediately, each with its receiver."""
         parent = self._tree.parent
         reached = self._reached()
         if parent is None and reached > self.stage:
@@ -208,7 +212,7 @@ class Departures:
         return messages
 
     def others(self) -> list[tuple[int, Departed]]:
-        """Return the messages that may be delayed and combined with later messages, each with its receiver."""
+        """Return the announcements that may be delayed and combined with later ones, each with its receiver."""
         parent = self._tree.parent
         if parent is not None:
             return [(parent, message) for message in self._tell(parent)]
@@ -246,7 +250,7 @@ class Departures:
         return Stage.IN_MAIN
 
     def _tell(self, neighbour: int) -> list[Departed]:
-        """Return messages with the departures that ``neighbour`` does not know of, none if all ranks have ended."""
+        """Return messages with the departures that ``neighbour`` does not know of, or none if all ranks have ended."""
         known, told = self._known if neighbour == self._tree.parent else self._announced, self._told[neighbour]
         ended = known.ended & ~told.ended
         left = known.left & ~told.left & ~ended
@@ -279,7 +283,7 @@ class Departures:
 
 @dataclass(slots=True)
 class _Reached:
-    """Bit sets of the ranks that have left main, and of the ranks that have ended."""
+    """Bit sets of the ranks on which main has returned, and of the ranks that have ended."""
 
     left: int = 0
     ended: int = 0
@@ -297,12 +301,11 @@ class _Reached:
         self.ended |= other.ended
 
     def has_more_than(self, other: _Reached) -> bool:
-        """Return whether these sets record a rank for a stage and ``other`` does not."""
         return bool(self.left & ~other.left | self.ended & ~other.ended)
 
 
 def _departures(ranks: int, stage: Stage, account: _Account) -> Iterator[Departure]:
-    """Yield departures that together contain ``ranks``: one, unless its bitmap would be too large."""
+    """Yield announcements that together contain ``ranks``: one, unless its bitmap would be too large."""
     while ranks:
         first = (ranks & -ranks).bit_length() - 1
         piece = ranks >> first & (1 << 8 * _BITMAP_NBYTES_MAX) - 1

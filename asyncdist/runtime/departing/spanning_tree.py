@@ -38,7 +38,7 @@ class SpanningTree:
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """Parent, if any, and children of this rank."""
+        """Parent, if there is one, and children of this rank in the tree."""
         return self.children if self.parent is None else (self.parent, *self.children)
 
     def _arrange(self) -> None:

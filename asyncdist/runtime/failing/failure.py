@@ -38,7 +38,7 @@ _report = FailureReport()
 
 
 class FailureMonitor:
-    """Stops main after a peer, a background service or the watchdog has failed: at a safe point, or by cancelling."""
+    """Stops main at a safe point, or by cancelling it, after another rank, a service or the watchdog has failed."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -146,7 +146,7 @@ async def fail(
 
 
 async def _end_beside_lost_mates(world: World, transport: Transport, error: BaseException) -> None:
-    """If a rank of this rank's replica is lost, end as a lost rank, so that the other replicas continue."""
+    """If another rank of this rank's replica is lost, kill this rank, so that the other replicas continue."""
     lost = await world.services.shared(ReplicaMates).lost_soon() if isinstance(error, Exception) else ()
     if not lost:
         return
@@ -160,7 +160,7 @@ async def _end_beside_lost_mates(world: World, transport: Transport, error: Base
 
 
 async def _rank_that_tells(world: World, error: BaseException) -> int | None:
-    """Return the lower rank that prints the same traceback, for example of a script error, or None if there is none."""
+    """Return the lower rank that prints the same traceback as this rank would, or None if there is none."""
     if not isinstance(error, Exception) or is_consequence(error):
         return None
     await _wait_for_end_reason(world, _HEAR_WHY_S * world.rank / world.size)
@@ -245,7 +245,7 @@ def _with_notes(line: str, error: BaseException) -> str:
 def own_error(
     caught: BaseException, monitor: FailureMonitor | None, interrupts: Interrupts, rank: int
 ) -> BaseException:
-    """Return the error to raise to the caller: this rank's own error, or the peer's failure that has caused it."""
+    """Return the error to raise to the caller: this rank's own error, or the other rank's failure that caused it."""
     cause = monitor.error if monitor is not None and not has_cause_here(caught) else None
     cause = interrupts.error(rank) or cause
     if cause is not None:

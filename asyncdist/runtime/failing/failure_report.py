@@ -42,7 +42,7 @@ class FailureReport:
         self._print(f"asyncdist: rank {rank} failed:\n{format_error(error)}", error)
 
     def print_line(self, line: str, error: BaseException) -> None:
-        """Print one line instead of a traceback."""
+        """Print one line about an error, instead of its traceback."""
         self._print(f"asyncdist: {line}\n", error)
 
     def shorten(self, error: BaseException, line: str) -> None:
@@ -110,5 +110,5 @@ def is_termination(error: BaseException) -> bool:
 
 
 def peer_failed(rank: int, summary: str) -> RankLostError:
-    """Return the error that the other ranks raise after ``rank`` has failed."""
+    """Return the error that all other ranks raise after ``rank`` has failed."""
     return RankLostError(f"rank {rank} failed: {summary}", rank=rank)

@@ -22,7 +22,7 @@ _HEAR_MATE_S: Final = 2.0
 
 
 class ReplicaMates:
-    """The other ranks of this rank's replica.
+    """The other ranks that train this rank's replica of the model.
 
     Attributes:
         ranks: Ranks without which this rank cannot continue. Empty outside a policy of replicas.
@@ -57,7 +57,7 @@ class ReplicaMates:
 
 
 def end_as_lost() -> None:
-    """End this process by SIGKILL."""
+    """Kill this process by SIGKILL, so that launchers and transports report the rank as lost."""
     for file in filter(None, (sys.stdout, sys.stderr)):
         file.flush()
     os.kill(os.getpid(), signal.SIGKILL)

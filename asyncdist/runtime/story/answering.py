@@ -84,7 +84,7 @@ class WaitReporter:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop answering requests."""
+        """Stop answering requests for reports, and close the sockets."""
         if self._thread is None or self._wake is None or self._listener is None or self._path is None:
             return
         self._wake[1].send(_END)
@@ -124,7 +124,7 @@ class WaitReporter:
         return ""
 
     def tell_abort(self) -> str:
-        """Return and record the reports of all ranks of this host before an abort."""
+        """Return and record a report of the waits of all ranks of this host, because the job is being aborted."""
         text = tell_job(*self._ask_all(collect(self._world, self._main, self._signs)))
         self._world.services.events.record("told", f"{ABORT}; {text}")
         return text
@@ -275,7 +275,7 @@ class WaitReporter:
         return [place for place in sockets.places(self._path.parent) if place.rank != self._world.rank]
 
     def _is_others_to_tell(self) -> bool:
-        """Return whether a lower rank on this host is alive, and therefore prints the reports."""
+        """Return whether a lower rank of this host is alive, and therefore prints the reports instead of this rank."""
         lower = (place for place in self._places() if place.rank < self._world.rank)
         return any(sockets.answers_pulse(place) for place in lower)
 

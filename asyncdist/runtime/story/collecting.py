@@ -126,7 +126,6 @@ def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
 
 
 def _line_beside(task: asyncio.Task[Any], world: World) -> str | None:
-    """Return the current line of user code in the worker thread that a task waits for, or None."""
     frame = world.frame_of(waiter_of(task))
     users = next((each for each in _outwards(frame) if _is_users(each)), None)
     return None if users is None else line_of(users)
@@ -137,7 +136,7 @@ def _first(ranks: Iterable[int]) -> list[int]:
 
 
 def _collective(task: asyncio.Task[Any], world: World) -> Collective | None:
-    """Return the oldest collective in progress if the task waits in a collective, or None."""
+    """Return the oldest unfinished collective if the task waits in a collective, or None."""
     engine = world.services.engine
     if not any(future in engine.collective_waits for future in _waiters(task, engine)):
         return None

@@ -45,7 +45,7 @@ class Signs:
         self._share = 0.0
 
     def sample(self) -> None:
-        """Take a sample, and record whether anything has changed since the last sample."""
+        """Compare this rank's counters with the last sample, and record whether the rank has made progress."""
         if not self._lock.acquire(blocking=False):  # A signal handler has called this method during a sample.
             return
         try:
@@ -79,7 +79,6 @@ class Signs:
             self._sampled_cpu_s, self._sampled_at = cpu_s, now
 
     def _has_requested(self, request_count: int) -> bool:
-        """Return whether more requests have ended since the last sample than the sent reminders can explain."""
         sent = self._world.agreements.rivals.sent_count
         new, self._request_count = request_count - self._request_count, request_count
         possible = self._reminders_under_way + sent - self._reminded_count
@@ -95,10 +94,10 @@ class Signs:
         return self._share >= _BUSY_SHARE
 
     def still_s(self) -> float:
-        """Return the seconds without progress, as of the last sample."""
+        """Return how many seconds ago this rank last made progress, as observed by :meth:`sample`."""
         return time.monotonic() - self.moved_at
 
     def heard_s(self) -> dict[int, float]:
-        """Return the seconds since the last known message from each rank."""
+        """Return how many seconds ago the last known message from each rank arrived."""
         now = time.monotonic()
         return {rank: round(now - at, 1) for rank, at in sorted(self._first_departure_at.items())}
