@@ -234,7 +234,7 @@ class FlatState:
         return list(shared.values())
 
     def follow(self, model: nn.Module) -> None:
-        """Switch to ``model``, which must have the same layout."""
+        """Use ``model`` instead of the present model from now on. It must have the same layout."""
         self._model = model
 
     @property

@@ -33,13 +33,13 @@ class KnownInfinities:
         }
 
     def unsound_entry(self, buffers: FlatBuffers) -> str | None:
-        """Return the name of the first averaged entry with an unsound value in ``buffers``, or None."""
+        """Return the name of the first averaged entry in ``buffers`` with a NaN or an unexpected infinity, or None."""
         if all(is_finite(tensor) for tensor in buffers.averaged().values()):
             return None  # testing one flat tensor per dtype is faster than testing each entry
         return self._first_unsound(zip(buffers.entries, buffers.views, strict=True))
 
     def unsound_entry_of_model(self, skipped: Collection[int] = ()) -> str | None:
-        """Return the name of the model's first averaged entry with an unsound value, or None.
+        """Return the name of the model's first averaged entry with a NaN or an unexpected infinity, or None.
 
         The entries with the indices ``skipped`` are not checked.
         """
@@ -63,7 +63,7 @@ class KnownInfinities:
 
 
 def trouble_of(known: KnownInfinities | None, optimizer: torch.optim.Optimizer | None) -> str:
-    """Describe the part of a model or its optimizer that is not finite; return "" if all values are sound.
+    """Describe the part of a model or its optimizer that has unexpectedly become non-finite, or return "".
 
     Args:
         known: The model and its known infinities; None to skip the model.

@@ -135,7 +135,6 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _sharding_of(name: str, tensor: Any) -> str:
-    """Return a description of a DTensor's sharding, which is equal for equal shardings."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(f"the placements of {name!r} must be Shard or Replicate, got {tensor.placements}")
     return f"{tuple(tensor.placements)} of {tuple(tensor.shape)} over {tuple(tensor.device_mesh.shape)}"

@@ -55,7 +55,7 @@ class Outline:
 
 
 def outline(tree: Any) -> tuple[list[Any], Outline]:
-    """Return the leaves and the outline of a tree, whose leaves need not be tensors."""
+    """Return a tree's leaves, which need not be tensors, and its outline (structure, shapes and dtypes)."""
     leaves, spec = optree.tree_flatten(tree)
     return leaves, Outline(spec, tuple(_kind(leaf) for leaf in leaves))
 

@@ -95,7 +95,6 @@ def _warn_of_order() -> None:
 
 
 def _in_order(indices: Sequence[int], names: Sequence[str], own: Sequence[str]) -> list[int]:
-    """Return the indices of a saved group's parameters in the order of the other optimizer's group."""
     by_name: dict[str, list[int]] = {}
     for index, name in zip(indices, names, strict=True):
         by_name.setdefault(name, []).append(index)

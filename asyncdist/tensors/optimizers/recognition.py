@@ -177,7 +177,6 @@ def held_by(optimizer: Any, model: nn.Module) -> Iterator[tuple[str, str, list[H
 
 
 def _tensor_attributes(optimizer: Any) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield (name, tensors) for each attribute of an optimizer except its state, and for its parameter groups."""
     for name, value in attributes_of(optimizer).items():
         tensors = [each for each in _leaves(value, 3) if each.is_floating_point() and each.numel()]
         if tensors:

@@ -30,7 +30,10 @@ _ROUNDING: Final = 1e-5
 
 
 class Replaced:
-    """Samples the weights before and after they are replaced, and after the optimizer's next two steps."""
+    """Samples the weights around a replacement by an average, to detect whether the optimizer undoes it.
+
+    A sample is taken before and after the replacement, and after each of the optimizer's next two steps.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -39,11 +42,11 @@ class Replaced:
         self._next: Tensor | None = None  # weights after the first step, if it may have undone the average
 
     def note_new(self) -> None:
-        """Note the weights after they were replaced."""
+        """Sample the weights after they were replaced by the average."""
         self._new = self._sample()
 
     def have_changed_since(self) -> bool:
-        """Return whether the weights have changed since :meth:`note_new`."""
+        """Return whether the weights have changed since they were replaced (:meth:`note_new`)."""
         return not torch.equal(self._sample(), self._new)
 
     def evidence(self) -> float | None:

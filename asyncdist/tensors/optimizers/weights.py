@@ -57,7 +57,7 @@ class AveragedStates:
         self._source = source
 
     def tensors(self) -> list[Tensor]:
-        """Return the states in the order of ``names``. A copy of the parameter represents a state not created yet."""
+        """Return the states in the order of ``names``. A state that does not exist yet is a copy of its parameter."""
         found = []
         for parameter in self.parameters:
             z = self._source.state.get(parameter, {}).get("z")
