@@ -33,7 +33,7 @@ _HOLD_S: Final = 0.005
 
 
 class Start(Generic[T]):
-    """One collective operation that this rank starts together with the other members of a group."""
+    """One operation, such as a collective, that this rank starts together with the other members of a group."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Start(Generic[T]):
 
     @property
     def name(self) -> str:
-        """Name of the operation's start, unique on this rank and equal on all members."""
+        """Name of the operation for reports, unique on this rank and equal on all members."""
         key = self.meeting.key
         return f"{key.subject} {wire.scope_of(self.meeting.ranks, key.subject, key.occurrence):x}"
 
@@ -66,11 +66,14 @@ class Start(Generic[T]):
         return agreed
 
     def left_s(self, timeout_s: float) -> float:
-        """Return the remaining seconds of the caller's timeout, but at least 5, because all members have joined."""
+        """Return the remaining seconds of the caller's timeout, but at least 5.
+
+        All members have joined by then, so none of them needs much longer.
+        """
         return max(round(self.meeting.began_at + timeout_s - self._loop.time(), 3), MEMBER_PATIENCE_S)
 
     def on_asked(self) -> None:
-        """Record that this rank has sent its join, so a cancelled caller no longer stops the work."""
+        """Record that this rank has joined the agreement, so cancelling the caller no longer stops the work."""
         self._has_come = True
 
     def on_time_up(self, error: StartTimeoutError) -> None:

@@ -51,7 +51,7 @@ class CollectiveCall(NamedTuple):
 
 @dataclass(slots=True)
 class _First:
-    """First member's call of a collective, stored until all members have called it."""
+    """A collective call of the first member that has made it, stored until all members have made it."""
 
     rank: int
     call: CollectiveCall
@@ -60,7 +60,7 @@ class _First:
 
 
 class CollectiveChecker:
-    """Compares the collective calls of all ranks in this process."""
+    """Compares the collective calls of all simulated ranks in this process, which must be the same in each group."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int, int], int] = {}

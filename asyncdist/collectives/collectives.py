@@ -175,7 +175,7 @@ class Collectives:
             bucket.copy_out(0, await self.all_mean(bucket.flat.clone(), group))
 
     async def _shared_views(self, bucket: Bucket, group: Group) -> list[torch.Tensor] | None:
-        """Return all members' shared memory. None if members are on different hosts or sharing is not faster."""
+        """Return all members' shared memory, or None if members are on different hosts or sharing is not faster."""
         is_wanted = group.size > 1 and is_worth_sharing(len(bucket.flat), bucket.flat.dtype)
         if not is_wanted or not self._engine.transport.capabilities.shares_memory:
             return None
@@ -306,7 +306,7 @@ class Collectives:
         *,
         reduction: str | None = None,
     ) -> None:
-        """In a simulation, compare this call with the other members' calls."""
+        """In a simulation, check that this call equals the other members' calls."""
         if self._checker is not None:
             dtype, shape = (None, None) if tensor is None else (tensor.dtype, tensor.shape)
             self._checker.note(
@@ -314,7 +314,6 @@ class Collectives:
             )
 
     def _begin(self, membership: MembershipLog, group: Group) -> int:
-        """Count a new collective of the group, also for recordings. Return its number in the group."""
         self._engine.note_collective_begun()
         return membership.begin(group)
 

@@ -36,7 +36,7 @@ _NO_ROOT: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The operation that a rank has called, and its root.
+    """The operation that a rank has called, and the operation's root rank.
 
     The operation is the name of the called function, of at most 32 characters. A root that is not a rank raises an
     error on all members.
@@ -51,7 +51,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class LocalResult:
-    """Result of a computation: a value and its encoded form (``payload``), an exception, or neither."""
+    """Result of a computation on this rank: a value and its encoded form (``payload``), an exception, or neither."""
 
     value: Any = None
     payload: bytes | None = None
@@ -206,14 +206,14 @@ async def collect(
 
 
 async def share(collectives: Collectives, group: Group, outcome: LocalResult, root: int) -> tuple[ResultHeader, bytes]:
-    """Send the root's header and payload to every member, and return both. ``outcome`` is used only on ``root``."""
+    """Send the root's result to every member, and return its header and payload. Only the root uses ``outcome``."""
     packed = _to_tensor(_pack_header(outcome, Call("share", root)))
     header = _read_header(root, await collectives.broadcast(packed, group, root))
     return header, await share_payload(collectives, group, outcome, header)
 
 
 async def share_payload(collectives: Collectives, group: Group, outcome: LocalResult, header: ResultHeader) -> bytes:
-    """Send one member's payload to all members, which already have that member's ``header``, and return it."""
+    """Send the payload of one member, whose ``header`` all members already have, to all members. Return the payload."""
     root = header.rank
     if not header.later_nbytes:
         return header.inline

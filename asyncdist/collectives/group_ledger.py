@@ -48,11 +48,11 @@ class Freed:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """Records which members of a group have freed it.
+    """A group of this rank, and the members that have freed it.
 
     Attributes:
         freed: Number of collectives that each member had started when it freed the group, by rank.
-        done_count: Number of leading members known to have freed the group or left the world.
+        done_count: Number of members, from the first, that are known to have freed the group or left the world.
     """
 
     group: Group

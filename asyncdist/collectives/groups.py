@@ -17,7 +17,7 @@ from asyncdist.transports.base import GroupHandle
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Mutable state of a group: its identity, and whether this rank has freed it.
+    """Changeable state of a group: its identity, and whether this rank has freed it.
 
     Attributes:
         serial: Serial number of the group among the groups of the same ranks in the same order, equal on all members. 0
@@ -44,7 +44,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Group:
-    """Ordered set of ranks among which collectives run. An asynchronous context manager that frees the group on exit.
+    """An ordered set of ranks among which collectives run. As a context manager, frees the group on exit.
 
     Attributes:
         ranks: Ranks of the members in the world.

@@ -94,7 +94,7 @@ class MembershipLog:
         return entry
 
     def end(self, entry: Participation) -> None:
-        """Remove a collective from those in progress. Repeated calls do nothing."""
+        """Record that a collective is no longer in progress. Repeated calls do nothing."""
         self._under_way.pop(entry, None)
 
     @contextmanager
@@ -137,7 +137,7 @@ class MembershipLog:
         return self._started[group.tag]
 
     def check_whole(self, group: Group) -> None:
-        """Raise RankLostError if a member was restarted since the group was made."""
+        """Raise RankLostError if a member was restarted after the group was made."""
         for rank in self._incarnations:
             if rank in group.ranks and self.has_lost(group, rank):
                 text = f"rank {rank} was restarted, and is not a member of the earlier group {short(group.ranks)}"

@@ -1,4 +1,4 @@
-"""Versioned windows: a rank exposes successive versions of its state, which other ranks read at any time.
+"""Versioned windows: a rank publishes successive copies (*versions*) of its state, which others read at any time.
 
 A window has two slots. Version k is written into slot k mod 2 while readers use version k - 1 in the other slot. A
 record describes each version and its metric. A reader first reads the newest records, and then a version by its number.
@@ -64,7 +64,7 @@ _SUBJECT: Final = "new window"
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Message with which an owner notifies the other members that it no longer exposes any version."""
+    """Message with which a rank notifies the other members that it no longer publishes any version of its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,9 @@ class OutdatedError(AsyncdistError):
 
 
 class VersionedWindow(abc.ABC):
-    """Exposes versions of this rank's state, and reads other ranks' versions. Made by :func:`open_versioned_window`.
+    """Publishes versions (copies) of this rank's state, and reads the versions that other ranks publish.
+
+    Made by :func:`open_versioned_window`.
 
     Attributes:
         version: Number of the newest version that this rank has published, or :attr:`first` if there is none.
@@ -91,7 +93,7 @@ class VersionedWindow(abc.ABC):
 
     @abc.abstractmethod
     def begin(self) -> torch.Tensor | None:
-        """Return the memory for the next version, a 1-D uint8 tensor to be filled and then published.
+        """Return the memory for the next version of this rank's state: a 1-D uint8 tensor to fill and then publish.
 
         The call invalidates the older version in this memory. A second call returns the same memory. The result is None
         while readers still read this memory.
@@ -99,19 +101,19 @@ class VersionedWindow(abc.ABC):
 
     @abc.abstractmethod
     def publish(self, iteration: int, metric: float) -> VersionRecord:
-        """Make the version begun with :meth:`begin` available to readers, and return its record."""
+        """Publish the version of this rank's state that the memory of :meth:`begin` contains, and return its record."""
 
     async def published_by(self, rank: int, *, deadline: float = math.inf) -> VersionRecord | None:
-        """Return another member's newest record, or None if it has no version, or does not answer by ``deadline``."""
+        """Return the record of a member's newest version, or None without a version or an answer by ``deadline``."""
         return (await self.published_by_each((rank,), deadline=deadline)).get(rank)
 
     @abc.abstractmethod
     async def published_by_each(self, ranks: Sequence[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
-        """Return the newest record of each of ``ranks``, in order. Ranks without a version are omitted."""
+        """Return the record of each rank's newest version, in order of ``ranks``. Omit ranks without a version."""
 
     @abc.abstractmethod
     async def read(self, rank: int, record: VersionRecord, targets: Targets, take: Take, *, deadline: float) -> None:
-        """Read the first bytes of a version of ``rank`` into the targets.
+        """Read the first bytes of a version that ``rank`` has published into the buffers ``targets``.
 
         Args:
             record: Record of the version, as returned by ``published_by``.
@@ -155,7 +157,7 @@ async def open_versioned_window(
     chunk_nbytes: int = CHUNK_NBYTES,
     timeout_s: float = 60.0,
 ) -> VersionedWindow:
-    """Open a window. All members of ``group`` must call this function with equal arguments.
+    """Open a window for publishing and reading states. All members of ``group`` must pass equal arguments.
 
     Args:
         nbytes: Size of one version in bytes. Each rank stores two versions.
@@ -316,7 +318,6 @@ def _aligned(nbytes: int) -> int:
 
 
 def _same(one: VersionRecord, two: VersionRecord) -> bool:
-    """Return whether two records are equal. NaN metrics are equal to each other."""
     metrics = one.metric == two.metric or (math.isnan(one.metric) and math.isnan(two.metric))
     return metrics and (one.version, one.iteration) == (two.version, two.iteration)
 
@@ -384,7 +385,6 @@ class _StreamedWindow(VersionedWindow):
         return record
 
     def _tell(self, message: VersionRecord | Retired, ranks: Sequence[int]) -> None:
-        """Send a message to other members. In a large group, send nothing."""
         for rank in ranks if self._desk is None else ():
             if rank not in self._retired:
                 try:
@@ -512,7 +512,7 @@ class FollowedWindow(_StreamedWindow):
             self._retired.update(self._others)
 
     def retire(self, rank: int) -> None:
-        """Stop reading versions of ``rank``, which is lost or has left."""
+        """Stop reading the versions of ``rank``, which is lost or has left."""
         self._retire(rank)
 
     def admit(self, rank: int) -> None:

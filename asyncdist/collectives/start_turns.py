@@ -35,13 +35,12 @@ from asyncdist.waits import WaitId, WaitKind
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """Start that all members have requested, and that waits for its turn on this rank."""
+    """A start that all members have requested, and that waits for its turn on this rank."""
 
     number: int
     meeting: Meeting
 
     def place(self) -> tuple[int, Runs, str, int]:
-        """Return the key by which waiting starts are sorted."""
         key = self.meeting.key
         return self.number, key.ranks, key.subject, key.occurrence
 

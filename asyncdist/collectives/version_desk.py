@@ -1,4 +1,4 @@
-"""Asks other ranks for the records of their newest versions, and answers such questions on this rank.
+"""Asks other ranks which version of their state they have published last, and answers such questions.
 
 Used by the versioned windows of large groups (:mod:`asyncdist.collectives.one_sided`), in which sending the record of
 each version to all members would be too many messages. A rank has one :class:`VersionDesk` for all its windows. It
@@ -28,7 +28,7 @@ _NUMBER_MAX: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """Describes one version of a rank's exposed state.
+    """Describes one published version (copy) of a rank's state.
 
     Attributes:
         iteration: Training iteration of the owner when the version was copied.
@@ -42,7 +42,7 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Message with which a reader asks an owner for the record of its newest version in a window."""
+    """Message with which a reader asks a rank for the record of the newest version that it has published."""
 
     window: int
     number: int
@@ -50,7 +50,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Message with the record of an owner's newest version. ``version`` is 0 if the owner exposes no version."""
+    """Message with the record of the sender's newest version. ``version`` is 0 if the sender has published none."""
 
     number: int
     version: int
@@ -67,7 +67,7 @@ class _Inquiry:
 
 
 class VersionDesk:
-    """Asks other ranks for the records of their newest versions, and answers such questions. Each rank has one."""
+    """Asks other ranks for the records of their newest versions, and answers their questions. Each rank has one."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -136,7 +136,6 @@ class VersionDesk:
             inquiry.found[source] = VersionRecord(answer.version, answer.iteration, answer.metric)
 
     def _tell(self, message: Question | Answer, rank: int) -> bool:
-        """Send a message to ``rank``. Return False if the rank is lost or has left, or if its channel is full."""
         if rank in self._services.gone:
             return False
         try:

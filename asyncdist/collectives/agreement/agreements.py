@@ -70,13 +70,13 @@ _CANCELLED: Final = ("CancelledError", "it was cancelled while it waited for the
 
 
 class Agreements:
-    """Checks that the ranks of a group are about to start the same operation, by messages on the system channel.
+    """Lets the ranks of a group check that all are about to start the same operation, by exchanging messages.
 
     Args:
         channel: System channel to send on. The world receives its messages and passes them to the ``on_`` methods.
 
     Attributes:
-        comings: Sender of this rank's joins in large groups.
+        comings: Sender of this rank's messages that it joins an agreement, in large groups.
         rivals: Detector of ranks that wait for each other in different starts.
     """
 
@@ -150,7 +150,7 @@ class Agreements:
         *,
         outlives_leader: bool = False,
     ) -> Meeting:
-        """Request the next agreement on ``subject``. The caller must then call :meth:`meet` or :meth:`stay_away`.
+        """Request the next agreement on ``subject``. The caller must then await :meth:`meet` or call :meth:`stay_away`.
 
         The start is counted at the request rather than at its beginning, so that abandoned starts are counted equally
         on all ranks.
@@ -161,7 +161,7 @@ class Agreements:
         return Meeting(key, tuple(ranks), leader, self._engine.loop.time(), bound_to, outlives_leader)
 
     def second_meeting(self, meeting: Meeting) -> Meeting:
-        """Return the second agreement of a start, which all members must join after they have joined the first one."""
+        """Return the second agreement of an operation's start, which all members must join after the first one."""
         return Meeting(
             dataclasses.replace(meeting.key, is_second=True), meeting.ranks, meeting.leader, self._engine.loop.time()
         )
@@ -242,7 +242,7 @@ class Agreements:
 
     @contextlib.contextmanager
     def objecting(self, ranks: Sequence[int], subject: str) -> Iterator[None]:
-        """Send an exception of the body, which checks a collective's arguments, to the other members, too."""
+        """If the body, which checks a collective's arguments, raises an exception, raise it on all members."""
         try:
             yield
         except Exception as error:
@@ -284,7 +284,10 @@ class Agreements:
         self._is_failing = True
 
     def withdraw(self, ranks: Sequence[int], subject: str) -> None:
-        """Withdraw from ``subject`` forever. Later agreements of the other ``ranks`` on it raise ClosedError."""
+        """Announce that this rank never starts ``subject`` again.
+
+        Later agreements of the other ``ranks`` on it raise ClosedError.
+        """
         key = self.incarnations.key_of(subject, ranks)
         if self.relays.carry(key):
             self.led.withdrawn.add(key)
@@ -294,7 +297,7 @@ class Agreements:
                 self._send(message, rank)
 
     def forget(self, ranks: Sequence[int], subject: str) -> None:
-        """Remove the state of ``subject``, from which all members have withdrawn."""
+        """Remove the state of ``subject`` (an operation), which all members have announced never to start again."""
         key = self.incarnations.key_of(subject, ranks)
         self._counts.pop(key, None)
         self._absences.withdrawn.pop(key, None)
@@ -329,7 +332,6 @@ class Agreements:
     async def _until_all_have_come(
         self, meeting: Meeting, joins: Mapping[int, Join], gone: Absentees, timeout_s: float | None
     ) -> None:
-        """Wait until all members have joined, a member is known never to join, or the timeout has passed."""
         key, ranks = meeting.key, meeting.ranks
 
         def is_over() -> bool:
@@ -450,7 +452,7 @@ class Agreements:
                 self._take(spread.verdict)
 
     def _take(self, verdict: Verdict) -> None:
-        """Handle the decision of a large group's agreement once, although copies may arrive on several paths."""
+        """Handle a large group's decision once, although copies of it may arrive on several paths."""
         if self.comings.takes(verdict):
             self._deliver(verdict)
 

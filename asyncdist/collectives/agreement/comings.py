@@ -1,4 +1,4 @@
-"""Sends one rank's joins to the agreements of large groups, and accepts the decisions.
+"""Sends one rank's messages that it joins an agreement (*joins*) in large groups, and accepts the decisions.
 
 Joins and decisions of large groups are relayed along a tree (:mod:`asyncdist.collectives.agreement.relays`). If a join
 may have been lost there, the rank repeats it directly to the leader. Copies of a decision may arrive on several paths.
@@ -20,7 +20,7 @@ _KEPT_COUNT_MAX: Final = 1024
 
 
 class JoinSender:
-    """Sends one rank's joins to the agreements of large groups, and filters repeated decisions."""
+    """Sends the messages with which one rank joins agreements of large groups, and ignores repeated decisions."""
 
     def __init__(self, relays: Relays, absences: Absences, send: Callable[[Any, int], None]) -> None:
         self._relays = relays
@@ -31,7 +31,7 @@ class JoinSender:
         self._told: dict[AgreementKey, None] = {}  # agreements whose decision has arrived
 
     def come(self, join: Join, leader: int) -> None:
-        """Send a join to ``leader`` along the tree, or directly if a member is lost or has left."""
+        """Send the message ``join`` to the leader along the tree, or directly if a member is lost or has left."""
         key = join.key
         self._open[key] = join, leader
         if key in self._direct or self._absences.gone_from(key):
@@ -73,13 +73,13 @@ class JoinSender:
             self._send(NotHere(call.subject), source)
 
     def on_gone(self, ranks: RankSet) -> None:
-        """Resend joins to their leaders if one of ``ranks`` may have failed to relay a join or a decision."""
+        """Repeat joins to their leaders if one of ``ranks`` may have failed to relay a join or a decision."""
         for key, (_, leader) in list(self._open.items()):
             if any(map(key.has_member, ranks)):
                 self.send_directly(key, leader)
 
     def on_withdrawn(self, source: int, key: AgreementKey) -> None:
-        """Resend joins to ``source``, a leader that has withdrawn from agreement ``key``, to request its decision."""
+        """Repeat joins to ``source``, a leader that never starts operation ``key`` again, to request its decision."""
         for each, (_, leader) in list(self._open.items()):
             if leader == source and each.of_all_occurrences == key:
                 self.send_directly(each, leader)

@@ -22,12 +22,12 @@ class Incarnations:
         self._known: dict[int, int] = {rank: incarnation} if incarnation else {}
 
     def note(self, rank: int, incarnation: int) -> None:
-        """Record the restart of ``rank``."""
+        """Record that ``rank`` was restarted for the ``incarnation``-th time."""
         if incarnation:
             self._known[rank] = incarnation
 
     def qualified(self, subject: str, ranks: Sequence[int]) -> str:
-        """Return the subject with the incarnations of the restarted ranks among ``ranks`` appended."""
+        """Return the agreement's subject, followed by the number of restarts of each restarted member."""
         words = [f"{rank}.{self._known[rank]}" for rank in sorted(self._known) if rank in ranks] if self._known else ()
         return f"{subject} (restarted: {' '.join(words)})" if words else subject
 
@@ -45,5 +45,5 @@ class Incarnations:
         return tuple(rank for rank in members if f"{rank}.{self._known[rank]}" not in words)
 
     def losses(self, lost: Iterable[int]) -> Losses:
-        """Return the lost ranks, each with the incarnation of its lost process."""
+        """Return each lost rank with the number of restarts of its lost process."""
         return tuple((rank, self._known.get(rank, 0)) for rank in sorted(lost))

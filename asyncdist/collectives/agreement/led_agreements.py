@@ -1,4 +1,4 @@
-"""The leader's side of agreements: records the members that join, decides, and sends the decision.
+"""Records, on an agreement's leader, which members join. Decides whether all may start, and sends the decision.
 
 If an agreement fails before all members have joined, its decision is stored for the missing members, which receive it
 when they join. In a large group, whose joins are relayed along a tree (:mod:`asyncdist.collectives.agreement.relays`),
@@ -41,7 +41,7 @@ _ROLL_CALL_S: Final = 0.5
 
 
 class LedAgreements:
-    """Collects the joins of the agreements that this rank leads, and sends the decisions.
+    """Collects the members' join messages for the agreements that this rank leads, and sends the decisions.
 
     Args:
         send_anyway: Function that sends a message to another rank, even if that rank has left.
@@ -51,7 +51,7 @@ class LedAgreements:
     Attributes:
         joins: Received joins of each undecided agreement, by member.
         over: Decisions of failed agreements that some members have not received.
-        withdrawn: Operations of large groups from which this rank has withdrawn, as keys for all occurrences.
+        withdrawn: Operations of large groups that this rank never starts again, as keys for all occurrences.
     """
 
     def __init__(
@@ -142,7 +142,10 @@ class LedAgreements:
             self._refuse(objection, objector)
 
     def _decided(self, key: AgreementKey) -> Verdict | None:
-        """Return the decision of a large group's agreement: a refusal if this rank has withdrawn, None if undecided."""
+        """Return the decision of a large group's agreement, or None if it is undecided.
+
+        If this rank never starts the operation again, the decision is a refusal.
+        """
         heard = self._relays.heard.get((key, self._rank))
         if heard is None and (self._has_left or key.of_all_occurrences in self.withdrawn):
             return Verdict(key.text, gone=(self._rank,))
@@ -165,7 +168,6 @@ class LedAgreements:
         self._refuse_without(missing, inquiry)
 
     def _on_answer(self, key: AgreementKey, source: int) -> None:
-        """Record that ``source`` has answered whether it has joined. The last answer ends the wait."""
         if key in self._called:
             silent = self._called[key][1]
             silent.discard(source)

@@ -146,7 +146,7 @@ class Join(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Objection(Keyed):
-    """Message with which a rank notifies the leader of an error that prevents the start.
+    """Message with which a rank notifies the leader of an error that prevents the operation's start.
 
     Attributes:
         kind: Class name of the exception, or empty if members wait for each other in different starts.
@@ -166,7 +166,7 @@ class Objection(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Reminder(Keyed):
-    """Message with which a leader reminds a missing member that the ranks ``present`` wait for this member."""
+    """Message with which a leader reminds a member that has not joined that the ranks ``present`` wait for it."""
 
     subject: str
     present: Runs
@@ -174,7 +174,7 @@ class Reminder(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Inquiry(Keyed):
-    """Message with which a member whose timeout has passed asks the leader to refuse, naming the missing ranks."""
+    """Message with which a member whose timeout has passed asks the leader to refuse and to name the missing ranks."""
 
     subject: str
     waited_s: float
@@ -293,7 +293,7 @@ class Withdraw(Keyed):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Meeting:
-    """Agreement that this rank has requested, and must then either join or decline.
+    """An agreement that this rank has requested, and must then either join or decline.
 
     Attributes:
         leader: Rank that decides the agreement.

@@ -1,4 +1,4 @@
-"""Relays the joins of a large group up to its leader, and the decision down to the members, along a tree.
+"""Relays messages of large groups along a tree: members' joins up to the leader, and its decision down to them.
 
 The leader is the root (:mod:`asyncdist.collectives.agreement.tree_shape`). A rank reports its subtree's joins to its
 parent when the whole subtree has joined. If some ranks are late, it reports after a delay, which doubles each time.
@@ -85,7 +85,7 @@ class _Coming:
 
 
 class Relays:
-    """Relays the joins and decisions of large groups on one rank.
+    """Relays, on one rank, the messages with which members join agreements of large groups, and the decisions.
 
     Attributes:
         heard: Received decisions, by agreement and leader.
@@ -106,11 +106,11 @@ class Relays:
         return self._is_on and key.count_of_members > DIRECT_COUNT_MAX
 
     def join(self, join: Join, leader: int) -> None:
-        """Record that this rank joins an agreement, and report the join to its parent now or later."""
+        """Record that this rank joins an agreement, and report this to its parent in the tree now or later."""
         self._note(join, leader, 1 << self._rank)
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Record joins in this rank's subtree, and report them to its parent now or later."""
+        """Record that ranks in this rank's subtree have joined, and report this to its parent now or later."""
         self._note(gathered, gathered.leader, self.ranks_of(gathered))
 
     def ranks_of(self, message: Gathered | Spread) -> int:

@@ -38,7 +38,7 @@ _NAMED_COUNT_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A start whose members wait for this rank, while this rank waits in another start for some of them.
+    """A start of an operation whose members wait for this rank, while this rank waits for some of them elsewhere.
 
     Attributes:
         text: Description of both starts, for the error message.
@@ -53,7 +53,7 @@ class Rival:
 
 @dataclass(slots=True, eq=False)
 class OpenStart:
-    """Operation that this rank is starting together with other ranks.
+    """An operation that this rank is starting together with other ranks.
 
     Attributes:
         have_all_come: Whether all members have joined.
@@ -70,7 +70,7 @@ class OpenStart:
 
 @dataclass(slots=True, eq=False)
 class Duty:
-    """Service for other ranks, such as a replay buffer, during which this rank cannot join any start.
+    """A service for other ranks, such as a replay buffer, during which this rank can start nothing with others.
 
     Attributes:
         served: Function that returns the ranks that must leave the service before it ends.
@@ -87,7 +87,8 @@ class Rivals:
     """Sends reminders of the starts that this rank leads, and detects deadlocks from other ranks' reminders.
 
     Args:
-        joins: Joins of the agreements that this rank leads, by agreement and member. Updated by :class:`LedAgreements`.
+        joins: Received join messages of the agreements that this rank leads, by agreement and member. Updated by
+            :class:`LedAgreements`.
         next_occurrence: Function that counts a start that this rank does not join, and returns its agreement's key.
 
     Attributes:
@@ -143,7 +144,7 @@ class Rivals:
                 self._look = None
 
     def on_waiting(self) -> None:
-        """Schedule a check of the starts that this rank leads, because other ranks may wait in them for this rank."""
+        """Schedule a check of the agreements that this rank leads, because members may wait in them for this rank."""
         if self._duties and self._joins and self._look is None:
             self._look = self._engine.call_later(REMIND_AFTER_S, WaitId(WaitKind.LOOK_AT_STARTS), self._look_at_led)
 

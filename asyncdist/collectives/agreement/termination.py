@@ -40,7 +40,7 @@ _KEPT_COUNT_MAX: Final = 64
 
 @dataclass(slots=True)
 class _Asking:
-    """Request for a lost leader's decision, with the absent ranks and the members that have not answered."""
+    """A request for a lost leader's decision, with the absent ranks and the members that have not answered."""
 
     absent: Set[int] = frozenset()
     silent: set[int] = field(default_factory=set)
@@ -71,7 +71,7 @@ class Termination:
         return rank in self._excluded.get(key, ())
 
     def takes(self, verdict: Verdict, source: int) -> bool:
-        """Return whether ``verdict`` is the first decision, and acceptable from ``source``. Store it if expected."""
+        """Return whether ``verdict`` is new and may be accepted from ``source``. Store it if this rank waits for it."""
         key = verdict.key
         if key in self._heard or self.excludes(key, source):
             return False

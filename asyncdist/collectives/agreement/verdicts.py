@@ -59,7 +59,7 @@ class LateDecisions:
         return late.verdict
 
     def on_withdrawn(self, rank: int, key: AgreementKey) -> None:
-        """Stop storing decisions for ``rank``, which has withdrawn from agreement ``key``."""
+        """Stop storing decisions for ``rank``, which never starts operation ``key`` again."""
         self._expect_no_more(rank, [kept for kept in self._kept if kept.of_all_occurrences == key])
 
     def on_gone(self, ranks: RankSet) -> None:
@@ -82,7 +82,7 @@ class LateDecisions:
 
 
 def check_room(kept: Mapping[AgreementKey, object], key: AgreementKey) -> None:
-    """Raise RemoteProtocolError if ``kept`` has no room for agreement ``key``. Only faulty peers cause this."""
+    """Raise RemoteProtocolError if ``kept`` has no room for agreement ``key``, which only faulty peers cause."""
     if len(kept) >= _KEPT_COUNT_MAX and key not in kept:
         raise RemoteProtocolError(
             f"the agreement {str(key)!r:.200} exceeds the limit of {_KEPT_COUNT_MAX} unfinished agreements"
@@ -94,7 +94,7 @@ class Postponed(Exception):
 
 
 class Caller(Protocol):
-    """Interface of the object that is notified of an agreement's progress (``collectives.agreed_start.Start``)."""
+    """Interface of the object that is notified of an agreement's progress."""
 
     def on_asked(self) -> None:
         """Called when this rank joins the agreement."""
@@ -109,7 +109,7 @@ class Absentees:
     Args:
         bound_to: Ranks that are not members, but whose loss ends the agreement.
         left: All ranks that have left the world or are lost.
-        withdrawn: Members that have withdrawn from the agreement's subject.
+        withdrawn: Members that never start the agreement's operation again.
         replaced: Function that returns the members that were lost and restarted.
     """
 
@@ -143,7 +143,7 @@ class Absentees:
 
 
 class Absences:
-    """Records the ranks that have left, are lost, or have withdrawn from subjects, and join no further agreement."""
+    """Records the ranks that have left or are lost, and the operations that each rank never starts again."""
 
     def __init__(self, incarnations: Incarnations) -> None:
         self._incarnations = incarnations
@@ -152,13 +152,13 @@ class Absences:
         self.withdrawn: dict[AgreementKey, set[int]] = {}
 
     def of(self, meeting: Meeting) -> Absentees:
-        """Return an object that finds the absent ranks of ``meeting``, whenever it is asked."""
+        """Return an object that finds the ranks whose absence prevents ``meeting``, at the time of each call."""
         withdrawn = self.withdrawn.setdefault(meeting.key.of_all_occurrences, set())
         replaced = functools.partial(self._incarnations.replaced, meeting.key)
         return Absentees(meeting.ranks, meeting.bound_to, self.gone, self.lost, withdrawn, replaced)
 
     def lost_to(self, key: AgreementKey) -> set[int]:
-        """Return the lost ranks, and the members of agreement ``key`` that were restarted."""
+        """Return the lost ranks, and the members of agreement ``key`` that have been restarted since its request."""
         return self.lost.union(self._incarnations.replaced(key))
 
     def gone_from(self, key: AgreementKey) -> tuple[int, ...]:
@@ -179,10 +179,10 @@ def judge(
     lost: set[int],
     waited_s: float,
 ) -> Verdict:
-    """Return the decision of an agreement that some members have joined.
+    """Return the leader's decision of an agreement that some members have joined.
 
     Args:
-        joins: Received joins, by member.
+        joins: Received join messages, by member.
         said: One or more members whose values are compared, in the group's order.
     """
     name, refusal = first_difference(joins, said)
@@ -233,7 +233,7 @@ def raise_refusal(verdict: Verdict, rank: int) -> None:
 
 
 def is_go(verdict: Verdict) -> bool:
-    """Return whether ``verdict`` allows the members to start."""
+    """Return whether the decision ``verdict`` allows the members to start."""
     return not (verdict.refusal or verdict.missing or verdict.gone) and verdict.objector < 0
 
 

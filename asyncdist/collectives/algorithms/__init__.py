@@ -1,1 +1,1 @@
-"""Algorithms of collectives: with messages, in pieces, in rank order, and through shared memory."""
+"""Algorithms of collectives: by messages, in pieces, in rank order, and through shared memory."""

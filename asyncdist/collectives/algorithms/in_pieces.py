@@ -29,7 +29,7 @@ _STAGED_NBYTES: Final = 64 << 20
 
 
 class PiecewiseCollectives:
-    """Runs the native collectives of one rank in pieces."""
+    """Runs large native collectives of one rank as several smaller ones."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

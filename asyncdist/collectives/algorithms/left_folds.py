@@ -15,7 +15,7 @@ from asyncdist.transports.base import ReduceOp
 
 
 class LeftFold(Protocol):
-    """Interface of a reduction of tensors in rank order: all at once, or step by step with the same result."""
+    """Interface of reductions in rank order, which are computed all at once or step by step, with the same result."""
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the reduction of all ranks' tensors."""
@@ -28,13 +28,16 @@ class LeftFold(Protocol):
 
 
 class OrderedReduction:
-    """Reduces tensors from :func:`~asyncdist.collectives.algorithms.reduction_dtypes.to_numbers` with one operation."""
+    """Reduces tensors in rank order with one numpy operation.
+
+    The tensors are results of :func:`~asyncdist.collectives.algorithms.reduction_dtypes.to_numbers`.
+    """
 
     def __init__(self, op: ReduceOp) -> None:
         self._op = reduction_dtypes.OPERATIONS[op]
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the reduction of all parts, computed in the memory of the first part."""
+        """Return the reduction of all ranks' tensors, computed in the memory of the first tensor."""
         for part in parts[1:]:
             self.add(parts[0], part)
         return parts[0]
@@ -46,7 +49,7 @@ class OrderedReduction:
             self._op(numbers, values.numpy(), out=numbers)
 
     def finish(self, total: Tensor, last: Tensor, count: int) -> bool:
-        """Return True, because ``total`` is the result."""
+        """Return True, because the total of all ranks is already the result."""
         del total, last, count
         return True
 
@@ -55,7 +58,7 @@ class Mean:
     """Computes the mean of :mod:`asyncdist.tensors.means` for flat tensors of float32, complex64 or wider."""
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the mean of all parts in new memory."""
+        """Return the mean of all ranks' tensors in new memory."""
         total = torch.empty_like(parts[0])
         mean_into(total, parts)
         return total

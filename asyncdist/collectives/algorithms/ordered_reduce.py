@@ -42,7 +42,7 @@ _WHAT: Final = WaitId(WaitKind.ORDERED_REDUCTION)
 
 @dataclass(frozen=True, slots=True)
 class ReductionPiece:
-    """A range of elements, of which each rank reduces ``share_count``, or the last ranks fewer."""
+    """A range of elements that the ranks reduce together: each rank ``share_count``, and the last ranks fewer."""
 
     start: int
     count: int
@@ -50,16 +50,16 @@ class ReductionPiece:
 
     @property
     def end(self) -> int:
-        """Index after the last element."""
+        """Index after the piece's last element."""
         return self.start + self.count
 
     def share(self, index: int) -> slice:
-        """Return the share of the member at ``index``, relative to the piece's start."""
+        """Return the part of the piece that the member at ``index`` reduces, relative to the piece's start."""
         return slice(min(index * self.share_count, self.count), min((index + 1) * self.share_count, self.count))
 
 
 def pieces(count: int, size: int, share_count: int) -> Iterator[ReductionPiece]:
-    """Divide ``count`` elements into pieces with shares of at most ``share_count`` elements for ``size`` ranks."""
+    """Divide ``count`` elements into pieces, of which each of ``size`` ranks reduces ``share_count`` at most."""
     for start in range(0, count, size * share_count):
         length = min(size * share_count, count - start)
         yield ReductionPiece(start, length, -(-length // size))
@@ -80,7 +80,7 @@ class BufferPool:
         )
 
     def give_back(self, memory: Tensor) -> None:
-        """Store memory for the next :meth:`take`. No request may use the memory any longer."""
+        """Store memory for the next :meth:`take`. No request may still use the memory."""
         if self._kept is None or len(self._kept) < len(memory):
             self._kept = memory
 
@@ -151,7 +151,6 @@ class _Folding:
                     self._engine.disown(request)
 
     def _begin(self, turn: int) -> None:
-        """Start sending each member its share of a piece, and receiving this rank's share from each member."""
         piece = self._pieces[turn]
         if self._bucket is not None:
             self._bucket.copy_in(piece.start, piece.end)
@@ -183,7 +182,6 @@ class _Folding:
         return self._results[turn % len(self._results), : piece.count]
 
     def _exchange(self, sides: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-        """Start both transfers for each (tensor to send, tensor to receive, rank). Skip empty tensors."""
         transport, tag = self._engine.transport, self._group.tag
         requests: list[Request] = []
         # Added first, so that a request is disowned if a later request cannot be started.

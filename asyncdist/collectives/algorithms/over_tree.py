@@ -41,7 +41,7 @@ Stretch: TypeAlias = Callable[[int, int], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A member's child in the tree. Its subtree has the numbers ``number`` to ``last``."""
+    """A member's child in the tree of a collective. Its subtree has the members ``number`` to ``last``."""
 
     rank: int
     number: int
@@ -50,7 +50,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A member's position in a collective's tree. Its subtree has the numbers ``number`` to ``last``."""
+    """A member's position in the tree of a collective. Its subtree has the members ``number`` to ``last``."""
 
     tag: int
     number: int
@@ -166,7 +166,10 @@ class TreeCollectives:
     # -- up and down ------------------------------------------------------------------------------------------------
 
     async def _collect(self, place: Place, view: memoryview, stretch: Stretch) -> AsyncdistError | None:
-        """Receive the subtree's bytes, and send them and this member's to the parent. Return the first error."""
+        """Receive the subtree's bytes from the children, and send them with this member's to the parent.
+
+        Return the first error.
+        """
         engine, tag = self._engine, place.tag
         error: AsyncdistError | None = None
         for child in place.children:  # Continue after an error, because the next child waits for its send.

@@ -55,7 +55,7 @@ async def attempt(work: Awaitable[object]) -> AsyncdistError | None:
 
 
 async def take(engine: Engine, view: memoryview, source: int, tag: int) -> None:
-    """Receive exactly ``len(view)`` bytes.
+    """Receive exactly ``len(view)`` bytes from ``source`` into ``view``.
 
     Raises:
         RankLostError: The source is lost, or has sent a notice that another member is lost.
@@ -107,7 +107,7 @@ class Outlet:
         self.give_up()
 
     def give_up(self) -> None:
-        """Abandon the outstanding sends."""
+        """Abandon the sends that have not completed."""
         for request in self._under_way:  # A request may never complete after a loss or a departure.
             self._engine.disown(request)
         self._under_way.clear()

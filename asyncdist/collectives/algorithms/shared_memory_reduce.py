@@ -167,7 +167,6 @@ class _Folding:
             self._fold(block[0], block[1:])
 
     def store(self, number: int) -> None:
-        """Copy the results of a piece from all members' result buffers into this rank's tensors."""
         piece = self.pieces[number]
         for index in range(self._group.size):
             share = piece.share(index)
@@ -179,7 +178,6 @@ class _Folding:
 
 
 def _memory_nbytes(count: int, dtype: torch.dtype) -> int:
-    """Return the size in bytes of a flat tensor with its result buffers."""
     result_count = min(_RESULT_COUNT, -(-count // (PIECE_NBYTES // dtype.itemsize)))
     return _results_start(count, dtype) + result_count * _result_nbytes(count, dtype)
 
