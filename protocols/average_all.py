@@ -1,7 +1,7 @@
 """Synchronous averaging of all ranks, as a baseline: every rank waits for the slowest rank.
 
-Every ``average_every`` steps, all members continue with the mean of their weights (local SGD, or federated averaging
-with equal weights: McMahan et al., 2017).
+The members continue with the mean of their weights (local SGD, or federated averaging with equal weights: McMahan et
+al., 2017).
 
 If a waiting step is cancelled after all members have agreed on the average, the step applies the average before it
 raises the cancellation. Otherwise no member averages in this step: ``step`` raises RemoteError on the other members,
@@ -42,7 +42,6 @@ class AverageAllStatistics:
 
     Attributes:
         iteration: Number of steps.
-        average_count: Number of averages.
         seconds: Seconds spent on averages, including the wait for the slowest member.
         nbytes: Total size in bytes of the averaged weights.
     """

@@ -25,7 +25,7 @@ _GAP_FACTOR: Final = 6.0
 
 
 class MetricTrend:
-    """Detects that the best metric becomes worse from decision to decision.
+    """Detects that the best rank's metric becomes worse in the course of the training.
 
     The trend is wrong if each block of values is worse than the previous block, or if the metric has settled at a value
     much worse than the first values. Noise, random walks that return, and an improvement followed by a smaller decline,
@@ -43,7 +43,7 @@ class MetricTrend:
         return wrong
 
     def add(self, metrics: Iterable[float]) -> None:
-        """Add the metrics of one decision."""
+        """Add the ranks' metrics from one decision of the policy."""
         if self._values is None:
             return
         best = max((self._sign * metric for metric in metrics if math.isfinite(metric)), default=None)
@@ -68,7 +68,7 @@ class BlankMetrics:
         self._is_found = False
 
     def add(self, metrics: Iterable[float]) -> None:
-        """Add the metrics of one decision."""
+        """Add the ranks' metrics from one decision of the policy."""
         values = tuple(metrics)
         if self._count is not None and values:
             self._count = 0 if any(map(math.isfinite, values)) else self._count + 1

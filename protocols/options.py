@@ -200,11 +200,7 @@ class CommonOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingOptions(Options):
-    """Options for replacing a rank's weights, and for reporting events and durations.
-
-    Raises:
-        TypeError, ValueError: An option is invalid.
-    """
+    """Options for replacing a rank's weights, and for reporting events and durations."""
 
     averaging_strategy: AveragingStrategy = like(JudgingRules, "averaging_strategy")
     momentum: float = option(
@@ -247,7 +243,6 @@ class AveragingOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the options. Raise ValueError for ``reset_weights`` without ``model_builder``."""
         Options.__post_init__(self)
         if self.makes_fresh_weights and self.model_builder is None:
             raise ValueError(

@@ -44,7 +44,10 @@ class OwnState:
         self._known = KnownInfinities(self._flat)
 
     def may_be_given(self, snapshot: FlatBuffers) -> bool:
-        """Return whether a snapshot has no unexpected NaNs and infinities. Otherwise warn once, and name the entry."""
+        """Return whether a snapshot may be sent to other ranks, i.e. has no unexpected NaN or infinity.
+
+        The first unsound snapshot is logged with the name of an entry.
+        """
         self._weights.look()
         name = self._infinities.unsound_entry(snapshot)
         if name is not None and not self._has_warned:

@@ -439,7 +439,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self.has_loaded = True
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Load a checked state, or one that another member has sent."""
+        """Load a state that was checked, or that another member has sent."""
         iteration, metric = validation.count("iteration", state["iteration"], least=0), state["metric"]
         if type(metric) not in (int, float, type(None)):
             validation.refuse("metric", metric, "a number or None")

@@ -43,7 +43,7 @@ class Contribution(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Describes how a version of the anchor was made.
+    """Describes the contributions that made a version of the anchor.
 
     Attributes:
         donors, weights: Ranks with finite contributions, and their weights.
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 
 
 class Anchor:
-    """Keeps the anchor's parameters and buffers, and the outer optimizer that moves the parameters.
+    """Keeps the anchor, i.e. the workers' common weights, and the outer optimizer that moves its parameters.
 
     Args:
         block: Initial values, which are copied.
@@ -81,7 +81,7 @@ class Anchor:
         self._outer = OuterStep(options.outer_optimizer, layouts.stepped(self._values))
 
     async def step(self, contributions: Sequence[Contribution], member_count: int) -> Outcome:
-        """Make the next version of the anchor from contributions in the order of their ranks."""
+        """Move the anchor by one outer step with the mean of the contributions, which are sorted by rank."""
         usable = [each for each in contributions if math.isfinite(each.norm)]
         self.version += 1
         if not usable:
@@ -156,7 +156,7 @@ class Anchor:
 
     @torch.no_grad()
     def merge(self, reference: Block, captured: Block | None) -> None:
-        """Make the next version by merging the global anchor. The outer optimizer's state is unchanged.
+        """Merge the global anchor into this island's anchor. The outer optimizer's state is unchanged.
 
         Args:
             reference: The contributed anchor, merged with the global anchor.

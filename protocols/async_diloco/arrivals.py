@@ -38,7 +38,7 @@ class Arrival:
 
 
 class Handling(enum.Enum):
-    """Action of the leader for a reported contribution."""
+    """The leader's action for a reported contribution."""
 
     FETCH = enum.auto()  # for a new contribution
     ANSWER = enum.auto()  # for a contribution that the anchor already contains
@@ -46,7 +46,7 @@ class Handling(enum.Enum):
 
 
 class Quorum(NamedTuple):
-    """Describes a set of contributions that suffice for a version.
+    """Describes a set of contributions that suffice for a new version of the anchor.
 
     Attributes:
         ranks: Ranks that have contributed.
@@ -60,7 +60,7 @@ class Quorum(NamedTuple):
 
 
 class Arrivals:
-    """Collects contributions until they suffice for a version.
+    """Collects contributions on the leader until they suffice for a new version of the anchor.
 
     Args:
         members: Living members.
@@ -148,7 +148,7 @@ class Arrivals:
         return None
 
     def take(self, *, takes_all: bool) -> tuple[Arrival, ...]:
-        """Return the contributions of the next version in the order of their ranks, and mark them as applied.
+        """Remove and return the contributions for the next version, sorted by rank, and mark them as applied.
 
         Args:
             takes_all: Whether to take all contributions that have arrived, as after a grace period, instead of only
@@ -193,7 +193,7 @@ class Choice:
 
 
 def choose(standings: Mapping[int, Standing], me: int) -> Choice:
-    """Choose the newest anchor and the newest copy of the outer optimizer's state from the members' standings.
+    """Choose the newest anchor and the newest copy of the outer optimizer's state from the members' reports.
 
     Versions are comparable, because each leader begins with the newest anchor of all living members. Among equal
     versions, the leader ``me`` prefers its own copy, then the lowest rank's.

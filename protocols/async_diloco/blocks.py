@@ -25,7 +25,7 @@ Block: TypeAlias = tuple[Tensor, list[Tensor]]
 
 
 class Layouts:
-    """Describes the memory of contributions and anchors.
+    """Describes how contributions and anchors are laid out in memory.
 
     Attributes:
         wire: Layout of contributions, with encoded vectors.
@@ -75,7 +75,7 @@ class Layouts:
         return block
 
     def stepped(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the vectors of ``values`` that the outer optimizer moves: the parameters."""
+        """Return the parameter vectors among ``values``, which the outer optimizer moves."""
         return [value for vector, value in zip(self.exact.vectors, values, strict=True) if vector.role == "stepped"]
 
     def block_of(self, tensors: Sequence[Tensor]) -> Block:
@@ -179,7 +179,7 @@ class Captures:
 
 
 def copy_all(saved: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-    """Copy saved tensors.
+    """Copy each tensor of ``saved`` into the tensor of ``own`` at the same index.
 
     Raises:
         ValueError: The tensors have unexpected shapes.

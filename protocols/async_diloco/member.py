@@ -118,7 +118,7 @@ class AsyncMember:
         return await self._services.engine.until(lambda: self._holdings.outstanding is None, wait, deadline=deadline)
 
     def withdraw(self) -> None:
-        """Withdraw the unanswered contribution."""
+        """Withdraw the contribution that the leader has not answered yet."""
         self._holdings.outstanding = None
         self._contributions.note_taken(self._membership.leader)
 
@@ -341,7 +341,7 @@ class AsyncMember:
         self.post(Taken(), leader, report.version)
 
     def take_answer(self, number: int, answer: Answer) -> None:
-        """Record the answer to this rank's contribution ``number``."""
+        """Record the leader's answer to this rank's contribution ``number``."""
         own = self._holdings
         if own.outstanding is not None and own.outstanding.sequence == number:
             own.take_answer(answer)

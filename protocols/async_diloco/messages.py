@@ -33,7 +33,6 @@ class Arrived:
     speed: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a field is out of range."""
         if not 0 <= self.base_version <= NUMBER_MAX or self.steps < 0:
             raise ValueError(f"base_version must be from 0 to 2**32 - 1, and steps >= 0, got {self!r:.300}")
         if not 0 < self.tokens < float("inf") or not 0 <= self.speed < float("inf"):
@@ -69,7 +68,6 @@ class Applied:
     merged: int
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a field is out of range or contradicts another field."""
         if min(self.staleness, self.outer_nbytes, self.merged) < 0 or self.steps < 1:
             raise ValueError(f"staleness, outer_nbytes and merged must be >= 0, and steps >= 1, got {self!r:.300}")
         if not 0 <= self.version <= NUMBER_MAX:
@@ -104,7 +102,6 @@ class Standing:
     outstanding: tuple[Arrived, ...]
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a field is out of range or contradicts another field."""
         if not -1 <= self.outer_version <= self.version <= NUMBER_MAX or self.version < 0:
             raise ValueError(
                 f"version must be from 0 to 2**32 - 1, and outer_version from -1 to version, got {self!r:.300}"
@@ -131,9 +128,8 @@ class Given:
     The round number is the anchor's version.
 
     Attributes:
-        applied: Contributions that the anchor contains.
+        applied, merged: Fields of :class:`Applied`.
         outer_nbytes: Size in bytes of the outer optimizer's state; 0 if not offered.
-        merged: Number of the island's last contribution whose answer was merged into the anchor; 0 without islands.
     """
 
     applied: Applications
@@ -141,7 +137,6 @@ class Given:
     merged: int
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a field is negative."""
         if min(self.outer_nbytes, self.merged) < 0:
             raise ValueError(f"outer_nbytes and merged must be >= 0, got {self!r:.300}")
 

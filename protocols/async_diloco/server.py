@@ -64,10 +64,8 @@ class Server:
         regional: Connection to the global server; None without islands, and on the global server.
 
     Attributes:
-        anchor: The anchor; None during the election.
-        applied_count: Number of applied contributions.
+        anchor: The anchor; None until this leader has received the members' newest anchor.
         staleness_sum: Sum of the staleness of the applied contributions in versions.
-        version_count: Number of versions made.
         grace_sum_s: Seconds of waiting in grace periods.
         lost_outer_state_count: Number of times that this leader began with an outer optimizer's state older than its
             anchor.
@@ -120,16 +118,16 @@ class Server:
 
     @property
     def has_begun(self) -> bool:
-        """True once the election is over."""
+        """True once this leader has the members' newest anchor."""
         return self.anchor is not None
 
     def on_standing(self, rank: int, standing: Standing) -> None:
-        """Record a member's report. The election begins when all living members have reported."""
+        """Record a member's report. When all living members have reported, fetch the newest anchor."""
         self._standings[rank] = standing
         self._look()
 
     async def _elect(self) -> None:
-        """Begin with the living members' newest anchor and newest copy of the outer optimizer's state."""
+        """Begin with the newest anchor and the newest outer optimizer's state of the living members."""
         me = self._services.rank
         held: HeldAnchor | None = None
         outer: tuple[int, Tensor] | None = None
@@ -314,7 +312,7 @@ class Server:
             self._services.engine.recheck()
 
     async def _make_versions(self) -> None:
-        """Make versions, merge global anchors and answer registrations until nothing is left to do."""
+        """Make versions of the anchor, merge global anchors and answer registrations until nothing is left to do."""
         engine, arrivals, wait = self._services.engine, self._arrivals, WaitId(WaitKind.CONTRIBUTIONS)
         while self._may_make():
             self._answer_registrations()
@@ -475,13 +473,13 @@ class Server:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     async def freeze(self) -> None:
-        """Stop making versions until :meth:`thaw`, and wait for the current one, so that the state can be saved."""
+        """Stop changing the anchor until :meth:`thaw`, and wait for a change in progress, so that it can be saved."""
         self._is_frozen = True
         self._services.engine.recheck()
         await self._services.engine.until(lambda: self._task is None, WaitId(WaitKind.OWN_ROUND))
 
     def thaw(self) -> None:
-        """Resume making versions after :meth:`freeze`."""
+        """Resume changing the anchor after :meth:`freeze`."""
         if self._is_frozen:
             self._is_frozen = False
             self._look()
@@ -491,7 +489,7 @@ class Server:
         return self._arrivals.reported.get(rank, 0)
 
     def held(self) -> tuple[HeldAnchor, Tensor]:
-        """Return the anchor and this server's further state as bytes. No version may be in progress."""
+        """Return the anchor and this server's further state as bytes. No change of the anchor may be in progress."""
         assert self.anchor is not None, "there is no anchor before the end of the election"
         held = HeldAnchor(self.anchor.version, self._arrivals.applications(), self._block(), self._merged)
         return held, self._state()
@@ -537,7 +535,7 @@ class Server:
         return True
 
     def close(self) -> None:
-        """Stop making versions."""
+        """Stop changing the anchor."""
         self._is_frozen = True
 
     # -- sending ----------------------------------------------------------------------------------------------------

@@ -17,9 +17,7 @@ class AsyncDiLoCoStatistics:
     """Counts of one rank's steps and contributions.
 
     Attributes:
-        iteration: Number of steps.
         version: Version of the anchor from which this rank trains.
-        contribution_count: Number of this rank's contributions.
         average_count: Number of anchors that this rank has applied.
         postponed_count: Number of steps in which a contribution was due while the last one was unanswered.
         waited_s: Seconds that steps have spent waiting for anchors and applying them.

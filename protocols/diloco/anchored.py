@@ -1,7 +1,6 @@
 """Base class of policies with an *anchor*: common weights from which all ranks train.
 
-Between two rounds each rank's own weights drift away from the anchor. :meth:`AnchoredPolicy.anchor_weights` puts the
-anchor into the model temporarily, so that it can be validated or exported.
+Between two rounds, each rank's own weights drift away from the anchor.
 """
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, norm_of
 
 
 class EagerFragment(FragmentState):
-    """Keeps the state of one fragment with eager outer steps.
+    """Keeps the state of a fragment whose anchor moves before the round's mean arrives (eager outer steps).
 
-    The *rest* is the part of the previous round's mean that the anchor does not contain yet,
-    D(t - 1) - D_i(t - 1) / k. Until the mean arrives, the rest is -D_i(t - 1) / k. A rank that joins takes both the
-    anchor and the rest from the leader.
+    The *rest* is the part of the previous round's mean that the anchor does not contain yet, D(t - 1) - D_i(t - 1) / k.
+    Until the mean arrives, the rest is -D_i(t - 1) / k. A rank that joins takes both the anchor and the rest from the
+    leader.
 
     Args:
         factory, decay, tensors, mixing: See :class:`FragmentState`.

@@ -21,7 +21,9 @@ from asyncdist.tensors.codecs import ErrorFeedback
 
 
 class FragmentState(Fragment):
-    """Keeps one fragment's state on one rank. There is an anchor only with an outer optimizer.
+    """Keeps a model fragment's anchor, outer optimizer and encoding errors on one rank.
+
+    Without an outer optimizer, there is no anchor.
 
     Args:
         factory: Factory of the outer optimizer; None to average the weights themselves.
@@ -29,8 +31,8 @@ class FragmentState(Fragment):
         tensors: The model's tensors, from which the anchor is copied.
         mixing: Share of the rank's own parameters that it keeps when a mean is applied.
         keeps_captured: Whether to keep the captured parameters, so that a late mean can be applied.
-        keeps_base: Whether the anchor may move before a late rank has captured its contribution. The difference is
-            then measured from the *base*, a copy of the anchor from which the rank has trained.
+        keeps_base: Whether the anchor may move before a late rank has captured its contribution. The difference is then
+            measured from the *base*, a copy of the anchor from which the rank has trained.
     """
 
     def __init__(

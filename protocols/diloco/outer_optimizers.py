@@ -50,11 +50,7 @@ class OuterOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Move all parameters that have a gradient.
 
-        Args:
-            closure: Function that computes the gradients and returns the loss, or None.
-
-        Returns:
-            The closure's result, or None.
+        Return the result of ``closure``, which computes the gradients, or None.
         """
         loss = None
         if closure is not None:

@@ -1,8 +1,7 @@
 """Moves one fragment's anchor with an outer optimizer, after the ranks' differences have been averaged.
 
 An outer optimizer is an ordinary ``torch.optim.Optimizer``. Its parameters are the anchor's flat tensors, and its
-gradient is the mean difference D = anchor - mean of the ranks' weights. A step against D therefore moves the anchor
-towards the ranks' weights.
+gradient is the mean difference D = anchor - mean of the ranks' weights.
 
 - The anchors are updated in place, in the caller's memory.
 - Each parameter is a piece of an anchor, so the optimizer should be elementwise, as SGD and Adam are.

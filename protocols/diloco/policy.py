@@ -53,7 +53,7 @@ from asyncdist.tensors.flat_state import Entry
 
 
 class Landed(NamedTuple):
-    """A round whose mean has arrived, and the seconds for which a step waited for the mean."""
+    """An averaging round whose mean has arrived, and the seconds for which a step waited for the mean."""
 
     flight: Flight
     waited_s: float

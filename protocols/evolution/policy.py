@@ -2,8 +2,8 @@
 
 In each step, each rank evaluates the common weights with a few random perturbations and their mirror images. The scores
 are sent in the reports of an exchange, whose data are only the model's buffers. Each rank then estimates the gradient
-(:mod:`protocols.evolution.perturbations`), and makes one step of the optimizer. All ranks do the same arithmetic in the
-same order, so their weights stay equal to the bit. If a rank is lost, its pairs of the round do not count.
+(:mod:`protocols.evolution.perturbations`), and makes one step of the optimizer. All ranks add in the same order, so
+their weights stay equal. If a rank is lost, its pairs of the round do not count.
 """
 
 from __future__ import annotations

@@ -59,20 +59,19 @@ class Exchange:
     """Takes part in a policy's averaging rounds for one member, and decides the rounds if this member leads.
 
     Rounds are numbered from 1 over all fragments. Round n is round ``(n - 1) // len(fragments)`` of fragment ``(n - 1)
-    % len(fragments)``.
+    % len(fragments)``. The options from ``is_overlapped`` on must be equal on all members.
 
     Args:
         membership: Membership of the policy, opened by the constructor.
         fragments: Fragments of this member's model, into which the means are merged.
-        is_overlapped: Whether the ranks train during transfers. Equal on all members.
+        is_overlapped: Whether the ranks train during transfers.
         weigh: Pure function of the members' reports that returns the donors (members whose contributions are averaged)
-            and their weights. Equal on all members. By default, all finite contributions count, with their reported
-            weights.
-        partners: Pure function that chooses whose contributions each member averages. Equal on all members. By default,
-            all members share one mean.
+            and their weights. By default, all finite contributions count, with their reported weights.
+        partners: Pure function that chooses whose contributions each member averages. By default, all members share one
+            mean.
         replicas: Replicas of the ranks. Only ranks with the same part of the model exchange data, and a replica is a
             donor as a whole.
-        quorum: Condition for deciding a round without all members; None to wait for all. Equal on all members.
+        quorum: Condition for deciding a round without all members, or None to wait for all.
     """
 
     def __init__(

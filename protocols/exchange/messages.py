@@ -77,12 +77,9 @@ class Standing:
     Attributes:
         attempt: Number of the leader's last decision that the member has received, or 0 before the first.
         has_merged: Whether the member has the mean.
-        weight, norm: Weight and L2 norm of the member's contribution. 0 if the member joined after the round had begun,
-            so that it only receives the mean.
-        donors, weights, norms: Fields of the verdict if the member has the mean; otherwise empty.
-        scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
-        donor_scores: Scores of the verdict if the member has the mean; otherwise empty.
-        late: Late members of the verdict if the member has the mean; otherwise empty.
+        weight, norm, scores: The member's :class:`protocols.exchange.ledger.Report`. The weight and norm are 0 if the
+            member joined after the round had begun, so that it only receives the mean.
+        donors, weights, norms, donor_scores, late: Fields of the verdict if the member has the mean; otherwise empty.
     """
 
     round: int
@@ -111,10 +108,7 @@ class Standing:
 class Captured:
     """Member to leader: the sender has captured its contribution to the round, which can now be requested.
 
-    Attributes:
-        weight: Weight of the contribution, such as its number of tokens.
-        norm: L2 norm of the contribution. NaN or infinite if the contribution must be left out.
-        scores: Further values of the report; see :class:`protocols.exchange.ledger.Report`.
+    See :class:`protocols.exchange.ledger.Report` for the attributes.
     """
 
     weight: float

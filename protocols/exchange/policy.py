@@ -168,9 +168,6 @@ class ExchangePolicy(ReplicatedPolicy):
         """Return the values, besides weight and norm, that :meth:`weigh` needs for the next contribution.
 
         All ranks of a replica call this method together. If it raises, the contribution is captured in a later step.
-
-        Args:
-            tensors: The model's tensors.
         """
         del fragment, tensors
         return ()
@@ -571,7 +568,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return replace(info, gains=self._gains_of(mean.verdict))
 
     def _gains_of(self, verdict: Verdict) -> tuple[float, ...]:
-        """Return the gain of each donor's contribution on held-out data. Empty if it is not measured."""
+        """Return how much each donor's contribution improves the metric on held-out data. Empty if not measured."""
         del verdict
         return ()
 

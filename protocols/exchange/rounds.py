@@ -432,7 +432,6 @@ class RoundTransfers:
         return fragment.uses_up and fragment.layout.vectors[each.vector].role == "stepped"
 
     def _scratch_of(self, count: int, nbytes: int) -> list[Tensor]:
-        """Return scratch memory of at least ``nbytes`` for each of ``count`` donors."""
         if not self._scratch or len(self._scratch[0]) < nbytes:
             self._scratch = [new_bytes(nbytes)]
         while len(self._scratch) < count:

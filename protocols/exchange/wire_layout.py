@@ -47,7 +47,6 @@ class Encoding:
     """Defines how the values of a vector are encoded.
 
     Attributes:
-        dtype: Dtype of the values.
         codec: Codec of the values, or None if they are sent unchanged.
         width: Number of consecutive values for each element of the vector. Above 1 only without a codec.
     """

@@ -28,7 +28,6 @@ class Range:
     A perturbation multiplies the number by a factor, and clips the product to the range.
 
     Args:
-        low, high: Limits of the range.
         log: Whether values are drawn uniformly on a logarithmic scale; by default, true if ``low`` is above 0.
         integer: Whether the values are integers.
 
@@ -43,7 +42,6 @@ class Range:
     integer: bool = False
 
     def __post_init__(self) -> None:
-        """Check the limits."""
         for name, value in (("low", self.low), ("high", self.high)):
             validation.real(name, value, "a finite number", low=-validation.LARGEST)
             object.__setattr__(self, name, _plain(value))
@@ -124,7 +122,6 @@ class Choice:
     values: tuple[Value, ...]
 
     def __init__(self, values: Sequence[Value]) -> None:
-        """Check the values, and convert them to plain Python values."""
         found = tuple(map(_plain, values))
         for value in found:
             if not isinstance(value, float | int | str | bool | None):

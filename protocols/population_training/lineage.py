@@ -17,10 +17,8 @@ class LineageEntry:
 
     Attributes:
         iteration: Iteration at which ``rank`` began to train with these hyperparameters.
-        rank: Rank that trained the weights.
         round: Round in which the rank copied the weights of ``donor``; 0 for the first entry.
         donor: Rank whose weights were copied; -1 for the first entry.
-        hyperparameters: Values by name.
     """
 
     iteration: int

@@ -107,11 +107,7 @@ def _initial(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExploringOptions(Options):
-    """Options for the hyperparameters and for copying and changing them.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or two options contradict each other.
-    """
+    """Options for the hyperparameters and for copying and changing them."""
 
     hyperparameters: Mapping[str, Space] = option(
         "Hyperparameters of the optimizer, by name, each with its values: `(low, high)`, a list of choices, "
@@ -188,7 +184,6 @@ class ExploringOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the options, and raise an error if two of them contradict each other."""
         Options.__post_init__(self)
         spaces = self.spaces
         if not spaces:

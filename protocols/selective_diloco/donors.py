@@ -35,11 +35,7 @@ _UNEQUAL_COUNT: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DonorRules(Options):
-    """Options for choosing the donors of selective DiLoCo.
-
-    Raises:
-        ValueError: An option is out of range.
-    """
+    """Options for choosing the donors of selective DiLoCo."""
 
     averaging_strategy: DifferenceStrategy = option(
         'Weights of the donors: `"weighted_mean"` (proportional to their gains), `"mean"` (equal), or `"best_only"` '

@@ -137,7 +137,6 @@ class Gossip(Rule):
     )
 
     def __post_init__(self) -> None:
-        """Check the options. Raise ValueError if two of them exclude each other."""
         Rule.__post_init__(self)
         if self.nesterov and not self.outer_momentum:
             validation.refuse("outer_momentum", self.outer_momentum, "above 0 with nesterov=True")

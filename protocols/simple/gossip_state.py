@@ -25,7 +25,7 @@ class OuterStep:
 
 
 class GossipFragment(RuleFragment):
-    """Keeps one fragment of the whole model, with the state of push-sum or of an outer step.
+    """Keeps gossip's state for the whole model: a mass for push-sum, or the anchor and momentum of an outer step.
 
     Args:
         tensors: The model's tensors, from which the first anchor is copied.

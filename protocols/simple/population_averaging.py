@@ -109,7 +109,6 @@ class PullToMean(Rule):
     )
 
     def __post_init__(self) -> None:
-        """Check the options. Raise ValueError if two of them exclude each other."""
         Rule.__post_init__(self)
         if self.center and self.mean_of != "all":
             validation.refuse("mean_of", self.mean_of, "'all' with center=True, which is pulled to all ranks")

@@ -37,7 +37,7 @@ class Federation:
     Attributes:
         member: This rank as a member of its island.
         membership: Members of the island.
-        holdings: This rank's global anchor and its island's contribution (``upper_holdings``).
+        holdings: This rank's global anchor and its island's contribution.
     """
 
     def __init__(
@@ -105,17 +105,17 @@ class Federation:
         self._upper.leave()
 
     async def freeze(self) -> None:
-        """Stop making versions of the global anchor until :meth:`thaw`."""
+        """Stop changing the global anchor until :meth:`thaw`."""
         if self._upper.server is not None:
             await self._upper.server.freeze()
 
     def thaw(self) -> None:
-        """Resume making versions of the global anchor."""
+        """Resume changing the global anchor."""
         if self._upper.server is not None:
             self._upper.server.thaw()
 
     def counted(self, found: AsyncDiLoCoStatistics) -> AsyncDiLoCoStatistics:
-        """Return the statistics with this rank's counts as a regional and as the global server."""
+        """Return ``found`` with this rank's counts as a regional and as the global server."""
         upper = self._upper.server
         return replace(
             found,

@@ -56,7 +56,6 @@ class Regional:
 
     Attributes:
         merged: Number of the island's last contribution whose answer was merged; 0 before the first.
-        merge_count: Number of merges by this rank.
         lost_count: Number of times that this rank began to serve without the state after the island's last merge, so
             that the progress since then is not contributed.
     """
@@ -194,7 +193,7 @@ class Regional:
             self.capture(anchor)
 
     def capture(self, anchor: Anchor) -> None:
-        """Capture the island's progress as a contribution, and send it once it cannot be lost."""
+        """Capture the island's progress as a contribution, and send it when another member has this server's state."""
         assert self._reference is not None, "the island's server has not begun"
         block, own = self._layouts.new_contribution(), anchor.copy_into(self._layouts.new_block())
         norm = encode_difference(self._layouts, self._reference, own, block[1])
@@ -204,7 +203,7 @@ class Regional:
         self.release()
 
     def _forget_mirrors(self) -> None:
-        """Record that no other member has the state, because it has changed."""
+        """Record that no other member has this server's state, because it has changed."""
         self._is_mirrored = False
         self._mirrors.clear()
 
@@ -223,7 +222,7 @@ class Regional:
         self.release()
 
     def release(self) -> None:
-        """Send the captured contribution if another member has the state, or if there is no other member."""
+        """Send the captured contribution if another member has this server's state, or none is left."""
         if (
             self._unsent is None
             or self._captured is None
@@ -241,7 +240,7 @@ class Regional:
         return self._holdings.answer is not None
 
     def merge(self, anchor: Anchor) -> None:
-        """Merge the global anchor that contains this island's last contribution."""
+        """Merge the global anchor that contains this island's last contribution into ``anchor``."""
         assert self._captured is not None, "an answer belongs to a captured contribution"
         (captured_at, captured), self._captured = self._captured, None
         answer, since = self._holdings.apply_answer(), anchor.version - captured_at
@@ -255,12 +254,15 @@ class Regional:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def prepare_leaving(self, anchor: Anchor) -> None:
-        """Capture the rest of the island's progress. Send the state to the next server before :meth:`has_merged`."""
+        """Capture the rest of the island's progress, which :meth:`has_merged` contributes.
+
+        The caller must send the state to the next server in between.
+        """
         if self._captured is None and anchor.version > self._measured_from:
             self.capture(anchor)
 
     async def has_merged(self, anchor: Anchor, deadline: float) -> bool:
-        """Contribute the captured progress, and merge the answer. The next server must have received the state.
+        """Contribute the captured progress, and merge the answer.
 
         Returns:
             False if there is nothing to contribute, or the deadline passed first.

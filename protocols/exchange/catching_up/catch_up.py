@@ -1,9 +1,8 @@
 """Sends the newest state of a fragment to a member that is behind, and receives it on that member.
 
-A member is *behind* if it lacks the mean of a retired round, which no member offers any longer. The leader names a
-holder, a member with the state after this round or a later one. At the member's request, the holder copies the
-fragment's state into one block of bytes and offers it until the member has it. If the holder is lost, the leader names
-another one.
+A member is *behind* if it lacks the mean of a round and no member offers this mean any longer. The leader names a
+holder, a member with the state after this round or a later one. On request, the holder copies the fragment's state into
+one block of bytes, and offers it until the member has it. If the holder is lost, the leader names another one.
 """
 
 from __future__ import annotations
@@ -25,12 +24,7 @@ logger = logging.getLogger("protocols.exchange.catching_up")
 
 
 class Shared(Protocol):
-    """Interface to a model fragment whose state is equal on all members after the same number of rounds.
-
-    Attributes:
-        layout: Vectors of the fragment.
-        version: Number of merged rounds.
-    """
+    """Interface to a model fragment whose state is equal on all members after the same number of rounds."""
 
     layout: WireLayout
     version: int

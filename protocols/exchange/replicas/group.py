@@ -54,6 +54,8 @@ class Readiness(NamedTuple):
 class ReplicaGroup:
     """Synchronises this rank with the other ranks of its replica.
 
+    :meth:`agree`, :meth:`smallest`, :meth:`gathered` and :meth:`mean` raise ClosedError if one of these ranks has left.
+
     Args:
         group: Group of the replica's ranks, which :meth:`free` frees.
     """
@@ -102,33 +104,23 @@ class ReplicaGroup:
         of all parts.
 
         Raises:
-            ClosedError: Another rank of the replica has left.
             ValueError: The ranks have different weights.
         """
         return Readiness(*await self._meet(lambda: tuple(own), self._joint))
 
     async def smallest(self, own: int) -> int:
-        """Return the smallest of the numbers that the replica's ranks pass.
-
-        Raises:
-            ClosedError: Another rank of the replica has left.
-        """
+        """Return the smallest of the numbers that the replica's ranks pass."""
         (found,) = await self._meet(lambda: (own,), lambda said: (min(each for (each,) in said),))
         return int(found)
 
     async def gathered(self, own: Any) -> tuple[Any, ...]:
-        """Return the values that the replica's ranks pass: trees of tuples, lists, strings and numbers.
-
-        Raises:
-            ClosedError: Another rank of the replica has left.
-        """
+        """Return the values that the replica's ranks pass: trees of tuples, lists, strings and numbers."""
         return await self._meet(lambda: (own,), lambda said: tuple(each for (each,) in said))
 
     async def mean(self, fn: Callable[[], float]) -> float:
         """Call ``fn`` on all ranks of the replica, and return the mean of their results.
 
         Raises:
-            ClosedError: Another rank of the replica has left.
             RemoteError: ``fn`` has raised on another rank.
         """
         (found,) = await self._meet(lambda: (fn(),), lambda said: (math.fsum(each for (each,) in said) / len(said),))

@@ -1,7 +1,6 @@
 """Divides the fragments among the ranks of a replica under DDP, and copies each rank's part to the other ranks.
 
-All ranks of such a replica have the whole model, but each rank exchanges only its part with its counterparts. After a
-mean is applied, a rank has new values only in its own part. :meth:`ReplicaParts.share` then copies the other parts.
+All ranks of such a replica have the whole model, but each rank exchanges only its part with its counterparts.
 """
 
 from __future__ import annotations
@@ -59,7 +58,10 @@ class ReplicaParts:
     async def share(
         self, replica: ReplicaGroup, fragments: Sequence[int], tensors: Sequence[Tensor]
     ) -> list[tuple[Vector, Tensor]]:
-        """Send this rank's part of some fragments to the replica's other ranks, and return their parts."""
+        """Send this rank's part of some fragments to the replica's other ranks, and return their parts.
+
+        After a mean is applied, a rank has new values only in its own part.
+        """
         return await replica.share([self._layouts[each] for each in fragments], tensors)
 
 
