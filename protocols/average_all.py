@@ -144,10 +144,8 @@ class AverageAllPolicy(Ported):
         try:
             await world.safe_point()
             self._flat.tensors(self._layout)  # raises ValueError if the model's layout has changed
-        except (
-            asyncio.CancelledError,
-            ValueError,
-        ) as error:  # counts this agreement as missed, so that the next one has the same number on all ranks
+        except (asyncio.CancelledError, ValueError) as error:
+            # Count this agreement as missed, so that the next one has the same number on all ranks.
             why = error if isinstance(error, ValueError) else None
             world.agreements.stay_away(world.agreements.next_request(members, self._subject), why)
             raise

@@ -107,10 +107,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._journal = Journal(own.name, type(self).__name__)
         self._metric = own.metric
         self._metric_mode = own.metric_mode
-        self._limit: tuple[str, float | None] = (
-            "threshold",
-            None,
-        )  # name and value of an option with the metric's unit
+        # Name and value of an option in the metric's unit.
+        self._limit: tuple[str, float | None] = ("threshold", None)
         states = AveragedStates(model, None if resets_optimizer else optimizer)
         self._flat = FlatState(  # raises TypeError if model is not a module
             model, takes_shards=self.keeps_replicas, trained_only=own.parameters == "trainable", states=states

@@ -56,9 +56,8 @@ class Ported(SpawnPolicy):
                 non-negative integer.
         """
         if self._calls is None:
-            from asyncdist.integrations.torchgfn.calls import (
-                PortedCalls,
-            )  # here, to avoid an import cycle
+            # Imported here to avoid an import cycle.
+            from asyncdist.integrations.torchgfn.calls import PortedCalls
 
             self._calls = PortedCalls(self)
         if self._first_call is None:

@@ -75,9 +75,8 @@ class AsyncMember:
         self._regional = regional
         self._name = name
         self._registrations: list[HeldAnchor] = []  # global anchors received after registering
-        self._early: list[
-            tuple[int, int, AsyncMessage]
-        ] = []  # messages to the leader that arrived before this rank led
+        # Messages to the leader that arrived before this rank led.
+        self._early: list[tuple[int, int, AsyncMessage]] = []
         self._fetching: asyncio.Task[None] | None = None  # fetches the answer to the contribution
         self._is_heir = False  # whether this rank has inherited a leaving leader's state
         self._has_settled = False  # whether this rank is leaving, and inherits no state
@@ -310,7 +309,7 @@ class AsyncMember:
                 if is_new:
                     task = self._take_answer(leader, number, message)
                     self._fetching = self._anchors.spawn(task, f"anchor {message.version}")
-                elif self._fetching is None:  # it answers a contribution of this rank's previous process
+                elif self._fetching is None:  # the anchor answers a contribution of this rank's previous process
                     self.post(Taken(), leader, message.version)
             case Registered(applied):
                 task = self._take_registration(leader, number, applied)

@@ -269,9 +269,8 @@ class FragmentState(Fragment):
         super().load_state_dict(state)
         self._base = [flat.clone() for flat in state["base"]]
         self._is_in_flight = state["is_in_flight"]
-        for flat, saved in zip(
-            self._captured, state["captured"], strict=False
-        ):  # either list is empty if the option late has changed
+        # Either list is empty if the option ``late`` has changed.
+        for flat, saved in zip(self._captured, state["captured"], strict=False):
             flat.copy_(saved)
         for anchor, saved in zip(own_anchors, anchors, strict=True):
             anchor.copy_(saved)

@@ -101,9 +101,8 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         **options: Unpack[DiLoCoOptionNames],
     ) -> None:
         own = self._own_options = DiLoCoOptions.of(options)
-        overlap_steps = (
-            average_every if own.eager else own.overlap_steps
-        )  # an eager mean is in flight for a whole round
+        # An eager mean is in flight for a whole round.
+        overlap_steps = average_every if own.eager else own.overlap_steps
         schedule = Schedule(average_every, own.fragments, overlap_steps, own.warmup_steps)
         super().__init__(
             model,
@@ -300,7 +299,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         place_count = len(self._fragments) * self._numbers_per_round
         is_sound = self._known_infinities.unsound_entry_of_model() is None
         for number, each in enumerate(self._anchor_means, first):
-            if each.number != number:  # equal if a cancelled call has contributed already
+            if each.number != number:  # the numbers are equal if a cancelled call has already contributed
                 version, place = divmod(number - 1, place_count)
                 each.begin(number, version)
                 encoded = exchange.new_encoded(place)

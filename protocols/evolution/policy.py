@@ -147,7 +147,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         number, rank = self._fragments[fragment].version + 1, self._world.rank
         sign = 1.0 if self._metric_mode == "max" else -1.0
         saved = self.model.state_dict(keep_vars=True)
-        loose = [each for name, each in self.model.named_buffers() if name not in saved]  # not persistent
+        loose = [each for name, each in self.model.named_buffers() if name not in saved]  # non-persistent buffers
         with kept_mode(self.optimizer), restored([*tensors, *loose]):
             centre = [each.detach().clone() for each in trained]
             for pair in range(own.pairs):

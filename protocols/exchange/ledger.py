@@ -272,7 +272,8 @@ class Ledger:
             return []
         self._awaited.discard(rank)
         self._standings[rank] = tuple(standings)
-        self.retired = list(map(max, self.retired, retired or self.retired))  # may differ only with a quorum
+        # With a quorum, members may know different retired rounds.
+        self.retired = list(map(max, self.retired, retired or self.retired))
         self._newest[rank] = list(newest or [0] * len(self.retired))
         return self._end_census()
 

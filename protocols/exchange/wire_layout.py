@@ -34,8 +34,8 @@ from asyncdist.tensors.means import mean_into, weighted_mean_into
 MeanInto: TypeAlias = Callable[[Tensor, Sequence[Tensor], Sequence[float]], None]
 Role: TypeAlias = Literal["stepped", "averaged", "copied"]
 
-# : Copied entries, and vectors in a block of memory, start at multiples of this number of bytes, so that they can be
-# viewed with their own dtype.
+#: Copied entries, and vectors in a block of memory, start at multiples of this number of bytes, so that they can be
+#: viewed with their own dtype.
 _ALIGNMENT_NBYTES: Final = 16
 _PIECE_COUNT: Final = 1 << 16  # number of elements averaged at a time: 256 KiB of float32 stay in a core's cache
 _EXACT: Final = find_codec("float32")

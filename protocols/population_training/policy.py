@@ -98,7 +98,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
             metric=metric,
             replacement_ratio=own.quantile,
             averaging_strategy="best_only",
-            optimizer_state="reset",  # then the donor's state is loaded
+            optimizer_state="reset",  # cleared before the donor's state is loaded
             route="direct",
             **among(options, SelectiveOptions),
         )
@@ -298,7 +298,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
                 iteration=self.iteration,
                 metric=metric,
             )
-        else:  # only sub-populations that evolve more often take hyperparameters
+        else:  # hyperparameters move only to sub-populations that evolve more often
             periods = self._own_options.periods
             values = dict(inherited if periods[theirs_at] > periods[own] else self._values)
         entry = LineageEntry(self.iteration, self._world.rank, round, donor, values)

@@ -83,8 +83,8 @@ class Regional:
         self._captured: tuple[int, Block] | None = None  # version and anchor of the unmerged contribution
         self._unsent: tuple[Block, Arrived] | None = None  # a captured contribution that is not sent yet
         self._first = holdings.base  # the first anchor, equal on all ranks
-        self._is_mirrored = True  # whether another member has the state after the last merge
-        # Offers of this state: rank, and version of the anchor that was offered with the state.
+        self._is_mirrored = True  # whether another member has this server's state after the last merge
+        # Offers of this server's state: rank, and version of the anchor that was offered with the state.
         self._mirrors: set[tuple[int, int]] = set()
         self.merged = 0
         self.merge_count = self.lost_count = 0

@@ -34,7 +34,8 @@ class SyncTimes:
     """Measures the time from the start of a version until each contributing rank has the new anchor."""
 
     def __init__(self) -> None:
-        self._decided_at: dict[int, tuple[int, float]] = {}  # by rank: its last version, and when that was begun
+        # By rank: the last version that contains its contribution, and the start time of this version.
+        self._decided_at: dict[int, tuple[int, float]] = {}
         self._seconds: dict[int, float] = {}  # by rank: last measured time
 
     def on_decided(self, version: int, ranks: Iterable[int], now: float) -> None:
