@@ -204,7 +204,7 @@ class Journal:
         self.add("role", round, state)
 
     def note_coordinator(self, epoch: int, rank: int) -> None:
-        """Record which rank coordinates a new epoch."""
+        """Record that ``rank`` coordinates ``epoch``, a number that grows with each new coordinator."""
         self._coordinator = rank
         self.add("coordinator", epoch, rank)
 

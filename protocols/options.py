@@ -1,8 +1,7 @@
 """Declares the options that several policies share, and lists the options of each policy for type checkers.
 
 A subclass of :class:`Options` declares options (see :mod:`protocols.declared`). A ``TypedDict`` repeats their names and
-types for functions with ``**options``. :mod:`protocols.selective.selection`, :mod:`protocols.one_sided.selection` and
-:mod:`protocols.selective.islands.layout` declare further options.
+types for functions with ``**options``.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ _STATE_VERSION: Final = 1
 
 @with_options(MeasuredOptions, CommonOptions)
 class SpawnPolicy(NoPlainContext, abc.ABC):
-    """Base class of all policies.
+    """Base class of all policies, whose ``step`` may change the model's weights.
 
     Args:
         model: Model that this rank trains. Its parameters and persistent buffers are the policy's state.

@@ -164,7 +164,7 @@ class Holdings:
         return found
 
     def begin(self, state: Mapping[str, Any], layouts: Layouts) -> None:
-        """Begin with a saved anchor and, if saved, the outer optimizer's state."""
+        """Take a saved anchor and, if saved, the outer optimizer's state as this member's own."""
         self.base = HeldAnchor.of(state, layouts)
         if "outer" in state:
             self.outer = self.base.version, state["outer"].clone()

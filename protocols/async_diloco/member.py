@@ -46,7 +46,6 @@ class AsyncMember:
         membership: Members of the policy; opened by this object.
         holdings: State of this rank that a new leader needs.
         is_overlapped: Whether ranks train while data moves; equal on all ranks.
-        options: Options of the server if this rank leads.
         name: Name of the channel in reports of waits.
         regional: Connection to the global server, used if this rank leads its island; None without islands.
 

@@ -320,7 +320,10 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         self._opened()[0].begin_joined()
 
     def _take_whole(self) -> None:
-        """Begin with the leader's newest anchor, not with its weights, whose progress the leader contributes."""
+        """Begin with the leader's newest anchor.
+
+        The leader's weights are not taken, because the leader contributes their progress.
+        """
         state, rank, own = self._saved, self._world.rank, self._holdings
         assert state is not None, "the leader has sent its state"
         self._captures.clear_residuals()

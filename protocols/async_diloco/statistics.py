@@ -105,7 +105,7 @@ def statistics_of(
 
 
 def result_of(report: Applied) -> StepInfo:
-    """Return the result of a step that applies an anchor, as far as the leader's report defines it."""
+    """Return the result of a step that applies an anchor, with the fields that the leader's report defines."""
     total = sum(report.weights)
     return StepInfo(
         averaged_this_iteration=True,

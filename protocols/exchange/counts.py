@@ -1,7 +1,6 @@
 """Counts one rank's contributions to averages, and the averages that it has applied.
 
-A policy passes each contribution and each average to its journal, which updates these counts, records events, and
-updates the live table. Policies with and without rounds use the same counts.
+A policy's journal updates these counts, whether or not the policy has rounds.
 """
 
 from __future__ import annotations

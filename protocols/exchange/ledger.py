@@ -411,9 +411,9 @@ class Ledger:
         return self._quorum is not None and len(each.captured) >= min(self._quorum.count, len(self.members))
 
     def _later(self, number: int) -> set[int]:
-        """Return the members whose contributions count in a later round instead of this one.
+        """Return the members whose contributions count in a later round instead of in round ``number``.
 
-        If all other members are lost, these members need an empty verdict on the round.
+        If all other members are lost, these members need an empty decision on the round.
         """
         count = len(self.retired)
         later = [each for each in self._rounds if each > number and (each - number) % count == 0]
@@ -466,7 +466,7 @@ class Ledger:
         return Verdict(each.attempt, donors, weights, norms, taker=taker, scores=given, late=late)
 
     def _retirements(self) -> list[Instruction]:
-        """Retire, in order, rounds that all members have merged, or that need not wait for the remaining members."""
+        """Retire, in order, the rounds whose mean no awaited member still needs."""
         made: list[Instruction] = []
         if self._awaited is not None or not self.members:
             return made

@@ -188,8 +188,7 @@ class WireLayout:
     """Divides one model fragment into vectors and slices, in the same way on all members.
 
     Args:
-        entries: All entries of the model.
-        chosen: Indices of the fragment's entries.
+        chosen: Indices of the fragment's entries in ``entries``.
         parameters: Names of the model's parameters, except those with infinities, such as frozen masks, because
             differences of infinities are NaN. All other floating entries have the role ``"averaged"``.
         owner_count: Number of ranks among which each vector is divided.

@@ -1,7 +1,6 @@
 """Defines the possible values of a hyperparameter: a range, a list of choices, or the results of a function.
 
-Each class draws values, perturbs a value, and clips or checks a value. All randomness comes from the caller's
-generator.
+All randomness comes from the caller's generator.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class Range:
         return int(number)
 
     def leaves(self, factor: float) -> bool:
-        """Return whether the factor takes every value out of the range."""
+        """Return whether multiplication by ``factor`` takes every value out of the range."""
         return self.low > 0 and (self.low * factor > self.high or self.high * factor < self.low)
 
     def agreed(self) -> list[Any]:

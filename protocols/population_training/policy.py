@@ -266,7 +266,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         return replace(told, donors=(donor,), weights=(1.0,), iterations=(iteration,), best=donor)
 
     def _donor(self, told: Assign | Frozen, round: int) -> int:
-        """Return the donor that this rank copies, preferably its assigned one, otherwise of its sub-population."""
+        """Return the donor that this rank copies: the assigned donor, or else one of its sub-population if possible."""
         parent = told.parent if isinstance(told, Assign) else self._parent[1] if self._parent[0] == round else -1
         if parent in told.donors:
             return parent

@@ -104,7 +104,7 @@ class _RuleSchedule(Schedule):
 
 
 class RuleFragment(Fragment):
-    """Exchanges the whole model, or a random share of it that changes with each round, by a rule."""
+    """Averages the whole model, or a random share of its values that changes with each round, by a rule."""
 
     def __init__(self, layout: WireLayout, rule: Rule, share: Share | None) -> None:
         super().__init__(layout)

@@ -49,10 +49,8 @@ class Regional:
     Args:
         upper: Interface through which this rank contributes to the global server.
         holdings: This rank's global anchor and its island's contribution.
-        island: Number of the island.
         every: Number K of versions between two contributions.
         weight: Weight alpha of the global anchor.
-        membership: Members of the island.
 
     Attributes:
         merged: Number of the island's last contribution whose answer was merged; 0 before the first.
