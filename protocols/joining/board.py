@@ -69,7 +69,7 @@ class Board:
             self._askable[policy] = key, on_request
 
     def close(self, policy: int) -> None:
-        """Stop passing on messages about a policy. Answer them with ``Declined`` from now on."""
+        """Answer messages about a policy with ``Declined`` from now on, instead of passing them on."""
         del self._policies[policy]
         self._left[policy] = self._askable.pop(policy, (None,))[0]
         self._serving.discard(policy)
@@ -89,7 +89,7 @@ class Board:
         self._applications[application.key] = application
 
     def end_application(self, application: Application) -> None:
-        """Stop passing answers to ``application``."""
+        """Stop passing the answers to admission requests to ``application``."""
         self._applications.pop(application.key, None)
 
     def send(self, message: BoardMessage, dest: int) -> None:

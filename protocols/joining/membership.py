@@ -58,7 +58,7 @@ class MembershipListener(Protocol):
         """Open this rank's channels to the new process of a restarted member."""
 
     def on_admitted(self, rank: int) -> None:
-        """As the leader, treat a restarted rank as a member from now on. It receives this rank's state."""
+        """As the leader, treat a restarted rank as a member from now on, because it receives this rank's state."""
 
     def on_settling(self) -> None:
         """As the leader, handle a change of the members that wait between two steps (:attr:`Membership.settling`)."""
@@ -425,7 +425,7 @@ class Membership:
         self._services.engine.loop.call_soon(self._look_at, rank)
 
     def _look_at(self, rank: int) -> None:
-        """Count a restarted rank as a member if this rank is connected to the process that the leader admitted."""
+        """Count a restarted rank as a member if this rank is connected to the process that the leader has admitted."""
         is_closed = self._is_closed or self._has_left(rank)
         if rank in self._admitted and self.is_reachable(rank) and not is_closed:
             self.living.add(rank)

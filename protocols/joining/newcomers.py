@@ -148,7 +148,7 @@ class Application:
         return [rank for rank in self._ranks if rank not in self._services.gone]
 
     def on_message(self, message: AdmissionMessage, source: int) -> None:
-        """Handle an answer to a request."""
+        """Handle an answer to this rank's admission request."""
         if self._answer_s is None:
             self._answer_s = self._services.time() - self._began_at
         match message:

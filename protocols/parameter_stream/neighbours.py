@@ -41,7 +41,7 @@ _MAPPED_COUNT: Final = 8
 
 
 class Neighbours:
-    """Tracks which ranks' memory this rank can read, and requests the addresses of their snapshots."""
+    """Tracks which processes' memory this rank can read, and requests the addresses of their snapshots."""
 
     def __init__(self, services: Services, channel: Channel[StreamMessage]) -> None:
         self._services = services

@@ -16,7 +16,7 @@ from asyncdist.tensors.flat_state import FlatBuffers, FlatState, accumulate_dtyp
 
 
 class Part(NamedTuple):
-    """Part ``number``, from 0, of the ``total`` parts of a state."""
+    """Part ``number``, from 0, of the ``total`` equal parts of a model's weights."""
 
     number: int
     total: int
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class PartBuffers(NamedTuple):
-    """Memory for the mean of one part, and for that part of each donor's state.
+    """Memory for one part of each donor's weights, and for the mean of this part.
 
     Attributes:
         given: Memory for the part of each donor's state, in the stored dtypes. All donors share the memory for integer
@@ -61,7 +61,7 @@ class PartPool:
 
     @torch.inference_mode(False)  # the tensors are used after the caller's inference mode has ended
     def acquire(self, part: Part, donor_count: int) -> PartBuffers:
-        """Return uninitialised buffers for one part of the states of ``donor_count`` donors."""
+        """Return uninitialised buffers for one part of the weights of ``donor_count`` donors."""
         if self.in_use:  # the previous round's mean is still being sent from this memory
             self._tensors = {}
         self.in_use += 1
@@ -93,5 +93,5 @@ class PartPool:
 
 @torch.inference_mode(False)
 def new_part(sizes: Mapping[torch.dtype, int]) -> FlatBuffers:
-    """Allocate an uninitialised part with the given number of elements of each dtype."""
+    """Allocate uninitialised memory for one part, with the given number of elements of each dtype."""
     return FlatBuffers((), {dtype: torch.empty(size, dtype=dtype, device="cpu") for dtype, size in sizes.items()}, ())

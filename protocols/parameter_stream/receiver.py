@@ -46,7 +46,7 @@ def ask_for_part(
     of_mean: bool = False,
     chunk_count: int | None = None,
 ) -> InboundStream | PartReading | None:
-    """Request a part of one rank's snapshot, or the mean of that part, and start to receive it into ``into``.
+    """Request a part of a rank's snapshot of its weights, or the mean of that part, and start to receive it.
 
     Args:
         source: Rank that sends the part. For a mean, the part's reducer or a rank that has fetched the mean.
@@ -105,7 +105,7 @@ def new_ring() -> ChunkRing:
 
 
 class SnapshotReceiver:
-    """Computes the weighted mean of other ranks' snapshots while the snapshots arrive.
+    """Computes the weighted mean of other ranks' snapshots (copies of their weights) while these arrive.
 
     Args:
         accumulator: Flat tensors in the accumulation dtypes. The mean overwrites them.
@@ -162,7 +162,7 @@ class SnapshotReceiver:
         return self.mean.is_agreed
 
     def ask(self) -> None:
-        """Request snapshots from as many donors as the window has space for. :meth:`run` adds their chunks.
+        """Request the snapshots of as many donors as the receive buffers have space for. :meth:`run` adds their chunks.
 
         Raises:
             RankLostError: A donor is lost.

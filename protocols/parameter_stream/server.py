@@ -40,7 +40,7 @@ EARLY_COUNT_MAX: Final = 4096  #: Maximum number of requests that wait for an of
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """A snapshot, or the mean of one part, that receivers can request in one round.
+    """A snapshot of this rank's weights, or the mean of one part, that other ranks can request in one round.
 
     The buffers remain in use until the offer is withdrawn and all its streams have ended.
 
@@ -112,7 +112,7 @@ class Offer:
 
 
 class SnapshotServer:
-    """Answers requests for parameter streams with an offered snapshot or mean, or with an abort.
+    """Answers requests for this rank's weights, or for a mean of one part, with a stream or an abort.
 
     A request for a future round waits until the round has an offer or has ended. Requests may arrive late, so the
     server remains open after its policy has ended.
@@ -248,7 +248,7 @@ class SnapshotServer:
 
     @property
     def is_idle(self) -> bool:
-        """True if no buffers of snapshots or means are in use."""
+        """True if this rank offers and sends no weights or means at present."""
         return not self._offers
 
     def _free(self, offer: Offer) -> None:
@@ -263,7 +263,7 @@ class SnapshotServer:
         return self.on_message(envelope)
 
     def on_message(self, envelope: Envelope[StreamMessage]) -> None:
-        """Handle a request, a cancel message, or the answer to this rank's own request."""
+        """Handle a request for weights, its cancellation, or the answer to this rank's own request."""
         message, key = envelope.message, (envelope.source, envelope.message.slot)
         if isinstance(message, Location):
             self.neighbours.on_location(envelope.source, message)
@@ -338,7 +338,7 @@ class SnapshotServer:
 
 
 def snapshot_chunks(snapshot: FlatBuffers, grant: Grant | PartGrant) -> list[memoryview] | None:
-    """Return the chunks that a donor sends for ``grant``, or None if the grant's sizes do not match the snapshot."""
+    """Return the chunks of a snapshot that ``grant`` requests, or None if its sizes do not match the snapshot."""
     sizes = {messages.CHUNK_NBYTES, *([part_chunk_nbytes(grant.nbytes)] if isinstance(grant, PartGrant) else [])}
     for exact in (False, True):
         if grant.nbytes == stream_nbytes(snapshot, exact=exact) and grant.chunk_nbytes in sizes:

@@ -36,12 +36,12 @@ class LeadingMember(RoundMember):
         self.happenings: list[Happening] = []
 
     def take_happenings(self) -> tuple[Happening, ...]:
-        """Remove and return the recorded events."""
+        """Remove and return the recorded events, which the leader then sends to its followers."""
         happenings, self.happenings = tuple(self.happenings), []
         return happenings
 
     def on_assign(self, assign: Assign, round: int) -> Instructions:
-        """Begin the assigned role in a new round, and record the assignment for the followers."""
+        """Begin the assigned role in a new averaging round, and record the assignment for the followers."""
         self.assignment_count += 1
         self._add(Assign.__name__, round, *astuple(replace(assign, restarted=())))
         return super().on_assign(assign, round)
@@ -100,7 +100,7 @@ class FollowingMember(RoundMember):
         self.failure = ""
 
     def on_assign(self, assign: Assign, round: int) -> Instructions:
-        """Begin the assigned role in a new round, and count the assignment."""
+        """Begin the assigned role in a new averaging round, and count the assignment."""
         self.assignment_count += 1
         self.failure = ""
         return super().on_assign(assign, round)

@@ -174,7 +174,7 @@ class Coordinator:
         self._services.engine.recheck()
 
     def statistics(self) -> CoordinatorStatistics:
-        """Return the counts of reports, decisions and rounds."""
+        """Return the counts of the members' reports, of the coordinator's decisions and of averaging rounds."""
         return self._core.statistics()
 
     def _tells_trend(self) -> bool:
@@ -268,7 +268,7 @@ class Coordinator:
             self._migration.emigrate(*emigrant)
 
     def _tell(self, send: Send) -> None:
-        """Record in the journal that ``send`` starts, freezes or ends a round."""
+        """Record in the journal that ``send`` starts a round, fixes its donors, or ends it."""
         match send.message:
             case PackedAssign(packed):
                 plan = unpack_plan(packed)

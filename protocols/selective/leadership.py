@@ -101,7 +101,7 @@ class Leadership:
         services.shared(Board)
 
     def begin(self) -> None:
-        """Handle the ranks that were lost or have left since the start was agreed on."""
+        """Handle the ranks that were lost or have left since all members agreed to start the policy."""
         absent = sorted({*self._services.gone, *self._replaced})
         self._unnoted.extend(absent)  # all at once: if this rank takes over, no absent rank becomes a member
         for rank in absent:

@@ -60,7 +60,10 @@ from asyncdist.protocols.selective.messages import (
 
 
 class State(Enum):
-    """States of a member in a round, from IDLE to OUT. The module's table explains them."""
+    """State of a member in an averaging round: its role and progress, or how far it has left the policy.
+
+    The module's table explains the states.
+    """
 
     IDLE = auto()
     CHOSEN = auto()
@@ -75,7 +78,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """Events that change a member's state."""
+    """Events that change a member's :class:`State`."""
 
     CHOSEN_TO_GIVE = auto()
     CHOSEN_TO_TAKE = auto()
@@ -231,7 +234,7 @@ StepAction: TypeAlias = TakeSnapshot | Apply
 
 
 class RoundMember:
-    """State machine of one member, which tracks its role in the current round and turns events into instructions.
+    """State machine of one member: tracks its role in an averaging round, and turns events into instructions.
 
     Attributes:
         round: Number of the current role's round, or 0 without a role.
@@ -284,7 +287,7 @@ class RoundMember:
     # ---------------------------------------------------------------- the coordinator's messages
 
     def on_assign(self, assign: Assign, round: int) -> Instructions:
-        """Begin or decline the assigned role in a new round, and end the role in the previous round."""
+        """Begin or decline the assigned role in a new averaging round, and end the role in the previous round."""
         self.last_round = max(self.last_round, round)
         self._judged_iteration = max(self._judged_iteration, assign.judged_iteration)
         if self.state is State.OUT:
@@ -309,7 +312,7 @@ class RoundMember:
         return (*before, *self._reduce(round, assign), Ask(round, assign))
 
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
-        """Begin to add up the donors' snapshots, because the round's donors no longer change."""
+        """Begin to add up the donors' snapshots, because the list of the round's donors is now final."""
         adds_up: Instructions = ()
         if round and self.reducing == round and not self._adds_up:  # 0 means that there is no round
             self._adds_up = True
@@ -329,7 +332,11 @@ class RoundMember:
         return (*reducing, *giving, RefuseUpTo(round), *(self._end_taking(reason) if self.round == round else ()))
 
     def on_coordinator_gone(self, why: str) -> Instructions:
-        """End the current role, because the coordinator is lost, has stopped or was replaced (``why``)."""
+        """End the current role, because the coordinator is lost, has stopped or was replaced.
+
+        Args:
+            why: Reason for log messages, such as "is gone".
+        """
         if self.state is State.OUT:
             return ()
         giving = (*self._end_reducing(), *self._end_giving())
@@ -353,7 +360,7 @@ class RoundMember:
     # ---------------------------------------------------------------- steps, copies and exchanges
 
     def on_step(self) -> StepAction | None:
-        """Return the action that is due in this step, or None."""
+        """Return the action that this training step must take, such as copying the weights, or None."""
         self.wants_step = False
         if self.state is State.CHOSEN:
             self._go(Event.STEP, self.round)

@@ -132,7 +132,7 @@ class PackedAssign:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Donor to coordinator: the donor's snapshot is finite and available to all replacers.
+    """Donor to coordinator: the copy of the sender's weights is finite, and other ranks can request it.
 
     Attributes:
         state_safe_points: Number of safe points that sender and receiver each need to transfer the rest of the state to
@@ -145,7 +145,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """Donor or replacer to coordinator: the sender declines its role in the round for the given reason."""
+    """Donor or replacer to coordinator: the sender declines its role in the round, for the given reason."""
 
     reason: str
 
@@ -217,14 +217,14 @@ class PackedFrozen:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Replacer to coordinator: the new weights are loaded. They invalidate the sender's reports up to `iteration`."""
+    """Replacer to coordinator: the sender has loaded new weights, which invalidate its reports up to `iteration`."""
 
     iteration: int
 
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """Replacer to coordinator: the sender abandoned the round for the given reason, and keeps its weights."""
+    """Replacer to coordinator: the sender abandons the round for the given reason, and keeps its weights."""
 
     reason: str
 

@@ -8,7 +8,7 @@ from asyncdist.protocols.selective.waiting import Pace, cadence_s, is_late
 
 
 class Roster:
-    """Tracks a coordinator's members: which are live, which have reported, and how many reports the quorum needs.
+    """Tracks a coordinator's members: which are live, which have reported, and how many must report for a decision.
 
     Counts are updated incrementally, since there may be thousands of ranks.
 
@@ -44,7 +44,7 @@ class Roster:
         self._count_live(len(ordered))
 
     def add(self, rank: int) -> None:
-        """Add a restarted rank that an earlier coordinator has admitted."""
+        """Add a restarted rank that a former coordinator has admitted."""
         self.members[rank] = Member(joined=False)
         self._count_live(1)
 
@@ -53,7 +53,7 @@ class Roster:
         self.members[rank] = Member(joined=False, admitted=False, incarnation=incarnation)
 
     def admit(self, member: Member) -> None:
-        """Make a newcomer a live member."""
+        """Make a restarted rank a live member."""
         member.admitted = member.joined = True
         self._count_live(1)
 
@@ -63,7 +63,7 @@ class Roster:
         member.fresh = fresh
 
     def depart(self, member: Member) -> None:
-        """Mark a member or newcomer that has left or is lost as no longer live."""
+        """Record that a member, or a restarted rank that waits for admission, is lost or has left."""
         self.mark(member, fresh=False)
         member.live, member.report = False, None
         self._count_live(-1 if member.admitted else 0)
@@ -81,7 +81,7 @@ class Roster:
         return hosts if all(hosts.values()) else {}
 
     def live_ranks(self) -> list[int]:
-        """Return the ranks of all live members and newcomers."""
+        """Return the ranks of all live members, and of restarted ranks that wait for admission."""
         return [rank for rank, member in self.members.items() if member.live]
 
     def reported_since(self, moment: float) -> dict[int, ReportRecord]:
@@ -135,7 +135,7 @@ class Roster:
         ]
 
     def taking_part(self) -> tuple[tuple[int, int], ...]:
-        """Return the rank and incarnation of each member that takes part."""
+        """Return the rank and the number of restarts of each member that takes part."""
         return tuple((rank, member.incarnation) for rank, member in self.members.items() if member.counts)
 
     def cadence_s(self) -> float:

@@ -179,7 +179,7 @@ class RoundCoordinator:
     def on_ready(
         self, rank: int, round: int, iteration: int, now: float, *, state_safe_points: int = 0
     ) -> tuple[Send, ...]:
-        """Record that a donor's snapshot is available. If no answers are missing, fix the round's donors."""
+        """Record that a donor has copied its weights. Start the averaging if all donors have answered."""
         state = self._round_of(rank, round, "Ready")
         if state is None:
             return ()
@@ -195,7 +195,7 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_decline(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
-        """Remove a rank that declines its role. A donor can be removed only before the round is frozen."""
+        """Remove a rank that declines its role. A donor can be removed only before the averaging starts."""
         state = self._round_of(rank, round, "Decline")
         if state is None:
             return ()
@@ -209,7 +209,7 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_applied(self, rank: int, round: int, iteration: int, now: float) -> tuple[Send, ...]:
-        """Record that a replacer has applied its average, which invalidates its reports up to `iteration`.
+        """Record that a rank has loaded its average, which invalidates its reports up to `iteration`.
 
         The reports are invalid even if the round has timed out, because the rank's weights have changed.
         """
@@ -227,7 +227,7 @@ class RoundCoordinator:
         return (*admissions, *self._advance(now))
 
     def on_abandoned(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
-        """Record that a replacer has abandoned the round, which continues for the other ranks."""
+        """Record that a rank has abandoned its average. The round continues for the other ranks."""
         state = self._round_of(rank, round, "Abandoned")
         if state is None:
             return ()
@@ -243,7 +243,7 @@ class RoundCoordinator:
         return self._depart(rank, "left", now)
 
     def on_lost(self, rank: int, now: float) -> tuple[Send, ...]:
-        """Remove a member that the runtime has reported as lost."""
+        """Remove a lost member, so that no decision or round waits for it."""
         return self._depart(rank, "was lost", now)
 
     def on_time(self, now: float) -> tuple[Send, ...]:
@@ -337,14 +337,14 @@ class RoundCoordinator:
             self._patience.on_quorum(self.roster.paces_of_others(now), self.roster.cadence_s(), now - start, now)
 
     def _decision_is_due(self, now: float, timers: bool) -> bool:
-        """Return whether all live members have reported, or the quorum is reached and the grace period has ended."""
+        """Return whether all live members have reported, or enough have and the wait for the others is over."""
         deadline = self._patience.deadline
         return deadline is not None and (
             self.roster.fresh_count == self.roster.live_count or (timers and now >= deadline)
         )
 
     def _judge(self, sends: list[Send], now: float) -> None:
-        """Make a decision from the newest reports, and start a round if any ranks are to be replaced."""
+        """Judge the members' newest reports, and start an averaging round if any ranks must adopt an average."""
         self._decision_count += 1
         start = now if self._window_start is None else self._window_start
         usable = self.roster.reported_since(now - self._rules.max_report_age_s)
@@ -383,7 +383,7 @@ class RoundCoordinator:
         return range(last + 1, self._last_number + 1)
 
     def _is_cooling_down(self) -> bool:
-        """Return whether the fastest member has made too few iterations since the last round."""
+        """Return whether the fastest member has made too few iterations since the last averaging round."""
         if self._rules.threshold is None or self._acted_at_iteration is None:
             return False
         return self._largest_iteration - self._acted_at_iteration < self._rules.cooldown

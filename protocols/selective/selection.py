@@ -107,7 +107,7 @@ class SelectiveRules(JudgingRules):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Donors and replacers that the coordinator has chosen based on one set of metrics.
+    """The ranks to average (donors) and the ranks that adopt the average (replacers), chosen from one set of metrics.
 
     Attributes:
         donors: Ranks whose weights are averaged, in ascending order. Empty for `reset_weights`.
@@ -138,8 +138,9 @@ def averaging_weights(
 ) -> tuple[float, ...]:
     """Return one unnormalised weight per donor. All are >= 0, with a positive finite sum.
 
-    The receiver divides by their sum. With `weighted_mean`, a donor's weight is the difference between its metric and
-    the worst finite metric of all participants, including the replaced ranks. If all differences are 0, all weights are
+    Ranks that compute the average divide by their sum. With `weighted_mean`, a donor's weight is the difference between
+    its metric and the worst finite metric of all participants, including the replaced ranks. If all differences are 0,
+    all weights are
     1. Weights that could overflow float32 are scaled by a power of two, which does not change their ratios.
 
     Args:
@@ -169,7 +170,7 @@ def decide(
     *,
     numbers: range = _NO_NUMBERS,
 ) -> Decision | None:
-    """Return the donors and replacers for one set of metrics, or None if no rank is to be replaced.
+    """Choose the ranks to average and the ranks that adopt the average, or return None if there are none.
 
     Donors with weight 0 are omitted. The best donor's weight is never 0. With `reset_weights`, ranks are replaced even
     if no metric is finite, because no donor is needed.
@@ -315,7 +316,7 @@ def sources_of(
 
 
 def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
-    """Return the number of models that the busiest host sends or receives (the larger number) on the direct route."""
+    """Return how many models the busiest host sends or receives if the donors send whole models to each replacer."""
     donors, replacers = (Counter(hosts[rank] for rank in ranks) for ranks in (decision.donors, decision.replacers))
     return max(
         max(replacers[host] * (donors.total() - donors[host]), donors[host] * (replacers.total() - replacers[host]))
@@ -326,7 +327,7 @@ def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
 def _sharded_network_load(
     reducers: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
 ) -> float:
-    """Return the number of models that the busiest host sends or receives (the larger number) on the sharded route."""
+    """Return how many models the busiest host sends or receives if ``reducers`` each average one part."""
     are_shared = bool(sources_of(decision, reducers, model_nbytes, hosts))
     replacers_ = {hosts[rank]: rank for rank in decision.replacers}.values() if are_shared else decision.replacers
     groups = decision.donors, replacers_, reducers
@@ -343,7 +344,7 @@ def _sharded_network_load(
 def _least_load(
     candidates: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
 ) -> tuple[int, ...]:
-    """Choose as reducers all candidates, or one host's, to minimise the load of the busiest host's network."""
+    """Choose the reducers, either all candidates or those on one host, that load the busiest host's network least."""
     by_host: dict[int, list[int]] = {}
     for rank in candidates:
         by_host.setdefault(hosts[rank], []).append(rank)

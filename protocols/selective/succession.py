@@ -135,7 +135,7 @@ class Succession:
         return self._seek()
 
     def on_nomination(self, source: int, epoch: int) -> Steps:
-        """Handle a nomination of this rank: ``source`` reports that the coordinator of ``epoch`` has stopped."""
+        """Handle a request from ``source`` to succeed the coordinator with number ``epoch``, which has stopped."""
         if epoch < self.epoch:
             return () if self.coordinator is None else (Inform(source),)
         if epoch == self.epoch or epoch > EPOCH_MAX:
@@ -150,7 +150,7 @@ class Succession:
         return self._claim() if is_due else ()
 
     def on_claim(self, epoch: int, coordinator: int, source: int) -> Steps:
-        """Handle the message from ``source`` that ``coordinator`` coordinates in ``epoch``."""
+        """Handle the message from ``source`` that ``coordinator`` is the coordinator with number ``epoch``."""
         if epoch < self.epoch:
             return () if self.coordinator is None else (Inform(source),)
         if (epoch == self.epoch and self.coordinator is not None) or epoch > EPOCH_MAX or coordinator == self.rank:
@@ -208,7 +208,7 @@ class Succession:
 
 
 class Watch:
-    """Detects on one member that the coordinator does not answer, or that its answers are too late."""
+    """Detects that a policy's coordinator does not answer this member, or that its answers are too late."""
 
     def __init__(self) -> None:
         self._asked_at: float | None = None  # time of the first report since the last answer

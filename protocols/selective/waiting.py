@@ -66,7 +66,7 @@ def cadence_s(intervals_s: Sequence[float]) -> float:
 
 
 def grace_s(cadence_s: float, quorum_s: float, rounds_s: Sequence[float]) -> float:
-    """Return how many seconds to wait for late reports, after the quorum, without delaying a later round."""
+    """Return how many seconds to wait for late reports without delaying a later averaging round."""
     return max(0.0, cadence_s - quorum_s - (median_low(rounds_s) if rounds_s else 0.0))
 
 
@@ -76,19 +76,19 @@ def is_expected(pace: Pace, cadence_s: float, within_s: float) -> bool:
 
 
 def is_late(pace: Pace, cadence_s: float) -> bool:
-    """Return whether a member that has not reported is a straggler instead of merely between two reports."""
+    """Return whether a member has not reported for more than ``FREE_CADENCES`` times the usual report interval."""
     return pace.silent_s > FREE_CADENCES * cadence_s
 
 
 def hold_s(pace: Pace, stream_safe_points: int) -> float:
-    """Return the estimated duration in seconds of a round in which this member has a role."""
+    """Return how many seconds an averaging round with this member will take, as estimated from its step time."""
     step_s, interval_s, silent_s = pace
     overdue_s = silent_s - interval_s if 0 < interval_s < silent_s else 0.0
     return (_ROLE_STEP_COUNT + stream_safe_points) * step_s + overdue_s
 
 
 def free_s(holds: Mapping[int, float], cadence_s: float) -> float:
-    """Return how many seconds a round may take without delaying another.
+    """Return how many seconds an averaging round may take without delaying the next.
 
     Args:
         holds: Estimated duration of a round with each rank (`hold_s`).
@@ -97,7 +97,7 @@ def free_s(holds: Mapping[int, float], cadence_s: float) -> float:
 
 
 def slow_ranks(holds: Mapping[int, float], allowed_s: float) -> frozenset[int]:
-    """Return the ranks whose estimate exceeds ``allowed_s``, or an empty set if fewer than two others remain."""
+    """Return the ranks whose estimated round exceeds ``allowed_s``, or an empty set if fewer than two others remain."""
     slow = frozenset(rank for rank, hold_s in holds.items() if hold_s > allowed_s)
     return slow if len(holds) - len(slow) >= 2 else frozenset()
 
@@ -128,12 +128,12 @@ class Patience:
 
     @property
     def round_s(self) -> float:
-        """Median duration of the latest rounds in seconds, or 0 before the first round."""
+        """Median duration of the latest averaging rounds in seconds, or 0 before the first."""
         return median_low(self._rounds_s) if self._rounds_s else 0.0
 
     @property
     def deadline(self) -> float | None:
-        """Time at which a decision is due even if reports are missing, or None before the quorum is reached."""
+        """Time of the next decision even if reports are missing, or None before enough members have reported."""
         return self._limit_at if self.awaited and self._complete_at is not None else self._complete_at
 
     def on_quorum(self, others: Mapping[int, Pace], cadence_s: float, quorum_s: float, now: float) -> None:
@@ -171,7 +171,7 @@ class Patience:
             self._complete_at = now
 
     def on_void(self, rank: int) -> None:
-        """Wait again for a member whose report no longer counts."""
+        """Wait again for a member whose report has become invalid."""
         self.awaited.add(rank)
 
     def slow_ranks(

@@ -20,7 +20,7 @@ GUEST_COUNT_MAX: Final = 4
 
 
 class Guest(NamedTuple):
-    """Newest report and number of restarts of a rank of another island that can be a donor in this island."""
+    """A rank of another island that can send its weights here: its newest report and number of restarts."""
 
     report: ReportRecord
     incarnation: int
@@ -46,7 +46,7 @@ class Migrants:
         self.named: tuple[int, ...] = ()
 
     def on_decision(self, number: int, reports: Mapping[int, ReportRecord]) -> None:
-        """If an emigrant is due after decision ``number``, choose the member with the best finite metric."""
+        """If weights must go to another island after this decision, choose the member with the best finite metric."""
         if not self._every or number % self._every or not reports:
             return
         best = order_worst_first({rank: report.value for rank, report in reports.items()}, self._metric_mode)[-1]
@@ -55,16 +55,16 @@ class Migrants:
             self.emigrant_count += 1
 
     def take_emigrant(self) -> tuple[int, int] | None:
-        """Remove and return the rank and number of restarts of the chosen emigrant, or return None without one."""
+        """Return the rank and number of restarts of the member chosen for another island, once, or None without one."""
         rank, self._emigrant = self._emigrant, None
         return None if rank is None else (rank, self._members[rank].incarnation)
 
     def invite(self, rank: int, incarnation: int) -> None:
-        """Record that a rank of another island has been invited as a guest."""
+        """Record that a rank of another island has been invited to send its weights."""
         _put_newest(self._invited, rank, incarnation)
 
     def on_joined(self, rank: int, joined: Joined, now: float) -> bool:
-        """Store an invited guest and its newest report for the next round. Return False if the rank was not invited."""
+        """Store the newest report of an invited rank of another island. Return False if the rank was not invited."""
         if self._invited.get(rank) != joined.incarnation:
             return False
         del self._invited[rank]
@@ -73,14 +73,14 @@ class Migrants:
         return True
 
     def remove(self, rank: int) -> None:
-        """Remove a guest that is lost or has left."""
+        """Forget a rank of another island that is lost or has left."""
         self._invited.pop(rank, None)
         self._waiting.pop(rank, None)
 
     def usable(self, reports: Mapping[int, ReportRecord], oldest_at: float) -> dict[int, ReportRecord]:
-        """Return the reports of the guests that can take part in the next round.
+        """Return the reports of the ranks of other islands that can send their weights in the next round.
 
-        A guest is excluded if its report is older than ``oldest_at``, or if its steps take more than twice as long as
+        A rank is excluded if its report is older than ``oldest_at``, or if its steps take more than twice as long as
         the slowest step in ``reports``.
         """
         if not self._waiting:
@@ -93,7 +93,7 @@ class Migrants:
         }
 
     def enter(self, guests: tuple[int, ...], round: int) -> None:
-        """Make ``guests`` donors in a round, without counting them as members. Drop the other waiting guests."""
+        """Add ranks of other islands to a round, without counting them as members. Forget all other waiting ranks."""
         for rank in guests:
             incarnation = self._waiting[rank].incarnation
             self._members[rank] = Member(joined=True, admitted=False, incarnation=incarnation)
@@ -101,17 +101,17 @@ class Migrants:
         self._waiting.clear()
 
     def leave(self) -> None:
-        """Remove the guests from the members after their round has ended."""
+        """Remove the ranks of other islands from the members after their averaging round has ended."""
         for rank in self.named:
             del self._members[rank]
         self.named = ()
 
     def without_guests(self) -> dict[int, Member]:
-        """Return all members that are not guests."""
+        """Return all members of this island, without ranks of other islands that take part in a round."""
         return {rank: member for rank, member in self._members.items() if rank not in self.named}
 
     def dismissals(self) -> list[Send]:
-        """Return messages that end the guests' roles, because a new coordinator does not know the guests."""
+        """Return messages that end the roles of other islands' ranks, because a new coordinator does not know them."""
         end = End("the coordinator is replaced")
         return [Send(rank, self._round, end) for rank in self.named if self._members[rank].live]
 

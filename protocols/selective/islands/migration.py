@@ -94,7 +94,7 @@ class Migration:
         visits: Visits,
         coordination: KnowsCoordinator,
     ) -> Migration:
-        """Create the object from the policy's island options and its channels' scopes."""
+        """Create the object from the island options and channel numbers of a policy."""
         return cls(
             world.services,
             island,
@@ -133,7 +133,7 @@ class Migration:
             yield (own + (step if self._draw is None else self._draw.randrange(1, count))) % count
 
     def invite(self, rank: int, to_members: int, to_coordinator: int, epoch: int) -> None:
-        """Invite a rank of another island to be a donor in this island."""
+        """Invite a rank of another island to send its weights to this island."""
         self._board.send(Invitation(self._policy, to_members, to_coordinator, epoch), rank)
 
     # -- messages ---------------------------------------------------------------------------------------------------

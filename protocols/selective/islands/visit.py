@@ -103,7 +103,7 @@ class Visit:
             self._services.engine.loop.call_soon(self._lose, rank)
 
     def _lose(self, rank: int) -> None:
-        """If the lost or stopped ``rank`` is the other island's coordinator, end this rank's role."""
+        """End this rank's role in the other island if ``rank``, which is lost or has stopped, coordinates it."""
         if rank == self._coordination.coordinator:
             self._coordination.follow(self._coordination.epoch, None)
             self._roles.lose_coordinator("is gone")
@@ -139,7 +139,7 @@ class Visits:
         self._visits: dict[int, Visit] = {}
 
     def located(self, info: StepInfo) -> StepInfo:
-        """Return a step's result with the number of this rank's island and the donors from other islands."""
+        """Return a step's result, completed with this rank's island and the donors from other islands."""
         if info is NOTHING:
             return info
         members = self._island.ranks

@@ -23,7 +23,7 @@ _FIRST_ROUNDS: Final = 6.0
 
 
 class _Failures(NamedTuple):
-    """Number of failed attempts to admit a newcomer, and the decision and time after which the next may start."""
+    """Number of failed attempts to admit a restarted rank, and the time and decision after which it may be repeated."""
 
     failed_count: int = 0
     after_decision: int = -1
@@ -63,7 +63,7 @@ class Newcomers:
                 self._failures[rank] = _Failures(self._failures[rank].failed_count + 1, decision_count, next_at)
 
     def allowed_s(self, ranks: Sequence[int], cadence_s: float, round_s: float) -> float:
-        """Return the time limit in seconds of a round that admits these ranks. Infinite if a duration is unknown."""
+        """Return the time limit in seconds for admitting these ranks. Infinite if ``cadence_s`` or ``round_s`` is 0."""
         first_s = max(_FIRST_CADENCES * cadence_s, _FIRST_ROUNDS * round_s)
         count = max((self._failures[rank].failed_count for rank in ranks), default=0)
         return first_s * 2 ** min(count, 16) if cadence_s and round_s else math.inf

@@ -40,7 +40,7 @@ class Followed:
         self.epoch = 0
 
     def follow(self, epoch: int, coordinator: int | None) -> None:
-        """Store a new coordinator and its epoch. None means that there is no coordinator at present."""
+        """Store a new coordinator and its number ``epoch``, or None if there is no coordinator at present."""
         self.epoch, self.coordinator = epoch, coordinator
 
     def statistics(self) -> None:

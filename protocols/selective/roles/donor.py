@@ -96,11 +96,11 @@ class Donor:
         return safe_point_count(state.numel())
 
     def fault_of(self, copy: Copy) -> str:
-        """Return the reason why a complete copy cannot be sent, or "" if it can."""
+        """Return why a complete copy of the weights cannot be sent, or "" if it can."""
         return "" if self._resources.own.may_be_given(copy.snapshot) else _UNSOUND
 
     def keep(self, copy: Copy) -> None:
-        """Store a complete copy until :meth:`give` offers it."""
+        """Store a complete copy of the weights until :meth:`give` offers it."""
         self._kept = copy
 
     def drop(self, copy: Copy) -> None:
@@ -121,17 +121,17 @@ class Donor:
         self._resources.timing.add("snapshot", self._services.time() - copy.began_at)
 
     def announce(self, copy: Copy) -> None:
-        """Notify the user's ``on_event`` callback that a snapshot was taken."""
+        """Notify the user's ``on_event`` callback that this rank's weights were copied for a round."""
         events = self._resources.events
         if events.are_wanted:
             events.tell_now(SnapshotTaken(copy.round, copy.iteration, copy.snapshot.by_name(), self._island))
 
     def snapshot_of(self, round: int) -> FlatBuffers | None:
-        """Return the snapshot that is offered in ``round``, or None if there is none."""
+        """Return the copy of the weights that is offered in ``round``, or None if there is none."""
         return self.offer.snapshot if self.offer is not None and self.offer.round == round else None
 
     def withdraw(self) -> None:
-        """Stop the streams of the offered snapshot, and of the optimizer and policy state that belong to it."""
+        """Stop sending the offered copy of the weights, and the optimizer and policy state that belong to it."""
         offer, self.offer = self.offer, None
         if self._states is not None:
             self._states.withdraw()

@@ -65,7 +65,7 @@ class Exchange:
 
     @property
     def donor(self) -> int:
-        """Rank whose stream was requested or awaited last, or -1 if no stream was requested."""
+        """Rank whose weights were requested or awaited last, or -1 if none were requested."""
         return -1 if self._started is None else self._started.donor
 
     def ask_early(self, assign: Assign) -> None:
@@ -118,7 +118,7 @@ class Exchange:
                 self._release(self._accumulator)
 
     def discard(self) -> None:
-        """Stop the exchange and free its memory, because its average will not be applied."""
+        """Stop receiving the average and free its memory, because it will not be applied."""
         if self.task is not None and self.average is None:
             self.task.cancel()
         self.close()

@@ -7,7 +7,7 @@ from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 
 
 class Accumulator:
-    """Reference-counted buffers of one average. The last user returns them to the pool."""
+    """Reference-counted buffers for one average. The last user returns them to the pool."""
 
     def __init__(self, pool: SnapshotPool) -> None:
         self._pool = pool
@@ -41,7 +41,7 @@ class ExchangeBuffers:
 
     @property
     def in_use(self) -> int:
-        """Number of accumulators in use."""
+        """Number of accumulators (buffers of one average) in use."""
         return sum(pool.in_use for pool in self._pools)
 
     def acquire(self) -> Accumulator:

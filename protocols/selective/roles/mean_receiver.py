@@ -77,7 +77,7 @@ class MeanReceiver:
         self.is_agreed = True
 
     def ask(self) -> None:
-        """Request all parts from other ranks. A rank that is lost or busy counts as failed."""
+        """Request all parts of the average from other ranks. A rank that is lost or busy counts as failed."""
         for reducer in self._reducers:
             if reducer != self._services.rank:
                 self._ask(reducer)

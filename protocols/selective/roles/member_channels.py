@@ -38,7 +38,7 @@ class MemberChannels:
         self.server = SnapshotServer(services, scopes.to_members)
 
     def report(self, report: Report, coordinator: int) -> bool:
-        """Send a report to the coordinator. Return False if the report is dropped because the channel is full."""
+        """Send a report to the coordinator. Return False if it is dropped because the channel is full."""
         try:
             self._reports.send_nowait(report, coordinator)
         except RankLostError as error:  # the Leadership object handles the loss
@@ -48,7 +48,7 @@ class MemberChannels:
         return True
 
     def tell(self, message: ControlMessage, coordinator: int, round: int) -> None:
-        """Send the coordinator a message about a round, or drop the message if the job has failed."""
+        """Send the coordinator a message about an averaging round, or drop the message if the job has failed."""
         if self._services.engine.failure is not None:
             return
         try:

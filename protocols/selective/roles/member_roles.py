@@ -93,7 +93,7 @@ class MemberRoles:
     # -- the coordinator --------------------------------------------------------------------------------------------
 
     def take(self, message: Assign | Frozen | End, round: int) -> None:
-        """Handle a message from the coordinator about a round."""
+        """Pass a coordinator's message about an averaging round to the state machine, and execute its instructions."""
         match message:
             case Assign():
                 for restarted in message.restarted:
@@ -110,7 +110,7 @@ class MemberRoles:
         self._carry_out(instructions)
 
     def admit(self, rank: int, incarnation: int) -> None:
-        """Allow messages to a restarted rank if its admitted process is still its current process."""
+        """Allow messages to a restarted rank, unless it has been restarted again since its admission."""
         if self._services.restarted.get(rank, 0) == incarnation:
             self._channels.admit(rank)
             if self._states is not None:
@@ -140,7 +140,7 @@ class MemberRoles:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, iteration: int) -> StepInfo:
-        """Take a snapshot or apply an average if one is due, and return the result of the step."""
+        """In a training step, copy the weights or load an average if this is due, and return the step's result."""
         given_up = self.replacer.take_given_up()
         match self._member.on_step():
             case TakeSnapshot() as due:
@@ -248,16 +248,16 @@ class MemberRoles:
     # -- leaving ----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Start to leave the policy, but keep a finished snapshot available until its round has ended."""
+        """Start to leave the policy, but keep a finished copy of the weights available until its round has ended."""
         self.carry_out(self._member.on_leave())
 
     def finish(self) -> None:
-        """End all roles, because this rank has left the policy."""
+        """End all roles in averaging rounds, because this rank has left the policy."""
         self.carry_out(self._member.on_left())
 
     @property
     def is_giving(self) -> bool:
-        """True if this rank is still sending, or is leaving while its snapshot can still be requested."""
+        """True if this rank is still sending its weights, or is leaving while they can still be requested."""
         return self._member.state is State.LASTING or not self._channels.server.is_idle
 
     # -- instructions -----------------------------------------------------------------------------------------------

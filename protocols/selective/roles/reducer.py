@@ -45,7 +45,7 @@ class _Sum:
 
 
 class Reducer:
-    """Averages one part of the donors' snapshots in each round in which this rank is a reducer, and offers the mean."""
+    """Averages one part of the donors' snapshots for all ranks that adopt the mean, in each round that assigns one."""
 
     def __init__(self, services: Services, server: SnapshotServer, pool: PartPool, donor: Donor) -> None:
         self._services = services
@@ -79,7 +79,7 @@ class Reducer:
         )
 
     def stop(self) -> None:
-        """Stop offering the mean, or stop computing it."""
+        """Stop computing or sending the mean of this rank's part."""
         state, self._sum = self._sum, None
         if state is None:  # this rank only shares other reducers' parts
             return
@@ -94,7 +94,7 @@ class Reducer:
             self._release()
 
     def is_settled(self, round: int) -> bool:
-        """Return whether this rank's part in ``round`` is complete or has failed. Also True without such a part."""
+        """Return whether this rank's mean in ``round`` is complete or has failed. Also True if it computes none."""
         return self._sum is None or self._sum.round != round or self._sum.is_settled
 
     def mean(self, round: int) -> FlatBuffers | None:

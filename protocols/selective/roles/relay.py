@@ -49,14 +49,14 @@ class Relay:
         self.shared_count += 1
 
     def refuse_rest(self, round: int) -> None:
-        """Refuse requests for the parts that were not offered, because these parts will not arrive."""
+        """Refuse requests for the parts of the average that will not arrive on this rank."""
         if round == self._round:
             for part in self._fetched:
                 self._server.end_mean(round, part)
             self._fetched.clear()
 
     def stop(self) -> None:
-        """Stop offering all parts, and refuse further requests."""
+        """Stop offering all parts of the average, and refuse further requests."""
         self.refuse_rest(self._round)
         while self._offers:
             self._server.withdraw(self._offers.pop())

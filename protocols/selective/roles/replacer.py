@@ -131,7 +131,7 @@ class Replacer:
             self._resources.applier.announce(*announced)
 
     def load(self, exchange: Exchange) -> None:
-        """Replace all of this rank's weights by the weights from the only donor of ``exchange``."""
+        """Replace all of this rank's weights by the received weights of a single rank."""
         assert exchange.average is not None, f"round {exchange.round} has no weights"
         self._resources.own.load(exchange.average.buffers)
         exchange.average.release()

@@ -34,7 +34,7 @@ class Reporter:
         self.begin(call)
 
     def begin(self, call: int) -> None:
-        """Restart the measurement of step durations, as if call ``call - 1`` had just sent a report."""
+        """Restart the measurement of step times, as if step ``call - 1`` had just sent a report."""
         self._reported_at, self._reported_call = self._services.time(), call - 1
 
     def report(self, iteration: int, call: int, value: float) -> None:

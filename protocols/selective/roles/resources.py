@@ -37,7 +37,7 @@ class RoleResources:
 
     @classmethod
     def of(cls, flat: FlatState, own: OwnState, timing: Timing, events: UserEvents, state: WholeState) -> RoleResources:
-        """Create the resources for a model. Memory is allocated when a role first needs it."""
+        """Create the object for a model, without allocating buffers before they are needed."""
         snapshots = SnapshotPool(flat)
         applier = Applier(flat, own, snapshots, events)
         return cls(flat, own, snapshots, ExchangeBuffers(flat), PartPool(flat), applier, timing, events, state)

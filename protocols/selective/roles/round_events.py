@@ -28,7 +28,7 @@ class RoundEvents:
         self._role, self._round = "", 0  # role and round of the last RoleAssigned event, until the role ends
 
     def note(self, instructions: Instructions, assign: Assign | None = None, round: int = 0, reason: str = "") -> None:
-        """Create the events that follow from a change of the member's state.
+        """Create the user's events for instructions that the member's state machine has returned.
 
         Args:
             assign, round: Assignment that has caused the instructions, if any, and its round.

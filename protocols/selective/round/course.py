@@ -117,7 +117,7 @@ class RoundCourse:
         return sends
 
     def end(self, state: Round, reason: str, decision_count: int, now: float) -> list[Send]:
-        """End the round, and return an `End` message for each live rank that had a role in the round."""
+        """End the round, and return an `End` message for each live rank that had a role in it."""
         sends: list[Send] = []
         for rank in sorted(state.waiting_replacers):
             if state.frozen:  # the replacer may have applied the average, and its answer may be in transit
@@ -162,7 +162,7 @@ class RoundCourse:
             self.leave_out(state, rank, how)
 
     def leave_out(self, state: Round, rank: int, reason: str) -> bool:
-        """Remove a donor from a round. Return False if the round is frozen or the rank is not one of its donors."""
+        """Remove a donor from a round. Return False if the round's donors are final, or the rank is not one of them."""
         if state.frozen or (rank not in state.waiting_donors and rank not in state.ready):
             return False
         state.waiting_donors.discard(rank)

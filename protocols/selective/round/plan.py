@@ -28,7 +28,7 @@ _KEPT_COUNT: Final = 16
 
 
 class Plan(NamedTuple):
-    """Description of a round at its start, equal for all ranks.
+    """The roles of all ranks in an averaging round, as the coordinator sends them to each of these ranks.
 
     Attributes:
         replacers: Ranks that receive new weights. The other named ranks are donors.
@@ -51,11 +51,11 @@ class Plan(NamedTuple):
 
     @property
     def donors(self) -> tuple[int, ...]:
-        """Donors of the round, in ascending order."""
+        """Ranks that send their weights in the round, in ascending order."""
         return _without(self.named, self.replacers)
 
     def packed(self) -> bytes:
-        """Return the plan as bytes for `unpack_plan`."""
+        """Return the plan as bytes, from which `unpack_plan` restores it."""
         places = {rank: place for place, rank in enumerate(self.named)}
         return join(
             _HEAD.pack(self.best, self.admits),
@@ -86,7 +86,7 @@ class Freeze(NamedTuple):
     reducers: tuple[int, ...] = ()
 
     def packed(self) -> bytes:
-        """Return the object as bytes for `unpack_freeze`."""
+        """Return the object as bytes, from which `unpack_freeze` restores it."""
         numbers = pack_weights(self.weights), pack_numbers(self.iterations)
         return join(_BEST.pack(self.best), pack_ranks(self.donors), *numbers, pack_ranks(self.reducers))
 

@@ -33,7 +33,7 @@ _as_send: Final[Callable[[tuple[int, int, ControlMessage]], Send]] = partial(tup
 
 
 def sends_of(ranks: Sequence[int], round: int, message: ControlMessage) -> list[Send]:
-    """Return one `Send` of the same message for each rank."""
+    """Return a `Send` object with the same message for each of ``ranks``."""
     return list(map(_as_send, zip(ranks, repeat(round), repeat(message))))
 
 
@@ -95,7 +95,7 @@ class Member:
         return self.live and self.admitted
 
     def hear(self, step_s: float, interval_s: float, now: float) -> None:
-        """Record the arrival time of a new report and its durations, which must be plausible."""
+        """Record the time of a member's new report, and the step and report times in it, which must be plausible."""
         self.last_step_s, self.last_interval_s = self.step_s, self.interval_s
         self.step_s, self.interval_s, self.heard_at = step_s, interval_s, now
 
@@ -109,7 +109,7 @@ class Member:
 
 @dataclass(slots=True)
 class Round:
-    """A coordinator's record of the round in progress.
+    """A coordinator's record of the averaging round in progress.
 
     Attributes:
         judged: Report on which the decision is based, by rank with a role in the round.
@@ -150,13 +150,13 @@ class Round:
         return [Send(rank, self.number, of[self.sources.get(rank, ())]) for rank in named]
 
     def freezings(self, metric_mode: str, timeouts: Mapping[int, float]) -> list[Send]:
-        """Return the messages to replacers and reducers that the round's donors no longer change.
+        """Return the messages that list the final donors, for the ranks that average or adopt their weights.
 
-        A rank that is only a donor needs no message, because it answers every replacer.
+        A rank that is only a donor needs no message, because it answers every request.
 
         Args:
             metric_mode: `"max"` or `"min"`, to find the best remaining donor.
-            timeouts: Timeout of each replacer, in seconds.
+            timeouts: Timeout in seconds of each rank that adopts the average.
         """
         weight_of = dict(zip(self.decision.donors, self.decision.weights, strict=True))
         donors = tuple(sorted(self.ready))
@@ -175,7 +175,7 @@ class Round:
         return sorted(self.decision.donors + self.decision.replacers)
 
     def timeouts_s(self, round_timeout_s: float, stream_safe_points: int) -> dict[int, float]:
-        """Return the timeout of each replacer, in seconds from the time when it reads `Frozen`.
+        """Return the timeout of each rank that adopts the average, in seconds from its receipt of `Frozen`.
 
         The timeout is `round_timeout_s` plus the duration of the steps that messages wait for in the worst case. On the
         direct route, a replacer requests the snapshots from the donors in turn, after the freeze. Each donor reads the
