@@ -60,7 +60,7 @@ class LocalResult:
 
 @dataclass(frozen=True, slots=True)
 class ResultHeader:
-    """Header with which a member describes its result.
+    """Message with which a member of a group describes its result: a value, an exception or nothing.
 
     Attributes:
         status: 0 for no result, 1 for a value, 2 for an error.
@@ -163,7 +163,11 @@ async def run_and_raise(
 async def exchange_headers(
     collectives: Collectives, group: Group, outcome: LocalResult, call: Call
 ) -> list[ResultHeader]:
-    """Return all members' headers, in the group's order. Raise DisagreementError if operations or roots differ."""
+    """Return the description of each member's result, in the group's order.
+
+    Raises:
+        DisagreementError: The members have called different operations, or with different roots.
+    """
     parts = await collectives.all_gather(_to_tensor(_pack_header(outcome, call)), group)
     headers = [_read_header(rank, part) for rank, part in zip(group.ranks, parts, strict=True)]
     _check_same_call(headers)

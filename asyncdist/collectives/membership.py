@@ -180,7 +180,7 @@ class MembershipLog:
         self._incarnations[rank] = incarnation
 
     def knows_loss(self, rank: int, incarnation: int) -> bool:
-        """Return whether this rank needs no notice that the process of ``rank`` with this incarnation is lost.
+        """Return whether this rank needs no notice that process number ``incarnation`` of ``rank`` is lost.
 
         This rank either knows of the loss, or was never connected to the process.
         """
@@ -194,7 +194,7 @@ class MembershipLog:
 
     @property
     def lost(self) -> Losses:
-        """Ranks that are known to be lost, each with the incarnation of its lost process."""
+        """Ranks that are known to be lost, each with the number of restarts of its lost process."""
         return tuple((rank, self._incarnations.get(rank, 0)) for rank in sorted(self._lost))
 
     def on_left(self, ranks: RankSet, started: tuple[tuple[int, int], ...]) -> None:

@@ -75,7 +75,7 @@ class _Card:
 
 
 class OutdatedError(AsyncdistError):
-    """Raised if the requested version no longer exists. Has ``rank`` and ``version``."""
+    """Raised if the requested version of a rank's state no longer exists. Has ``rank`` and ``version``."""
 
 
 class VersionedWindow(abc.ABC):
@@ -327,7 +327,7 @@ def _same(one: VersionRecord, two: VersionRecord) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """Stream of one version to one reader. ``key`` contains the reader's rank and slot."""
+    """Stream that sends one version of the state to one reader. ``key`` contains the reader's rank and slot."""
 
     version: int
     key: tuple[int, int]

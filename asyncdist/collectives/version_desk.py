@@ -89,7 +89,7 @@ class VersionDesk:
         self._windows[window] = newest
 
     def close(self, window: int) -> None:
-        """Answer later questions about a window with "no version"."""
+        """Answer later questions about a window that this rank has published no version in it."""
         self._windows.pop(window, None)
 
     async def ask(self, window: int, ranks: Collection[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:

@@ -129,7 +129,7 @@ class TagFlow:
     # -- the receiving rank -----------------------------------------------------------------------------------------
 
     def credit(self, lane: Lane) -> None:
-        """Allow the sender of the messages counted in ``lane`` to send as many again."""
+        """Allow the rank whose messages ``lane`` counts to send further messages."""
         lane.uncredited = 0
         if lane.rank != self._rank:
             self._send_credit(self._tag, lane.rank)

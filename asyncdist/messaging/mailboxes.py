@@ -112,7 +112,7 @@ class Lane:
         self.held.append(message)
 
     def send_held(self) -> None:
-        """Start held messages in order, as far as ``room`` allows."""
+        """Send held messages in order, as many as the receiver allows (``room``)."""
         while self.held and self.room > 0:
             if self.held.popleft().start():
                 self.room -= 1
@@ -316,7 +316,7 @@ class Inbox:
         self._sequence = 0
 
     def deliver(self, decode: wire.Decode, frame: FrameReader, source: int) -> bool:
-        """Decode a frame and queue its message, or drop the frame. Return whether the tag must stop receiving."""
+        """Decode a received message and queue it, or drop it. Return whether the tag must stop receiving."""
         rank = source
         if rank != self._source:
             self._last_sequence[self._source] = self._sequence
@@ -446,7 +446,7 @@ class Inbox:
 
 
 class FrameReceiver(Pollable):
-    """Receives the frames of one tag, checks them, and passes each frame to the inbox of its route.
+    """Receives the messages (frames) of one tag, checks them, and passes each to the inbox of its channel.
 
     Args:
         request: Receive into ``buffer``, not posted yet.
@@ -502,13 +502,14 @@ class FrameReceiver(Pollable):
         self.is_posted = True
 
     def poll(self) -> int:
-        """Deliver arrived frames, up to ``DELIVERY_COUNT_MAX``, and return their number."""
+        """Deliver arrived messages, up to ``DELIVERY_COUNT_MAX``, and return their number."""
         return self.deliver_up_to(DELIVERY_COUNT_MAX)
 
     def deliver_up_to(self, count_max: int) -> int:
-        """Deliver up to ``count_max`` arrived frames, and return their number. Invalid frames are dropped.
+        """Deliver up to ``count_max`` arrived messages, and return their number. Invalid messages are dropped.
 
-        The next poll posts the receive after the last frame, so that the task that waits for the message runs earlier.
+        The next poll posts the receive after the last message, so that the task that waits for the message runs
+        earlier.
         """
         if self.stalled_on is not None:
             return 0
@@ -550,7 +551,7 @@ class FrameReceiver(Pollable):
         self._lane = None
 
     def deliver(self, frame: FrameReader, nbytes: int, source: int) -> bool:
-        """Pass a frame to the inbox of its route. Return whether the tag must stop receiving."""
+        """Pass a received message to the inbox of its channel. Return whether the tag must stop receiving."""
         try:
             frame.open(nbytes)
         except wire.FrameError as error:
@@ -572,7 +573,7 @@ class FrameReceiver(Pollable):
         return False
 
     def close(self, key: int) -> None:
-        """Remove the route with this key, if present."""
+        """Stop passing messages with this route key to an inbox."""
         self.routes.pop(key, None)
         self._inbox = None
 

@@ -99,7 +99,7 @@ _ASLEEP: Final = DriverState.ASLEEP
 
 
 class Pollable:
-    """Base class of objects that manage their own requests and are polled in each pass.
+    """Base class of objects that manage their own requests. Each polling pass of the engine polls them.
 
     They are the receiver of a tag's frames (``mailboxes.FrameReceiver``), the receives of streams (``streams.Pacer``)
     and the tails of direct-write streams (``direct_write_streams.Writer``).
@@ -223,7 +223,7 @@ class Poller:
         return completed
 
     def pass_quietly(self) -> bool:
-        """Make the first polling pass of a safe point. Return True if the safe point is then over without a coroutine.
+        """Make the first polling pass of a safe point. Return True if nothing remains to be awaited.
 
         If False, the caller must await ``safe_point``, which uses the result of this pass.
         """

@@ -219,7 +219,7 @@ class Services:
         return RankLostError(f"{name}: no rank is left that can send, because rank {min(lost)} is lost", rank=min(lost))
 
     def next_scope(self, ranks: Sequence[int], name: str) -> int:
-        """Return a new scope for ``name`` and the ranks ``ranks``. The nth call returns the same scope on all ranks."""
+        """Return a new number for messages about ``name`` among ``ranks``. Its nth value is equal on all ranks."""
         key = (tuple(ranks), name)
         self._scope_counts[key] += 1
         return wire.scope_of(key[0], name, self._scope_counts[key])

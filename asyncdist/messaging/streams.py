@@ -63,7 +63,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Message with which a receiver asks the sender to end the stream on ``slot`` with an abort."""
+    """Message with which a receiver asks the sender to end the stream on ``slot`` early."""
 
     slot: int
 
@@ -124,8 +124,8 @@ class InboundStream(StreamEnd):
     """Receives the chunks of one stream into given buffers, with a window of posted receives.
 
     Args:
-        targets: Buffers. Chunk i is received into ``targets[i]``. Chunks i and i + ``window`` may share a buffer if the
-            caller iterates over :meth:`chunks`.
+        targets: Buffers of the chunks. Chunk i is received into ``targets[i]``. Chunks i and i + ``window`` may share a
+            buffer if the caller iterates over :meth:`chunks`.
         window: Number of posted receives, or 0 if the caller posts them with :meth:`post_up_to`, which allows several
             streams to share the targets in turn.
         more: Function that returns targets for further chunks, called once when the last target is filled.
@@ -177,7 +177,7 @@ class InboundStream(StreamEnd):
         return self._arrived_count == self._message_count
 
     async def chunks(self, *, deadline: float | None = None) -> AsyncIterator[int]:
-        """Yield the index of each chunk after the chunk's arrival, in order. The caller must have sent the grant.
+        """Yield the index of each chunk after its arrival, in order. The caller must have sent a :class:`Grant`.
 
         Args:
             deadline: Time on the loop's clock, in seconds, for the whole stream.
@@ -398,7 +398,7 @@ class Slots:
         return self._incarnations.get(rank, 0) if self._incarnations else 0
 
     def take(self, source: int) -> int:
-        """Allocate and return the lowest free slot for streams from ``source``. Raise BusyError if there is none."""
+        """Return the lowest free slot (tag) for a stream from ``source``. Raise BusyError if there is none."""
         if self._given_back[source]:
             return heapq.heappop(self._given_back[source])
         slot = self._used_counts[source]

@@ -49,7 +49,7 @@ def _rounded_up(nbytes: int) -> int:
 
 
 class FrameError(ValueError):
-    """Raised if a received frame fails a check. ``reason`` names the check without values from the frame."""
+    """Raised if a received message fails a check. ``reason`` names the check, without values from the message."""
 
     def __init__(self, reason: str, particulars: str = "") -> None:
         super().__init__(particulars or reason)
@@ -57,7 +57,7 @@ class FrameError(ValueError):
 
 
 class Route(NamedTuple):
-    """Part of a frame's header that identifies the job, the channel and the message type.
+    """Part of a message's header that identifies the job, the channel and the message type.
 
     Attributes:
         nonce: Random number of the job. Frames of other jobs are dropped.
@@ -75,19 +75,19 @@ class Route(NamedTuple):
 
 
 def pack_route(kind: int, nonce: int, epoch: int, scope: int) -> bytes:
-    """Pack a route of the current version into 16 bytes."""
+    """Pack a route, which identifies a message's job, channel and type, into 16 bytes."""
     return _ROUTE.pack(VERSION, kind, 0, nonce, epoch, scope)
 
 
 @functools.lru_cache(1024)  # The ranks of a simulation have the same routes.
 def pack_routes(kind_count: int, nonce: int, epoch: int, scope: int) -> tuple[tuple[bytes, tuple[int, int]], ...]:
-    """Return the packed route of each message type, with its key and stamp."""
+    """Return the packed route of each message type of a channel, with the two integers of :func:`keys_of`."""
     routes = [pack_route(kind, nonce, epoch, scope) for kind in range(kind_count)]
     return tuple((route, keys_of(route)) for route in routes)
 
 
 def unpack_route(route: bytes) -> Route:
-    """Unpack a route from 16 bytes."""
+    """Unpack a route, which identifies a message's job, channel and type, from 16 bytes."""
     return Route._make(_ROUTE.unpack(route))
 
 
@@ -108,7 +108,7 @@ class FrameWriter:
         self._longs = view.cast("Q")
 
     def frame(self, round: int, sequence: int, payload: bytes) -> bytearray:
-        """Return a frame with this round, sequence number and encoded message."""
+        """Return a frame: a header with this round and sequence number, followed by the encoded message."""
         self._words[5] = round
         self._longs[3] = sequence
         self._words[0] = _crc32.of_header_and_payload(self._words, self._after_crc, payload)
@@ -128,7 +128,7 @@ class FrameBuffer:
         self._route = memoryview(bytearray(route)).cast("I")
 
     def write(self, round: int, sequence: int, payload: bytes) -> None:
-        """Write a frame with this round, sequence number and encoded message into the buffer."""
+        """Write a header with this round and sequence number, and the encoded message, into the buffer."""
         for position in range(4):
             self._words[1 + position] = self._route[position]
         self._words[5] = round
@@ -142,7 +142,7 @@ class FrameBuffer:
 
 
 class FrameReader:
-    """Checks the frames received into one buffer, and provides the fields of the last opened frame as attributes.
+    """Checks frames (header and message) received into one buffer. The attributes describe the last opened frame.
 
     Attributes:
         nbytes: Size of the last opened frame in bytes.
@@ -175,7 +175,7 @@ class FrameReader:
         self.sequence = self._longs[3]
 
     def route(self) -> Route:
-        """Return the route of the last opened frame."""
+        """Return the route of the last opened frame, which identifies its job, channel and message type."""
         return unpack_route(bytes(self._view[4:20]))
 
     def copy(self) -> FrameReader:
@@ -193,7 +193,7 @@ _NOTHING: Final = object()
 
 
 class Codec:
-    """Encodes the messages of one channel to bytes, and decodes them. A frame identifies a message type by its index.
+    """Encodes the messages of one channel to bytes, and decodes them. Message types are identified by their index.
 
     The type of a field is ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``None``, a union or tuple of these, or a
     frozen dataclass. An int in a float field arrives as a float, and a list in a tuple field as a tuple.
@@ -351,7 +351,7 @@ def _check_type(annotation: Any, where: str, holders: tuple[type[Any], ...]) -> 
 
 
 def scope_of(group: Sequence[int], name: str, index: int) -> int:
-    """Return the 32-bit scope for use number ``index`` of ``name`` by the ranks ``group``, equal on all ranks."""
+    """Return a 32-bit hash of a group, a name and an index, which identifies a channel equally on all ranks."""
     return _scope_of(tuple(group), name, index)
 
 

@@ -129,7 +129,7 @@ class Agreements:
         Raises:
             StartTimeoutError: Some ranks did not join in time.
             DisagreementError: A value differs, or two members wait for each other in different agreements.
-            ClosedError: A member has left the world, or has withdrawn from the subject.
+            ClosedError: A member has left the world, or never starts this operation again.
             RankLostError: A member, or a rank of ``bound_to``, is lost.
             RemoteError: A member could not start, or was cancelled while it waited.
             CancelledError: This rank has given up (:meth:`give_up`), and the leader has released it.
@@ -150,10 +150,10 @@ class Agreements:
         *,
         outlives_leader: bool = False,
     ) -> Meeting:
-        """Request the next agreement on ``subject``. The caller must then await :meth:`meet` or call :meth:`stay_away`.
+        """Request the next agreement to start the operation ``subject``.
 
-        The start is counted at the request rather than at its beginning, so that abandoned starts are counted equally
-        on all ranks.
+        The caller must then await :meth:`meet` or call :meth:`stay_away`. The start is counted at the request rather
+        than at its beginning, so that abandoned starts are counted equally on all ranks.
         """
         key = self._next_occurrence(self.incarnations.key_of(subject, ranks))
         leader = ranks[0] if leader is None else leader
@@ -231,7 +231,7 @@ class Agreements:
         self._engine.recheck()
 
     def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
-        """Notify the other members that ``error`` prevents this rank from starting ``subject``."""
+        """Notify the other members that ``error`` prevents this rank from starting the operation ``subject``."""
         key = self._next_occurrence(self.incarnations.key_of(subject, ranks))
         self._object(Objection(key.text, *words_of(error)), ranks[0])
 
@@ -284,7 +284,7 @@ class Agreements:
         self._is_failing = True
 
     def withdraw(self, ranks: Sequence[int], subject: str) -> None:
-        """Announce that this rank never starts ``subject`` again.
+        """Announce that this rank never starts the operation ``subject`` again.
 
         Later agreements of the other ``ranks`` on it raise ClosedError.
         """
@@ -297,7 +297,7 @@ class Agreements:
                 self._send(message, rank)
 
     def forget(self, ranks: Sequence[int], subject: str) -> None:
-        """Remove the state of ``subject`` (an operation), which all members have announced never to start again."""
+        """Remove the state of the operation ``subject``, which no member starts again."""
         key = self.incarnations.key_of(subject, ranks)
         self._counts.pop(key, None)
         self._absences.withdrawn.pop(key, None)
@@ -475,7 +475,7 @@ class Agreements:
         self.rivals.on_waiting()
 
     def on_withdraw(self, message: Withdraw, source: int) -> None:
-        """Record that a member will never start the message's subject again."""
+        """Record that a member will never start the message's operation again."""
         key, withdrawn = message.key, self._absences.withdrawn
         check_room(withdrawn, key)
         withdrawn.setdefault(key, set()).add(source)

@@ -27,12 +27,12 @@ class Incarnations:
             self._known[rank] = incarnation
 
     def qualified(self, subject: str, ranks: Sequence[int]) -> str:
-        """Return the agreement's subject, followed by the number of restarts of each restarted member."""
+        """Return the name of an operation, followed by the number of restarts of each restarted member."""
         words = [f"{rank}.{self._known[rank]}" for rank in sorted(self._known) if rank in ranks] if self._known else ()
         return f"{subject} (restarted: {' '.join(words)})" if words else subject
 
     def key_of(self, subject: str, ranks: Sequence[int]) -> AgreementKey:
-        """Return the key for all starts of ``subject`` by the current processes of ``ranks``."""
+        """Return the key for all starts of the operation ``subject`` by the current processes of ``ranks``."""
         return AgreementKey.of(self.qualified(subject, ranks), ranks)
 
     def replaced(self, key: AgreementKey) -> tuple[int, ...]:

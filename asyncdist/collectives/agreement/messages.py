@@ -44,7 +44,7 @@ class AgreementKey:
         return hash((self.subject, self.occurrence, self.ranks[:1]))
 
     def __str__(self) -> str:
-        """Return the subject and the ranks, for example ``barrier on ranks 0,2,4-9``, equal for all occurrences."""
+        """Return the operation and the ranks, for example ``barrier on ranks 0,2,4-9``, equal for all its starts."""
         return f"{self.subject}{_ON_RANKS}{_in_words(self.ranks)}"
 
     @property
@@ -80,12 +80,12 @@ class AgreementKey:
 
     @classmethod
     def of(cls, subject: str, ranks: Sequence[int]) -> AgreementKey:
-        """Make the key for all starts of ``subject`` by ``ranks``."""
+        """Return the key for all starts of the operation ``subject`` by ``ranks``."""
         return cls(subject, runs_of(tuple(ranks)))
 
     @classmethod
     def parse(cls, text: str) -> AgreementKey:
-        """Make the key from its :attr:`text`. Raise RemoteProtocolError if the text is invalid."""
+        """Return the key that a string from :attr:`text` describes. Raise RemoteProtocolError for other strings."""
         return _parse(text)
 
 
@@ -117,7 +117,7 @@ def _has_room(runs: Runs, size: int) -> bool:
 
 
 class Keyed:
-    """Base class of messages whose ``subject`` is the string of an agreement's key."""
+    """Base class of messages that contain the key of an agreement, as the string ``subject``."""
 
     __slots__ = ()
 

@@ -84,7 +84,7 @@ class Duty:
 
 
 class Rivals:
-    """Sends reminders of the starts that this rank leads, and detects deadlocks from other ranks' reminders.
+    """Reminds ranks of operations that wait for them, and detects deadlocks from the reminders of other ranks.
 
     Args:
         joins: Received join messages of the agreements that this rank leads, by agreement and member. Updated by
@@ -119,7 +119,7 @@ class Rivals:
 
     @contextlib.contextmanager
     def starting(self, meeting: Meeting) -> Iterator[OpenStart]:
-        """Detect deadlocks of ``meeting`` with other starts while the body runs. The body sets ``have_all_come``."""
+        """While the body starts an operation, detect deadlocks with other starts. The body sets ``have_all_come``."""
         start = self._starts[meeting.key] = OpenStart(meeting)
         self._remind_later(start)
         try:
@@ -131,7 +131,7 @@ class Rivals:
 
     @contextlib.contextmanager
     def serving(self, served: Callable[[], Iterable[int]], text: str) -> Iterator[None]:
-        """While the body serves other ranks, object to starts in which a served rank waits for this rank."""
+        """While the body serves other ranks, refuse operations that a served rank wants to start with this rank."""
         duty = Duty(served, text)
         self._duties.append(duty)
         self.on_waiting()
@@ -175,7 +175,7 @@ class Rivals:
         return self._starts[key].rivals.get(refusal) if key in self._starts else None
 
     def on_reminder(self, reminder: Reminder, leader: int) -> None:
-        """Object to this rank's start if this rank and members of the reminded start wait for each other."""
+        """Object to the operation that this rank starts if it and the operation in the reminder wait for each other."""
         self.received_count += leader != self._rank
         starts = self._starts.values()
         rival = find_rival(reminder, leader, self._rank, self._engine.clock(), starts)
