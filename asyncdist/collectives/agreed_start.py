@@ -153,7 +153,6 @@ async def start_together(
     """Agree with the other ``ranks`` to start an operation, await ``work``, and return its result.
 
     Args:
-        ranks: Ranks that start the operation.
         work: Coroutine function that receives the :class:`Start` and must first await its :meth:`Start.agree`.
         give_back: Function that releases the result of the work if the caller has given up.
         leader: Rank that decides whether the operation starts, by default the first of ``ranks``.

@@ -50,7 +50,6 @@ class Collectives:
     """Runs the collectives of one rank. Arguments that are ranks are world ranks.
 
     Args:
-        spawn: Function that starts a background task.
         membership: Record of the collectives in which each member takes part, or None inside a sequence of collectives,
             because the sequence counts as one collective.
         buffers: Memory that reductions reuse, shared by a rank and its sequences.

@@ -64,7 +64,6 @@ class ResultHeader:
 
     Attributes:
         status: 0 for no result, 1 for a value, 2 for an error.
-        nbytes: Size of the payload in bytes.
         inline: Payload, if it fits into the header.
     """
 

@@ -180,7 +180,7 @@ class MembershipLog:
         self._incarnations[rank] = incarnation
 
     def knows_loss(self, rank: int, incarnation: int) -> bool:
-        """Return whether this rank needs no notice that process number ``incarnation`` of ``rank`` is lost.
+        """Return whether a notice that process number ``incarnation`` of ``rank`` is lost can be ignored.
 
         This rank either knows of the loss, or was never connected to the process.
         """

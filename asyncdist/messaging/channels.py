@@ -393,8 +393,8 @@ class Channel(Generic[MessageT]):
 
         Args:
             afterwards: Function that is called with each message in the mailbox and each later message, in order to
-                answer them. It is called until the scope is opened again, or until ``ANSWERING_COUNT_MAX`` other
-                channels of the tag have closed. None to drop and count later messages.
+                answer them. It is called until a channel with the same scope is opened, or until
+                ``ANSWERING_COUNT_MAX`` other channels of the tag have closed. None to drop and count later messages.
         """
         if not self.inbox.is_closed:
             self.inbox.is_closed = self._outbox.is_closed = True

@@ -29,7 +29,6 @@ class Admission:
     """Answers restarted ranks' requests for admission to a policy, and admits them if this rank leads the policy.
 
     Args:
-        ranks: All ranks of the policy's group.
         values: Values that must be equal on all members and on restarted ranks, by name.
     """
 

@@ -241,7 +241,7 @@ class Membership:
 
     @property
     def can_admit(self) -> bool:
-        """True if this leader can now admit a restarted rank, which could continue from this rank's state."""
+        """True if this rank leads, is admitting no other rank, and a restarted rank could continue from its state."""
         return self.leads and self._newcomer is None and not self._is_closed and self._concerned.may_admit()
 
     def dismiss(self, rank: int, incarnation: int, attempt: int) -> bool:

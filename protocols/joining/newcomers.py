@@ -43,7 +43,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Coordinator to restarted rank: the receiver will be admitted between two rounds, and must use these scopes.
+    """Coordinator to restarted rank: the receiver will be admitted between two rounds, and must use these channels.
 
     Attributes:
         members: Ranks and incarnations of the present members. Only these members may become the coordinator.
@@ -112,7 +112,6 @@ class Application:
     Args:
         timeout_s: Seconds to wait for each answer of the coordinator.
         left: Number of the policy with this class and name that this process has left, or 0 if there is none.
-        attempt: Number of this attempt to join.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ class PolicyScopes:
         population: Name that the policies of all islands share.
 
     Attributes:
-        to_members, to_coordinator: Scopes of messages to the members and to the coordinator.
+        to_members, to_coordinator: Numbers for messages to the members and to the coordinator.
         between: Number that the policies of all islands share.
         values: Class, name, model and options of the policy, on which all members agree.
         marks: Up to two different checksums of the members' initial weights; one checksum if all weights are equal.
@@ -31,7 +31,7 @@ class PolicyScopes:
         self.marks = agreed.marks
 
     def of_part(self, name: str) -> PolicyScopes:
-        """Return scopes for messages among a subset of the policy's ranks."""
+        """Return scopes (channel numbers) for messages among a subset of the policy's ranks."""
         found = PolicyScopes.elsewhere(
             wire.scope_of((), f"members of {name}", self.to_members),
             wire.scope_of((), f"coordinator of {name}", self.to_coordinator),

@@ -53,7 +53,6 @@ class Coordinator:
 
     Args:
         members: Ranks that are known to take part in the policy.
-        ranks: All ranks of the policy's group.
         epoch: Number of the coordinator: 0 for the first, which the members agreed on, and larger for each successor.
     """
 

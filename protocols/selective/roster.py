@@ -74,7 +74,7 @@ class Roster:
             self._hosts[rank] = host
 
     def hosts_of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the host number of each rank, or {} if a host is unknown. Donors of other islands get own numbers."""
+        """Return the host number of each rank, or {} if a host is unknown. Ranks of other islands get own numbers."""
         if not self._hosts:
             return {}
         hosts = {rank: self._hosts.get(rank, 0) if rank in self.members else -1 - rank for rank in ranks}

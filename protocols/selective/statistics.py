@@ -20,7 +20,6 @@ class Straggler:
 
     Attributes:
         decision: Number of the decision, from 1. Not every decision starts a round.
-        rank: Rank of the member.
         offset_s: Seconds from the decision's first report to the member's report, or None until that report arrives.
     """
 

@@ -30,8 +30,6 @@ def parents_of(
     """Return the rank that each replaced rank copies, by replaced rank.
 
     Args:
-        metrics: Metric of each participant.
-        sub_populations: Ranks of each sub-population.
         periods: Number of rounds after which each sub-population evolves.
         numbers: Numbers of the rounds since the previous decision, one for each report of the fastest rank. A
             sub-population evolves if one of them is a multiple of its period.

@@ -296,7 +296,6 @@ class Meeting:
     """An agreement that this rank has requested, and must then either join or decline.
 
     Attributes:
-        leader: Rank that decides the agreement.
         began_at: Time of the request, in seconds on the loop's clock.
         bound_to: Ranks that are not members, but whose loss ends the agreement.
         outlives_leader: Whether the operation continues if the leader is lost. If so, members accept the leader's

@@ -56,7 +56,6 @@ class OpenStart:
     """An operation that this rank is starting together with other ranks.
 
     Attributes:
-        have_all_come: Whether all members have joined.
         rivals: Rival starts that are reasons for this rank's objection, by their text.
         doubted_since: Arrival time of the first reminder of each other start, by key, in seconds on the loop's clock.
     """

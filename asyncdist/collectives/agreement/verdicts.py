@@ -182,7 +182,6 @@ def judge(
     """Return the leader's decision of an agreement that some members have joined.
 
     Args:
-        joins: Received join messages, by member.
         said: One or more members whose values are compared, in the group's order.
     """
     name, refusal = first_difference(joins, said)

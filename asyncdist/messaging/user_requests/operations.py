@@ -38,7 +38,6 @@ def operation_of(request: object, status: object, ring: Callable[[], None]) -> O
     """Return the operation for a request of the user's program.
 
     Args:
-        request: Request, work or event.
         status: Status object to fill, or None.
         ring: Function that a thread calls when the request has completed.
 

@@ -190,7 +190,7 @@ class Departures:
 
     @property
     def is_answered(self) -> bool:
-        """Whether this rank waits for no answer of its neighbours in the tree."""
+        """Whether this rank's neighbours in the tree have answered all its messages that need an answer."""
         parent = self._tree.parent
         return self.is_over if self.stage >= Stage.ENDED else parent is None or self._told_stage[parent] <= self.stage
 

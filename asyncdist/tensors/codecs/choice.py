@@ -36,7 +36,6 @@ def codec_of_means(codec: Codec, contribution_count: int, count: int) -> Codec:
     the other codecs, the mean is encoded like a contribution, which adds the codec's error a second time.
 
     Args:
-        codec: Codec of the averaged vectors.
         contribution_count: Maximum number of averaged vectors.
         count: Number of elements of the mean.
     """

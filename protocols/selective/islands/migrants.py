@@ -55,7 +55,7 @@ class Migrants:
             self.emigrant_count += 1
 
     def take_emigrant(self) -> tuple[int, int] | None:
-        """Return the rank and number of restarts of the member chosen for another island, once, or None without one."""
+        """Return the rank and number of restarts of a newly chosen emigrant, or None if there is no new one."""
         rank, self._emigrant = self._emigrant, None
         return None if rank is None else (rank, self._members[rank].incarnation)
 

@@ -123,7 +123,7 @@ class Visit:
                     logger.debug("a coordinator of another island sent a %s", type(other).__name__)
 
     def _is_given(self, assign: Assign) -> bool:
-        """Return whether this rank can accept a role in another island: a donor's, with known ranks only."""
+        """Return whether this rank can accept the role: it must be a donor's, and name only known ranks."""
         return assign.role == DONOR and not assign.admits and assign.is_among(*self._known)
 
 

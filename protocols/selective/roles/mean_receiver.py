@@ -145,7 +145,7 @@ class MeanReceiver:
         return 1 if reducer in frozen.reducers else 0
 
     async def _is_received(self, reducer: int, frozen: Frozen, deadline: float) -> bool:
-        """Wait for one part from the rank that was asked for it. Return False if that rank has failed."""
+        """Wait for a part of the average from the rank that was asked for it. Return False if that rank has failed."""
         self.donor = source = self._source_of[reducer]
         try:
             return (source != reducer or reducer in frozen.reducers) and await self._receive(reducer, deadline)

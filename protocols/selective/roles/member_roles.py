@@ -1,7 +1,7 @@
-"""Connects a member's state machine with its roles: passes on events, and carries out the resulting instructions.
+"""Passes events to a member's state machine, and executes its instructions to send, receive or apply weights.
 
-Events are messages from the coordinator, training steps, and the ends of copies and exchanges. The roles do not depend
-on the state machine.
+Events are messages from the coordinator, training steps, and the ends of copies and exchanges. The objects that execute
+the instructions do not depend on the state machine.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class MemberRoles:
         self.carry_out(self._member.on_epoch(epoch, self._services.incarnation))
 
     def rejoin(self) -> None:
-        """Send this member's state to a coordinator that lacks it."""
+        """Send this member's state to the coordinator, which has asked for it."""
         self.carry_out(self._member.on_rejoin(self._services.incarnation))
 
     # -- steps ------------------------------------------------------------------------------------------------------

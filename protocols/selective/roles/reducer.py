@@ -45,7 +45,7 @@ class _Sum:
 
 
 class Reducer:
-    """Averages one part of the donors' snapshots for all ranks that adopt the mean, in each round that assigns one."""
+    """Averages one part of the donors' snapshots for all ranks that adopt the mean, in rounds that assign it a part."""
 
     def __init__(self, services: Services, server: SnapshotServer, pool: PartPool, donor: Donor) -> None:
         self._services = services
@@ -162,7 +162,12 @@ class Reducer:
         return state.given[donor]
 
     def _ask(self, state: _Sum, donor: int, into: FlatBuffers, *, exact: bool) -> None:
-        """Request the part from one donor. Raise RankLostError if the donor is lost, BusyError if its queue is full."""
+        """Request this rank's part of one donor's snapshot.
+
+        Raises:
+            RankLostError: The donor is lost.
+            BusyError: The donor's queue is full.
+        """
         stream = ask_for_part(
             self._services,
             self._server,

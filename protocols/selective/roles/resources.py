@@ -1,4 +1,4 @@
-"""Defines the model and the memory that a rank's roles in rounds share."""
+"""Defines the model and the memory with which a rank sends and receives weights in averaging rounds."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class RoundCourse:
         self.routes = Counter(direct=0, sharded=0)
 
     def continue_after(self, number: int) -> None:
-        """Number later rounds above ``number``, a round of an earlier coordinator."""
+        """Give later rounds higher numbers than ``number``, a round of an earlier coordinator."""
         self._last_number = max(self._last_number, min(number, ROUND_BELIEVED_MAX))
 
     def start(

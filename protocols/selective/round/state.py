@@ -118,7 +118,6 @@ class Round:
         sources: Rank from which each part is requested, by replacer that shares parts on its host.
         ready: Iteration of the snapshot, by donor that is ready.
         released: Ranks to which an `End` was sent.
-        admits: Whether the round admits restarted ranks.
     """
 
     number: int
