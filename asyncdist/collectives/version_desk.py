@@ -93,7 +93,7 @@ class VersionDesk:
         self._windows.pop(window, None)
 
     async def ask(self, window: int, ranks: Collection[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
-        """Ask all ``ranks`` concurrently, and return their newest records in the same order.
+        """Ask all ``ranks`` concurrently, and return the records of their newest versions in the same order.
 
         Ranks that have no version, have left, or do not answer before the deadline are omitted.
         """

@@ -369,7 +369,7 @@ class Poller:
         self.wake()
 
     def stop(self) -> None:
-        """Stop the driver and cancel its scheduled callback."""
+        """Stop making polling passes, and cancel the scheduled one."""
         self._state = _STOPPED
         if self._handle is not None:
             self._handle.cancel()
@@ -425,7 +425,7 @@ class Poller:
         self._tick()
 
     def wake(self) -> None:
-        """Make the driver poll at its highest rate, because a task waits or a message has arrived."""
+        """Make polling passes at the highest rate, because a task waits or a message has arrived."""
         self._quiet_tick_count = 0
         if self._state is _ASLEEP or self._state is _IDLE:
             if self._handle is not None:

@@ -103,7 +103,7 @@ class RequestBoard(Protocol):
         """Send a message, or drop it if ``dest`` cannot be reached."""
 
     def end_application(self, application: Application) -> None:
-        """Stop passing answers to ``application``."""
+        """Stop passing the answers to admission requests to ``application``."""
 
 
 class Application:

@@ -335,7 +335,7 @@ class RoundMember:
         """End the current role, because the coordinator is lost, has stopped or was replaced.
 
         Args:
-            why: Reason for log messages, such as "is gone".
+            why: Reason for reports, such as "is gone".
         """
         if self.state is State.OUT:
             return ()

@@ -175,7 +175,7 @@ class LedAgreements:
                 self._on_called(key)
 
     def _on_called(self, key: AgreementKey) -> None:
-        """Refuse an agreement whose missing members have been asked whether they have joined, unless all have now."""
+        """Refuse an agreement if some members that were asked whether they have joined still have not."""
         if key in self._called:
             inquiry, _ = self._called.pop(key)
             joins = self.joins.get(key, {})

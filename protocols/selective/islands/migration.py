@@ -139,7 +139,7 @@ class Migration:
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def on_message(self, message: IslandMessage, source: int, *, is_serving: bool) -> GuestNews | None:
-        """Handle a message from another island. If the coordinator runs on this rank, return an instruction for it."""
+        """Handle a message from another island. Return an instruction for the coordinator if it runs on this rank."""
         if not self._island.is_elsewhere(source) and not isinstance(message, Emigrant):
             logger.debug("rank %d, which is not in another island, sent a %s", source, type(message).__name__)
             return None

@@ -1,4 +1,4 @@
-"""Opens a member's channels for reports, control messages and parameter streams in selective averaging."""
+"""Opens a member's channels for metric reports, messages about rounds, and weights in selective averaging."""
 
 from __future__ import annotations
 

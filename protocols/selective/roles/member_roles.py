@@ -120,7 +120,7 @@ class MemberRoles:
         """End all roles, because the coordinator was lost or replaced.
 
         Args:
-            why: Reason for log messages, such as "is gone".
+            why: Reason for reports, such as "is gone".
         """
         instructions = self._member.on_coordinator_gone(why)
         self._round_events.note(instructions, reason=f"the coordinator {why}")
