@@ -438,7 +438,7 @@ class Agreements:
             self._take(verdict)
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Record members of a large group that have joined an agreement. Raise RemoteProtocolError if invalid."""
+        """Record which members of a large group have joined an agreement. Raise RemoteProtocolError if invalid."""
         (self.led if gathered.leader == self._rank else self.relays).on_gathered(gathered)
         self.rivals.on_waiting()
 

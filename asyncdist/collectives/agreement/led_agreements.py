@@ -117,7 +117,7 @@ class LedAgreements:
             self._send(over, source)  # The agreement has already failed without this member.
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Record members of a large group that have joined an agreement. Raise RemoteProtocolError if invalid."""
+        """Record which members of a large group have joined an agreement. Raise RemoteProtocolError if invalid."""
         key = gathered.key
         ranks = RankSet.of_bits(self._relays.ranks_of(gathered)) - self._absences.gone
         ranks -= {self._rank, *self._direct.get(key, ())}
