@@ -10,7 +10,7 @@ import abc
 import asyncio
 import dataclasses
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, NoReturn, Self, TypeAlias, Unpack
 
@@ -126,7 +126,6 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self.has_loaded = False
         self._world: World
         self._services: Services
-        self._pass_quietly: Callable[[], bool]
         self._group: Group
         self._members: tuple[int, ...]  # ranks that start together, including this rank
         self._joint_start: Start[None]
@@ -179,7 +178,6 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             )
         self._world = self._given_world or current_world()
         self._services = self._world.services
-        self._pass_quietly = self._services.engine.pass_quietly
         self._group = self._given_group or self._world.group
         check_open(self._group)
         if self._world.rank not in self._group.ranks:
@@ -359,7 +357,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             if self._weights.is_watching:
                 self._weights.check_kept()
             # Most steps have nothing to do. Awaiting another coroutine would take 5 us with cold caches.
-            if self._begin_step() and self._pass_quietly():
+            if self._begin_step() and self._services.engine.pass_quietly():
                 self._journal.step_count = self.iteration + 1
                 return NOTHING
             began_at = self._journal.now()

@@ -52,6 +52,16 @@ class Timer(Protocol):
         """Cancel the scheduled call."""
 
 
+class VirtualClock(Protocol):
+    """Interface of the simulation's clock, to which a rank's computing time is added."""
+
+    def before_safe_point(self) -> Awaitable[None]:
+        """Charge a simulated rank for the time since its last safe point. The result must be awaited immediately."""
+
+    def run_concurrently(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """Run ``call`` for ``World.compute``. Return a future that receives its result after the virtual time."""
+
+
 @types.coroutine
 def yield_to_loop() -> Generator[None, None, None]:
     """Yield to the event loop, so that every other ready task and callback runs once."""
@@ -75,8 +85,7 @@ class Engine(Poller):
         collective_waits: Futures on which coroutines in collectives wait, for reports.
         on_waited: Function called with the identity and the duration, in seconds, of each wait, or None if waits are
             not measured.
-        before_safe_point: Coroutine function, awaited before each safe point of a simulated rank, that charges the
-            computing time of user code, or None on real ranks.
+        virtual_clock: Clock of a simulated rank, or None on real ranks.
         turn: Number of passes and yields made in the current safe point, odd during a yield.
         woken_count: Number of wake-ups since the last safe point began, always 0 if the rank is not recorded.
         clock: Function that returns the time in seconds. Code whose decisions depend on the time calls this function,
@@ -93,7 +102,7 @@ class Engine(Poller):
         super().__init__(transport, loop)
         self.collective_waits: set[asyncio.Future[Any]] = set()
         self.on_waited: Callable[[WaitId, float], None] | None = None
-        self.before_safe_point: Callable[[], Awaitable[None]] | None = None
+        self.virtual_clock: VirtualClock | None = None
         self.clock = clock_of(loop)
         self.turn = self.woken_count = 0
         self._disowned: list[PendingRequest] = []
@@ -115,8 +124,8 @@ class Engine(Poller):
         Raises:
             BaseException: The error with which the job has failed, if any.
         """
-        if self.before_safe_point is not None:  # Only simulated ranks have this function.
-            await self.before_safe_point()
+        if self.virtual_clock is not None:
+            await self.virtual_clock.before_safe_point()
         self._note_safe_point_begun()  # Safe points are recorded only if the rank is recorded or replayed.
         completed = self.first_pass()
         self.turn = 1
@@ -134,7 +143,7 @@ class Engine(Poller):
 
     async def _pass_on(self, budget_s: float) -> None:
         """Make the remaining polling passes of a safe point whose first pass completed a request."""
-        now = time.perf_counter if self.before_safe_point is None else self.loop.time
+        now = time.perf_counter if self.virtual_clock is None else self.loop.time
         deadline = now() + budget_s
         talk_pass_count = 0
         while now() < deadline and talk_pass_count < TALK_PASS_COUNT_MAX:

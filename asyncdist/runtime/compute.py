@@ -8,13 +8,14 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NamedTuple, Protocol, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import torch
 
 from asyncdist.errors import BusyError
+from asyncdist.messaging.engine import VirtualClock
 
 T = TypeVar("T")
 
@@ -37,16 +38,6 @@ class TorchModes(NamedTuple):
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     default_device: torch.device
     cuda_device: int | None
-
-
-class VirtualClock(Protocol):
-    """Interface of the simulation's clock, to which a rank's computing time is added."""
-
-    def before_safe_point(self) -> Awaitable[None]:
-        """Charge a simulated rank for the time since its last safe point. The result must be awaited immediately."""
-
-    def run_concurrently(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Run ``call`` for ``World.compute``. Return a future that receives its result after the virtual time."""
 
 
 class Computing:

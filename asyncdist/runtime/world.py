@@ -29,7 +29,7 @@ from asyncdist.messaging.engine import PROGRESS_BUDGET_S as PROGRESS_BUDGET_S, E
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.user_requests.waiting import RequestWaiter, refuse_in_simulation
 from asyncdist.messaging.user_streams import UserStreams
-from asyncdist.runtime.compute import Computing, VirtualClock
+from asyncdist.runtime.compute import Computing
 from asyncdist.runtime.peers import Peers
 from asyncdist.tensors.model_cache import Scratch
 from asyncdist.waits import WaitId, WaitKind
@@ -125,7 +125,6 @@ class World:
         agreements: Agreements of this rank, which precede every collective operation.
         scratch: Scratch memory that successive collectives on one model reuse.
         peers: State of the other ranks, for the runtime.
-        virtual_clock: Clock that charges computing time in a simulation, or None outside a simulation.
     """
 
     def __init__(self, services: Services, loop: asyncio.AbstractEventLoop, *, nonce: int, group: Group) -> None:
@@ -140,7 +139,6 @@ class World:
         self.collectives = self.peers.collectives
         self.agreements = self.peers.agreements
         self.scratch = Scratch()
-        self.virtual_clock: VirtualClock | None = None
         self._engine = services.engine
         self._transport = services.engine.transport
         self._nonce = nonce
@@ -188,7 +186,7 @@ class World:
     @property
     def is_simulated(self) -> bool:
         """Whether this rank is simulated. Files that it writes are real, and shared with all other ranks."""
-        return self.virtual_clock is not None
+        return self._engine.virtual_clock is not None
 
     @property
     def shares_memory(self) -> bool:
@@ -249,7 +247,7 @@ class World:
                 run ``await world.compute(next, iterator, None)``, which returns None at the end of the data.
             BaseException: Any other exception of ``fn``.
         """
-        return await self._computing.run(self.virtual_clock, functools.partial(fn, *args, **kwargs))
+        return await self._computing.run(self._engine.virtual_clock, functools.partial(fn, *args, **kwargs))
 
     async def do_file_work(self, fn: Callable[[], T], *, model: object = None) -> T:
         """Run ``fn``, which copies a state or accesses a file, in a second worker thread, one call at a time.
@@ -259,7 +257,7 @@ class World:
         """
         self._models_in_use.append(model)
         try:
-            return await self._file_work.run_in_turn(self.virtual_clock, fn)
+            return await self._file_work.run_in_turn(self._engine.virtual_clock, fn)
         finally:
             self._models_in_use.remove(model)
 

@@ -355,8 +355,7 @@ class _Simulation:
             if not self._worlds:
                 forget_earlier(world, options.record)
             self._worlds[rank] = world
-            world.virtual_clock = clock = _Clock(self, loop)
-            world.services.engine.before_safe_point = clock.before_safe_point
+            world.services.engine.virtual_clock = _Clock(self, loop)
 
         outcome = await host_rank(main, args, transport, interrupts, options, on_open=on_open)
         try:

@@ -369,10 +369,8 @@ class Watch:
     def open(self, world: ad.World) -> None:
         """Record that a rank's main begins."""
         self._loops[world.rank] = asyncio.get_running_loop()
-        clock = world.virtual_clock
-        assert clock is not None, "not in a simulation"
-        watch = _StopWatch(clock, world, self.heard_at[world.rank])
-        world.services.engine.before_safe_point = watch.before_safe_point
+        clock: Any = world.services.engine.virtual_clock
+        clock.before_safe_point = _StopWatch(clock, world, self.heard_at[world.rank]).before_safe_point
 
     def check_in_time(self, deadline: float, now: float, what: str) -> None:
         """Check that the coordinator could not act earlier: few safe points have passed since the deadline."""
@@ -437,12 +435,12 @@ class _StopWatch:
     """Records when a rank reaches its safe points."""
 
     def __init__(self, clock: Any, world: ad.World, heard_at: list[float]) -> None:
-        self._clock = clock
+        self._before_safe_point = clock.before_safe_point
         self._world = world
         self._first_departure_at = heard_at
 
     async def before_safe_point(self) -> None:
-        await self._clock.before_safe_point()
+        await self._before_safe_point()
         self._first_departure_at.append(self._world.time())
 
 

@@ -109,8 +109,8 @@ def test_after_computing_the_caller_goes_on_first() -> None:
     async def main(world: ad.World) -> None:
         asyncio.get_running_loop().call_later(STEP_S / 2, order.append, "timer")
         began_at = world.time()
-        assert world.virtual_clock is not None
-        await world.virtual_clock.before_safe_point()
+        assert world.services.engine.virtual_clock is not None
+        await world.services.engine.virtual_clock.before_safe_point()
         assert world.time() == began_at + STEP_S
         order.append("caller")
         await asyncio.sleep(0)

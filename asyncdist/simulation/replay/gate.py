@@ -304,8 +304,8 @@ class Gate:
     async def pass_safe_point(self) -> None:
         """Poll and yield as often as in the recorded safe point."""
         self.tasks.main = self.tasks.user = asyncio.current_task()
-        if self._engine.before_safe_point is not None:
-            await self._engine.before_safe_point()
+        if self._engine.virtual_clock is not None:
+            await self._engine.virtual_clock.before_safe_point()
         while self.hold.is_on:
             await yield_to_loop()
         await self._see_all_before()
