@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from asyncdist.messaging.services import Services
 from asyncdist.protocols.own_state import OwnState
 from asyncdist.protocols.step_info import AverageApplied, StepInfo, UserEvents
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
@@ -51,7 +51,7 @@ class Applier:
         self,
         new: NewWeights,
         iteration: int,
-        clock: Callable[[], float],
+        services: Services,
         trouble: str | None = None,
         momentum: float | None = None,
     ) -> StepInfo:
@@ -73,7 +73,7 @@ class Applier:
             donors=new.donors,
             weights=tuple(weight / total for weight in new.weights),
             staleness_steps=max([0, *(iteration - taken_at for taken_at in new.iterations)]),
-            seconds=clock() - new.began_at,
+            seconds=services.time() - new.began_at,
             nbytes=new.nbytes,
             recovered=recovered,
             coordinator=new.coordinator,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -144,15 +144,15 @@ class WholeState(Protocol):
 class Heir(Protocol):
     """Interface to adopt another rank's optimizer and policy state when this rank copies that rank's weights."""
 
-    def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> Callable[[StepInfo], StepInfo]:
-        """Check the state of ``donor`` without changing this rank. An exception postpones the round to the next step.
+    def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> Any:
+        """Return what :meth:`adopt` needs, without changing this rank. An exception postpones the round by a step.
 
         Args:
             parts: Result of :meth:`WholeState.whole_state` on the donor.
-
-        Returns:
-            Function that adopts the state after the weights are loaded, and completes the result of the step.
         """
+
+    def adopt(self, prepared: Any, info: StepInfo) -> StepInfo:
+        """Adopt the state after the weights were loaded, and complete ``info``, the result of the step."""
 
 
 def copied(whole: WholeState) -> torch.Tensor | None:

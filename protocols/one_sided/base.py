@@ -360,7 +360,7 @@ class OneSidedPolicy(JoinablePolicy):
             began_at=replacement.judged_at,
             nbytes=replacement.nbytes,
         )
-        info = self._applier.apply(new, self.iteration, self._world.time, momentum=self._momentum(replacement))
+        info = self._applier.apply(new, self.iteration, self._services, momentum=self._momentum(replacement))
         self._reader.release(replacement)
         self._note_time("apply", began_at)
         self._replacement = None

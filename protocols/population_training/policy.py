@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final, Self, TypeVar, Unpack
+from typing import Any, Final, NamedTuple, Self, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -45,6 +45,17 @@ logger = logging.getLogger("protocols.population_training")
 _Told = TypeVar("_Told", Assign, Frozen)
 #: Smallest size of a sub-population, which needs best ranks, worst ranks, and ranks that migrants may replace.
 _SIZE_MIN: Final = 4
+
+
+class _Inheritance(NamedTuple):
+    """Donor's state, and the hyperparameters that this rank derives from the donor's (``inherited``)."""
+
+    moments: Mapping[str, Any]
+    inherited: dict[str, Value]
+    values: dict[str, Value]
+    lineage: Lineage
+    observations: Observations
+    metric: float | None
 
 
 @with_options(
@@ -280,8 +291,8 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
             self._observations.note(self._world.rank, self.iteration, self._sign * value, self._values)
         return value
 
-    def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> Callable[[StepInfo], StepInfo]:
-        """Draw new hyperparameters, and return a function that loads the donor's state and applies them."""
+    def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> _Inheritance:
+        """Draw new hyperparameters, without changing this rank."""
         state, theirs = parts["policy"], parts["optimizer"]
         moments = arranged(theirs["state"], theirs["names"], parameter_names(self.model, self.optimizer))
         inherited = self._values_in(state)
@@ -303,13 +314,13 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
             values = dict(inherited if periods[theirs_at] > periods[own] else self._values)
         entry = LineageEntry(self.iteration, self._world.rank, round, donor, values)
         lineage = Lineage.unpacked(state["lineage"]).add(entry)
+        return _Inheritance(moments, inherited, values, lineage, observations, state["metric"])
 
-        def take_over(info: StepInfo) -> StepInfo:
-            load_moments(self.optimizer, moments)
-            self._settings.write(values)  # only now, or the donor's state would undo them
-            self._values.update(values)
-            self._lineage, self._observations = lineage, observations
-            self._journal.metric = state["metric"]  # the donor's metric counts until this rank reports
-            return replace(info, hyperparameters=dict(values), inherited=inherited)
-
-        return take_over
+    def adopt(self, prepared: _Inheritance, info: StepInfo) -> StepInfo:
+        """Load the donor's state, and then write the new hyperparameters, which the donor's state would undo."""
+        load_moments(self.optimizer, prepared.moments)
+        self._settings.write(prepared.values)
+        self._values.update(prepared.values)
+        self._lineage, self._observations = prepared.lineage, prepared.observations
+        self._journal.metric = prepared.metric  # the donor's metric counts until this rank reports
+        return replace(info, hyperparameters=dict(prepared.values), inherited=prepared.inherited)

@@ -98,9 +98,9 @@ class Replacer:
         exchange, heir = self.exchange, self._resources.heir
         assert exchange is not None, "weights are to be applied without an exchange"
         began_at = self._services.time()
-        inherit = None
+        prepared = None
         if heir is not None and exchange.parts is not None:
-            inherit = heir.prepare(exchange.parts, frozen.donors[0], exchange.round)
+            prepared = heir.prepare(exchange.parts, frozen.donors[0], exchange.round)
         new = NewWeights(
             round=exchange.round,
             donors=frozen.donors,
@@ -113,9 +113,9 @@ class Replacer:
             coordinator=exchange.coordinator,
             route=exchange.route if frozen.donors else "",
         )
-        info = self._resources.applier.apply(new, iteration, self._services.time, trouble)
-        if inherit is not None:
-            info = inherit(info)
+        info = self._resources.applier.apply(new, iteration, self._services, trouble)
+        if heir is not None and prepared is not None:
+            info = heir.adopt(prepared, info)
         if exchange.average is not None:
             exchange.average.release()
         self._resources.timing.add("apply", self._services.time() - began_at)
