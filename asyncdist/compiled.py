@@ -23,6 +23,7 @@ MODULES: Final = (
     "messaging.wire",
     "transports.loop_work",
     "messaging.polling",
+    "messaging.flow_control",
     "messaging.mailboxes",
     "recording.writer",
     "transports.doorbell",

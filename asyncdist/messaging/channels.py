@@ -21,14 +21,8 @@ from asyncdist.errors import AsyncdistError, BusyError, ClosedError, RankLostErr
 from asyncdist.messaging import wire
 from asyncdist.messaging.demultiplexer import ChannelStatistics as ChannelStatistics, TagDemultiplexer
 from asyncdist.messaging.engine import FAIRNESS_PERIOD, yield_to_loop
-from asyncdist.messaging.mailboxes import (
-    Envelope as Envelope,
-    HeldSend,
-    Inbox,
-    MessageT,
-    Outbox,
-    Overflow as Overflow,
-)
+from asyncdist.messaging.flow_control import HeldSend
+from asyncdist.messaging.mailboxes import Envelope as Envelope, Inbox, MessageT, Outbox, Overflow as Overflow
 from asyncdist.messaging.polling import Peers, resolve_waiter
 from asyncdist.transports.base import Request
 from asyncdist.waits import WaitId, WaitKind
@@ -93,18 +87,15 @@ class Channel(Generic[MessageT]):
         self._outbox = Outbox(
             codec,
             self._routes_of(self._peer_scope),
-            demultiplexer.engine.transport.start_send,
-            demultiplexer.engine.transport.prepare_send,
+            demultiplexer.engine,
             tag=demultiplexer.tag,
-            size=demultiplexer.engine.transport.size,
             name=name,
             # Continue the sequence numbers of an earlier channel with this scope, as peers expect.
             sequence=demultiplexer.sent_count,
             contacts=demultiplexer.sent_to if counts_contacts else set(),
-            lane_of=None if demultiplexer.flow is None else demultiplexer.flow.lane,
+            flow=demultiplexer.flow,
             left=left,
         )
-        self._post, self._take = self._outbox.post, self.inbox.take
         # If the transport rings, no message arrives until this rank yields, so one test is enough.
         self._hot_test_count = 1 if demultiplexer.engine.transport.capabilities.wakes else HOT_TEST_COUNT
         self._tells_sends = demultiplexer.engine.tells_sends
@@ -150,7 +141,7 @@ class Channel(Generic[MessageT]):
                     "for a free place",
                     tag=self.demultiplexer.tag,
                 )
-        request = self._post(message, dest, round)
+        request = self._outbox.post(message, dest, round)
         if request is not None:
             self._sending_count += 1
             self._watch(request, dest, self._on_sent)
@@ -167,7 +158,7 @@ class Channel(Generic[MessageT]):
         **Cancellation**: the message is sent anyway.
         """
         try:
-            request = self._post(message, dest, round)
+            request = self._outbox.post(message, dest, round)
         except RankLostError:
             await self._engine.repeat_held(WaitKind.MESSAGE_LEFT, dest, self.demultiplexer.tag)
             raise
@@ -187,13 +178,14 @@ class Channel(Generic[MessageT]):
         waiter: asyncio.Future[None] = engine.loop.create_future()
         has_left = False
 
-        def on_done(error: AsyncdistError | None) -> None:
+        def on_left(error: AsyncdistError | None) -> None:
             nonlocal has_left
+            self.demultiplexer.under_way_count -= 1
             has_left = error is None and not waiter.done()
             wake = functools.partial(resolve_waiter, waiter, error)
             engine.wake_by(name, wake) if has_left and name and engine._in_pass else wake()
 
-        self._watch(request, dest, on_done)
+        self._watch(request, dest, on_left)
         try:
             await engine.park(waiter, self._sending(dest), is_of_request=True)
         finally:
@@ -201,19 +193,12 @@ class Channel(Generic[MessageT]):
                 engine.wake_by(name, bool)
         return True
 
-    def _watch(self, request: Request | HeldSend, dest: int, on_done: Callable[[AsyncdistError | None], None]) -> None:
-        """Track a message that has not left yet. When it leaves or fails, call ``on_done`` with None or the error."""
-        demultiplexer = self.demultiplexer
-
-        def on_left(error: AsyncdistError | None) -> None:
-            demultiplexer.under_way_count -= 1
-            on_done(error)
-
-        demultiplexer.under_way_count += 1
-        demultiplexer.slow_dests.add(dest)
+    def _watch(self, request: Request | HeldSend, dest: int, on_left: Callable[[AsyncdistError | None], None]) -> None:
+        """Count a message that has not left yet. When it leaves or fails, call ``on_left`` with None or the error."""
+        self.demultiplexer.under_way_count += 1
+        self.demultiplexer.slow_dests.add(dest)
         if isinstance(request, HeldSend):
             request.on_left = on_left
-            request.watch = lambda started: self._engine.watch(started, self._sending(dest), on_left)
         else:
             self._engine.watch(request, self._sending(dest), on_left)
 
@@ -222,6 +207,7 @@ class Channel(Generic[MessageT]):
 
     def _on_sent(self, error: AsyncdistError | None) -> None:
         self._sending_count -= 1
+        self.demultiplexer.under_way_count -= 1
         if error is not None:
             logger.debug("%s: %s", self.name, error)
 
@@ -246,11 +232,11 @@ class Channel(Generic[MessageT]):
         if self._since_yield >= FAIRNESS_PERIOD:
             self._since_yield = 0
             await yield_to_loop()
-        envelope = self._take(self._hot_test_count)
+        envelope = self.inbox.take(self._hot_test_count)
         if envelope is None:
             self._since_yield = 0
             await self.wait_mail(timeout_s)
-            envelope = self._take(0)
+            envelope = self.inbox.take(0)
             assert envelope is not None, f"{self.name} was ready, and had no message"
         return envelope
 

@@ -144,12 +144,11 @@ class TagDemultiplexer:
         self.receiver = FrameReceiver(
             request,
             buffer,
+            engine,
             drop=self.drop,
             explain=self._explain,
-            ring=engine.ring,
-            recheck=engine.recheck,
             contacts=received_from,
-            flow=None if flow is None else (flow.lane, flow.credit, flow.credit_count),
+            flow=flow,
         )
         engine.add_pollable(self.receiver)
 

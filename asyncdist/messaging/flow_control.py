@@ -9,20 +9,21 @@ memory.
 
 Messages to the rank itself are not limited, because the task that fills the mailbox may be the task that empties it.
 Messages to a rank that has left or is lost are not limited either, because that rank no longer sends credits.
+
+The module is compiled if a C compiler is available (:mod:`asyncdist.compiled`). C types are in its ``.pxd`` file.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
+from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final
 
-from asyncdist import tags
-from asyncdist.errors import ClosedError, RankLostError
-from asyncdist.messaging import wire
-from asyncdist.messaging.mailboxes import Envelope, Lane
+from asyncdist.errors import AsyncdistError, RankLostError
+from asyncdist.messaging.polling import Poller
+from asyncdist.transports.base import Buffer
+from asyncdist.waits import WaitId, WaitKind
 
 #: Maximum number of messages from one rank to another on a tag that the receiver has not taken from the transport.
 WINDOW: Final = 1024
@@ -37,55 +38,65 @@ class Credit:
     tag: int
 
 
-class ChannelOpener(Protocol):
-    """Interface of the object with which the flow control opens its channel."""
+class HeldSend:
+    """Message that waits on this rank for a credit of its receiver. :meth:`Lane.send_held` starts it.
 
-    size: int
-
-    def open_channel(
-        self,
-        message_types: Any,
-        *,
-        tag: int,
-        scope: int,
-        name: str,
-        capacity: int,
-        handler: Callable[[Envelope[Any]], None] | None = None,
-        admits_restarted: bool = False,
-        counts_contacts: bool = True,
-    ) -> Any:
-        """Open a channel of the runtime."""
-
-
-class FlowControl:
-    """Sends and receives one rank's credits, which allow senders further messages.
-
-    Args:
-        flow_of: Function that returns the flow control of a tag, or None if no user channel has used the tag.
+    Attributes:
+        on_left: Function that the channel sets, called with None when the message has left, or with its error.
     """
 
-    def __init__(self, services: ChannelOpener, flow_of: Callable[[int], TagFlow | None]) -> None:
-        self._flow_of = flow_of
-        self._channel = services.open_channel(
-            Credit,
-            tag=tags.CONTROL,
-            scope=wire.scope_of(range(services.size), "flow control", 0),
-            name="flow control",
-            capacity=sys.maxsize,  # A credit must never raise BusyError.
-            handler=self._on_credit,
-            admits_restarted=True,
-            counts_contacts=False,
-        )
+    __slots__ = ("_dest", "_engine", "_frame", "_name", "_tag", "on_left")
 
-    def send_credit(self, tag: int, rank: int) -> None:
-        """Allow ``rank`` to send further messages on ``tag``. Do nothing if ``rank`` is lost."""
-        with contextlib.suppress(RankLostError, ClosedError):
-            self._channel.send_nowait(Credit(tag), rank)
+    on_left: Callable[[AsyncdistError | None], None]
 
-    def _on_credit(self, envelope: Envelope[Any]) -> None:
-        flow = self._flow_of(envelope.message.tag)
-        if flow is not None:
-            flow.on_credit(envelope.source)
+    def __init__(self, engine: Poller, frame: Buffer, dest: int, tag: int, name: str) -> None:
+        self._engine = engine
+        self._frame = frame
+        self._dest = dest
+        self._tag = tag
+        self._name = name
+
+    def start(self) -> bool:
+        """Start to send the message. Return False if that fails; ``on_left`` is then called with the error."""
+        try:
+            request = self._engine.transport.start_send(self._frame, self._dest, self._tag)
+        except AsyncdistError as error:
+            self.on_left(error)
+            return False
+        if request is None:
+            self.on_left(None)
+        else:
+            what = WaitId(WaitKind.MESSAGE_SEND, self._tag, self._dest, name=self._name)
+            self._engine.watch(request, what, self.on_left)
+        return True
+
+
+class Lane:
+    """Counts of the messages between this rank and another rank on one tag, for the flow control.
+
+    Attributes:
+        room: Number of messages that this rank may post to the other rank without a further credit.
+        held: Messages to the other rank that wait for a credit, in order.
+        uncredited: Number of messages received from the other rank since the last credit to it.
+    """
+
+    def __init__(self, rank: int, room: int) -> None:
+        self.rank = rank
+        self.room = room
+        self.held: deque[HeldSend] | None = None  # an empty deque has 600 bytes, and each peer has a lane
+        self.uncredited = 0
+
+    def hold(self, message: HeldSend) -> None:
+        """Hold a message until its receiver allows further messages."""
+        if self.held is None:
+            self.held = deque()
+        self.held.append(message)
+
+    def send_held(self) -> None:
+        """Send held messages in order, as many as the receiver allows (``room``)."""
+        while self.held and self.room > 0:
+            if self.held.popleft().start():
+                self.room -= 1
 
 
 class TagFlow:

@@ -1,5 +1,6 @@
 cimport cython
 
+from asyncdist.messaging.flow_control cimport Lane
 from asyncdist.messaging.polling cimport Pollable
 from asyncdist.transports.persistent_send cimport PersistentSend
 from asyncdist.messaging.wire cimport Codec, FrameReader, FrameBuffer, FrameWriter
@@ -16,27 +17,20 @@ cdef class _Prepared:
     cdef PersistentSend send
 
 
-cdef class Lane:
-    cdef readonly Py_ssize_t rank
-    cdef public long long room
-    cdef public object held
-    cdef public Py_ssize_t uncredited
-
-
 cdef class Outbox:
     cdef Codec _codec
     cdef readonly list routes
     cdef list _writers
     cdef dict _prepared
     cdef _Prepared _last
-    cdef public object start_send
-    cdef object _prepare_send
+    cdef object _engine
+    cdef object _transport
+    cdef bint _prepares
     cdef object _tag
-    cdef Py_ssize_t _size
     cdef object _name
     cdef object _contacts
     cdef object _left
-    cdef object _lane_of
+    cdef object _flow
     cdef Lane _lane
     cdef public object strangers
     cdef object _dest
@@ -86,8 +80,7 @@ cdef class FrameReceiver(Pollable):
     cdef FrameReader _frame
     cdef readonly object drop
     cdef object _explain
-    cdef object _ring
-    cdef readonly object recheck
+    cdef readonly object engine
     cdef public object contacts
     cdef readonly dict routes
     cdef unsigned long long _key
@@ -95,9 +88,7 @@ cdef class FrameReceiver(Pollable):
     cdef Inbox _inbox
     cdef object _decode
     cdef readonly object stalled_on
-    cdef bint _has_flow
-    cdef object _lane_of
-    cdef object _credit
+    cdef object _flow
     cdef Py_ssize_t _credit_count
     cdef Lane _lane
     cdef readonly bint is_posted
@@ -107,7 +98,7 @@ cdef class FrameReceiver(Pollable):
     @cython.locals(delivered=Py_ssize_t, arrival=tuple)
     cdef Py_ssize_t deliver_up_to(self, Py_ssize_t count_max) except -1
     @cython.locals(lane=Lane)
-    cdef int _count(self, Py_ssize_t source) except -1
+    cdef int _count(self, Py_ssize_t source, object flow) except -1
     @cython.locals(found=tuple, inbox=Inbox)
     cpdef bint deliver(self, FrameReader frame, Py_ssize_t nbytes, object source) except -1
     cpdef resume(self, object full)

@@ -17,7 +17,8 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RankLostError, RemoteProtocolError
 from asyncdist.messaging import wire
-from asyncdist.messaging.polling import Pollable
+from asyncdist.messaging.flow_control import HeldSend, Lane, TagFlow
+from asyncdist.messaging.polling import Pollable, Poller
 from asyncdist.messaging.wire import FrameBuffer, FrameReader, FrameWriter
 from asyncdist.transports.base import PersistentReceive, Request
 from asyncdist.transports.persistent_send import PersistentSend
@@ -60,73 +61,14 @@ class _Prepared:
         self.send = send
 
 
-class HeldSend:
-    """A message that is not sent before its receiver allows further messages. :meth:`Lane.send_held` starts it.
-
-    Attributes:
-        watch: Function called with the message's request when the message has been started but has not left yet.
-        on_left: Function called with None when the message has left, or with its error.
-    """
-
-    __slots__ = ("_start", "on_left", "watch")
-
-    watch: Callable[[Request], None]
-    on_left: Callable[[AsyncdistError | None], None]
-
-    def __init__(self, start: Callable[[], Request | None]) -> None:
-        self._start = start
-
-    def start(self) -> bool:
-        """Start to send the message. Return False if that fails; ``on_left`` is then called with the error."""
-        try:
-            request = self._start()
-        except AsyncdistError as error:
-            self.on_left(error)
-            return False
-        if request is None:
-            self.on_left(None)
-        else:
-            self.watch(request)
-        return True
-
-
-class Lane:
-    """Counts of the messages between this rank and another rank on one tag, for the flow control.
-
-    Attributes:
-        room: Number of messages that this rank may post to the other rank without a further credit.
-        held: Messages to the other rank that wait for a credit, in order.
-        uncredited: Number of messages received from the other rank since the last credit to it.
-    """
-
-    def __init__(self, rank: int, room: int) -> None:
-        self.rank = rank
-        self.room = room
-        self.held: deque[HeldSend] | None = None  # an empty deque has 600 bytes, and each peer has a lane
-        self.uncredited = 0
-
-    def hold(self, message: HeldSend) -> None:
-        """Hold a message until its receiver allows further messages."""
-        if self.held is None:
-            self.held = deque()
-        self.held.append(message)
-
-    def send_held(self) -> None:
-        """Send held messages in order, as many as the receiver allows (``room``)."""
-        while self.held and self.room > 0:
-            if self.held.popleft().start():
-                self.room -= 1
-
-
 class Outbox:
     """Checks, packs and posts the messages that a channel sends.
 
     Args:
-        start_send, prepare_send: Transport methods that post and prepare a send.
         sequence: Sequence number of the last message on the tag, from which this channel continues.
         contacts: Set to which the receivers of messages are added.
         left: Ranks that no longer receive on this channel. :meth:`look_again` must be called after a rank is added.
-        lane_of: Function that returns the flow-control state of a rank, or None if the channel has no flow control.
+        flow: Flow control of the tag, or None if the channel has no flow control.
 
     Attributes:
         strangers: Restarted ranks to which nothing is sent until they have sent a message on this channel.
@@ -137,26 +79,24 @@ class Outbox:
         self,
         codec: wire.Codec,
         routes: list[bytes],
-        start_send: Callable[[Any, int, int], Request | None],
-        prepare_send: Callable[[int, int, int], PersistentSend | None],
+        engine: Poller,
         *,
         tag: int,
-        size: int,
         name: str,
         sequence: int,
         contacts: set[int],
-        lane_of: Callable[[int], Lane] | None,
+        flow: TagFlow | None,
         left: Collection[int] = (),
     ) -> None:
         self._codec = codec
-        self.start_send = start_send
-        self._prepare_send: Callable[[int, int, int], PersistentSend | None] | None = prepare_send
+        self._engine = engine
+        self._transport = engine.transport
+        self._prepares = True  # whether the transport may prepare further sends
         self._tag = tag
-        self._size = size
         self._name = name
         self._contacts = contacts
         self._left = left
-        self._lane_of = lane_of
+        self._flow = flow
         self._lane: Lane | None = None  # flow-control state of the last message's receiver
         self.strangers: Collection[int] = ()
         self._dest: int | None = None  # receiver of the last message, which was already checked
@@ -181,7 +121,9 @@ class Outbox:
         self.sent_count += 1
         lane = self._lane
         if lane is not None and lane.room <= 0:
-            return self._hold(lane, kind, payload, round)
+            held = HeldSend(self._engine, self._frame(kind, payload, round), dest, self._tag, self._name)
+            lane.hold(held)
+            return held
         rank = dest
         last = self._last
         if last is None or last.kind != kind or last.dest != rank or last.payload_nbytes != len(payload):
@@ -191,7 +133,7 @@ class Outbox:
             last.buffer.write(round, self.sequence, payload)
             last.send.start()
         else:
-            request = self.start_send(self._frame(kind, payload, round), dest, self._tag)
+            request = self._transport.start_send(self._frame(kind, payload, round), dest, self._tag)
         if lane is not None:
             lane.room -= 1  # only now, because a send that fails reaches no receiver that counts it
         return request
@@ -202,21 +144,15 @@ class Outbox:
             writer = self._writers[kind] = FrameWriter(self.routes[kind])
         return writer.frame(round, self.sequence, payload)
 
-    def _hold(self, lane: Lane, kind: int, payload: bytes, round: int) -> HeldSend:
-        start = functools.partial(self.start_send, self._frame(kind, payload, round), lane.rank, self._tag)
-        held = HeldSend(start)
-        lane.hold(held)
-        return held
-
     def _prepare(self, kind: int, dest: int, payload_nbytes: int) -> _Prepared | None:
-        if self._prepare_send is None and not self._prepared:
+        if not self._prepares and not self._prepared:
             return None
         key = kind, dest, payload_nbytes
         self._last = self._prepared.get(key)
-        if self._last is None and self._prepare_send is not None and payload_nbytes <= PREPARED_NBYTES_MAX:
-            send = self._prepare_send(wire.HEADER_NBYTES + payload_nbytes, dest, self._tag)
+        if self._last is None and self._prepares and payload_nbytes <= PREPARED_NBYTES_MAX:
+            send = self._transport.prepare_send(wire.HEADER_NBYTES + payload_nbytes, dest, self._tag)
             if send is None:
-                self._prepare_send = None
+                self._prepares = False
             else:
                 buffer = FrameBuffer(self.routes[kind], send.buffer, payload_nbytes)
                 self._last = self._prepared[key] = _Prepared(kind, dest, payload_nbytes, buffer, send)
@@ -225,10 +161,9 @@ class Outbox:
     def _check(self, dest: int, round: int) -> None:
         if self.is_closed:
             raise ClosedError(f"{self._name} is closed", tag=self._tag)
-        if type(dest) is not int or not 0 <= dest < self._size:
-            raise LocalProtocolError(
-                f"{self._name}: dest must be a rank from 0 to {self._size - 1}, got {dest!r}", dest=dest
-            )
+        size = self._transport.size
+        if type(dest) is not int or not 0 <= dest < size:
+            raise LocalProtocolError(f"{self._name}: dest must be a rank from 0 to {size - 1}, got {dest!r}", dest=dest)
         if dest in self._left:
             raise ClosedError(f"{self._name}: rank {dest} has left and no longer receives", dest=dest, tag=self._tag)
         if dest in self.strangers:
@@ -241,8 +176,8 @@ class Outbox:
             )
         self._contacts.add(dest)
         self._dest = dest
-        if self._lane_of is not None:
-            self._lane = self._lane_of(dest)
+        if self._flow is not None:
+            self._lane = self._flow.lane(dest)
 
     def use_routes(self, routes: list[bytes]) -> None:
         """Send later messages with these routes, and drop the prepared sends of the old routes."""
@@ -376,7 +311,7 @@ class Inbox:
                 if self._receiver.deliver_up_to(1):
                     if self.mailbox:
                         break
-                    self._receiver.recheck()
+                    self._receiver.engine.recheck()
                 test_count -= 1
         if self.failure is not None:
             raise self.failure
@@ -453,12 +388,8 @@ class FrameReceiver(Pollable):
         drop: Function that is called with the source, the reason and the details when a frame is dropped.
         explain: Function that handles a frame whose route has no inbox, given the frame's reader and source, and
             returns whether the tag must stop receiving.
-        ring: Function that requests another polling pass.
-        recheck: Function that makes the engine evaluate the conditions of waiting tasks, called when a test outside a
-            polling pass has delivered a message.
         contacts: Set to which the senders of messages are added.
-        flow: Flow control that counts the frames of each source, or None. A function returns the :class:`Lane` of a
-            source, a second function sends the credit of a lane, and a number of frames is worth one credit.
+        flow: Flow control that counts the frames of each source, or None.
 
     Attributes:
         routes: Stamp, inbox and decoder of each route, by the route's key.
@@ -471,26 +402,23 @@ class FrameReceiver(Pollable):
         self,
         request: PersistentReceive,
         buffer: bytearray | memoryview,
+        engine: Poller,
         *,
         drop: Callable[[int, str, str], None],
         explain: Callable[[FrameReader, int], bool],
-        ring: Callable[[], None],
-        recheck: Callable[[], None],
         contacts: set[int],
-        flow: tuple[Callable[[int], Lane], Callable[[Lane], None], int] | None,
+        flow: TagFlow | None,
     ) -> None:
-        self._has_flow = flow is not None
-        if flow is not None:
-            self._lane_of, self._credit, self._credit_count = flow
+        self._flow = flow
+        self._credit_count = 0 if flow is None else flow.credit_count
         self._lane: Lane | None = None  # flow-control state of the last frame's source
         self.request = request
-        self.recheck = recheck
+        self._take = request.take  # stored, because a lookup in each poll would lengthen an idle step by a percent
+        self.engine = engine
         self.contacts = contacts
-        self._take = request.take
         self._frame = FrameReader(buffer)
         self.drop = drop
         self._explain = explain
-        self._ring = ring
         self.routes: dict[int, tuple[int, Inbox, wire.Decode]] = {}
         # Route of the last delivered frame, because the next frame often has the same route.
         self._key = self._stamp = 0
@@ -526,25 +454,25 @@ class FrameReceiver(Pollable):
                 delivered += 1
                 source, nbytes = arrival
                 is_stalled = self.deliver(self._frame, nbytes, source)
-                if self._has_flow:
-                    self._count(source)
+                if self._flow is not None:
+                    self._count(source, self._flow)
                 if is_stalled:
                     break
         except AsyncdistError as error:  # The frame is too large, or the receive has failed.
             self.is_posted = False
             self.drop(getattr(self.request, "source", -1), type(error).__name__, str(error))
-            self._ring()  # Other messages may have arrived before this error.
+            self.engine.ring()  # Other messages may have arrived before this error.
         if delivered == count_max > 1:
-            self._ring()  # More messages may have arrived.
+            self.engine.ring()  # More messages may have arrived.
         return delivered
 
-    def _count(self, source: int) -> None:
+    def _count(self, source: int, flow: TagFlow) -> None:
         lane = self._lane
         if lane is None or lane.rank != source:
-            lane = self._lane = self._lane_of(source)
+            lane = self._lane = flow.lane(source)
         lane.uncredited += 1
         if lane.uncredited >= self._credit_count:
-            self._credit(lane)
+            flow.credit(lane)
 
     def forget_lane(self) -> None:
         """Forget the flow-control state of the last sender, because a rank was restarted."""
@@ -581,4 +509,4 @@ class FrameReceiver(Pollable):
         """Resume receiving if ``full``, which has room again or was closed, had stopped it."""
         if self.stalled_on is full and full is not None:
             self.stalled_on = None
-            self._ring()
+            self.engine.ring()

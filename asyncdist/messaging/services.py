@@ -7,21 +7,23 @@ therefore depend only on messaging, not on the code that starts and ends a rank.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from asyncdist import tags
-from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError, RemoteProtocolError
+from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RankLostError, RemoteProtocolError
 from asyncdist.messaging import streams, wire
 from asyncdist.messaging.channels import Channel, Envelope, Overflow
 from asyncdist.messaging.demultiplexer import ReceivingChannel, TagDemultiplexer
 from asyncdist.messaging.engine import Engine
-from asyncdist.messaging.flow_control import FlowControl, TagFlow
+from asyncdist.messaging.flow_control import Credit, TagFlow
 from asyncdist.messaging.polling import clock_of
 from asyncdist.recording.events import EventLog
 from asyncdist.transports.rank_sets import RankSet
@@ -121,7 +123,7 @@ class Services:
         self.nonce = nonce
         self._returned = RankSet()  # ranks whose main has returned
         self._demultiplexers: dict[int, TagDemultiplexer] = {}
-        self._flow_control: FlowControl | None = None  # made with the first channel of the user's program
+        self._credits: Channel[Credit] | None = None  # opened with the first channel of the user's program
         self._tags = tags.TagRegistry()
         self._scope_counts: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._gone_listeners: list[tuple[Callable[[int], None], RankSet | None]] = []
@@ -227,12 +229,11 @@ class Services:
     def _demultiplexer(self, tag: int, *, is_users: bool) -> TagDemultiplexer:
         found = self._demultiplexers.get(tag)
         if found is None:
-            if is_users and self._flow_control is None:
-                self._flow_control = FlowControl(self, self._flow_of)
             flow = None
-            if is_users and self._flow_control is not None:
-                send_credit, is_limited = self._flow_control.send_credit, self.engine.holds_sends
-                flow = TagFlow(tag, self.rank, send_credit, gone=self.gone, is_limited=is_limited)
+            if is_users:
+                self._credits = self._credits or self._open_credits()
+                is_limited = self.engine.holds_sends
+                flow = TagFlow(tag, self.rank, self.send_credit, gone=self.gone, is_limited=is_limited)
             found = self._demultiplexers[tag] = TagDemultiplexer(
                 self.engine,
                 tag,
@@ -243,10 +244,28 @@ class Services:
             )
         return found
 
-    def _flow_of(self, tag: int) -> TagFlow | None:
-        """Return the flow control of ``tag``, or None if no channel of the user's program has used the tag."""
-        demultiplexer = self._demultiplexers.get(tag)
-        return None if demultiplexer is None else demultiplexer.flow
+    def _open_credits(self) -> Channel[Credit]:
+        return self.open_channel(
+            Credit,
+            tag=tags.CONTROL,
+            scope=wire.scope_of(range(self.size), "flow control", 0),
+            name="flow control",
+            capacity=sys.maxsize,  # A credit must never raise BusyError.
+            handler=self._on_credit,
+            admits_restarted=True,
+            counts_contacts=False,
+        )
+
+    def send_credit(self, tag: int, rank: int) -> None:
+        """Allow ``rank`` to send further messages on ``tag``, a tag of the user's program. Do nothing if it is lost."""
+        assert self._credits is not None, f"a credit for tag {tag}, on which no channel was opened"
+        with contextlib.suppress(RankLostError, ClosedError):
+            self._credits.send_nowait(Credit(tag), rank)
+
+    def _on_credit(self, envelope: Envelope[Credit]) -> None:
+        demultiplexer = self._demultiplexers.get(envelope.message.tag)
+        if demultiplexer is not None and demultiplexer.flow is not None:
+            demultiplexer.flow.on_credit(envelope.source)
 
     def shared(self, make: Callable[[Services], T]) -> T:
         """Return the result of ``make(self)``, which is called only once per rank."""

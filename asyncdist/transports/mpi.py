@@ -189,7 +189,6 @@ class MpiMessages(Transport):
         self._comm.Set_errhandler(mpi.ERRORS_RETURN)
         self._end_comm.Set_errhandler(mpi.ERRORS_RETURN)
         self._tag_max = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or 32767)
-        self._isend = self._comm.Isend
         self._repeated: dict[tuple[int, int, int], PersistentSend] = {}
         self._leave: Callable[[], None] | None = None  # function to call before MPI_Finalize
         self._leave_key: int | None = None
@@ -214,7 +213,7 @@ class MpiMessages(Transport):
         return self._sent(buffer, dest, tag)
 
     def _sent(self, buffer: Buffer, dest: int, tag: int) -> Request:
-        return SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest, self._bells[dest])
+        return SendRequest(self._comm.Isend(buffer, dest, tag), buffer, self._fail, dest, self._bells[dest])
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
         key = nbytes, dest, tag

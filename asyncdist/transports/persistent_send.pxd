@@ -4,8 +4,6 @@ from asyncdist.transports.doorbell cimport PeerBell
 cdef class PersistentSend:
     cdef object _request
     cdef PeerBell _bell
-    cdef object _start
-    cdef object _test
     cdef object _fail
     cdef object _peer
     cdef readonly bytearray buffer

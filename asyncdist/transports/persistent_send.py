@@ -29,7 +29,7 @@ class PersistentSend:
         is_free: Whether the send of the last message had ended when it was last tested.
     """
 
-    __slots__ = ("_bell", "_fail", "_peer", "_request", "_start", "_test", "buffer", "is_free")
+    __slots__ = ("_bell", "_fail", "_peer", "_request", "buffer", "is_free")
 
     def __init__(
         self,
@@ -41,8 +41,6 @@ class PersistentSend:
     ) -> None:
         self._request = request
         self._bell = bell
-        self._start = request.Start
-        self._test = request.Test
         self._fail = fail
         self._peer = peer
         self.buffer = buffer
@@ -51,7 +49,7 @@ class PersistentSend:
     def start(self) -> None:
         """Send the buffer. Requires :attr:`is_free`."""
         try:
-            self._start()
+            self._request.Start()
             self.is_free = False
             if self._bell is not None:
                 self._bell.ring_sleeper()
@@ -63,7 +61,7 @@ class PersistentSend:
         """Test the send of the last message, unless it has ended. Return :attr:`is_free`."""
         if not self.is_free:
             try:
-                self.is_free = self._test()
+                self.is_free = self._request.Test()
             except Exception as error:
                 self.is_free = True  # A request that has failed can be started again.
                 self._fail(error, None, self.buffer, self._peer)

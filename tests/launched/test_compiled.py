@@ -53,12 +53,15 @@ def opened(frame):
 class Sent:
     def __init__(self):
         self.frames = []
-    def start(self, frame, dest, tag):
+        self.transport, self.size = self, 4
+    def start_send(self, frame, dest, tag):
         self.frames.append(bytes(frame))
-    def prepare(self, nbytes, dest, tag):
+    def prepare_send(self, nbytes, dest, tag):
         room = bytearray(-(-nbytes // 8) * 8)
         return PersistentSend(Prepared(self, memoryview(room)[:nbytes]), room, None, dest)
-    def refuse(self, nbytes, dest, tag):
+
+class Unprepared(Sent):
+    def prepare_send(self, nbytes, dest, tag):
         return None
 
 class Prepared:
@@ -66,24 +69,23 @@ class Prepared:
         self.sent = sent
         self.frame = frame
     def Start(self):
-        self.sent.start(self.frame, 0, 0)
+        self.sent.start_send(self.frame, 0, 0)
     def Test(self):
         return True
 
 route = wire.pack_route(0, nonce=2**32 - 1, epoch=3, scope=2**32 - 2)
 for _ in range(300):
-    sent = Sent()
     message = Message(rng.randrange(-(2**63), 2**64), rng.uniform(-1e9, 1e9), "x" * rng.randrange(200))
     dest, round, sequence = rng.randrange(4), rng.choice([0, 1, 2**32 - 1]), rng.choice([0, 2**40])
-    for prepare in (sent.prepare, sent.refuse):
+    sent, unprepared = Sent(), Unprepared()
+    for engine in (sent, unprepared):
         outbox = mailboxes.Outbox(
-            codec, [route], sent.start, prepare, tag=5, size=4, name="x", sequence=sequence, contacts=set(),
-            lane_of=None,
+            codec, [route], engine, tag=5, name="x", sequence=sequence, contacts=set(), flow=None,
         )
         outbox.post(message, dest, round)
         outbox.post(message, dest, round)
-    frame, later = sent.frames[:2]
-    assert sent.frames[2:] == [frame, later]
+    frame, later = sent.frames
+    assert unprepared.frames == [frame, later]
     assert frame != later  # by its sequence
     damaged = bytearray(frame)
     damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
@@ -91,8 +93,8 @@ for _ in range(300):
     lines += [frame.hex(), refusal(opened, frame), refusal(opened, bytes(damaged)), refusal(opened, cut)]
     lines.append(refusal(opened, rng.randbytes(rng.randrange(100))))
 
-options = {"tag": 5, "size": 4, "name": "x", "sequence": 0, "contacts": set(), "lane_of": None}
-post = mailboxes.Outbox(codec, [route], Sent().start, Sent().refuse, **options).post
+options = {"tag": 5, "name": "x", "sequence": 0, "contacts": set(), "flow": None}
+post = mailboxes.Outbox(codec, [route], Unprepared(), **options).post
 good = Message(1, 0.5, "")
 for args in [
     (good, 4, 0), (good, -1, 0), (good, True, 0), (good, 1.0, 0), (good, 2**70, 0), (good, 0, -1), (good, 0, 2**32),

@@ -96,8 +96,9 @@ async def test_send_nowait_is_busy_beyond_the_capacity(pair: list[World]) -> Non
     blob = Blob(bytes(wire.PAYLOAD_NBYTES_MAX - 9))
     hub_limit = 65536
     assert hub_limit >= wire.FRAME_NBYTES_MAX
-    for send in [pair[0].services.engine.transport.isend]:
-        a._outbox.start_send = lambda buffer, dest, tag, send=send: send(buffer + bytes(100), dest, tag)  # rendezvous
+    transport: Any = pair[0].services.engine.transport
+    isend = transport.isend
+    transport.start_send = lambda buffer, dest, tag: isend(buffer + bytes(100), dest, tag)  # rendezvous
     for _ in range(3):
         a.send_nowait(blob, 1)
     assert a.statistics().sending_count == 3

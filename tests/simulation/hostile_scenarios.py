@@ -123,6 +123,19 @@ class _Liar:
             return like
 
 
+class _HostileOutbox:
+    """An outbox with another ``post``."""
+
+    def __init__(self, outbox: Any, post: Callable[..., Any]) -> None:
+        vars(self).update(outbox=outbox, post=post)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.outbox, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.outbox, name, value)
+
+
 def run_hostile(seed: int, programs: Sequence[Callable[..., Any]] = ()) -> Seen:
     """Run one seed.
 
@@ -145,7 +158,8 @@ def run_hostile(seed: int, programs: Sequence[Callable[..., Any]] = ()) -> Seen:
         channel = open_channel(services, message_types, **options)
         if services.rank == hostile:
             classes = typing.get_args(message_types) or (message_types,)
-            channel._post = liar.posting(channel._post, classes, size)
+            outbox: Any = channel._outbox
+            channel._outbox = typing.cast(Any, _HostileOutbox(outbox, liar.posting(outbox.post, classes, size)))
         return channel
 
     scope_of = wire.scope_of

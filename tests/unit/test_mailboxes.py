@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,7 @@ class Prepared:
 class Transport:
     """Records each send and its method; while ``holds`` is true, prepared sends do not complete."""
 
+    size: int = 4
     count_max: int = 100
     holds: bool = False
     left: list[tuple[str, bytes]] = field(default_factory=list)
@@ -70,14 +72,12 @@ class Transport:
         return mailboxes.Outbox(
             CODEC,
             routes,
-            self.start_send,
-            self.prepare_send,
+            SimpleNamespace(transport=self),
             tag=TAG,
-            size=4,
             name="x",
             sequence=0,
             contacts=set(),
-            lane_of=None,
+            flow=None,
         )
 
     def read(self) -> list[tuple[str, int, int, Any]]:
