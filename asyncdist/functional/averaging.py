@@ -4,11 +4,11 @@ Sums are computed in float32 or wider, in rank order, and divided by the group's
 on all transports. Equal values stay unchanged, and the mean of finite values is finite, even if their sum is not
 (:mod:`asyncdist.tensors.means`).
 
-Tensors are read and written in pieces, so no other task may use the model during the call. For 64 KiB or more,
-processes on one host, with MPI or torch, read each other's memory if they can
+Tensors are read and written in pieces, so no other task may use the model during the call. Tensors of 64 KiB or more
+are read directly from the memory of other processes on the host, if possible
 (:mod:`asyncdist.collectives.algorithms.shared_memory_reduce`).
 
-**Cancellation**: the collectives end in the background, and this rank's tensors keep their values.
+**Cancellation**: the collectives end in the background, without changing this rank's tensors.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
     """Replace the model's state on every member with the mean over the group, in place.
 
     Floating and complex parameters and persistent buffers are averaged and rounded once to their dtype. Integer and
-    bool entries (BatchNorm's counter) are copied from the first member. Tied weights count once. One flat copy of the
-    state is kept for later calls, as long as the model exists.
+    bool entries (BatchNorm's counter) are copied from the first member. Tied weights count once. A flat copy of the
+    state is kept for later calls, at most until the model is freed.
 
     Args:
         model: Model with the same names, shapes, dtypes and tied weights on all members, on any device.
@@ -71,10 +71,10 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
 async def average_state(
     model: nn.Module, state: FlatState | None, training_group: Group | None = None, *, world: World | None = None
 ) -> None:
-    """Average ``state``, a part of the model's and possibly of the optimizer's state, over the group, in place.
+    """Average a part of the model's state, and possibly of the optimizer's, over the group, in place.
 
     If ``state`` is None, the whole model is averaged. Otherwise, ``state`` is kept for later calls, until the world's
-    scratch memory drops the model. Means and errors are those of :func:`average_models`.
+    cache evicts the model. Means and errors are those of :func:`average_models`.
     """
     world, group = place(world, training_group)
     outcome = await attempt(lambda: _Models(model, world, state), lambda models: models.summary)
@@ -98,8 +98,8 @@ async def average_gradients(model: nn.Module, group: Group | None = None, *, wor
     """Replace every gradient on every member with the mean over the group, in place.
 
     If only some members have a gradient for a parameter, a missing gradient counts as zero, and is then set to the
-    mean. If no member has one, the gradient remains None. One flat copy of the gradients is kept for later calls, as
-    long as the model exists.
+    mean. If no member has one, the gradient remains None. A flat copy of the gradients is kept for later calls, at most
+    until the model is freed.
 
     Args:
         model: Model with the same parameters on all members. Gradients must be dense, of any dtype, on any device.
@@ -148,7 +148,7 @@ async def _settle_or_restore(
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Layout of a model, and flat buffers in accumulation dtypes for its state, kept for the next call."""
+    """A model's layout and the flat buffers in which its state was averaged. The next call reuses them."""
 
     state: FlatState
     is_whole: bool
@@ -158,10 +158,10 @@ class _Kept:
 
 
 class _Models:
-    """Prepares a model's state for averaging, and writes the average back. Raises an error for an invalid model.
+    """Prepares a model's state for averaging, and writes the average back. Raises for an invalid model.
 
-    ``summary`` is a digest of the layout, ``spreads`` has the tensors to average, and ``exact`` has integers and
-    booleans.
+    ``summary`` is a digest of the layout, ``spreads`` has the tensors to average, and ``exact`` the integer and boolean
+    tensors to copy.
     """
 
     def __init__(self, model: nn.Module, world: World, state: FlatState | None = None) -> None:
@@ -188,14 +188,14 @@ class _Models:
                 view.copy_(tensor)
 
     def finish(self) -> None:
-        """Write integers and booleans into the model, and keep the buffers for the next call."""
+        """Copy the integer and boolean entries into the model, and keep the buffers for the next call."""
         with torch.no_grad():
             for tensor, view in self._exact_pairs:
                 tensor.copy_(view)
         self._scratch.give_back(self._model, "state", self._kept)
 
     def _find(self, state: FlatState | None) -> tuple[_Kept, list[tuple[Tensor, Tensor]]]:
-        """Return the model's layout and buffers, reused if the layout is unchanged, and pairs of tensors and views."""
+        """Return the layout and buffers, reused if possible, and each model tensor with its view of a buffer."""
         kept: _Kept | None = self._scratch.take(self._model, "state")
         if kept is not None and (kept.state is state if state is not None else kept.is_whole):
             with contextlib.suppress(ValueError):  # ValueError: layers or dtypes have changed since the last call
@@ -230,7 +230,7 @@ async def _check_equal(
 
 
 class _Gradients:
-    """Gradients of a model, as one flat tensor per accumulation dtype. Raises an error for an invalid model.
+    """Gradients of a model, as one flat tensor per accumulation dtype. Raises for an invalid model.
 
     ``present`` is 1 for each parameter with a gradient, otherwise 0. ``summary`` has digests of ``present`` and of all
     parameters. ``spreads`` has the gradients that are present on any member.
@@ -273,7 +273,7 @@ class _Gradients:
 
     @torch.inference_mode(False)  # the flat tensors must be usable outside the caller's inference mode
     def lay_out(self) -> None:
-        """Collect the gradients that are present on any member, with zeros for gradients that this rank lacks."""
+        """Collect the gradients that are present on any member, with zeros for those that this rank lacks."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter, is_present in zip(self._parameters, self.present.tolist(), strict=True):
             if is_present:
@@ -291,7 +291,7 @@ class _Gradients:
         ]
 
     def finish(self) -> None:
-        """Set the gradients of parameters that had no gradient, and keep the flat tensors for the next call."""
+        """Set the gradients that this rank lacked, and keep the flat tensors for the next call."""
         for parameter, gradient in self._missing:
             parameter.grad = gradient
         kept = self._flats, self.fingerprint, self._digest, self._views, self._commons

@@ -98,7 +98,7 @@ class Calls(Generic[AskT, AnswerT]):
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> None:
         channel, world = self._channel, self._world
-        if channel is None or world is None:  # the block was never entered, or was left before
+        if channel is None or world is None:  # the block was not entered, or has ended
             return
         end_forked_child(world.process_id, error)
         self._channel = None
@@ -182,13 +182,13 @@ class Calls(Generic[AskT, AnswerT]):
         try:
             await channel.send(answer, envelope.source, round=envelope.round)
         except (ClosedError, RankLostError):
-            return  # the asking rank is lost or has left its block, or this rank has
+            return  # the asking rank is lost, or one of the two ranks has left its block
 
     def _send_nowait(self, channel: Channel[Any], message: Any, dest: int, number: int) -> None:
         try:
             channel.send_nowait(message, dest, round=number)
         except (BusyError, ClosedError, RankLostError):
-            return  # the receiver is lost, has left its block, or does not receive
+            return  # the receiver is lost, has left its block, or is not receiving
 
     def _on_gone(self, rank: int) -> None:
         is_deaf = rank in self._not_answering

@@ -134,10 +134,10 @@ def all_gather(
     group: Group | None = None,
     world: World | None = None,
 ) -> Coroutine[Any, Any, Any]:
-    """Return, as an awaitable, every member's tensor: a list for a group, or one tensor along a mesh axis.
+    """Gather every member's tensor, as a list for a group, or as one tensor along a mesh axis. Awaitable.
 
-    Without an axis name, return the list in the order of ``group``. With an axis name, stack or concatenate each leaf
-    of the tree over the ranks along that mesh axis (:func:`asyncdist.spmd.tree_collectives.all_gather`).
+    Without an axis name, the list is in the order of ``group``. With an axis name, stack or concatenate each leaf of
+    the tree over the ranks along that mesh axis (:func:`asyncdist.spmd.tree_collectives.all_gather`).
 
     Args:
         tensor: Tensor of equal shape and dtype on all members, on any device; with an axis name a tree of tensors.

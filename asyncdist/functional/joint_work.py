@@ -1,7 +1,7 @@
 """Runs several helper calls as one unit that all members complete, even if the caller is cancelled on some rank.
 
 Without joint work, a rank whose caller is cancelled between two helpers would not call the second, and the other
-members would wait for it forever. With joint work, the members first meet in one exchange in the caller's group. A
+members would wait for it forever. With joint work, the members first take part in one exchange in the caller's group. A
 separate task then completes the work, in a group that no other call uses.
 
 **Cancellation** of the caller is recorded. At the work's next :meth:`JointWork.check` on this rank, it becomes a
@@ -37,7 +37,7 @@ _GROUP_TIMEOUT_S: Final = 600.0
 
 
 class JointWork(Generic[T]):
-    """This rank's part in a group's joint work. ``operation`` is the called function's name, for errors."""
+    """Runs this rank's part of a group's joint work. ``operation`` is the called function's name, for errors."""
 
     def __init__(self, world: World, group: Group, operation: str) -> None:
         self._world = world
@@ -52,7 +52,7 @@ class JointWork(Generic[T]):
             future.add_done_callback(_mark_retrieved)
         self._is_given_up = False
         self._is_held = False
-        self._released: asyncio.Future[None] | None = None  # set when :meth:`hold` no longer applies
+        self._released: asyncio.Future[None] | None = None  # resolved when a delayed cancellation may be raised
         self._is_over = False
 
     async def begin(
@@ -114,11 +114,11 @@ class JointWork(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """Whether the work has ended, successfully or not."""
+        """Whether the joint work has ended, successfully or not."""
         return self._is_over
 
     def check(self) -> None:
-        """Raise CancelledError if the caller was cancelled. In a helper's function, this notifies the other ranks."""
+        """Raise CancelledError if the caller was cancelled. Inside a helper, this notifies the other ranks."""
         if self._is_given_up:
             raise asyncio.CancelledError(f"{self._operation} was cancelled")
 
@@ -146,7 +146,7 @@ class JointWork(Generic[T]):
         return await self._world.peers.groups.new_group(self._group.ranks, _GROUP_TIMEOUT_S, subject=subject)
 
     async def _run(self, work: Callable[[Group, Any], Coroutine[Any, Any, T]], prepared: Any) -> None:
-        # The group is not made in the exchange of `begin`, because the other members would then report a loss of this
+        # `begin` does not make the group in its exchange, because the other members would then report the loss of this
         # rank as a cancellation.
         own = self._group
         try:
@@ -192,10 +192,10 @@ class JointWork(Generic[T]):
         while self._is_held and not self._is_over:
             assert self._released is not None, "it is held"
             with contextlib.suppress(asyncio.CancelledError):  # only the first cancellation is raised
-                await asyncio.wait([self._released])  # a wait through the engine would raise after a failure
+                await asyncio.wait([self._released])  # the engine's own wait would raise if the job has failed
 
 
 def _mark_retrieved(outcome: asyncio.Future[Any]) -> None:
-    """Keep asyncio from logging an exception that is never retrieved because the caller was cancelled."""
+    """Prevent asyncio from logging an exception that a cancelled caller never retrieves."""
     if not outcome.cancelled():
         outcome.exception()

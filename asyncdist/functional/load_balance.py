@@ -1,4 +1,4 @@
-"""Prints tables of step times: how long the steps of each rank took, and how long ranks waited for the slowest.
+"""Prints tables of step times: how long each rank's steps took, and how long ranks waited for the slowest one.
 
 The input is one dict per rank, which maps step names to seconds per iteration. A step is reported for the ranks that
 have it. Only iterations that all these ranks have are compared. The tables mention missing ranks and ignored
@@ -29,8 +29,8 @@ class StepBalance:
 
     Attributes:
         useful_s: Average working time of a rank in seconds: the mean over ranks, summed over iterations.
-        waiting_s: Average time in seconds that a rank waited for the slowest rank: the maximum over ranks minus the
-            mean, summed over iterations.
+        waiting_s: Average seconds that a rank waited for the slowest rank: the maximum over ranks minus the mean,
+            summed over iterations.
         iteration_count: Number of iterations that all ranks have. Further iterations are ignored.
         iteration_count_max: Largest number of iterations on any rank.
         ranks, missing: Ranks that have the step, and ranks that lack it.
@@ -52,7 +52,7 @@ class StepBalance:
 
     @property
     def remark(self) -> str:
-        """Note about missing ranks and ignored iterations, or ""."""
+        """Note about the step's missing ranks and ignored iterations, or ""."""
         remarks = [f"not on {ranks_in_words(self.missing)}"] if self.missing else []
         if self.iteration_count < self.iteration_count_max:
             remarks.append(f"first {self.iteration_count} of up to {self.iteration_count_max} iterations")
@@ -95,8 +95,8 @@ class StepTime:
     """Compares the times of one step over the ranks that have it.
 
     Attributes:
-        max_s: Largest total of any rank, in seconds.
-        mean_s: Mean of the ranks' totals, in seconds.
+        max_s: Largest total time of a rank, in seconds.
+        mean_s: Mean of the ranks' total times, in seconds.
         ranks, missing: Ranks that have the step, and ranks that lack it.
     """
 
@@ -155,7 +155,7 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
 
 
 def report_time_info(all_timing_dict: Sequence[Timing], world_size: int | None = None) -> TimeInfo:
-    """Print and return each step's mean and total time on each rank, and the largest and mean total over the ranks.
+    """Print and return each step's mean and total time on each rank, and the largest and mean total of all ranks.
 
     The arguments are those of :func:`report_load_imbalance`.
     """
@@ -182,7 +182,7 @@ def _balance(step: str, timings: Sequence[Mapping[str, Sequence[float]]]) -> Ste
     for seconds in zip(*rows, strict=False):  # stops at the last iteration that all ranks have
         mean = sum(seconds) / len(seconds)
         useful_s += mean
-        waiting_s += max(0.0, max(seconds) - mean)  # because of rounding, the mean of equal numbers may exceed them
+        waiting_s += max(0.0, max(seconds) - mean)  # the rounded mean of equal numbers may exceed them
     lengths = [len(row) for row in rows]
     return StepBalance(step, useful_s, waiting_s, min(lengths), max(lengths), ranks, missing)
 

@@ -1,4 +1,4 @@
-"""Everyday helpers: one rank computes for all, all ranks compute for one, or one rank runs first.
+"""Helpers that let one rank compute for all, all ranks compute for one, or one rank run first.
 
 Each helper is collective in its group, by default the whole world. An exception in a rank's function is raised
 unchanged on that rank, and as a RemoteError with rank, type and message on every other member. A value of a type that
@@ -247,7 +247,7 @@ async def reduce_and_broadcast(
 ) -> U: ...
 
 
-# mypy does not infer that generic functions such as ``sum`` accept a list of T.
+# Without this overload, mypy rejects generic functions such as ``sum`` for a list of T.
 @overload
 async def reduce_and_broadcast(
     fn1: Callable[[], Any],

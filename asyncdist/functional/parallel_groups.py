@@ -58,7 +58,7 @@ class ParallelLayout:
 
     @property
     def data_parallelism(self) -> int:
-        """Number of copies of the model."""
+        """Number of copies of the whole model."""
         return self.world_size // (self.model_parallelism * self.pipeline_parallelism)
 
     def model_groups(self) -> list[list[int]]:
@@ -67,7 +67,7 @@ class ParallelLayout:
         return [list(range(first, first + width)) for first in range(0, self.world_size, width)]
 
     def pipeline_groups(self) -> list[list[int]]:
-        """Return the ranks that have the stages of one copy, first stage first, a list for each shard of each copy."""
+        """Return the ranks of each pipeline, first stage first, one list for each shard of each copy."""
         replica_size = self.model_parallelism * self.pipeline_parallelism
         return [
             list(range(copy + shard, copy + replica_size, self.model_parallelism))
@@ -107,7 +107,7 @@ class ParallelGroups(Generic[G]):
     data: G
 
 
-#: The groups that :func:`parallel_groups` returns in the current task.
+#: Groups that :func:`parallel_groups` returns in the current task.
 current_groups: ContextVar[ParallelGroups[Any]] = ContextVar("current_groups")
 
 

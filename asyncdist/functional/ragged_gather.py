@@ -86,7 +86,7 @@ async def gather_distributed_data(
 
 
 def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
-    """Return the data's kind, dtype and shape (of a list, its encoded size), and its bytes as a uint8 tensor."""
+    """Return the data's kind, dtype and shape (for a list, its encoded size), and its bytes as a uint8 tensor."""
     if isinstance(data, list):
         payload = serialization.encode(data)
         return ("list", "", [len(payload)]), torch.frombuffer(bytearray(payload), dtype=torch.uint8)

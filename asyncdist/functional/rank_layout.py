@@ -325,7 +325,7 @@ async def initialize_distributed_compute(
         groups = await world.peers.groups.new_groups(own, start.left_s(_TIMEOUT_S), part_of=start)
         return DistributedContext(world, plan, dict(zip(own, groups, strict=True)))
 
-    # The caller must wait for the exchange of host names, which uses the world's group.
+    # If the ranks exchange host names in the world's group, a cancelled caller waits for the exchange.
     is_held = placement == "host" and layout is None
     return await start_together(
         world.services,
@@ -410,7 +410,7 @@ def _choose_buffers(training: dict[str, list[int]], count: int) -> dict[str, lis
     """Choose ``count`` buffers, remove them from their hosts' training ranks, and return them by host."""
     buffers: dict[str, list[int]] = {host: [] for host in training}
     for _ in range(count):
-        # Among equal hosts, the first is chosen. Hosts that would have no training rank left are chosen last.
+        # Among equal hosts, the first is chosen. Hosts with a single training rank are chosen last.
         host = max(training, key=lambda name: (len(training[name]) > 1, len(training[name]) / (len(buffers[name]) + 1)))
         buffers[host].insert(0, training[host].pop())
     return buffers
@@ -442,7 +442,7 @@ def _assign(training: Mapping[str, Sequence[int]], buffers: Mapping[str, Sequenc
     for rank in strangers:
         clients[min(clients, key=lambda buffer: len(clients[buffer]))].append(rank)
     for buffer, served in clients.items():
-        if not served:  # no training rank was left for this buffer
+        if not served:  # this buffer has no training rank yet
             busiest = max(clients, key=lambda other: len(clients[other]))
             clients[buffer].append(clients[busiest].pop())
     return {buffer: tuple(sorted(served)) for buffer, served in sorted(clients.items())}

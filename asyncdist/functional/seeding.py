@@ -12,7 +12,7 @@ from asyncdist.runtime.world import World, current_world
 
 
 def seed_all(seed: int, *, world: World | None = None) -> int:
-    """Seed :mod:`random`, NumPy's global generator and torch, on all devices, differently on each rank.
+    """Seed :mod:`random`, NumPy's global generator and torch, on all devices, with a different seed on each rank.
 
     Shuffling and dropout then differ between ranks. For equal initial weights, call ``torch.manual_seed(seed)``, create
     the model, and call this function afterwards.

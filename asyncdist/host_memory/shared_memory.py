@@ -50,7 +50,7 @@ class Address:
 
     @classmethod
     def unpack(cls, data: bytes) -> Address:
-        """Return the address that :meth:`pack` has converted to ``data``."""
+        """Return the address that :meth:`pack` converted to ``data``."""
         return cls(*cls._FORMAT.unpack(data))
 
     @property
@@ -99,7 +99,7 @@ def order_memory() -> None:
 
 
 def find(address: Address) -> Tensor:
-    """Map another process's memory as a uint8 tensor, to which only that process may write. May raise OSError."""
+    """Map another process's memory as a uint8 tensor. Only that process may write to it. May raise OSError."""
     if not address.is_behind(address.path):  # checked before opening, because opening a device may have side effects
         raise FileNotFoundError(f"{address.path} is not the shared memory of process {address.pid}")
     descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)

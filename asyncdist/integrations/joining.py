@@ -1,4 +1,4 @@
-"""Runs a policy in training programs that do not know about ranks: joins the job, starts and ends the policy."""
+"""Runs a policy in programs that do not know about ranks: joins the job, and starts and ends the policy."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def join() -> World:
 
 def below(path: Any, folder: str) -> str:
     """Return the path of the subfolder ``folder``, or ``path`` if it is already in such a subfolder."""
-    parent: str = os.fspath(path)  # Path would change a URL
+    parent: str = os.fspath(path)  # pathlib.Path would alter a URL
     return parent if folder in parent.split("/") else os.path.join(parent, folder)
 
 
@@ -221,13 +221,13 @@ class Training(Generic[PolicyT]):
     """Owns a policy for the duration of one training.
 
     Args:
-        kind: Class of the policy, or an object that returns the policy, called with a model and its optimizer.
+        kind: Class of the policy, or another callable that takes a model and its optimizer and returns the policy.
         options: Options of the policy.
         warning: Warning that rank 0 logs when the training begins; "" for no warning.
 
     Attributes:
-        kind: Given ``kind``.
-        name: Option ``name`` of the policy, or "" if it has none.
+        kind: The argument ``kind``.
+        name: The policy's option ``name``, or "" if it has none.
         policy: Open policy; None before and after the training.
         is_judged: Whether the policy's steps need this rank's metric. Policies that use no metric, or have the option
             ``metric``, do not.
@@ -266,7 +266,7 @@ class Training(Generic[PolicyT]):
         if self._warning and world.rank == 0:
             logger.warning("%s", self._warning)
         self._warning = ""
-        # A user may begin the training again in the except clause that handles the error.
+        # A user may begin the training again in the except clause that handles the exhausted memory.
         if (error := sys.exception()) is not None and is_out_of_memory(error):
             note_out_of_memory()
         made = self.kind(model, optimizer, **self._options)
@@ -322,7 +322,7 @@ class Training(Generic[PolicyT]):
             self._keep(policy, 0)
 
     def _continue(self, made: PolicyT) -> bool:
-        """Continue with an open policy that has the type and options of ``made``, and return whether there is one."""
+        """If an open policy has the type and options of ``made``, continue with it and return True."""
         owners = [(owner, owner.policy) for owner in _open_trainings() if owner.policy is not None]
         for owner, policy in owners:
             may_continue = owner.is_interrupted or not made.has_loaded
@@ -357,7 +357,7 @@ class Training(Generic[PolicyT]):
         self._caller.forget(self.end)
 
     def judge_by_training_loss(self) -> None:
-        """Declare that the metrics are training losses, so that a rising loss causes no warning about ``"min"``."""
+        """Declare that the metric is the training loss, so that a rising loss causes no warning about ``"min"``."""
         if self.policy is not None and self.policy.awaited._metric_mode == "min":
             self.policy.awaited.note_direction()
 
@@ -374,7 +374,7 @@ class Training(Generic[PolicyT]):
     def state_without_waiting(self) -> dict[str, Any]:
         """Return the state of the open policy; empty if no policy is open or rounds are in flight.
 
-        Waiting for a round after an exception could last forever, because the other ranks may have ended.
+        After an exception, a wait for a round could last forever, because the other ranks may have ended.
         """
         try:
             return {} if self.policy is None else self.policy.awaited.state_dict()
@@ -405,7 +405,7 @@ class Training(Generic[PolicyT]):
 
         Args:
             metric: This rank's metric; None if the policy uses none.
-            tokens: Number of tokens or examples since the last step, if the policy's ``step`` has this option.
+            tokens: Number of tokens or examples since the last step, if the policy's ``step`` accepts it.
         """
         if self.is_apart:
             self._caller.call(self._caller.world.safe_point)  # raises the error of a failed job
@@ -438,7 +438,7 @@ class Training(Generic[PolicyT]):
         return self.policy
 
     def end(self, error: BaseException | None = None) -> None:
-        """Leave the policy if it is open. After ``error`` shows that memory ran out, leave it open for a restart."""
+        """Leave the policy if it is open. If ``error`` says that memory ran out, keep it open for a restart."""
         policy = self.policy
         if policy is None and not self.is_apart:
             return
@@ -447,7 +447,7 @@ class Training(Generic[PolicyT]):
             return
         self._release()
         if policy is not None and self._caller.is_open:  # the world may have ended with an error
-            trace = getattr(error, "__traceback__", None)  # without it, contextlib removes the error's traceback
+            trace = getattr(error, "__traceback__", None)  # if missing, contextlib removes the error's traceback
             policy.__exit__(type(error) if error is not None else None, error, trace)
 
 
@@ -473,7 +473,7 @@ def note_out_of_memory() -> None:
 
 @contextmanager
 def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[None]:
-    """Add advice to a StartTimeoutError of the body, which starts ``made``, if an equal policy is still open."""
+    """If starting ``made`` in the body times out while an equal policy is open, add advice to the error."""
     try:
         yield
     except StartTimeoutError as error:
@@ -488,7 +488,7 @@ def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[
 
 
 def _enter_with_all(policy: Policy[Any]) -> None:
-    """Start a policy, again if this rank joined the start of a rank that began again after running out of memory.
+    """Start a policy. Repeat the start if it collided with a rank that starts again after running out of memory.
 
     That rank waits alone until a timeout, and then trains without a policy. The other ranks are notified of its start
     only when they start their next policy, and must then start again. If the timeout passes before all of them have
@@ -505,7 +505,7 @@ def _enter_with_all(policy: Policy[Any]) -> None:
 
 
 def _is_of_two_kinds(error: DisagreementError) -> bool:
-    """Return whether ``error`` says that only some of the starting ranks had run out of memory."""
+    """Return whether ``error`` says that only some of the starting ranks ran out of memory before."""
     return error.facts.get("difference") == BEGINS_AGAIN
 
 

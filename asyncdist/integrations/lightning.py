@@ -60,7 +60,7 @@ logger = logging.getLogger("asyncdist.integrations")
 
 #: Lightning callbacks that average weights over time.
 _AVERAGES: Final = frozenset(("StochasticWeightAveraging", "WeightAveraging"))
-#: Key in a checkpoint for the number of the rank, or of the replica, that has saved it.
+#: Key in a checkpoint for the number of the rank or replica that saved it.
 _NUMBER: Final = "asyncdist_number"
 #: Packages that contain Lightning's ``Trainer``, each with the name of its Fabric package.
 _LIBRARIES: Final = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
@@ -146,7 +146,7 @@ class Averaging(Callback, Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """The policy while the trainer fits; None otherwise."""
+        """The running policy; None while the trainer does not fit."""
         return self._training.policy
 
     @property
@@ -292,7 +292,7 @@ class Averaging(Callback, Generic[PolicyT]):
                 loss = loss * trainer.accumulate_grad_batches  # undoes Lightning's division
             self._loss.add(loss)
         step_count = self._steps.completed
-        if step_count == self._step_count:  # only gradients were accumulated
+        if step_count == self._step_count:  # the batch only accumulated gradients
             return
         self._step_count = step_count
         self._training.use(self._choose(trainer.optimizers))
@@ -361,7 +361,7 @@ class Averaging(Callback, Generic[PolicyT]):
         return self._open_state() or self._last_state
 
     def _open_state(self) -> dict[str, Any]:
-        """Return the state of the open policy, or on the first rank of a replica, the states of all its ranks."""
+        """Return the open policy's state. On the first rank of a replica, return the states of all its ranks."""
         state = self._training.state_dict()
         if self._replica is None or self._replica.size == 1 or not state:
             return state
@@ -383,7 +383,7 @@ class Averaging(Callback, Generic[PolicyT]):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Note whether another rank or replica has saved the checkpoint, whose order of rows is then not used."""
+        """Record whether another rank or replica saved the checkpoint. If so, its order of rows is not used."""
         self._has_loaded_other = checkpoint.get(_NUMBER) != self._number
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -442,7 +442,7 @@ class SelectiveAveraging(Averaging[Selective]):
 
 
 class _GlobalStep:
-    """Provides the trainer's number of optimizer steps as ``completed``."""
+    """Provides the number of the trainer's optimizer steps as ``completed``."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -453,9 +453,9 @@ class _GlobalStep:
 
 
 def _steps_of(trainer: pl.Trainer) -> Any:
-    """Return an object whose ``completed`` is the number of optimizer steps, if possible without ``global_step``.
+    """Return an object whose attribute ``completed`` is the number of optimizer steps.
 
-    The trainer's ``global_step`` is slower.
+    It is faster than the trainer's ``global_step``, which is used only if there is no other way.
     """
     try:
         loop: Any = trainer.fit_loop.epoch_loop
@@ -473,7 +473,7 @@ def _steps_of(trainer: pl.Trainer) -> Any:
 def _settle_before_saving(strategy: Any) -> None:
     """Patch a strategy to wait for the rounds in flight before it reads the weights for a checkpoint.
 
-    Otherwise, a strategy that gathers copies of the weights would save weights from before the end of the rounds.
+    A strategy that gathers copies of the weights would otherwise miss the changes that the rounds make.
     """
     if "lightning_module_state_dict" in vars(strategy):  # an earlier fit has patched the strategy
         return
@@ -523,7 +523,7 @@ def _write_below(trainer: pl.Trainer, folder: str) -> None:
             if isinstance(given := getattr(logger, name, None), str | os.PathLike):
                 setattr(logger, name, below(given, folder))
         options = getattr(logger, "_wandb_init", None)  # wandb has a second folder, with a separate option
-        # The logger of fast_dev_run returns a method for any attribute name.
+        # Not a dict with fast_dev_run, whose logger returns a method for any attribute name.
         if isinstance(options, dict) and options.get("dir") is not None:
             options["dir"] = below(options["dir"], folder)
             os.makedirs(options["dir"], exist_ok=True)  # if it is missing, wandb uses a temporary folder

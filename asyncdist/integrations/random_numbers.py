@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-#: Packages whose samplers are reseeded. Other samplers may already divide rows among ranks.
+#: Packages whose samplers are reseeded. The samplers of other packages may already divide rows among ranks.
 _LIBRARIES: Final = {
     "accelerate",
     "lightning",
@@ -125,7 +125,7 @@ def seed_workers_apart(loader: Any, number: int) -> None:
 
 
 def with_seeds_apart(state: Any, number: int) -> Any:
-    """Return a copy of a StatefulDataLoader's state, or of a container of states, with other seeds of the workers."""
+    """Return a copy of a StatefulDataLoader's state, or of a container of states, with different worker seeds."""
     if isinstance(state, list):
         return [with_seeds_apart(each, number) for each in state]
     if not isinstance(state, dict):
@@ -150,7 +150,7 @@ def _samplers_of(loader: Any, size: int) -> Iterator[Any]:
     while waiting:
         holder = waiting.pop()
         inside = [getattr(holder, name, None) for name in _HOLDING]
-        inside += getattr(holder, "batch_samplers", ())  # sentence_transformers has one per dataset
+        inside += getattr(holder, "batch_samplers", ())  # sentence_transformers has a batch sampler per dataset
         if isinstance(holder, Sampler):  # Lightning wraps a sampler in a dataset, and the dataset in a sampler
             inside.append(getattr(getattr(holder, "dataset", None), "_sampler", None))
         for sampler in inside:

@@ -17,7 +17,7 @@ from asyncdist.blocking.world import World
 from asyncdist.integrations.joining import choose_gpus
 from asyncdist.protocols.joining.state_transfer import packed, unpacked
 
-#: Key in a checkpoint of the policy's states of a replica's ranks.
+#: Key in a checkpoint for the policy states of a replica's ranks.
 _STATES: Final = "states of a replica's ranks"
 
 
@@ -117,7 +117,7 @@ def replica_of(world: World, size: int) -> Replica:
 
 
 def states_of_replica(world: World, replica: Replica, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the policy's states of all ranks of this rank's replica, for the checkpoint that its first rank writes.
+    """Return the policy states of all ranks in this rank's replica, for a checkpoint by the replica's first rank.
 
     All ranks of the replica must call this function. It returns an empty dict on all but the first.
     """
@@ -136,7 +136,7 @@ def states_of_replica(world: World, replica: Replica, state: Mapping[str, Any]) 
 
 
 def state_of_rank(replica: Replica, states: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return this rank's state from a result of :func:`states_of_replica`.
+    """Return this rank's policy state from a result of :func:`states_of_replica`.
 
     Raises:
         ValueError: The replica that saved the states had a different number of ranks.
@@ -153,7 +153,7 @@ def state_of_rank(replica: Replica, states: Mapping[str, Any]) -> Mapping[str, A
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Host, local rank and offered port of a rank in a replica. Port 0 means that the rank offers none."""
+    """Host, local rank and offered port of a rank in a replica. Port 0 means that it offers no port."""
 
     hostname: str
     local_rank: int

@@ -63,7 +63,7 @@ hide_ranks()
 
 logger = logging.getLogger("asyncdist.integrations")
 
-#: First part of the names of the files in a checkpoint that contain the policies' states.
+#: Prefix of the names of the files with policy states in a checkpoint.
 _STATE_FILE: Final = "asyncdist_policy"
 
 
@@ -121,7 +121,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """The policy while the trainer trains; None otherwise."""
+        """The running policy; None while the trainer does not train."""
         return self._training.policy
 
     __copy__ = __deepcopy__ = __reduce_ex__ = refuse_copy
@@ -224,7 +224,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         return settle_and_save
 
     def _saving_state(self, save: Callable[[str], None]) -> Callable[[str], None]:
-        """Wrap ``save`` to write the policy's state next to the optimizer's."""
+        """Wrap ``save`` to write the policy's state next to the optimizer's state."""
 
         def save_both(output_dir: str) -> None:
             save(output_dir)
@@ -236,7 +236,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
     @property
     def _state_file(self) -> str:
-        """Name of the file with this rank's policy state in a checkpoint, whose folder the ranks of a replica share."""
+        """Name of this rank's policy state file in a checkpoint. The ranks of a replica share the folder."""
         return "_".join((_STATE_FILE, self._key, *([str(self._place)] if self._place else []))) + ".pt"
 
     @property
@@ -256,7 +256,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         return load_both
 
     def _load_state(self, trainer: Trainer, checkpoint: Path) -> None:
-        """Load the policy's state, possibly from the one file that earlier versions wrote for all policies."""
+        """Load the policy's state, possibly from the single file that earlier versions wrote for all policies."""
         old = checkpoint / (f"{_STATE_FILE}_{self._place}.pt" if self._place else f"{_STATE_FILE}.pt")
         if (own := checkpoint / self._state_file).exists():
             self._training.load_state_dict(torch_files.load(own))
@@ -267,7 +267,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
                 self._training.load_state_dict(state)
 
     def _leaving_before(self, load_best_model: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``load_best_model`` to leave the policy before, because leaving may change the weights."""
+        """Wrap ``load_best_model`` to leave the policy first, because leaving may change the weights."""
 
         def leave_and_load(*args: Any, **options: Any) -> None:
             self._training.end()
@@ -287,7 +287,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         return step
 
     def _count(self, inputs: Any, item_count: Any) -> None:
-        """Count a batch's examples, or record ``item_count``, the number of labelled tokens of the whole step."""
+        """Count a batch's examples, or record ``item_count``, the number of labelled tokens in the whole step."""
         if item_count is not None:
             self._token_count = float(item_count)
         else:
@@ -363,7 +363,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         if self.monitor is None:
             return
         found = metrics or {}
-        # If only known metrics are reported, all evaluation datasets have been evaluated once.
+        # If all reported metrics have been reported before, each evaluation dataset has been evaluated once.
         if self.monitor not in found and self._evaluated.issuperset(found):
             self._warn_of_no_metric()
         self._evaluated.update(found)
@@ -464,7 +464,7 @@ def _averagings_of(trainer: Trainer) -> list[Averaging[Any]]:
 
 
 def _attach_to_trainers() -> None:
-    """Patch ``Trainer.train`` to attach its :class:`Averaging` callbacks, which have no reference to their trainer."""
+    """Patch ``Trainer.train`` to pass the trainer to its :class:`Averaging` callbacks, which cannot find it."""
     train: Callable[..., Any] = Trainer.train
 
     @functools.wraps(train)
@@ -478,7 +478,7 @@ def _attach_to_trainers() -> None:
 
 
 def _push_only_from_rank_0(name: str) -> None:
-    """Patch a method of ``Trainer`` that uses the hub to do nothing on ranks that may not push.
+    """Patch a ``Trainer`` method that uses the hub, so that it does nothing on ranks that may not push.
 
     The class is patched because the trainer's constructor creates the repository before it calls any callback.
     """

@@ -79,7 +79,7 @@ def _is_rank_0_elsewhere(environ: Mapping[str, str]) -> bool:
 
 
 def why_no_rank_0(environ: Mapping[str, str]) -> str:
-    """Return why rank 0 may not be on the host on which the ranks meet, or "" if the user has set MASTER_ADDR."""
+    """Return why rank 0 may not be on the rendezvous host, or "" if the user has set MASTER_ADDR."""
     if environ.get("MASTER_ADDR"):
         return ""
     nodelist = environ.get("SLURM_STEP_NODELIST", "")
@@ -91,7 +91,7 @@ def why_no_rank_0(environ: Mapping[str, str]) -> str:
 
 
 def port(job: int, step: int) -> int:
-    """Return a step's port, which differs from the ports of the first hundred steps of the next hundred jobs."""
+    """Return a step's port. The first hundred steps of the next hundred jobs have different ports."""
     return _FIRST_PORT + (job * 101 + step) % _PORT_COUNT
 
 
@@ -124,5 +124,5 @@ def list_plugins(srun: str) -> list[str]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    # srun indents the names below a headline. Before Slurm 21, it prints them on stderr.
+    # srun indents the plugins' names below a headline. Before Slurm 21, it prints them on stderr.
     return sorted(set(re.findall(r"^\s+(\w+)$", ended.stdout + ended.stderr, re.MULTILINE)))

@@ -31,7 +31,7 @@ class Variables:
         self.problems: list[str] = []
 
     def has(self, name: str) -> bool:
-        """Return whether a variable is set and not empty."""
+        """Return whether the variable ``name`` is set and not empty."""
         return bool(self.values.get(name))
 
     def number(self, name: str) -> int | None:
@@ -56,7 +56,7 @@ class Variables:
             )
 
     def place(self, size_name: str, rank_name: str, *, alone: bool = False) -> tuple[int | None, int | None]:
-        """Return a launcher's size and rank, each None if missing. With ``alone``, one may be missing."""
+        """Return the world size and rank that a launcher has set, or None. With ``alone``, one may be missing."""
         for present, missing in ((size_name, rank_name), (rank_name, size_name)):
             if self.has(present) and not self.has(missing) and not alone and present not in TORCH_NAMES:
                 self.problems.append(f"{present}={self.values[present]!r} is set but {missing} is not")
@@ -99,7 +99,7 @@ class TorchRendezvous:
         admits_restarted: Whether restarted or new ranks may join the world later.
         job: Launcher's name for the job.
         empty_count: Number of highest ranks without a process when the world begins.
-        why_missing: Possible reason, for errors, why rank 0 is at another address; "" if none is known.
+        why_missing: Reason, for errors, why rank 0 may be at another address; "" if none is known.
         is_loopback: Whether all ranks are on this host, including those that join later.
     """
 

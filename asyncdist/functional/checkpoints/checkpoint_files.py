@@ -1,6 +1,6 @@
 """Writes and reads checkpoint files.
 
-Each file is written in a private folder and then moved, the manifest last.
+Each file is written in a private folder and then moved to the checkpoint. The manifest is moved last.
 :mod:`asyncdist.functional.checkpoints.population_checkpoint` describes the folder's structure. All functions block on
 disk I/O.
 """
@@ -168,7 +168,7 @@ def _write_aside(folder: int, path: Path, write: Callable[[Path], object]) -> di
 
 
 def _cause_of(error: BaseException | None) -> OSError | None:
-    """Return the OSError behind ``error``, or None. torch may raise another error when it closes the file."""
+    """Return the OSError that caused ``error``, if any. torch raises another error if it cannot close the file."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
@@ -223,7 +223,7 @@ def _delete_old(newest: Path, keep: int) -> None:
             # The manifest is deleted first, so that a partly deleted checkpoint is not valid.
             with contextlib.suppress(FileNotFoundError), new_files.entered(folder, follows=False) as opened:
                 os.unlink(_MANIFEST, dir_fd=opened)
-            shutil.rmtree(folder, ignore_errors=True)  # it does not follow links either
+            shutil.rmtree(folder, ignore_errors=True)  # rmtree does not follow links either
 
 
 def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -271,7 +271,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def saved_rank(entry: Mapping[str, Any], index: int) -> int:
-    """Return the rank that saved the file at position ``index``. Entries without a rank are of a group of all ranks."""
+    """Return the rank that saved the file at position ``index``. If none is stored, all ranks saved, in order."""
     rank = entry.get("rank")
     return index if rank is None else int(rank)
 
@@ -286,7 +286,7 @@ def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
     if size == len(files):
         return list(range(size))
     if len(files) % count or size % count:
-        count = 1  # the policy will refuse this number of ranks, or has other replicas
+        count = 1  # no whole replicas can be chosen, so choose single ranks
     units = [files[first : first + count] for first in range(0, len(files), count)]
     return [unit * count + place for unit in _chosen(units, size // count) for place in range(count)]
 

@@ -39,7 +39,7 @@ def state_of(
     extra: Any,
     metric: float | None,
 ) -> dict[str, Any]:
-    """Return this rank's state, with its manifest entry as "entry". Raise TypeError if a part could not be loaded."""
+    """Return this rank's state, with its manifest entry as "entry". Raise TypeError if torch could not load a part."""
     state = {
         "model": model.state_dict(),
         "optimizer": None if optimizer is None else _map_leaves(_plain_number, optimizer.state_dict()),
@@ -121,10 +121,10 @@ def _metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
 
 
 def policy_state(state: dict[str, Any], sources: Mapping[int, int], *, is_copy: bool) -> dict[str, Any]:
-    """Return the state for a policy. A copy gets no random state, so that it does not repeat the original's numbers.
+    """Return the policy's part of a loaded state. A copy gets no random state, and so draws other numbers.
 
     Args:
-        sources: Saved rank whose role each rank takes over, by rank; for policies whose state has rank numbers.
+        sources: For each rank, the saved rank whose role it takes over. Policies that store rank numbers need it.
     """
     changed: dict[str, Any] = {"sources": tuple(sources.items())}
     if is_copy:
@@ -217,9 +217,8 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
 def arranged_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> Any:
     """Return the loaded optimizer's state in the order of this optimizer's parameters.
 
-    Without parameter names, which older files lack, the saved order is kept.
-
-        Raise ValueError if the optimizers' groups have different parameters.
+    Without parameter names, which older files lack, the saved order is kept. Raise ValueError if the optimizers' groups
+    have different parameters.
     """
     if loaded.get("optimizer_names") is not None:
         own = loading.parameter_names(model, optimizer)

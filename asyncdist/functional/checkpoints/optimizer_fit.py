@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-#: Optimizers of torch with states of other shapes than their parameters'.
+#: torch optimizers whose state tensors may have different shapes than the parameters.
 _OTHER_SHAPES: Final = (torch.optim.Adafactor, torch.optim.LBFGS)
 
 
@@ -46,7 +46,7 @@ def check(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
 
 
 def _problem(value: Any, parameter: torch.Tensor, *, is_of_torch: bool) -> str:
-    """Return why a value cannot be part of a parameter's state, or ""."""
+    """Return the reason why ``value`` cannot be part of a parameter's state, or ""."""
     if not isinstance(value, torch.Tensor):
         return f"must be a tensor or a number, got {value!r:.40}" if is_of_torch and isinstance(value, str) else ""
     if value.is_meta and not parameter.is_meta:

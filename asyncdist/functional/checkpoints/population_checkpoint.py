@@ -125,7 +125,7 @@ async def save_population(
 
 async def _settle(policy: Stateful | None) -> None:
     """Let a policy with a method ``settle`` receive the data in flight, so that its state can be saved."""
-    # A blocking policy wraps the one with ``settle``.
+    # A blocking policy wraps the policy that has ``settle``.
     settle = getattr(getattr(policy, "awaited", policy), "settle", None)
     if settle is not None:
         await settle()
@@ -162,7 +162,8 @@ async def async_save_population(
         TypeError, ValueError, OSError: The errors of :func:`save_population`. An error in writing a file is logged, and
             raised when the save is awaited.
 
-    **Cancellation**: unless the save is completed, the others get RemoteError, from this call or when they await it.
+    **Cancellation**: unless the save is completed, the others get RemoteError, from this call or from awaiting the
+    save.
     """
     save = _Save(path, model, keep, format, group, world, is_beside=True)
     await _settle(policy)
@@ -198,7 +199,7 @@ class PendingSave:
 
 
 class _Save:
-    """Saves this rank once. With ``is_beside``, a thread writes a copy while training continues."""
+    """Saves this rank's state once. With ``is_beside``, a thread writes a copy while training continues."""
 
     def __init__(
         self,
@@ -256,7 +257,7 @@ class _Save:
         groups = self._world.peers.groups
         self._group = await groups.surviving_group(everyone, _SURVIVORS_TIMEOUT_S)
         self.joint = JointWork(self._world, self._group, "save_population")
-        # A later save, made by a new group of survivors, waits for this save.
+        # A later save in a new group of survivors must wait for this save.
         self._group.lease.joint_work, everyone.lease.joint_work = everyone.lease.joint_work, self.joint
 
     async def _free_survivors(self) -> None:
@@ -337,15 +338,15 @@ async def load_population(
     others already train. The policy that it then enters gives it the state of another rank.
 
     Args:
-        path: Path passed to :func:`save_population`, or its result.
+        path: Path passed to :func:`save_population`, or returned by it.
         model, optimizer: Model and optimizer with the same layout as the saved ones; changed in place.
         policy: Policy of the same class, not yet entered with ``async with``.
         group: Ranks that load; by default all.
         world: World of the call; by default the current one.
 
     Raises:
-        FileNotFoundError: There is no complete checkpoint. All members raise it, so each may catch it and start from
-            the beginning. Also raised on a restarted rank without ``group``.
+        FileNotFoundError: There is no complete checkpoint. All members raise this error, so each may catch it and start
+            from the beginning. Also raised on a restarted rank without ``group``.
         ValueError: The checkpoint has a different model (the error names the first difference), optimizer, policy or
             version, or a damaged file.
         LocalProtocolError: The policy was already entered.
@@ -433,7 +434,7 @@ async def _load(
 
 
 def _choose(path: Path, size: int) -> tuple[str, str]:
-    """Return the newest checkpoint's folder, and as JSON the saved rank and manifest entry for each loading rank."""
+    """Return the newest checkpoint's folder, and JSON with the saved rank and its entry for each loading rank."""
     folder, manifest = checkpoint_files.find_newest(path)
     plan, saved = checkpoint_files.plan(manifest["files"], size), len(manifest["files"])
     if size > saved:

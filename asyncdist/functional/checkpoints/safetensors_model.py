@@ -76,7 +76,7 @@ def read_foreign(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return these contiguous tensors, copying any that begins inside another tensor."""
+    """Return these contiguous tensors. A tensor that begins inside another one is copied."""
     apart: dict[str, torch.Tensor] = {}
     ends: dict[torch.device, int] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):

@@ -1,8 +1,7 @@
 """Gives every rank the best model of the population: the best rank's model, or a mean of several ranks' models.
 
-All ranks measure their own models, and then the same trial means. To compute a mean, the ranks broadcast their weights
-in turn, in pieces. Besides the model, a rank needs memory for a copy of its own weights, for the mean, and for one
-piece.
+All ranks measure their own models, and then the same means. To compute a mean, the ranks broadcast their weights in
+turn, in pieces. Besides the model, a rank needs memory for a copy of its own weights, for the mean, and for one piece.
 
 The rank with the best model decides, because it has measured both the best model and the means on the same data. The
 other ranks also measure the means, so that different data on the ranks is detected.
@@ -73,8 +72,8 @@ async def best_of_population(
 
     Args:
         model: Model with the same names, shapes, dtypes and tied weights on all members; changed in place.
-        loss: Function or coroutine function of the model, in evaluation mode, that returns its loss, a number; smaller
-            is better. It must use the same held-out data on every rank, and no collectives.
+        loss: Function or coroutine function that takes the model, in evaluation mode, and returns its loss, a number.
+            Smaller is better. It must use the same held-out data on every rank, and no collectives.
         score: Like ``loss``, but larger is better. Exactly one of the two must be passed.
         soups: Soups to try: ``"uniform"``, ``"greedy"``, both, or no soup.
         loader: Batches of training data, equal on all ranks, from which a soup's BatchNorm statistics are recomputed
@@ -92,7 +91,7 @@ async def best_of_population(
         LocalProtocolError: This rank is not in the group, or was restarted and no group was passed.
         RankLostError: A member was lost during the call. To choose among the remaining models, call the function again.
 
-    If the call raises, the model has its own weights. **Cancellation**: the others get RemoteError.
+    If the call raises, the model keeps its own weights. **Cancellation**: the others get RemoteError.
     """
     search = _Search(model, loss, score, soups, loader)
     is_default_group = group is None
@@ -292,7 +291,7 @@ class _Search:
         self._count += 1
 
     async def _show_with(self, member: int) -> None:
-        """Write the mean that includes one more member into the model. The stored mean is unchanged."""
+        """Write the mean with one more member into the model. The stored mean is unchanged."""
         self._state.load(self._mean)  # also undoes changes that the last measurement made to buffers
         pairs: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for entry, pair in zip(self._state.entries, self._state.pairs(self._mean), strict=True):
@@ -310,7 +309,7 @@ class _Search:
     async def _stream(
         self, dtype: torch.dtype, member: int, take: Callable[[torch.Tensor, int, torch.Tensor], None]
     ) -> None:
-        """Call ``take`` with each piece of the mean, its offset, and the same piece of a member's weights."""
+        """Call ``take`` with each piece of the mean, its offset, and the matching piece of a member's weights."""
         flat, own = self._mean.tensors[dtype], self._own.tensors[dtype]
         for start in range(0, len(flat), _PIECE_COUNT):
             mean = flat[start : start + _PIECE_COUNT]

@@ -47,7 +47,7 @@ class Soup:
 
 
 def is_better(metric: float, other: float, direction: Direction) -> bool:
-    """Return whether a metric is finite and strictly better than another one."""
+    """Return whether ``metric`` is finite and strictly better than ``other``."""
     return math.isfinite(metric) and (metric < other if direction == "min" else metric > other)
 
 
@@ -80,11 +80,11 @@ class GreedyChoice:
 
     @property
     def candidate(self) -> int | None:
-        """The member to try next, or None if all were tried."""
+        """The member to try next, or None if all members were tried."""
         return self.order[self._next] if self._next < len(self.order) else None
 
     def decide(self, metric: float) -> bool:
-        """Return whether the candidate is added, given the metric of the soup with the candidate."""
+        """Add the candidate if ``metric``, measured with it in the soup, is better. Return whether it was added."""
         candidate = self.order[self._next]
         self._next += 1
         if not is_better(metric, self.metric, self._direction):

@@ -45,14 +45,13 @@ def _average(decay: float, averaged: torch.Tensor, value: torch.Tensor, count: t
     """Return the average after one more value. ``averaged`` is the average of ``count`` values."""
     if not (averaged.is_floating_point() or averaged.is_complex()):
         return value
-    # Uses tensor operations, because reading the count from a GPU would wait for the GPU once per parameter.
+    # Tensor operations, because reading the count as a number would wait for the GPU once per parameter.
     exponent = (torch.as_tensor(count, dtype=torch.float64, device=averaged.device) + 1.0) * (
         math.log(decay) if decay else -math.inf
     )
     share = ((1.0 - decay) / -torch.expm1(exponent)).to(averaged.dtype)
     new = value.to(averaged.dtype)
     mixed = torch.lerp(averaged, new, share)
-    # lerp computes a difference, which is NaN for infinities, as in an attention mask, and may overflow for finite
-    # values.
+    # torch.lerp computes a difference, which is NaN for infinities, as in an attention mask, and may overflow.
     apart = torch.where(share == 1, new, averaged * (1 - share) + new * share)
     return torch.where(averaged == new, new, torch.where(mixed.isfinite(), mixed, apart))

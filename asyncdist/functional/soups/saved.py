@@ -98,8 +98,8 @@ def greedy_soup(
     Args:
         model: Model with the layout of all sources; changed in place.
         sources: Saved models, as for :func:`uniform_soup`.
-        loss: Function of the model, in evaluation mode, that returns its loss on held-out data, a number; smaller is
-            better.
+        loss: Function that takes the model, in evaluation mode, and returns its loss on held-out data, a number.
+            Smaller is better.
         score: Like ``loss``, but larger is better. Exactly one of the two must be passed.
         loader: Batches of training data from which the BatchNorm statistics of a mean are recomputed before each
             measurement; by default their mean is used.
@@ -209,7 +209,7 @@ class _Saved:
 
     @torch.no_grad()
     def show_with(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the mean that includes one more source into the model. The stored mean is unchanged."""
+        """Write the mean with one more source into the model. The stored mean is unchanged."""
         self.show()
         pairs = self._state.pairs(self._mean)
         for entry, (tensor, view), value in zip(self._state.entries, pairs, tensors, strict=True):

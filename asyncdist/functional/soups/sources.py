@@ -35,7 +35,7 @@ class Source:
     held: Mapping[str, Any] | None = None
 
     def apart_from(self, model: nn.Module) -> Source:
-        """Return a source that does not change with the model: a copy, if the source shares its memory."""
+        """Return a source that does not change with the model: a copy, if this source shares the model's memory."""
         own = {_address(each) for each in (*model.parameters(), *model.buffers())}
         if self.held is None or not any(
             isinstance(each, torch.Tensor) and _address(each) in own for each in self.held.values()
@@ -91,7 +91,7 @@ def newest_sources(given: ModelSource | Iterable[ModelSource], last: int, rank: 
     """Return the models of the ``last`` newest checkpoints in a folder of save_population, the oldest first.
 
     Args:
-        given: The folder, or other sources, the oldest first. The ``last`` last of these are returned.
+        given: The folder, or other sources, oldest first, of which the last ``last`` are returned.
         rank: Index of the rank whose models are returned, or None for all ranks.
     """
     if not isinstance(given, (str, os.PathLike)) or not Path(given).is_dir():

@@ -67,7 +67,7 @@ def check_loader(loader: Any) -> None:
 
 
 def recompute_statistics(model: nn.Module, loader: Iterable[Any] | None) -> None:
-    """Recompute the statistics of the model's BatchNorm layers, if any, from the batches of a loader, if given.
+    """Recompute the model's BatchNorm statistics from the batches of ``loader``. Do nothing if there are none.
 
     Raises:
         ValueError: The loader yields no batches. The means would stay 0 and the variances 1.

@@ -43,7 +43,7 @@ with validation.optional_imports(__name__, ["gfn"], "torchgfn"):
 logger = logging.getLogger("asyncdist.integrations.torchgfn")
 
 ContainerUnion: TypeAlias = _GfnContainerUnion
-#: Channel name. The messages of :func:`protocols.serve_replay_buffer` have the same tag but other names.
+#: Channel name. :func:`protocols.serve_replay_buffer` uses the same tag under another name.
 _NAME: Final = "containers of torchgfn"
 
 
@@ -68,7 +68,7 @@ class Answer:
 
 
 class _Remote:
-    """Mixin for torchgfn's buffers that sends containers to a buffer rank. Their ``add`` calls :meth:`_send_objs`."""
+    """Mixin for torchgfn's buffers, whose ``add`` calls :meth:`_send_objs`. Sends containers to a buffer rank."""
 
     remote_manager_rank: int | None
     _request_s: list[float] | None
@@ -301,7 +301,7 @@ class _Desk:
             try:
                 payload = await _receive(self._world.awaited, envelope)
             except RankLostError:
-                self._world.check()  # raises the error if the job has failed along with the rank
+                self._world.check()  # raises the job's error if the whole job has failed
                 continue
             return source, kind, Message.deserialize(payload).message_data if len(payload) else None
 

@@ -37,7 +37,7 @@ class CallerNumbers:
     short_count: int = 0
 
     def place(self, number: int, iteration: int) -> tuple[int, bool]:
-        """Return the policy's iteration (>= ``iteration``) for the script's ``number``, and whether it is due."""
+        """Return the policy's iteration (>= ``iteration``) for the script's ``number``, and whether it averages."""
         if self.epoch_start is None:
             return self._first_place(number, iteration)
         every, expected = self.average_every, iteration - self.epoch_start
@@ -47,19 +47,19 @@ class CallerNumbers:
         if number < expected:  # a new epoch has begun
             self.short_count = self.short_count + expected if expected < every else 0
             self.epoch_start, expected = iteration, 0
-        is_overdue = number // every > expected // every  # the script has skipped a number that was due
+        is_overdue = number // every > expected // every  # the script has skipped a number at which an average was due
         if self.short_count >= every:
             self.short_count, is_overdue = 0, True
         return iteration + number - expected, is_overdue or (number + 1) % every == 0
 
     def _first_place(self, number: int, iteration: int) -> tuple[int, bool]:
-        """Return the same as :meth:`place` for the first call. A resumed policy's iteration begins above 0."""
+        """Implement :meth:`place` for the first call. A resumed policy's iteration begins above 0."""
         self.epoch_start = max(0, iteration - number)
         return self.epoch_start + number, (number + 1) % self.average_every == 0
 
 
 class PortedCalls:
-    """Does the steps of one policy with the arguments and return values of torchgfn's policies."""
+    """Steps one policy, with the arguments and return values of torchgfn's policies."""
 
     def __init__(self, policy: SpawnPolicy) -> None:
         self._policy = policy
@@ -86,7 +86,7 @@ class PortedCalls:
         if expose_params not in (None, True):
             validation.refuse("expose_params", expose_params, "None or True")
         if type(iteration) is int and iteration == policy.iteration and self._numbers.epoch_start == 0:
-            # If the script numbers its iterations as the policy does, this faster path needs no translation.
+            # This path is faster. If the script numbers its iterations as the policy does, no translation is needed.
             return model, optimizer, fields_of(await policy._guarded_step(local_metric))
         policy.check_can_step()
         if type(iteration) is not int or iteration < 0:

@@ -17,8 +17,8 @@ _HERE = "asyncdist.integrations.torchgfn"
 def group_of(group: Any) -> Group | None:
     """Return the asyncdist group with the ranks of ``group``, or None for all ranks. All members must call it.
 
-    If no world is open, it is opened, for which all ranks of the job must call this function. ``group`` may be an
-    asyncdist group, a torch.distributed process group, an MPI communicator, or None.
+    If no world is open, this function opens it, so all ranks of the job must call it. ``group`` may be an asyncdist
+    group, a torch.distributed process group, an MPI communicator, or None.
 
     Raises:
         TypeError: ``group`` has a different type.
@@ -37,7 +37,7 @@ def group_of(group: Any) -> Group | None:
 
 
 def _check_is_of_all(group: Any, size: int) -> None:
-    """Raise ValueError if ``group`` lacks ranks of the job, for which opening the world would wait forever."""
+    """Raise ValueError if ``group`` lacks ranks of the job. Opening the world would wait for them forever."""
     is_torchs = torch.distributed.is_available() and torch.distributed.is_initialized()
     found = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_torchs else None
     job_size = environment.detect(group=found).expected_size or 1

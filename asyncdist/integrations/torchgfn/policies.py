@@ -165,7 +165,7 @@ class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
         replacement_ratio, averaging_strategy, momentum, cooldown, timing: Options of
             :class:`protocols.AsyncSelectiveAveragingPolicy`.
         poll_interval_s: Ignored, because no thread polls.
-        threshold: Metric below which the worst rank must be for a round to replace weights. With ``inf``, every round
+        threshold: Metric that the worst rank must be below for a round to replace weights. With ``inf``, every round
             after the cooldown replaces weights.
         options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
     """
@@ -200,7 +200,7 @@ class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
 
 
 class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
-    """Replaces a rank's weights, at the end of a random lifetime, with the average of randomly chosen other ranks.
+    """Replaces a rank's weights, at the end of a random lifetime, with the average of other, randomly chosen ranks.
 
     Each call publishes a snapshot of the weights, which other ranks read. The policy works on every transport.
 
@@ -290,7 +290,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         return self._one_sided
 
 
-#: Names in code written for mpi4py. One class supports every transport, and models with any mix of dtypes.
+#: Names used by code written for mpi4py. One class supports every transport and any mix of dtypes.
 AsyncSelectiveAveragingPolicympi4pyGeneral = AsyncSelectiveAveragingPolicympi4pyFast
 AverageAllPolicympi4py = AverageAllPolicy
 

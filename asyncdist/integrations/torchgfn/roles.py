@@ -112,7 +112,7 @@ def initialize_distributed_compute(
     )
 
 
-#: Name in code written for mpi4py. One class supports every transport.
+#: Name used by code written for mpi4py. One class supports every transport.
 DistributedContextmpi4py = DistributedContext
 
 
