@@ -36,7 +36,7 @@ class MultiprocessConfig:
         backend: Backend of the default process group, as registered with torch; None for
             :func:`asyncdist.get_distributed_backend`.
         model_parallel_backend, pipeline_parallel_backend, data_parallel_backend: Backends of the parallel groups; None
-            for the default group's.
+            for the default group's backend.
         launch_method: ``"forkserver"`` or ``"spawn"``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Runs ``asyncdist doctor``: prints the transport that this process would use and why, and problems with their cures.
+"""Runs ``asyncdist doctor``: prints the transport that this process would use, why, and each problem with its cure.
 
 :func:`gather` collects the facts, which may take a few seconds and start MPI. :func:`find_problems` uses only these
 facts. Under a launcher, every rank examines itself. Rank 0 prints its facts and problems, and the first rank of every
@@ -36,13 +36,13 @@ from asyncdist.wording import aligned, plural
 
 #: Launchers, keyed by the variable that identifies them.
 _STARTERS: Final = {key: title for backend in BACKENDS.values() for key, title in backend.launchers.items()}
-#: Functions that read from variables where the ranks of a transport meet, and raise ValueError if they cannot meet.
+#: Functions that read a transport's rendezvous from variables. They raise ValueError if the ranks cannot meet.
 RENDEZVOUS: Final[Mapping[str, Callable[[Mapping[str, str]], object]]] = {"torch": environment.torch_rendezvous}
 #: Names of the programs with which Open MPI and MPICH start ranks.
 _LAUNCHERS: Final = re.compile(r"(mpirun|mpiexec|orterun|prterun|prte)(\..*)?")
 _PROBE: Final = "from asyncdist.launch import doctor; doctor.tell_of_mpi()"
 _PROBE_TIMEOUT_S: Final = 60.0
-#: Pattern for the prefix ``[host:pid]`` of Open MPI's lines.
+#: Pattern for the prefix ``[host:pid]`` of lines that Open MPI prints.
 _ORIGIN: Final = re.compile(r"^\[[^\]\s]+:\d+\]")
 _WORDS_LENGTH_MAX: Final = 400
 _LEVELS: Final = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
@@ -69,7 +69,7 @@ class Facts:
     """The gathered facts about this process and its host.
 
     Attributes:
-        started: How this process was started; by no launcher if ``detection_error`` is set.
+        started: Launch of this process; without a launcher if ``detection_error`` is set.
         detection_error: Problem with the launcher's variables, if any.
         override: Value of ASYNCDIST_TRANSPORT.
         versions: Versions of Python and of packages; None for a package that is not installed.
@@ -211,7 +211,7 @@ def _thread_problems(facts: Facts) -> list[Problem]:
     count, ranks = int(facts.omp_threads), facts.local_size or 1
     if count * ranks <= facts.host_cores and count <= facts.own_cores:
         return []
-    if count == 1:  # fewer threads are impossible, and the user may want more ranks than cores
+    if count == 1:  # the user may want more ranks than cores, with one thread each
         return []
     place = f"{facts.host_cores} cores" if count * ranks > facts.host_cores else f"a rank bound to {facts.own_cores}"
     return [
@@ -367,7 +367,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         missing_bytecode(importlib.util.find_spec("torch")),
     )
     local_size = None
-    with contextlib.suppress(ValueError):  # detection_error already reports this error
+    with contextlib.suppress(ValueError):  # ``detection_error`` already reports the error
         local_size = environment.local_size(environ)
     return Facts(
         started=started,
@@ -430,7 +430,7 @@ def _find_starter(installation: mpirun.Installation) -> str | None:
 def _restarts_ranks(environ: Mapping[str, str]) -> bool:
     try:
         return environment.torch_rendezvous(environ).admits_restarted
-    except ValueError:  # _check_place reports the problem
+    except ValueError:  # ``_check_place`` reports the error
         return False
 
 

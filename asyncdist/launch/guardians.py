@@ -54,7 +54,7 @@ GROUP_VARIABLE: Final = "ASYNCDIST_TERMINAL_GROUP"
 REPORTS_VARIABLE: Final = "ASYNCDIST_REPORTS"
 #: Prefix of the folders of FIFOs for reports.
 REPORTS_FOLDER: Final = "/tmp/asyncdist-reports-"
-#: Number of characters of the token in the name of such a folder.
+#: Number of the token's characters in the name of a folder of FIFOs.
 _NAME_LENGTH: Final = 16
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 #: Maximum seconds to wait until the launcher has read the report of a rank's end.
@@ -64,7 +64,7 @@ GRACE_S: Final = 0.5
 #: Maximum seconds for killed processes to end. Only the kernel can delay this.
 _GONE_S: Final = 5.0
 _PERIOD_S: Final = 0.01
-# States that a rank reports, with the values that :mod:`asyncdist.rank_program` defines.
+# States that a rank reports, with their values in :mod:`asyncdist.rank_program`.
 _OPENS_WORLD: Final = b"0"
 _IN_WORLD: Final = b"1"
 _ENDS_JOB: Final = b"3"
@@ -97,9 +97,9 @@ def report_mark(token: str) -> bytes:
 
 
 def reports_path(token: str) -> str:
-    """Return the path of this host's FIFO for reports. It contains the host's name, as containers may share /tmp.
+    """Return the path of this host's FIFO for reports. It has the host's name, because containers may share /tmp.
 
-    It shows only the first part of the token, because the other parts name folders that may not exist yet.
+    The path shows only the token's first part, because the other parts name folders that may not exist yet.
     """
     return f"{REPORTS_FOLDER}{token[:_NAME_LENGTH]}-{os.uname().nodename}/fifo"
 
@@ -169,7 +169,7 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if parent == 0:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the shell ignores it
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the shell has ignored it
     signals_group = parent == 0 and not is_at_terminal
     outer = _stand_guard(parent or os.getppid(), signals_group=signals_group, heard=heard, reports=reports)
     os.setpgid(0, 0)
@@ -183,7 +183,7 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
 
 
 class _Reports:
-    """Sends reports about a rank to the launcher's pipe, its agent's FIFO or, if both are missing, standard error."""
+    """Sends reports about a rank: to the launcher's pipe, to its agent's FIFO, or else to standard error."""
 
     def __init__(self) -> None:
         self.rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "")
@@ -293,7 +293,7 @@ def _guard(child: int, parent: int, *, signals_group: bool, heard: _Heard | None
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-    elif reports is not None:  # the end of a rank that the guardian kills is not reported
+    elif reports is not None:  # if the guardian kills the rank, it reports no end
         reports.write("ended", os.waitstatus_to_exitcode(status))
     end_children()
     code = os.waitstatus_to_exitcode(status)
@@ -303,7 +303,7 @@ def _guard(child: int, parent: int, *, signals_group: bool, heard: _Heard | None
 
 
 def _tell_of_failure(code: int, parent: int, heard: _Heard) -> int:
-    """Handle the failure of a rank for which the other ranks would wait. Return the guardian's exit code.
+    """Handle the failure of a rank that the other ranks would wait for. Return the guardian's exit code.
 
     If the rank has not joined the world, or aborts the job, mpirun is requested to end the job. If the rank exits while
     it is in the world, the returned code makes mpirun notice its death.
@@ -334,7 +334,7 @@ def _is_first_to_ask() -> bool:
 
 
 def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group: bool) -> int | None:
-    """Wait for the child. Return its wait status, or None if the guardian must kill it."""
+    """Wait for the child to end, and return its wait status. Return None if the guardian must kill the child."""
     while os.getppid() == parent:
         came = signal.sigwaitinfo(signal.valid_signals())
         if came.si_signo == end_signal():
@@ -345,7 +345,7 @@ def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group
                 return ended[child]
         elif came.si_signo == signal.SIGIO and came.si_code > 0:  # the kernel sends codes above 0
             on_word()
-        elif not (signals_group and (came.si_pid == parent or came.si_code > 0)):  # the rank has not got the signal
+        elif not (signals_group and (came.si_pid == parent or came.si_code > 0)):  # the rank itself got no signal
             os.kill(child, came.si_signo)
     return None
 
@@ -360,7 +360,7 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent's pid of each process, by pid. With hidepid=1 (proc(5)), other users' processes are missing."""
+    """Map each process's pid to its parent's pid. With hidepid=1 (proc(5)), other users' processes are missing."""
     found = {}
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """Starts ranks of a script that join a running job: ``asyncdist run --join HOST:PORT``.
 
-The job was started by ``asyncdist run --places``, and its store is at that address.
+The job was started by ``asyncdist run --places``. HOST:PORT is the address of its store.
 :mod:`asyncdist.launch.place_claims` reserves free places (rank numbers without a process) in the store.
 :mod:`asyncdist.launch.local_ranks` supervises the ranks, with two exceptions:
 
@@ -25,7 +25,7 @@ from asyncdist.launch import local_ranks, place_claims
 from asyncdist.launch.supervision.restarts import Restarts
 from asyncdist.trust import secret_files
 
-#: Timeout in seconds for connecting to the address.
+#: Timeout in seconds for connecting to the job's address.
 _LISTENER_S: Final = 5.0
 #: Timeout in seconds for reserving places, including the import of torch on a busy host.
 _ANSWER_S: Final = 60.0
@@ -116,7 +116,7 @@ def build_environments(
 
 
 def _kept_secret(address: str, port: int) -> str:
-    """Return the secret that a launcher on this host has stored for this user. Raise LaunchError if it is missing."""
+    """Return the job's secret, which a launcher on this host has stored. Raise LaunchError if it is missing."""
     secret = secret_files.find(secret_files.name_of(port), environment.secret_directories())
     if secret is None:
         raise local_host.LaunchError(
@@ -142,7 +142,7 @@ def _check_listener(host: str, port: int) -> None:
 
 
 def _start_keeper(host: str, port: int, ranks: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the process that reserves the places. When this process ends, it frees them and ends, too."""
+    """Start a child process that reserves the places. When this process ends, the child frees them and ends."""
     command = [sys.executable, place_claims.PROGRAM, host, str(port), str(ranks), __version__]
     quiet = {**environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}
     try:
@@ -166,7 +166,7 @@ def _read_claim(keeper: subprocess.Popen[bytes], address: str) -> dict[str, Any]
 
 
 def _end(keeper: subprocess.Popen[bytes]) -> None:
-    """End the process that has reserved the places. It frees the places of ranks that were not reported as ended."""
+    """End the process that has reserved the places. It frees places whose ranks were not reported as ended."""
     assert keeper.stdin is not None and keeper.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         keeper.stdin.close()

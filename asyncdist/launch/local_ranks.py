@@ -43,7 +43,7 @@ from asyncdist.wording import ranks_in_words
 STOP_S: Final = 10.0
 #: Seconds between a rank's exit with code 1 and the signal that stops the other ranks.
 SETTLE_S: Final = 2.0
-#: Seconds for which the store runs after all ranks have ended, so that ranks of other launchers are notified.
+#: Seconds for which the store runs after all ranks have ended, so that it can notify ranks of other launchers.
 OVER_S: Final = 0.5
 
 #: An event's kind, and its signal number or rank. A "key" is a signal that also reached the terminal's foreground.
@@ -161,7 +161,7 @@ def _store(
 ) -> Iterator[RankProcess]:
     """Run the process that serves the store, at the address in the ranks' variables.
 
-    With ``places``, the same user's ``asyncdist run --join`` finds the secret in a file, and free places in the store.
+    With ``places``, write the secret to a file and the free places to the store, for ``asyncdist run --join``.
     """
     address, port = variables["MASTER_ADDR"], variables["MASTER_PORT"]
     command = [sys.executable, store_server.PROGRAM, address, port, *["open"] * is_open]
@@ -302,7 +302,7 @@ def supervise(
 ) -> int:
     """Wait for all ranks, and return the job's exit code. If a rank fails or a signal ends the job, stop the others.
 
-    The ranks ``at_terminal`` are in the terminal's foreground, and get the signals of its keys (Ctrl-C) directly.
+    The terminal itself sends the signals of its keys (Ctrl-C) to the ranks ``at_terminal``.
     """
     return _Supervision(processes, events, again, at_terminal).run()
 
@@ -343,7 +343,7 @@ class _Supervision(Generic[P]):
         return self._code or (_explain(self._victims, 1, others=False) if self._victims else self._lost_code)
 
     def _end_late(self) -> None:
-        if self._code:  # the ranks have not ended after the signal that should stop them
+        if self._code:  # the signal that should stop the ranks has not ended them in time
             self._deadline = None
             for rank in self._living:
                 self._processes[rank].end()

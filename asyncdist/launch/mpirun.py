@@ -317,5 +317,5 @@ def build_environment(
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     if survives and guardians.ARE_HERE:
         chosen[rank_program.STARTED_VARIABLE] = str(_STARTED)
-    around = {rank_program.LAUNCHER_VARIABLE}  # may belong to an outer job
+    around = {rank_program.LAUNCHER_VARIABLE}  # the variable may belong to an outer job
     return {**settings, **{name: text for name, text in environ.items() if name not in around}, **chosen}

@@ -37,7 +37,7 @@ NOT_BELIEVED: Final = (
     "the job's secret differs from this command's: give both commands the same ASYNCDIST_JOB_SECRET_FILE, a file with "
     "mode 0600. On the launcher's host, the launcher's user needs no such file"
 )
-#: Number of retries if too few places are free, because simultaneous claimants may each get only some.
+#: Number of retries if too few places are free. Simultaneous claimants may each get only some.
 _PAUSE_COUNT: Final = 5
 _PAUSE_S: Final = 0.3
 
@@ -88,7 +88,7 @@ def _take_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
 def _take(store: Any, rank: int) -> int | None:
     """Reserve a place. Return the incarnation of its next process, or None if the place is not free."""
     key, mine = f"place/{rank}", f"held {secrets.token_hex(8)}"
-    if not store.check([key]):  # the store has no places, because a different program owns it
+    if not store.check([key]):  # a different program owns the store, which has no places
         return None
     found = bytes(store.get(key)).decode()
     if not found.startswith(_FREE) or bytes(store.compare_set(key, found, mine)).decode() != mine:
@@ -97,7 +97,7 @@ def _take(store: Any, rank: int) -> int | None:
 
 
 def keep(store: Any, places: Iterable[tuple[int, int]], lines: Iterable[str]) -> None:
-    """Set keys for the launcher until it ends. Then free the places whose ranks it has not reported as ended."""
+    """Set keys for the launcher until it ends. Then free the places whose ranks were not reported as ended."""
     newest = dict(places)  # newest incarnation of each rank
     for line in lines:
         key, _, value = line.rstrip("\n").removeprefix("asyncdist/").partition(" ")

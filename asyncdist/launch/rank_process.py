@@ -46,7 +46,7 @@ _LAST: Final = -1000
 RETURNED: Final = b"."
 #: Result of a rank that caused the failure. The time, packed by ``MOMENT``, and the traceback follow.
 CAUSE: Final = b"!"
-#: Result of a rank that may be the cause, because torch.distributed reports a dead peer with a plain RuntimeError.
+#: Result of a rank that failed with RuntimeError, which may be the cause, or torch's report of a dead peer.
 PERHAPS: Final = b"?"
 #: Result of a rank that failed because it lost another rank.
 CONSEQUENCE: Final = b"-"
@@ -86,7 +86,7 @@ def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args,
 def _run_function(
     func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
-    facts = cast("Any", cfg)  # the config is resolved: no number is None
+    facts = cast("Any", cfg)  # the config is resolved, so no number is None
     process_groups.init_dist(
         facts.rank,
         facts.local_rank,
@@ -114,7 +114,7 @@ def _run_function(
 def _run_coroutine(
     func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
-    facts = cast("Any", cfg)  # the config is resolved: no number is None
+    facts = cast("Any", cfg)  # the config is resolved, so no number is None
     variables = local_ranks.rank_variables(
         facts.rank,
         facts.world_size,
@@ -175,11 +175,11 @@ def be_child(
     kwargs: dict[str, Any],
     environ: Mapping[str, str],
 ) -> None:
-    """Run a child of the launcher: report the start, run as a rank, and report success or the failure."""
+    """Run a child of the launcher: report the start, run as a rank, and report how the rank has ended."""
     environment.replace(environ)
     os.setpgid(0, 0)
     guardians.adopt_orphans()
-    # With this priority, children are ended after multiprocessing has waited for those that it has started.
+    # With this priority, remaining children are ended after multiprocessing has waited for its own children.
     multiprocessing.util.Finalize(None, guardians.end_children, exitpriority=_LAST)
     _end_with_launcher()
     pipe.send_bytes(b"")
@@ -220,7 +220,7 @@ def _end_with_launcher() -> None:
 
 
 def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call ``func``, and report its failure before the end of the process group makes other ranks fail."""
+    """Call ``func``. Report its failure before other ranks fail because the process group ends."""
     try:
         func(*args, **kwargs)
     except BaseException as error:

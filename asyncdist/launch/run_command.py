@@ -144,7 +144,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def ranks_missing(command: str, script: str, arguments: Sequence[str]) -> str:
-    """Return the error for a command without ``-n``, with a hint if ``-n`` is among the script's arguments."""
+    """Return the error for a missing ``-n``, with a hint if ``-n`` is among the script's arguments."""
     text = "the following arguments are required before the script: -n/--ranks"
     if any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments):
         text += f". Options after the script are passed to the script; write asyncdist {command} -n RANKS {script}"
@@ -220,7 +220,7 @@ RUNNERS: Final[Mapping[str, Callable[..., int]]] = {"mpi": _run_on_mpi, "torch":
 
 
 def _metrics(named: str) -> str:
-    """Return the destinations of counters, with absolute paths. Raise ValueError if one cannot be used."""
+    """Return ``named``, the destinations of counters, with absolute paths. Raise ValueError if one is unusable."""
     from dataclasses import replace
 
     from asyncdist.live.destinations import destinations, missing
@@ -259,7 +259,7 @@ def _script(options: argparse.Namespace) -> str:
 
 
 def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[str]]:
-    """Return the hosts with their numbers of ranks ([] for only this host), and the words of ``--ssh``'s command."""
+    """Return the hosts ([] for only this host), and the words of the ``--ssh`` command."""
     if options.hosts is None:
         if options.ssh is not None:
             raise local_host.LaunchError("--ssh needs --hosts, the list of hosts to which it connects")

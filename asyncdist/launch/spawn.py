@@ -67,8 +67,9 @@ def launch_subprocesses(
 ) -> None:
     """Run a function on ``local_world_size`` ranks, each a process of this host, and wait for all of them.
 
-    Call it under ``if __name__ == "__main__":``, because children import the script. **Ownership**: ranks get tensor
-    arguments in shared memory, as always with torch.multiprocessing. Clone a tensor before a rank changes it.
+    Call this function under ``if __name__ == "__main__":``, because children import the script. **Ownership**: ranks
+    get tensor arguments in shared memory, as always with torch.multiprocessing. Clone a tensor before a rank changes
+    it.
 
     Args:
         func: Function that can be imported by its name. A coroutine function gets a world as its first argument, and a
@@ -162,7 +163,7 @@ def _resolve_for(cfg: MultiprocessConfig, rank_offset: int) -> MultiprocessConfi
             f"local_world_size={local_size}, got {rank_offset!r}"
         )
     if cfg.backend is None and environment.backend_name() is not None:
-        # The config carries the choice, because the fork server keeps the environment with which it was started.
+        # The config carries the chosen backend, because the fork server keeps its initial environment.
         return dataclasses.replace(cfg, backend=process_groups.get_distributed_backend())
     return cfg
 
@@ -265,7 +266,7 @@ class _Child:
         return True
 
     def stop(self) -> None:
-        """Request the rank to stop. Its descendants are listed before, because they cannot be found afterwards."""
+        """Ask the rank to stop. First list its descendants, which cannot be found after it has ended."""
         if self.process.pid is not None and self.process.exitcode is None:
             self.rest = guardians.open_descendants(self.process.pid)
             self.process.terminate()
@@ -355,7 +356,7 @@ def _find_cause(ranks: Sequence[_Child]) -> str:
         left_s = began_at + _PATIENCE_S[found.kind] - time.monotonic()
         ended = [child for child in ranks if child not in living]
         gone = [child.rank for child in ended if child.process.exitcode == 0 and not child.returned]
-        if gone and found.kind != CAUSE:  # an early exit with 0 may have caused the other failures
+        if gone and found.kind != CAUSE:  # an early exit with 0 may be the cause
             text = f"rank {gone[0]} ended with exit code 0 before its function had returned"
             return text if found.kind == CONSEQUENCE else f"{text}; {_describe(found)}"
         if not living or left_s <= 0:

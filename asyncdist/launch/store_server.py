@@ -1,7 +1,7 @@
 """Serves the store at which ranks meet: ``python store_server.py ADDRESS PORT [open]``.
 
 The launcher starts this process, and ends it by closing its standard input. Rank 0 does not serve the store, because
-ranks that join later need it even after rank 0 has ended. The launcher does not, because it does not import torch.
+ranks that join later need it even after rank 0 has ended. Nor does the launcher, because it does not import torch.
 
 The store listens only on the given address or, with ``open``, on all addresses of this host, for ranks on other hosts.
 For each ``KEY VALUE`` line on its standard input, the process sets the key, so that the launcher can notify the ranks.

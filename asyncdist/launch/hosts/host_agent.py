@@ -106,7 +106,7 @@ class _Agent:
         elif "guardian" in told:
             if self._reports is not None:
                 self._reports.send_signal(told["guardian"], told["number"])
-        elif (rank := told["signal" if "signal" in told else "end"]) in self._ranks:  # unless it has just ended
+        elif (rank := told["signal" if "signal" in told else "end"]) in self._ranks:  # false if the rank has just ended
             process = self._ranks[rank]
             process.send_signal(told["number"]) if "signal" in told else process.end()
 
@@ -145,7 +145,7 @@ class _Agent:
             self._tell(ended=rank, code=127)
 
     def _tell(self, **news: Any) -> None:
-        os.write(1, self._mark + json.dumps(news).encode() + b"\n")  # one write suffices for a short line
+        os.write(1, self._mark + json.dumps(news).encode() + b"\n")  # a short line is written at once
 
 
 if __name__ == "__main__":

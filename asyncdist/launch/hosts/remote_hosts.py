@@ -31,7 +31,7 @@ from asyncdist.wording import ranks_in_words
 SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 #: Maximum seconds for hosts to respond to the check.
 HELLO_S: Final = 30.0
-#: Maximum seconds for ssh to end after its agent was requested to end.
+#: Maximum seconds for ssh to end after the agent was asked to end.
 _CLOSE_S: Final = 15.0
 #: Prefixes of variables that describe a host, a login or a terminal, and are not passed to other hosts.
 _HOST_BOUND: Final = (
@@ -85,7 +85,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def place_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
-    """Distribute ranks over the hosts in order, and return the used hosts. Raise LaunchError if slots are missing."""
+    """Distribute ranks over the hosts in order, and return the used hosts. Raise LaunchError if slots are too few."""
     slots = sum(host.slots for host in hosts)
     left = slots if ranks is None else ranks
     if left > slots:
@@ -104,7 +104,7 @@ def place_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
 
 
 def split_ssh(command: str) -> list[str]:
-    """Return the words of ``--ssh``, of which the first is the program's path. Raise LaunchError if it is missing."""
+    """Split the value of ``--ssh`` into words, and find the program's path. Raise LaunchError if it is missing."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -148,7 +148,7 @@ class RemoteRank:
 
 
 class Agent:
-    """A connection to the agent on a host, which starts ranks there. Their output is printed here.
+    """Connects to the agent on a host, which starts ranks there. Prints the ranks' output.
 
     ``cores``, ``port`` and ``folders`` are known after :meth:`check`.
 
@@ -272,7 +272,7 @@ class Agent:
                 _write(1, rest[:place])
                 self._hear(json.loads(rest[place + len(mark) : end]))
                 rest = rest[end + 1 :]
-            kept = rest.rfind(mark[:1])  # the agent's next line may begin at this index
+            kept = rest.rfind(mark[:1])  # the agent's next line may begin here
             if kept < 0 or (len(rest) - kept > len(mark) and not rest.startswith(mark, kept)):
                 kept = len(rest)
             if self._is_ready:  # earlier output is the host's login message
@@ -290,7 +290,7 @@ class Agent:
             self._answers.put(news)
 
     def _lose(self) -> None:
-        """Report that the connection has ended to the user, and to all code that waits for the host or its ranks."""
+        """Report the end of the connection, to the user and to all code that waits for the host or its ranks."""
         self._answers.put({})
         if self._ranks:
             code = self._process.wait()
@@ -306,7 +306,7 @@ class Agent:
             self._ranks.pop(rank).note_end(255)
 
     def _warn(self, stderr: IO[bytes]) -> None:
-        """Print the host's standard error. Until the agent is ready, only store its last line, to explain a failure."""
+        """Print the host's standard error. Until the agent is ready, only store the last line, to explain a failure."""
         for line in stderr:
             if self._is_ready:
                 _write(2, line)
@@ -320,7 +320,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def _remote_command(token: str) -> str:
-    """Return a command line that starts the agent, whatever the user's shell on the host is."""
+    """Return a command line that starts the agent under any shell that the user has on the host."""
     folder, python, agent = map(shlex.quote, (os.getcwd(), sys.executable, host_agent.PROGRAM))
     steps = f"cd {folder} || exit 91; test -x {python} || exit 92; test -r {agent} || exit 93"
     return f"exec sh -c {shlex.quote(f'{steps}; exec {python} {agent} {token}')}"

@@ -1,6 +1,6 @@
 """Starts ranks of a script on several hosts with the variables that torchrun sets: ``asyncdist run --hosts``.
 
-:mod:`asyncdist.launch.local_ranks` supervises the ranks like those of this host.
+:mod:`asyncdist.launch.local_ranks` supervises them like ranks on this host.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from typing import Final
 from asyncdist import local_host
 from asyncdist.wording import ranks_in_words
 
-#: Return codes of ranks that another rank or mpirun has stopped, so that they are not the cause.
+#: Return codes of ranks that were stopped by another rank or by mpirun, and are not the cause.
 _STOPPED: Final = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL})
-#: Exit code of a rank that Open MPI ends after a lost connection, which is the number of MPI_ERR_UNKNOWN.
+#: Exit code of a rank that Open MPI ends after a lost connection; the number of MPI_ERR_UNKNOWN.
 _CONNECTION_LOST: Final = 14
 
 
@@ -21,7 +21,7 @@ def exit_code(returncode: int) -> int:
 
 
 def how_ended(returncode: int, *, was_passed_on: bool = False) -> str:
-    """Describe how a process has ended. ``was_passed_on`` says whether the launcher sent the signal that killed it."""
+    """Describe how a process has ended. ``was_passed_on`` is true if the launcher sent the signal that killed it."""
     if returncode > 0:
         return f"ended with exit code {returncode}"
     how = f"was killed by {local_host.signal_name(-returncode)}"
@@ -35,7 +35,7 @@ class JobEnds:
     """Records how the ranks under an mpirun have ended, and decides the job's exit code and which ends to report.
 
     Attributes:
-        goes_on_by: Option with which the other ranks would have continued after a kill; "" if there is none.
+        goes_on_by: Option with which the other ranks would have survived a killed rank; "" if there is none.
         survives: Whether the job continues when ranks die.
         is_across_hosts: Whether ranks communicate over a network, so that Open MPI ends a rank that loses a connection.
         passed_on: Signals that the launcher has passed on to the ranks.

@@ -27,7 +27,7 @@ _LEFT_S: Final = 60.0
 
 
 class GuardianReports:
-    """Reads one job's reports on this host in a thread, which passes them to ``tell``, and signals the guardians."""
+    """Passes one job's reports on this host to ``tell``, in a thread, and sends signals to the guardians."""
 
     def __init__(self, token: str, tell: Callable[[str], object]) -> None:
         self._tell = tell
@@ -69,7 +69,7 @@ class GuardianReports:
 
 
 def _remove_left() -> None:
-    """Remove the folders of this user's jobs whose agent was killed."""
+    """Remove the folders of this user's jobs whose agents were killed."""
     for path in glob.glob(f"{guardians.REPORTS_FOLDER}*"):
         # An OSError means that the folder belongs to another user, or that its agent has just removed it.
         with contextlib.suppress(OSError), private_folders.opened(path) as folder:

@@ -1,8 +1,8 @@
 """Runs an mpirun as a child: passes signals on to the ranks, reports which rank failed, and finds the exit code.
 
 - mpirun and its ranks are in other process groups, so a terminal's keys reach only this process. It sends signals
-  directly to the guardians of ranks on this host. An ending mpirun would stop reading its ranks' output, and kill them
-  after a quarter of a second. Until all ranks have guardians, mpirun gets the signals.
+  directly to the guardians of ranks on this host, because an ending mpirun stops reading its ranks' output and kills
+  them after a quarter of a second. mpirun gets the signals only until all ranks have guardians.
 - Guardians report through a pipe how ranks have ended, before mpirun notices. This process can therefore name the
   failed rank before the other ranks print errors, and suppresses mpirun's own message.
 - On other hosts, agents forward reports and signals.
@@ -265,7 +265,7 @@ class _Job:
             self._stop_at = time.monotonic() + _MPIRUN_STOP_S
 
     def _end_without(self, hosts: Sequence[str]) -> None:
-        """End the job because ``hosts`` do not respond, unless the ranks have met. They would wait for minutes."""
+        """End the job because ``hosts`` do not respond, unless the ranks have met. Otherwise they wait for minutes."""
         if self._have_met.is_set() or self._ends.asked_to_end is not None:
             return
         self._has_silent_hosts = True
@@ -320,7 +320,7 @@ class _Job:
 
 
 class _Guardian:
-    """The outer guardian of a rank on this host. The constructor raises ProcessLookupError if it has ended."""
+    """The outer guardian of a rank on this host. Raises ProcessLookupError if it has ended."""
 
     def __init__(self, pid: int) -> None:
         self._pidfd = os.pidfd_open(pid)

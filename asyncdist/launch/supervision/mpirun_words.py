@@ -76,7 +76,7 @@ class MpirunWords:
 
     @property
     def is_holding(self) -> bool:
-        """Whether bytes are held back because they may begin a message."""
+        """Whether the filter holds back bytes that may begin a message."""
         return bool(self._rest)
 
     def feed(self, data: bytes) -> bytes:
@@ -123,7 +123,7 @@ class MpirunWords:
         return f"mpirun has lost a host, and ended the job early{where}"
 
     def flush(self) -> bytes:
-        """Return the bytes that were held back. Called if the rest of the message does not arrive in time."""
+        """Return the held bytes. Called if the rest of a message does not arrive in time."""
         held, self._rest = self._rest, b""
         self._is_at_line_start = held.endswith(b"\n")
         return held
@@ -139,7 +139,7 @@ class MpirunWords:
                 self.blames.append(self._rest[:end])
                 self._rest = self._rest[end:]
                 return b""
-            if any(blame.startswith(self._rest) for blame in _BLAMES):  # also true if no bytes are held
+            if any(blame.startswith(self._rest) for blame in _BLAMES):  # also true if ``_rest`` is empty
                 return None
         return self._take_line()
 

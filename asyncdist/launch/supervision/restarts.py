@@ -47,7 +47,7 @@ class Restarts(Generic[P]):
         self.goes_on = count > 0 or is_open
 
     def start(self, rank: int, returncode: int, others: int) -> P | None:
-        """Restart a killed rank, and return its process; None if no restart is left or no other rank is alive."""
+        """Restart a killed rank, and return its process, or None if no restart is left or no other rank is alive."""
         why = endings.how_ended(returncode)
         number = self._newest[rank] - self._first[rank]
         has_others = others > 0 or self.have_joined
@@ -67,7 +67,7 @@ class Restarts(Generic[P]):
         return self._start(rank, variables)
 
     def is_borne(self, others: int) -> bool:
-        """Return whether the job survives the loss of a rank that is not restarted."""
+        """Return whether the job continues without a rank that is not restarted."""
         return self._is_open and not self.have_joined and others > 0
 
     def note_exit(self, rank: int, returncode: int) -> None:
