@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 
 from asyncdist.simulation import Fault, Interrupt, SimReport, explore
-from protocols import PolicyEvent
+from protocols import Contributed, PolicyEvent
 from protocols.ranking import STRATEGIES
 from simulation.population_plan import draw_plan
 from simulation.scenarios import Recorder, examine, scenario
@@ -132,7 +132,8 @@ FOUND_LONG = (368025, 373902)
 #: Events that must occur in some seed: otherwise a part of the suite could stop testing unnoticed.
 FAULTS = tuple(f"fault {kind.__name__}" for kind in Fault.__args__ if kind is not Interrupt)  # this fault ends a job
 GATES = tuple(f"gate {name}" for name in ("threshold", "cooldown", "quorum", "grace_s", "max_report_age_s"))
-TOLD = tuple(f"told of {kind.__name__}" for kind in PolicyEvent.__args__)
+#: Only policies on the exchange tell of contributions; ``family_scenarios.py`` simulates them.
+TOLD = tuple(f"told of {kind.__name__}" for kind in PolicyEvent.__args__ if kind is not Contributed)
 ABANDONED = (
     "abandoned: the policy ended",
     "abandoned: the coordinator is gone",
