@@ -174,7 +174,9 @@ class Join:
         _check(self, "at_s")
 
 
-Fault: TypeAlias = Kill | Restart | Join | Interrupt | Stall | SlowRank | SlowLink | Partition | Delay | Corrupt
+#: Faults of one rank's process, which happen at a time. :class:`Kill` may instead happen at a turn or message.
+RankFault: TypeAlias = Kill | Restart | Join | Interrupt | Stall | SlowRank
+Fault: TypeAlias = RankFault | SlowLink | Partition | Delay | Corrupt
 
 
 def _check(fault: Fault, *names: str) -> None:
@@ -193,22 +195,21 @@ def check_plan(faults: Sequence[Fault], size: int) -> None:
     if not isinstance(given, Sequence):
         raise TypeError(f"faults must be a list of faults, got {faults!r}")
     for fault in faults:
-        match fault:
-            case Kill(rank) | Restart(rank) | Join(rank) | Interrupt(rank) | Stall(rank) | SlowRank(rank):
-                check_ranks(repr(fault), [rank], size)
-            case SlowLink(source, dest) | Delay(source, dest) | Corrupt(source, dest):
-                check_ranks(repr(fault), [source, dest], size)
-            case Partition(ranks):
-                check_ranks(repr(fault), ranks, size)
-                if not 0 < len(set(ranks)) < size:
-                    raise ValueError(
-                        f"the ranks of a Partition must be some of the {size} ranks, but not all, got {fault!r}"
-                    )
-            case _:
-                raise TypeError(f"each entry of faults must be a fault, got {fault!r}")
+        if not isinstance(fault, Fault):
+            raise TypeError(f"each entry of faults must be a fault, got {fault!r}")
+        ranks = _ranks_of(fault)
+        check_ranks(repr(fault), ranks, size)
+        if isinstance(fault, Partition) and not 0 < len(set(ranks)) < size:
+            raise ValueError(f"the ranks of a Partition must be some of the {size} ranks, but not all, got {fault!r}")
     joins = [fault.rank for fault in faults if isinstance(fault, Join)]
     for fault in faults:
         if isinstance(fault, Join) and joins.count(fault.rank) > 1:
             raise ValueError(f"faults must have at most one Join for each rank, got another Join: {fault!r}")
         if isinstance(fault, Join) and len(joins) == size:
             raise ValueError(f"faults must leave at least one of the {size} ranks without a Join, got {fault!r}")
+
+
+def _ranks_of(fault: Fault) -> Sequence[int]:
+    if isinstance(fault, Partition):
+        return fault.ranks
+    return [getattr(fault, name) for name in ("rank", "source", "dest") if hasattr(fault, name)]

@@ -21,7 +21,7 @@ import types
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, assert_never
 
 from asyncdist import validation
 from asyncdist.errors import DeadlockError, TimeLimitError
@@ -42,7 +42,7 @@ from asyncdist.simulation.determinism.sandbox import refused_outside
 from asyncdist.simulation.determinism.sets import ordered_sets
 from asyncdist.simulation.distributions import check_number
 from asyncdist.simulation.fabric import Fabric
-from asyncdist.simulation.faults import Fault, Interrupt, Join, Kill, Restart, SlowRank, Stall
+from asyncdist.simulation.faults import Fault, Interrupt, Join, Kill, RankFault, Restart, SlowRank, Stall
 from asyncdist.simulation.links import Network
 from asyncdist.simulation.processes.clearing import clear_away, end_recording, forget_earlier
 from asyncdist.simulation.processes.event_loop import RankLoop
@@ -276,7 +276,7 @@ class _Simulation:
         for index, fault in enumerate(self._faults):
             if isinstance(fault, (Stall, SlowRank)) and not fault.at_s:
                 self._strike(index, fault)  # takes effect before the rank begins
-            elif isinstance(fault, (Kill, Restart, Join, Interrupt, Stall, SlowRank)) and fault.at_s is not None:
+            elif isinstance(fault, RankFault) and fault.at_s is not None:
                 self._scheduler.at(fault.at_s, self._strike, (index, fault))
         self._start = functools.partial(self._start_rank, main=main, args=args, options=options)
         for rank in self._absent:
@@ -397,7 +397,7 @@ class _Simulation:
         self._trace.add(self._scheduler.time(), "compute", rank, 0, 0, 0)
         return self._compute_samplers[rank]() * self._slowdowns[rank]
 
-    def _strike(self, index: int, fault: Kill | Restart | Join | Interrupt | Stall | SlowRank) -> None:
+    def _strike(self, index: int, fault: RankFault) -> None:
         """Apply a fault that is due, unless the rank has died or ended."""
         rank, loop = fault.rank, self._loops[fault.rank]
         if isinstance(fault, (Restart, Join)):
@@ -416,9 +416,11 @@ class _Simulation:
             case Interrupt() if self._interrupts[rank].received is None:
                 self._interrupts[rank].received = getattr(signal, fault.signal)
                 loop.call_soon(self._hosts[rank].cancel)
-            case _:  # a second signal ends the process
+            case Kill() | Interrupt():  # a second signal ends the process
                 self._kill(rank, index)
                 return
+            case _:
+                assert_never(fault)
         self._fire(index)
 
     def _before_turn(self, rank: int) -> None:
