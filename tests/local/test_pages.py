@@ -181,7 +181,7 @@ def test_policies_in_the_table_of_methods_run() -> None:
 def test_models_of_the_integrations_begin_equal() -> None:
     """Regression: the programs set no seed, so that copies of them averaged unrelated weights."""
     found = [block for block in pages.blocks(pages.ROOT / "docs" / "integrations.md") if block.language == "diff"]
-    assert len(found) == 11
+    assert len(found) >= 11
     for block in found:
         text = block.program()
         made = re.search(r"^model = torch\.nn\.Linear\(|^module = Module\(|\bModel\(\), ", text, re.MULTILINE)

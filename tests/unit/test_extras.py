@@ -30,6 +30,8 @@ def test_an_integration_names_the_extra_that_it_needs(
     """Regression: a missing library raised a bare "No module named"."""
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, library, None)
+    for loaded in [name for name in sys.modules if name.startswith(f"{library}.")]:
+        monkeypatch.delitem(sys.modules, loaded)  # "from LIBRARY.module import" would find it
     with pytest.raises(ModuleNotFoundError) as raised:
         importlib.import_module(module)
     assert names(raised.value, module, library, f"asyncdist[{extra}]")
