@@ -24,7 +24,8 @@ class Compute:
 
     Attributes:
         step_s: Computing time before a safe point, in virtual seconds, on every rank.
-        factors: Multipliers of ``step_s``, by rank. They also lengthen the rank's turns, as :class:`SlowRank` does.
+        factors: Multipliers of ``step_s``, keyed by rank. They also lengthen the rank's turns, as :class:`SlowRank`
+            does.
         pause_probability, pause_s: Probability of a pause at each safe point, and its duration in virtual seconds.
         overrun_probability: Probability, at each safe point, that the computation lasts until just after one of the
             rank's own timers. The rank then finds messages and an expired deadline at the same time. Timers later than

@@ -83,7 +83,7 @@ class Receive:
 
 
 class _Path:
-    """State of the simulated link from one rank to another. ``is_shared`` is true between different hosts."""
+    """State of the simulated link from one rank to another. ``is_shared`` is true between ranks on different hosts."""
 
     __slots__ = ("bandwidth", "draw_latency_s", "free_at", "is_shared", "last_arrival", "last_entry")
 
@@ -99,8 +99,8 @@ class _Path:
 class Fabric:
     """The simulated network, which carries the messages of all ranks and applies faults to messages and links.
 
-    When a fault fires, ``on_fired`` is called with the fault's index in the plan. When a rank is to be killed,
-    ``on_kill`` is called with the rank and that index.
+    When a fault fires, ``on_fired`` is called with the fault's index in the plan. When a fault kills a rank,
+    ``on_kill`` is called with the rank and the fault's index.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Fabric:
         self._finish = self._complete
 
     def connect(self, turns: Sequence[Turns]) -> None:
-        """Set the ranks' turns, which can delay work until a busy rank is idle."""
+        """Store the :class:`Turns` of all ranks, which delay the handling of a message until its rank is idle."""
         self._turns = list(turns)
 
     def send(self, buffer: Buffer, source: int, dest: int, tag: int) -> Message:
@@ -199,8 +199,8 @@ class Fabric:
     def _sent_at(self, path: _Path, source: int, nbytes: int, transfer: float) -> float:
         """Queue bytes behind earlier bytes on the link, and return the time at which the last byte leaves the sender.
 
-        Between hosts, return the time at which the first byte leaves, because the receiving interface adds the time of
-        the transfer.
+        Between hosts, return the time at which the first byte leaves, because the receiving interface adds the transfer
+        time.
         """
         now = self._scheduler.time()
         begins_at = path.free_at if path.free_at > now else now
@@ -238,7 +238,7 @@ class Fabric:
         if self._has_link_faults:
             arrival = self._faults.after_partitions((source, dest), now, arrival)
         last = path.last_arrival.get(message.tag, -1.0)
-        if arrival <= last:  # messages of one (source, tag) never overtake each other
+        if arrival <= last:  # messages with equal source and tag never overtake each other
             arrival = math.nextafter(last, math.inf)
         path.last_arrival[message.tag] = arrival
         return arrival
@@ -342,7 +342,7 @@ class Fabric:
             self._scheduler.at(complete_at, self._take_whole, (receive, message))
 
     def _arrive_whole(self, receive: Receive, message: Message) -> None:
-        """Complete the receive of a large message when the receiver is idle, because it must copy the last bytes."""
+        """Complete a large message's receive once the receiver is idle, because the receiver copies the last bytes."""
         self._turns[message.dest].attend(self._finish, (receive, message))
 
     def fail_send(self, message: Message) -> None:
@@ -360,7 +360,7 @@ class Fabric:
             self._keep(message)
 
     def _complete(self, receive: Receive, message: Message, is_running: bool = False) -> None:
-        """Complete a receive whose data has arrived. ``is_running`` is true while the receiver posts the receive."""
+        """Complete a receive whose data has arrived. ``is_running`` is true if the receiver is posting it."""
         is_stale = self.has_restarts and self.liveness.is_stale(message)
         if message.dest in self._dead or (is_stale and self.liveness.is_for_earlier(message)):
             self.fail_send(message)
@@ -398,7 +398,7 @@ class Fabric:
             self.fail_send(message)
 
     def fail_sends(self, observer: int, lost: int) -> None:
-        """Fail the pending sends of ``observer`` to ``lost``, and its pending receives from ``lost`` alone."""
+        """Fail the pending sends of ``observer`` to ``lost``, and its pending receives that name ``lost`` as source."""
         error = RankLostError(f"rank {lost} is gone", rank=lost)
         for posted in self._posted[observer].values():
             for receive in [receive for receive in posted if receive.wanted == lost]:
@@ -423,7 +423,7 @@ class Fabric:
                     self.fail_send(message)
 
     def accept(self, observer: int, other: int, incarnation: int) -> bool:
-        """Connect ``observer`` to a new process of ``other``. Return whether it is alive and was not yet connected."""
+        """Connect ``observer`` to a new process of ``other``. Return False if the process is dead or connected."""
         if not self.liveness.accept(observer, other, incarnation):
             return False
         for queue in self._unexpected[observer].values():  # drop messages of the previous process

@@ -1,7 +1,7 @@
 """Describes the faults of a simulation: killed, slow and restarted ranks, and delayed or corrupted messages.
 
 A fault plan is a list of faults. The simulation's report counts how often each fault fired, so that a test can check
-that all of them did.
+that all faults fired.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Partition:
 class Delay:
     """Delays the ``number``-th message (from 1) from ``source`` to ``dest``, and later messages with the same tag.
 
-    ``source`` and ``dest`` may be equal, because a coordinator also sends its own reports to itself as messages.
+    ``source`` and ``dest`` may be equal, because a coordinator also sends reports to itself.
     """
 
     source: int

@@ -53,7 +53,7 @@ class Network:
     Attributes:
         link: Link between ranks on one host.
         cross_link: Link between ranks on different hosts.
-        ranks_per_host: Number of consecutive ranks that share a host. By default all ranks share one.
+        ranks_per_host: Number of consecutive ranks that share a host. By default, all ranks share one host.
         host_bandwidth_nbytes_per_s: Bandwidth of a host's network interface, per direction, shared by all traffic
             between its ranks and other hosts. By default only the links limit the bandwidth, so a rank receives from
             many ranks as fast as from one.
@@ -121,8 +121,8 @@ class Interfaces:
     """Shares the bandwidth of each host's network interface among the messages of the host's ranks.
 
     Messages leave a host in the order of their sends, and enter a host in the order of their arrival. Sending does not
-    slow down receiving. A message of at most one packet waits only for such messages, because kernels serve sparse
-    flows first (fair queueing: Hoeiland-Joergensen et al., RFC 8290).
+    slow down receiving. A message of at most one packet waits only for messages of this size, because kernels serve
+    sparse flows first (fair queueing: Hoeiland-Joergensen et al., RFC 8290).
     """
 
     def __init__(self, network: Network, size: int) -> None:
@@ -136,13 +136,13 @@ class Interfaces:
         return self._out[self._host_of[rank]].carry(ready_at, nbytes, self.bandwidth)[0]
 
     def enter(self, rank: int, now: float, nbytes: int) -> float:
-        """Return the time at which ``nbytes`` bytes, arriving from ``now`` on, have entered the host of ``rank``."""
+        """Return when ``nbytes`` bytes that begin to arrive at ``now`` have all entered the host of ``rank``."""
         return self._in[self._host_of[rank]].carry(now, nbytes, self.bandwidth)[1]
 
 
 @dataclass(slots=True)
 class _Interface:
-    """One direction of a host's interface, with the times at which it is free for any and for small messages."""
+    """Stores when one direction of a host's interface is free for large messages and for small messages."""
 
     free_at: float = 0.0
     free_of_small_at: float = 0.0

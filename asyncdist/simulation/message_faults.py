@@ -79,7 +79,7 @@ class MessageFaults:
         return data, delay_s
 
     def link_factor(self, pair: tuple[int, int], now: float) -> float:
-        """Return the factor of slow links on the transit time of a message sent at ``now``."""
+        """Return the factor by which slow links multiply the transit time of a message sent at ``now``."""
         factor = 1.0
         for index, fault in self._slow_links:
             if (fault.source, fault.dest) == pair and now >= fault.at_s:

@@ -29,11 +29,11 @@ logger = logging.getLogger("asyncdist.simulation")
 TURN_COUNT_MAX: Final = 1_000_000
 #: Number of consecutive turns of all ranks, while no other event is pending, after which an endless loop is assumed.
 IDLE_TURN_COUNT_MAX: Final = 100_000
-#: Number per rank that replaces :data:`IDLE_TURN_COUNT_MAX` in simulations of many ranks.
+#: Minimum number of idle turns per rank before an endless loop is assumed in simulations of many ranks.
 _IDLE_TURN_COUNT_OF_A_RANK: Final = 100
-#: Number of clock reads in one callback that take no time.
+#: Number of clock reads in one callback that take no virtual time.
 _FREE_READ_COUNT: Final = 1000
-#: Initial duration, in seconds, of each further clock read. The duration grows with every 1000 reads.
+#: Virtual seconds that a clock read takes after the free reads. The time grows with every 1000 reads.
 _READ_S: Final = 1e-5
 #: Number of clock reads and sleeps in one callback after which an endless loop is assumed. The reads alone take 450 s.
 READ_COUNT_MAX: Final = 300_000
@@ -76,7 +76,7 @@ class Turns:
         dead: Whether the rank has been killed and takes no more turns.
         busy_s: Virtual seconds for which the rank has computed, blocked or stalled, including the current period.
         slowness: Factor on the duration of the rank's turns. If it is above 1, the first turn after a wake-up is also
-            late.
+            delayed.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Turns:
         self._background = background
         self._ready: list[Handle] = []
         self._put_off: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-        self._sleeper: Handle | None = None  # the step of the task that resumes first when its computation ends
+        self._sleeper: Handle | None = None  # callback that resumes the computing task, before all other callbacks
         self._has_sleeper = False
         self._debug = False
         self._busy = False
@@ -238,7 +238,7 @@ class Turns:
         self.block(seconds)
 
     def unblock(self) -> float:
-        """Reset and return the running callback's blocked time, so that the rank is not busy for it."""
+        """Return and reset the seconds for which the running callback has blocked, to keep its rank from being busy."""
         seconds = self._scheduler.ahead_s
         self._scheduler.ahead_s = 0.0
         return seconds
@@ -323,7 +323,7 @@ class Turns:
             self._schedule()
 
     def time(self) -> float:
-        """Return virtual seconds since the start. Many reads in one callback also advance the time."""
+        """Return the virtual seconds since the simulation began. Many reads in one callback also advance the time."""
         self._read_count += 1
         if self._read_count > _FREE_READ_COUNT and self._running:
             if self._read_count > READ_COUNT_MAX:

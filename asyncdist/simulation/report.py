@@ -18,9 +18,9 @@ class SimReport(Generic[T_co]):
     """Reports how a simulation ended.
 
     Attributes:
-        results: Return value of each rank's main, or the exception that ended it. Without ``return_exceptions``, the
-            fault plan explains each exception (:meth:`check_ranks`). None for a rank that was killed or had not ended
-            when the simulation stopped.
+        results: Return value of each rank's main, or the exception that ended it. Unless ``return_exceptions`` is set,
+            the fault plan explains each exception (:meth:`check_ranks`). None for a rank that was killed or had not
+            ended when the simulation stopped.
         packed_trace: Last events, in packed form; :attr:`trace` unpacks them.
         trace_digest: Hexadecimal digest of all events and message contents; equal for equal arguments.
         virtual_time_s: Virtual seconds until the last rank ended.
@@ -47,14 +47,14 @@ class SimReport(Generic[T_co]):
 
     @property
     def trace(self) -> tuple[TraceEvent, ...]:
-        """The last events, oldest first."""
+        """Last events of the simulation, oldest first."""
         return unpack(self.packed_trace)
 
     def value(self) -> T_co | Any:
-        """Return rank 0's value, or raise the first failure of any rank, with causes before consequences.
+        """Return rank 0's value, or raise an exception that ended a rank.
 
-        If a signal of the fault plan ended a rank, that rank's exception is raised only if there is no other failure.
-        A rank that calls ``sys.exit(0)`` is considered to have returned None.
+        Exceptions that did not result from another rank's failure take precedence. Among these, the exceptions that a
+        signal of the fault plan raised are last. A rank that calls ``sys.exit(0)`` is considered to have returned None.
         """
         failures = self._failures()
         if failures:
@@ -63,11 +63,12 @@ class SimReport(Generic[T_co]):
         return None if _is_exit(self.results[0]) else self.results[0]
 
     def check_ranks(self) -> None:
-        """Raise the first failure of a rank that the fault plan does not explain, with causes before consequences.
+        """Raise an exception that ended a rank, unless the fault plan explains all of them.
 
-        The plan explains the exit of a rank that received a signal of the plan. A plan that has killed a rank or sent a
-        signal also explains a :class:`RankLostError`. A plan that has restarted a rank or let it join explains a
-        :class:`LateError`. :func:`simulate` calls this method, unless ``return_exceptions`` is set.
+        Exceptions that did not result from another rank's failure take precedence. The plan explains the exit of a rank
+        that received a signal of the plan. A plan that has killed a rank or sent a signal also explains a
+        :class:`RankLostError`. A plan that has restarted a rank or let it join explains a :class:`LateError`.
+        :func:`simulate` calls this method, unless ``return_exceptions`` is set.
         """
         failure = self.unexplained_failure()
         if failure is not None:
@@ -85,7 +86,7 @@ class SimReport(Generic[T_co]):
         return failures[rank]
 
     def _failures(self) -> dict[int, BaseException]:
-        """Return the exceptions that ended ranks, by rank, without successful exits."""
+        """Return the exceptions that ended ranks, keyed by rank, except successful exits."""
         results = enumerate(self.results)
         return {rank: each for rank, each in results if isinstance(each, BaseException) and not _is_exit(each)}
 
@@ -107,7 +108,7 @@ class SimReport(Generic[T_co]):
         return isinstance(self.results[rank], (SystemExit, KeyboardInterrupt)) and rank in self.interrupted_ranks()
 
     def check_faults(self) -> None:
-        """Raise AssertionError with the faults of the plan that did not fire, and therefore tested nothing."""
+        """Raise AssertionError if a fault of the plan did not fire, and therefore tested nothing."""
         idle = [fault for fault, count in zip(self.faults, self.faults_fired, strict=True) if not count]
         if idle:
             raise AssertionError(

@@ -49,7 +49,7 @@ from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import STOPPED, simulate
 
-#: Maximum number of lines for the results of all ranks.
+#: Maximum number of printed lines with the ranks' results.
 _RESULT_LINE_COUNT: Final = 10
 _PROGRESS_LINE_EVERY_S: Final = 5.0
 #: Maximum time by which a file's modification time lags behind the clock, in nanoseconds.
@@ -126,7 +126,7 @@ class Script:
         """Do nothing when a script without a main opens its world."""
 
     def repeat_line(self, seed: int, faults: Sequence[Fault] | None = None) -> str:
-        """Return the command line that runs one seed."""
+        """Return the command line that runs the script with one seed."""
         plan = self.faults if faults is None else faults
         options = ["--ranks", str(self.ranks), "--seed", str(seed)]
         options += ["--faults", format_faults(plan)] if plan else []
@@ -202,7 +202,7 @@ def _random_states() -> dict[str, str]:
 
 
 def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
-    """Run the script. Raise ScriptError, and KeyboardInterrupt even if the script caught it."""
+    """Run the script. Raise ScriptError unless it runs ranks once, and KeyboardInterrupt even if it caught it."""
     host = _Host(script, seed, faults)
     error: BaseException | None = None
     token, token_of_local = (
@@ -317,7 +317,7 @@ def _ran_twice(script: Script) -> ScriptError:
 
 
 def run_once(script: Script, seed: int) -> int:
-    """Run ``asyncdist sim``: run the script once, print how it ended, and return the exit code.
+    """Run the script once, print how it ended, and return the exit code.
 
     The code is 1 if the script or a rank failed or a fault did not fire, and 0 otherwise. Raise ScriptError if the
     script does not call ``asyncdist.run`` exactly once.
@@ -407,7 +407,7 @@ def print_failures(report: SimReport[Any] | None, error: BaseException | None, c
 
 
 def results_of(report: SimReport[Any], without: str = "None") -> list[str]:
-    """Describe how each rank ended, one line per range of equal results. ``without`` stands for no result."""
+    """Return a line for each range of ranks with equal results. ``without`` replaces a missing result."""
     texts = [without if result is None else _brief(result) for result in report.results]
     for rank in report.killed_ranks:
         texts[rank] = "killed"
@@ -448,7 +448,7 @@ def _abbreviated(lines: list[str]) -> list[str]:
 
 
 def run_many(script: Script, seeds: range, processes: int | None) -> int:
-    """Run ``asyncdist sim --explore``: run the script with each seed until one fails, with a progress bar.
+    """Run the script with each seed until one fails, and show a progress bar.
 
     To record a failing seed, run it once more with the minimal fault plan. Return the exit code, 1 if a seed failed and
     0 otherwise. Raise ScriptError if the script does not call ``asyncdist.run`` exactly once.

@@ -22,7 +22,7 @@ EVENT_COUNT_MAX: Final = 1_000_000
 _COLLECT_EVERY: Final = 10_000
 #: Number of collections of the youngest generation for each collection of the middle generation.
 _MIDDLE_EVERY: Final = 16
-#: With many ranks, the number of events between two collections is multiplied by the number of ranks over this number.
+#: With many ranks, :data:`_COLLECT_EVERY` is multiplied by the number of ranks divided by this number.
 _RANK_COUNT_OF_COLLECTIONS: Final = 32
 #: Minimum number of cancelled timers in the heap before they are removed, as in asyncio.
 _CANCELLED_COUNT_MIN: Final = 100
@@ -42,8 +42,8 @@ class Scheduler:
 
     Args:
         rng: Random generator for the order of simultaneous events.
-        many_rank_count: Number of ranks, or 0 if there are few. With many ranks, collections are rarer, and their
-            survivors are frozen each time the number of collections has doubled.
+        many_rank_count: Number of ranks, or 0 if there are few. With many ranks, garbage collections are rarer, and
+            their survivors are frozen each time the number of collections has doubled.
 
     Attributes:
         ahead_s: Virtual seconds for which the running callback has blocked, in addition to ``now``.
@@ -108,7 +108,7 @@ class Scheduler:
         self._now.append(action)
 
     def time(self) -> float:
-        """Return the time of the running callback: ``now + ahead_s``."""
+        """Return the running callback's virtual time: ``now + ahead_s``."""
         return self.now + self.ahead_s
 
     def run(self, until_s: float = math.inf, after_event: Callable[[], object] | None = None) -> bool:

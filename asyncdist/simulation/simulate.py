@@ -60,7 +60,7 @@ T = TypeVar("T")
 #: Exceptions that stop a simulation early. Each has an attribute ``report``, the report so far.
 STOPPED: Final = (DeadlockError, TimeLimitError, EndlessLoopError)
 
-#: Number of ranks above which the intervals between collections no longer grow, to limit memory use.
+#: Number of ranks above which the intervals between garbage collections stop growing, to limit memory use.
 _COLLECTING_RANKS_MAX: Final = 1024
 #: Function called when a simulation begins, with its fault plan, trace and outcomes. :func:`explore` sets it.
 observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, RankResult]], None] | None] = ContextVar(
@@ -107,11 +107,11 @@ def simulate(
         return_exceptions: Whether exceptions that end ranks are only returned in ``results``. By default, ``simulate``
             raises the first exception that the fault plan does not explain (:meth:`SimReport.check_ranks`).
         inherited_random: Names of generators (``"random"``, ``"numpy"``, ``"torch"``) that begin with the caller's
-            state on each rank. The states of the others are derived from the seed and the rank.
+            state on each rank. The states of other generators are derived from the seed and the rank.
 
     Raises:
-        BaseException: The first exception that ended a rank and that the fault plan does not explain, causes before
-            consequences, with a note that names the rank.
+        BaseException: An exception that ended a rank and that the fault plan does not explain
+            (:meth:`SimReport.check_ranks`), with a note that names the rank.
         DeadlockError: No event was left, and some main had not returned. The message lists what each task waits for.
         TimeLimitError: ``until_s`` was reached before all ranks had ended. The message lists what each task waits for.
         KeyboardInterrupt: SIGINT was received between two events. The message lists what each task waits for.
@@ -194,7 +194,7 @@ class _Clock:
                 over.cancel()
                 return
             result = call()
-            # The blocked time delays only the simulated thread, not the rank's event loop.
+            # If ``call`` blocks, it delays only its own result, because it would run in a thread in a real run.
             loop.call_later(seconds - before_s + loop.unblock(), over.set_result, result)
 
         loop.call_later(
@@ -238,7 +238,7 @@ class _Simulation:
         }
         self._compute = compute
         self._loops = [self._new_loop(rank) for rank in range(size)]
-        self._earlier_loops: list[RankLoop] = []  # loops of the killed processes of restarted ranks
+        self._earlier_loops: list[RankLoop] = []  # loops of killed processes that were replaced
         self._fabric.connect(self._loops)
         self._interrupts = [Interrupts() for _ in range(size)]
         self._hosts: dict[int, asyncio.Task[None]] = {}
@@ -371,7 +371,7 @@ class _Simulation:
             self._stop_if_over()
 
     def draw_busy_s(self, loop: RankLoop) -> float:
-        """Sample a rank's computing time before a safe point. It may end just after one of the rank's timers."""
+        """Sample a rank's computing time before a safe point. The time may end just after one of the rank's timers."""
         seconds = self.draw_compute_s(loop.rank)
         if self._overrun_probability and self._overruns.random() < self._overrun_probability:
             now = loop.time()
@@ -381,7 +381,6 @@ class _Simulation:
         return seconds
 
     def draw_share(self) -> float:
-        """Sample a number uniformly from 0 to 1."""
         return self._scheduler.random()
 
     def has_died(self, loop: RankLoop) -> bool:
@@ -398,7 +397,7 @@ class _Simulation:
         return self._compute_samplers[rank]() * self._slowdowns[rank]
 
     def _strike(self, index: int, fault: RankFault) -> None:
-        """Apply a fault that is due, unless the rank has died or ended."""
+        """Apply a fault that is due, unless its rank has died or ended."""
         rank, loop = fault.rank, self._loops[fault.rank]
         if isinstance(fault, (Restart, Join)):
             is_its_turn = isinstance(fault, Join) == (rank in self._absent)

@@ -55,7 +55,7 @@ class Trace:
         self._flushed: deque[bytes] = deque(maxlen=1 + KEPT_EVENT_COUNT * _EVENT.size // _FLUSH_NBYTES)
 
     def add(self, time_s: float, kind: str, a: int, b: int, tag: int, nbytes: int) -> None:
-        """Add one event."""
+        """Add an event to the digest and to the last events."""
         if self._has_ended:
             return
         pending = self._pending

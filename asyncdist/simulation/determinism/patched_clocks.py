@@ -3,12 +3,12 @@
 ``time.sleep(1)`` advances the rank's time by one second, during which none of its tasks, timers or callbacks run.
 Messages that arrive during the sleep are received at the next await. A loop that polls a clock also advances time. More
 than :data:`~asyncdist.simulation.rank_turns.READ_COUNT_MAX` reads and sleeps in one callback raise an error. Other
-blocking calls (``threading.Event.wait``, ``queue.Queue.get``, ``select.select``) block in real time and take no virtual
-time. ``time.localtime``, ``strftime`` and similar functions use virtual time by default, in the machine's time zone.
+calls (``threading.Event.wait``, ``queue.Queue.get``, ``select.select``) block in real time and take no virtual time.
+``time.localtime``, ``strftime`` and similar functions use virtual time by default, in the machine's time zone.
 
 The replacements call the original functions outside the ranks' turns, in other threads and in forked processes. They
-also do so for the standard library and torch, which wait for real processes and files. A function that was imported by
-name before the simulation (``from time import sleep``) is not replaced, and ``datetime.now`` returns real time.
+also call them for the standard library and torch, which wait for real processes and files. A function that was imported
+by name before the simulation (``from time import sleep``) is not replaced, and ``datetime.now`` returns real time.
 """
 
 from __future__ import annotations

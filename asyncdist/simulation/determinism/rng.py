@@ -175,7 +175,7 @@ class RandomStates:
         np.random.__dict__.update({name: self._asking(self._numpy, of) for name, of in _NUMPY_NAMES.items()})
 
     def _asking(self, instances: list[Any], name: str) -> Callable[..., Any]:
-        """Return a function that calls the method ``name`` on the instance of the running rank."""
+        """Return a function that calls the method ``name`` of the running rank's instance."""
 
         def ask(*args: Any, **kwargs: Any) -> Any:
             is_ours = get_ident() == self._thread  # other threads use the process's own instance

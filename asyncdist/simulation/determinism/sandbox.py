@@ -22,8 +22,8 @@ from typing import Any, Final, NoReturn
 
 from asyncdist.errors import LocalProtocolError
 
-#: Owner, name and description of each refused call. Objects are refused on construction, because half-made ones log
-#: errors.
+#: Owner, name and description of each refused call. Objects are refused on construction, because partly constructed
+#: objects log errors.
 _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
     (threading.Thread, "start", "starting a thread"),
     (socket.socket, "__init__", "a socket"),
@@ -37,7 +37,7 @@ _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
 TRUSTED: Final = frozenset({"numpy", "torch", "tqdm"})
 #: Other packages that may start threads. Their threads only display progress bars or write logs and checkpoints.
 _DISPLAY_ONLY: Final = frozenset({"lightning", "pytorch_lightning", "rich", "tensorboard"})
-#: Modules that start processes or threads for their caller, which determines whether this is allowed.
+#: Modules that start processes or threads for a caller. The caller determines whether this is allowed.
 _DELEGATES: Final = ("torch.multiprocessing", "torch.distributed", "tqdm.contrib", __name__)
 
 

@@ -42,7 +42,7 @@ _SHRINK_RUN_COUNT: Final = 300
 #: Seconds of work that a process receives at a time: short enough for a progress bar, long enough to be efficient.
 _CHUNK_S: Final = 0.5
 _CHUNK_SEED_COUNT_MAX: Final = 64
-#: Number of leading characters, without numbers, that the assertion messages of equal failures must share.
+#: Number of leading characters that the messages of equal assertion failures share, ignoring numbers.
 _PREFIX_LENGTH: Final = 40
 
 
@@ -67,7 +67,7 @@ class Failure:
         kind, message: Class name and message of the exception.
         traceback: Traceback, beginning with the scenario's first frame.
         trace: Last events of the seed's last simulation.
-        faults: Fault plan of that simulation.
+        faults: Fault plan of the seed's last simulation.
         minimal_faults: Minimal plan, with simple numbers, that fails in the same way. None if no minimal plan was
             found; ``note`` then contains the reason.
         repeat: Shell command that repeats the failure, with the minimal plan if there is one.
@@ -105,8 +105,8 @@ class ExploreReport:
     Attributes:
         seed_count: Number of seeds that ran, including the failing one.
         digests: Distinct trace digests of the seeds that passed.
-        faults_fired: Number of fired faults, by class name.
-        events: Number of events on all ranks, by kind, as in :attr:`asyncdist.WorldStatistics.events`.
+        faults_fired: Number of fired faults, keyed by class name.
+        events: Number of events on all ranks, keyed by kind, as in :attr:`asyncdist.WorldStatistics.events`.
         seconds: Seconds since the first seed began, without shrinking.
         failure: First failure in the order of the seeds, or None.
     """
@@ -120,7 +120,7 @@ class ExploreReport:
 
     @property
     def seeds_per_s(self) -> float:
-        """Number of seeds per second, over all processes."""
+        """Number of seeds that all processes together run per second."""
         return self.seed_count / self.seconds if self.seconds else 0.0
 
     @property
@@ -132,7 +132,7 @@ class ExploreReport:
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
     def check(self) -> None:
-        """Raise AssertionError if there was a failure."""
+        """Raise AssertionError if a seed failed."""
         if self.failure is not None:
             raise AssertionError(str(self.failure))
 
@@ -406,7 +406,7 @@ def _shrink(
 
 
 class _Attempts:
-    """Tests with a limited number of runs whether fault plans fail in the same way as the original plan."""
+    """Tests whether fault plans fail in the same way as the original plan, in a limited number of runs."""
 
     def __init__(self, runner: Inline | Pool, failed: _Failed) -> None:
         self._runner = runner

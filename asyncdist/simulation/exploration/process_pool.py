@@ -80,9 +80,9 @@ class Inline:
 class Pool:
     """Runs seeds in worker processes.
 
-    Workers that still run a seed at the end are killed. Each worker also exits when its *lifeline* closes, a pipe whose
-    other end is held by this process. SIGINT is blocked in the workers, because a terminal sends it to all processes,
-    but only this process must react.
+    Workers that still run a seed at the end are killed. Each worker also exits when this process closes the other end
+    of the worker's pipe, its *lifeline*. SIGINT is blocked in the workers, because a terminal sends it to all
+    processes, but only this process must react.
     """
 
     def __init__(self, payload: bytes, process_count: int) -> None:
@@ -98,7 +98,7 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         self._reader, self._writer = context.Pipe(duplex=False)
         environ = {**environment.environment(), environment.HASH_SEED_VARIABLE: self.hash_seed}
-        with _modules_of_others_ignored():  # the executor's locks start a process
+        with _modules_of_others_ignored():  # creating the executor's locks starts a process
             self._executor = ProcessPoolExecutor(
                 process_count, mp_context=context, initializer=_begin_worker, initargs=(self._reader, environ)
             )
@@ -142,7 +142,7 @@ class Pool:
 def open_runner(payload: bytes, process_count: int) -> Iterator[Inline | Pool]:
     """Open a :class:`Pool`, or an :class:`Inline` for one process, until the context ends."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(1)  # this worker has imported a script without a __main__ guard, which its parent reports
+        sys.exit(1)  # the script has no __main__ guard, which the parent process reports
     runner = Inline(payload) if process_count == 1 else Pool(payload, process_count)
     try:
         yield runner

@@ -48,7 +48,7 @@ def minimize(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) ->
 
 
 def simplify(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
-    """Return ``plan`` with simpler numbers (0, 1 for counts, fewer digits) that still fails. Ranks are kept."""
+    """Return a plan that still fails, with simpler numbers (0, 1 for counts, fewer digits) but the same ranks."""
     plan = tuple(plan)
     for index, name in [(i, f.name) for i, fault in enumerate(plan) for f in dataclasses.fields(fault)]:
         value = getattr(plan[index], name)

@@ -68,7 +68,7 @@ def forget_earlier(world: World, options: RecordOptions | None) -> None:
 def end_recording(world: World | None, main: asyncio.Task[None] | None = None) -> None:
     """End the recording of a rank, so that the clean-up of its tasks is not recorded.
 
-    If the rank's main task ``main`` is given, what it waits for is recorded.
+    If the rank's main task ``main`` is given, also record what it waits for.
     """
     if world is None or world.services.end_recording is None:
         return

@@ -27,7 +27,7 @@ def _fall_asleep() -> Generator[None, None, None]:
 
 
 class SimTask(asyncio.Task[Any]):
-    """A task whose hash is a counter, because asyncio cancels and returns tasks in the order of sets."""
+    """A task whose hash is its number. asyncio cancels and returns tasks in the order of sets."""
 
     def __init__(self, coro: Coroutine[Any, Any, Any], number: int, **options: Any) -> None:
         self.number = number
@@ -67,7 +67,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         self._exception_handler: Callable[[RankLoop, dict[str, Any]], object] | None = None
 
     def be_busy(self, seconds: float) -> Awaitable[None]:
-        """Make the rank busy for ``seconds``. The caller must await the result at once, and resumes before others."""
+        """Make the rank busy for ``seconds``. The caller must await the result at once, and resumes first."""
         self.become_busy(seconds)
         return _fall_asleep()  # awaiting a future would cost twice as much
 

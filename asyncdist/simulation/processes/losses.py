@@ -25,7 +25,7 @@ class Liveness:
         dead: Ranks without a process, because they were killed or have not joined yet.
         died_at: Virtual time of each dead rank's death, in seconds.
         closed: Ranks whose process ended normally.
-        known_lost: Set of the ranks that each rank regards as lost, indexed by rank.
+        known_lost: For each rank, the set of ranks that it regards as lost.
         stale_count: Number of messages dropped because their sender or receiver was restarted.
     """
 
@@ -66,7 +66,7 @@ class Liveness:
             listen(lost)
 
     def set_return_listener(self, rank: int, listen: Callable[[int, int], object]) -> None:
-        """Call ``listen(other, incarnation)`` for each new process that ``rank`` detects, including earlier ones."""
+        """Call ``listen(other, incarnation)`` for each new process that ``rank`` detects or has detected."""
         self._return_listeners[rank] = listen
         for other, incarnation in self._introduced[rank].items():
             listen(other, incarnation)
@@ -174,7 +174,7 @@ class Liveness:
         return not (has_ended or {observer, other} & self.dead or self._incarnations[other] != incarnation)
 
     def accept(self, observer: int, other: int, incarnation: int) -> bool:
-        """Connect ``observer`` to a process of ``other``. Return whether it exists and was not yet connected."""
+        """Connect ``observer`` to a process of ``other``. Return False if the process is gone or connected."""
         self._introduced[observer].pop(other, None)
         if other not in self.known_lost[observer] or not self._is_there(observer, other, incarnation):
             return False

@@ -1,13 +1,13 @@
 """Controls garbage collection and memory pages in simulations of many ranks.
 
 Garbage is collected only at fixed points (see :class:`asyncdist.simulation.scheduler.Scheduler`) and once at the end,
-because Python's automatic collections would take half of the time. With many ranks, the objects that survive some of
-these collections are *frozen*: later collections skip them.
+because Python's automatic collections would take half of the simulation's time. With many ranks, the objects that
+survive some of these collections are *frozen*: later collections skip them.
 
 Handling a message accesses more memory pages than the processor's translation lookaside buffer holds. Simulations of
 many ranks therefore allocate objects in huge pages, of 2 MiB instead of 4 KiB.
 
-The functions that allocate huge pages are C code in the module's ``.pxd`` file, used if the module is compiled
+The allocating functions are C code in the module's ``.pxd`` file, used if the module is compiled
 (:mod:`asyncdist.compiled`).
 """
 

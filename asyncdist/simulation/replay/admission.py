@@ -17,9 +17,9 @@ from asyncdist.transports.base import ANY_SOURCE
 class Admission:
     """Admits messages to a replayed rank's receives in the recorded order.
 
-    A receive may return a message that was recorded up to this point, received either by a polling pass or by a task
-    directly. ``on_late`` is called if a task tries to receive a message that has not arrived yet, and ``on_taken`` when
-    a message is received.
+    A receive may return a message that the recorded rank had received by this point, either in a polling pass or
+    directly in a task. ``on_late`` is called if a task tries to receive a message that has not arrived yet, and
+    ``on_taken`` when a message is received.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Admission:
 
     @property
     def has_permitted(self) -> bool:
-        """Whether some admitted messages have not been received yet."""
+        """Whether an admitted message has not been received yet."""
         return bool(self._permitted)
 
     def permit(self, keys: Iterable[Key]) -> None:
-        """Admit one message for each of these pairs of source and tag."""
+        """Admit one message for each pair of source and tag in ``keys``."""
         self._permitted.extend(keys)
 
     def clear(self) -> None:
@@ -60,7 +60,7 @@ class Admission:
         self._permitted.clear()
 
     def next_key(self, source: int, tag: int) -> Key | None:
-        """Return the key of the message that a receive may return now, or None."""
+        """Return the source and tag of the message that a receive may return now, or None."""
         for key in self._permitted:
             if fits(key, source, tag):
                 return key if self._mailbox.count(key) else None
@@ -78,7 +78,7 @@ class Admission:
         if isinstance(self._agenda.next(), Lost):
             first = next((sight for sight in self._agenda.sights() if not isinstance(sight, Lost)), None)
             if isinstance(first, ReceivedByTask) and fits(first.keys[0], source, tag):
-                # In the recorded run, testing for this message revealed these losses.
+                # In the recorded run, the rank detected losses when it tested for this message.
                 self._see_losses()
         late: list[ReceivedByTask] = []
         for sight in self._agenda.sights():
@@ -109,7 +109,7 @@ class Admission:
         return self._mailbox.pop(key)
 
     def _leave_no_more_to_task(self, taken: ReceivedByTask) -> None:
-        """Deliver the messages that the task received right after ``taken``: a replayed task tests less often."""
+        """Deliver the messages that the task received after ``taken``, because a replayed task tests less often."""
         for sight in itertools.takewhile(taken.is_beside, self._agenda.sights()):
             if not isinstance(sight, ReceivedByTask) or sight.keys[0][1] != taken.keys[0][1]:
                 break

@@ -1,8 +1,8 @@
 """Stores the remaining recorded inputs of a replayed rank, and decides which of them are due.
 
 An input is a message, the end of a timer or deadline, or the loss of a rank. It is due when the replayed rank has
-reached the point at which it was recorded. This point is a turn of a safe point or, between two safe points, a number
-of begun waits, ended waits and sent messages.
+reached the point at which it was recorded. This point is a turn of a safe point or, between two safe points, the
+numbers of waits begun, waits ended and messages sent.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class PendingInputs:
         self.progress_count += 1
 
     def is_point_due(self) -> bool:
-        """Return whether as many waits have ended and messages were sent as before the next recorded safe point."""
+        """Return whether the rank has ended as many waits and sent as many messages as before its next safe point."""
         point = self._log.entries[0] if self._log.entries else None
         return not isinstance(point, SafePoint) or (
             point.woken_count <= self._engine.woken_count and point.sent_count <= self._sent_count
@@ -155,16 +155,16 @@ class PendingInputs:
         return first if isinstance(first, ReceivedByTask) and first.late_for is not None else None
 
     def wakes_one_before_point(self, sight: Taken) -> bool:
-        """Return whether exactly one wait ended between ``sight``, the next input, and the next recorded safe point."""
+        """Return whether exactly one wait ended between the next input ``sight`` and the next recorded safe point."""
         if self._point is not None or len(sight.keys) == 1:
             return False
         entry = next(iter(self._log.entries), None)
         return isinstance(entry, SafePoint) and entry.woken_count == self._engine.woken_count + 1
 
     def exit_after(self, sight: Sight) -> tuple[Left, bool] | None:
-        """Return the recorded end of a collective that resumed a task before this input resumed another one.
+        """Return the recorded end of a collective that resumed a task before this input resumed another task.
 
-        The second item of the result tells whether this end can be replayed now. None if there is no such end.
+        The second item tells whether this end can be replayed now. Return None if no such end is recorded.
         """
         if type(sight) not in (Taken, Fired):
             return None
@@ -227,7 +227,7 @@ class PendingInputs:
         )
 
     def must_be_there(self, sight: Sight, ending_count: int = 0) -> bool:
-        """Return whether an input must arrive before the rank's next step, without the rank's help."""
+        """Return whether an input is due, so that it must arrive before the rank continues."""
         return self.is_due(sight, ending_count + isinstance(sight, ReceivedByTask))
 
     def is_possible(self, sight: Sight) -> bool:
@@ -278,7 +278,7 @@ class PendingInputs:
             # In the recorded run, the rank received more inputs before this reading, and the caller may depend on them.
             self.catch_up(readings[0].seen_count)
         while len(readings) > 1 and readings[0].seen_count < self.seen_count >= readings[1].seen_count:
-            readings.popleft()  # read by a task that ran only in the recorded run, without any effect
+            readings.popleft()  # a task that ran only in the recorded run made this reading
         if readings and readings[0].seen_count <= self.seen_count:
             self._time_s = readings.popleft().seconds
         return self._time_s

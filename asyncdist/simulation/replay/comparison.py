@@ -34,7 +34,7 @@ class Comparison:
         self._other_order = ""
 
     def note_other_order(self, nbytes: int) -> None:
-        """Record that later numbers may differ, because MPI reduced ``nbytes`` in an unrepeatable order."""
+        """Record that later numbers may differ, because MPI reduced ``nbytes`` bytes in an unrepeatable order."""
         self._other_order = (
             f"; before that, MPI reduced {nbytes} bytes of floating-point numbers in an order that a replay cannot"
             " repeat"

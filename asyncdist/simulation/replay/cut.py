@@ -29,7 +29,7 @@ def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence
 
 
 def _end(events: Sequence[Event]) -> int:
-    """Return the number of events before a signal, or up to the last step if user code raised its exception."""
+    """Return the number of events before a signal, or up to the last step if user code raised it."""
     end = 0
     for place, event in enumerate(events):
         if event.kind == "interrupted":

@@ -24,7 +24,7 @@ T = TypeVar("T")
 class ReplayedEngine(ObservedEngine):
     """Polls a replayed rank's requests, and ends waits at the same points as in the recorded run."""
 
-    # A replayed send takes no time, but its task waits as long as in the recorded run.
+    # A replayed send takes no time, but the sending task waits as long as in the recorded run.
     holds_sends: ClassVar[bool] = False
 
     def __init__(self, transport: Transport, loop: RankLoop, gate: Gate) -> None:

@@ -25,9 +25,10 @@ from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines, SleepTimers, Timers
 from asyncdist.waits import WaitId, WaitKind
 
-#: Virtual seconds for which a message is deferred until a safe point that followed it in the recorded run.
+#: Maximum virtual seconds for which a message is deferred to a safe point that followed it when recorded.
 _DEFERRAL_S: Final = 1.0
-#: Virtual seconds for which a message is deferred until work in a thread ends. The work may sleep in virtual time.
+#: Maximum virtual seconds for which a message is deferred until work in a thread ends. The work may sleep in virtual
+#: time.
 _WORK_S: Final = 100.0
 #: Maximum number of attempts to reach the point at which an input was recorded, by letting the other tasks run.
 _TRY_COUNT: Final = 20
@@ -42,7 +43,7 @@ class Tasks:
         counted: Tasks whose waits are counted in the record.
         woken_late: Tasks that wait for a message in the replay, but did not wait for it in the recorded run.
         user: Task that reached the last safe point.
-        main: The same task, or None while it waits for something other than a safe point.
+        main: The task ``user``, or None while it waits for something other than a safe point.
     """
 
     waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = field(default_factory=dict)
@@ -182,7 +183,7 @@ class Gate:
                 self.deadlines.expire(what)
 
     def _bring_late(self, task: asyncio.Task[Any]) -> bool:
-        """Deliver a message for which ``task`` did not wait when recorded. Return whether its wait ends."""
+        """Deliver a message for which ``task`` did not wait when recorded. Return whether this ends its wait."""
         self._engine.poll()
         if task in self.tasks.woken_late or (waiter := self.tasks.waiters.get(task)) is None or not waiter.done():
             return False
@@ -232,7 +233,7 @@ class Gate:
         return any(request.is_for(sight.keys[0]) for request in requests if hasattr(request, "is_for"))
 
     def _is_deferred(self, sight: Sight) -> bool:
-        """Return whether to defer an input until another task than the one that it wakes has continued.
+        """Return whether to defer an input until a task other than the task that it wakes has continued.
 
         In the recorded run, the other task was ready when a polling pass received the message. It reaches a safe point,
         or continues after a collective, a sleep or work in a thread. The deferral is limited in time, in case user code
@@ -346,7 +347,7 @@ class Gate:
             await yield_to_loop()
 
     async def _until_changed(self, sight: Sight | None) -> bool:
-        """Let other tasks run until ``sight`` is not next or can be delivered. Return False if neither happens."""
+        """Run other tasks until ``sight`` can be delivered or is no longer next. Return False if neither happens."""
         for try_count in range(_TRY_COUNT):
             self._engine.poll()
             self._engine.recheck()

@@ -78,7 +78,7 @@ class ReplayedJob:
             raise self._difference
 
     def _judge(self) -> None:
-        """Find the first difference from the records, once, because cancelled ranks make further decisions."""
+        """Find the first difference from the records, but only once, because cancelled ranks make more decisions."""
         if self._is_judged:
             return
         self._is_judged = True
@@ -179,7 +179,7 @@ class ReplayedRank:
 
 
 def draw_as(conditions: Conditions) -> None:
-    """Set this thread's random states to those that a rank had when it opened its world."""
+    """Restore, in this thread, the random states that a rank had when it opened its world."""
     states = conditions.random
     version, numbers, gauss = states.python
     random.setstate((version, tuple(numbers), gauss))

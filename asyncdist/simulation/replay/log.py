@@ -62,7 +62,7 @@ class ReceivedByTask(Taken):
 
 @dataclass(slots=True)
 class Passed(Sight):
-    """The expiry of the deadline of a task's wait."""
+    """The recorded expiry of a deadline that limited a task's wait."""
 
     what: WaitId
 
@@ -87,7 +87,7 @@ FAILED: Final = WaitId(WaitKind.COLLECTIVE_FAILURE)
 
 @dataclass(slots=True)
 class Left(Sight):
-    """The point at which a task continued after a collective, either failed (:data:`FAILED`) or completed by MPI."""
+    """The point at which a task continued after a collective that failed (:data:`FAILED`) or that MPI completed."""
 
     what: WaitId
 
@@ -132,13 +132,13 @@ class RankLog:
     """Record of one rank: its inputs and its decisions.
 
     Attributes:
-        early: Number of messages received before the rank's world was open, by source and tag.
+        early: Number of messages received before the rank's world was open, keyed by source and tag.
         clock: Clock readings, keyed by the line number of the code that read the clock.
-        decisions: Decisions, by kind. The order between kinds depends on the order of tasks.
+        decisions: Decisions, keyed by kind. The order across kinds depends on the order of tasks.
         is_over: Whether the end of main is recorded.
-        results: Results of MPI's reductions, by the group's tag, as pairs of size in bytes and content. The content is
-            b"" if it was too large to record.
-        measured: Measured numbers, which depend on timing, by their identity.
+        results: Results of MPI's reductions, keyed by the group's tag: pairs of size in bytes and content. The content
+            is b"" if it was too large to record.
+        measured: Measured numbers, which depend on timing, keyed by identity.
         tells_sleeps: Whether the record says when asyncio's timers fired.
         tells_collectives: Whether the record says when tasks continued after collectives.
     """
@@ -201,7 +201,6 @@ class _Reader:
         self._seen_count = self._reading_count = 0
 
     def read(self, event: Event) -> None:
-        """Add one event to the log."""
         log = self._log
         match event.kind, event.fields:
             case "safe_point", (bool(has_ended), int(turn_count), *_):

@@ -19,7 +19,7 @@ from asyncdist.simulation.scheduler import Handle
 PAUSE_S: Final = 1e-5
 #: Longest pause between two checks of the next recorded input, in virtual seconds.
 PAUSE_MAX_S: Final = 0.1
-#: Virtual seconds without the expected input after which a replay differs from its record.
+#: Virtual seconds without the expected input after which a replay is considered to differ from its record.
 PATIENCE_S: Final = 300.0
 
 

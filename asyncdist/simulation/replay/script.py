@@ -197,7 +197,7 @@ def run_command(
     rank: int | None,
     to_test: str | None,
 ) -> int:
-    """Run ``asyncdist replay``: replay a recording, print the result, and return the exit code.
+    """Replay a recording, print the result, and return the exit code.
 
     The code is 0 if the replay equals the recording, 1 if it differs or a rank fails as recorded, and 2 for wrong
     input. pdb stops in ``rank``. ``to_test`` is the path of a test to write instead.
@@ -229,7 +229,7 @@ def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
     finally:
         if ran.debugger is not None:
             ran.debugger.close()
-    if ran.debugger is not None and ran.debugger.quitting:  # the debugger causes later differences
+    if ran.debugger is not None and ran.debugger.quitting:  # quitting the debugger causes differences
         return 1
     if isinstance(ended.error, DivergenceError):
         print(f"asyncdist replay: the replay differs: {printable(ended.error.message)}", file=sys.stderr)

@@ -35,7 +35,6 @@ class _Timer:
         self._context = context or contextvars.copy_context()
 
     def cancel(self) -> None:
-        """Cancel the call."""
         self.is_over = self._is_cancelled = True
 
     def cancelled(self) -> bool:
