@@ -167,6 +167,6 @@ class EventLog:
         return tuple(self._latest)
 
     def number_policy(self) -> int:
-        """Return the number of this rank's next policy, from 0."""
+        """Return a number, counted from 0, for this rank's next policy."""
         self._policy_count += 1
         return self._policy_count - 1

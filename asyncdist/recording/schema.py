@@ -89,7 +89,7 @@ class Header(Struct, frozen=True, kw_only=True):
     Attributes:
         asyncdist: Version of asyncdist.
         script, script_digest, arguments: Path of the program, its SHA-256 and its arguments.
-        clock_s, unix_s: One moment on the event clock and on the wall clock, in seconds.
+        clock_s, unix_s: The same moment on the event clock and on the wall clock, in seconds.
         kinds: Field names of each kind of events, by kind.
     """
 
@@ -117,7 +117,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """Initial conditions of a rank, from the header, in which a replay starts.
 
     Attributes:
-        hosts: Lowest rank on the host of each rank, by rank, or None if all ranks are on one host.
+        hosts: For each rank, the lowest rank on its host. None if all ranks are on one host.
         first_seed: Torch's initial seed at import, or None if it is not recorded.
         sent_before_count: Number of messages sent before the world was open.
         tells_sleeps: Whether the file says when asyncio's timers fired.
@@ -217,7 +217,7 @@ class EventSchema:
             name: (*KINDS[name], *fields[len(KINDS[name]) :]) if name not in self.unknown else tuple(fields)
             for name, fields in kinds.items()
         }
-        #: Names of the kinds of events, by their index in the file. None for an ignored kind.
+        #: Name of the kind of events with each index in the file, or None for an ignored kind.
         self._names = tuple(None if name in self.unknown else name for name in kinds)
         types = _types_of_fields(size)
         structs = [self._struct_of(place, name, kinds[name], types) for place, name in enumerate(kinds)]
@@ -261,7 +261,7 @@ class EventSchema:
         return read
 
     def _count(self, content: bytes) -> int:
-        """Return the number of complete objects, which the decoder needs. The decoder reports an incomplete one."""
+        """Return the number of complete objects, which the decoder needs. The decoder reports an incomplete object."""
         self._counter.feed(content)
         count = 0
         try:

@@ -211,7 +211,7 @@ class RecordWriter:
         self.add(self._clock(), kind, fields)
 
     def begin_safe_point(self, woken_count: int) -> None:
-        """Note that a safe point begins after ``woken_count`` ended waits. It is recorded before the next event."""
+        """Note that a safe point begins after ``woken_count`` ended waits, and record this before the next event."""
         if self._is_over:
             return
         if self._turn_count >= 0:  # no event since the last safe point
@@ -222,7 +222,7 @@ class RecordWriter:
         self._is_at_safe_point, self._woken_count = True, woken_count
 
     def end_safe_point(self, turn_count: int) -> None:
-        """Record the end of a safe point, at once if the rank has sent messages, else before the next event."""
+        """Record the end of a safe point: at once if the rank has sent messages, otherwise before the next event."""
         if self._is_over:
             return
         self._turn_count = turn_count
@@ -291,7 +291,7 @@ class RecordWriter:
         self._end()
 
     def _write_cut(self, why: str) -> None:
-        """Record why the file ends, if there is space. Otherwise it looks like the file of a killed rank."""
+        """Record why the file ends, if there is space. Otherwise, it looks like a killed rank's file."""
         if self._file is None:
             return
         content = _encode((_CODES["cut"], 0, why))

@@ -1,4 +1,4 @@
-"""Summarises rounds of averaging over all ranks: who contributed when, waits, and bytes.
+"""Summarises a job's averaging rounds: the times of contributions, the ranks' waits, and the bytes sent.
 
 Each rank records its contributions (``contributed``) and the averages that it applies (``applied``). Events belong to
 the same round if they have the same number and the same policy. Policies on several groups number their rounds
@@ -35,7 +35,7 @@ class Average:
         first_s, last_s: Times of the first and the last contribution.
         applied_s: Time at which the last rank applied the average; NaN if no rank applied it.
         left_out: Members whose contributions were not averaged.
-        gains: Gain of each donor's contribution on held-out data; empty if it was not measured.
+        gains: Gain of each donor's contribution on held-out data; empty if gains were not measured.
         waited_s: Longest wait of a rank for the average.
         staleness_steps: Largest number of steps between a rank's contribution and its application of the average.
         staleness_versions: See :class:`protocols.StepInfo`.
@@ -89,7 +89,7 @@ class Averages:
     """All rounds of averaging of a job.
 
     Attributes:
-        ranks: Contributions and averages of the ranks that have any, by rank.
+        ranks: Contributions and averages, keyed by rank.
         populations: Populations of policies that average.
     """
 
@@ -97,7 +97,7 @@ class Averages:
         self.ranks: dict[int, RankAverages] = {}
         self.populations: set[int] = set()
         self._rounds: dict[AverageKey, Average] = {}
-        self._groups: dict[tuple[int, int, int], int] = {}  # by rank and policy: the group's lowest rank
+        self._groups: dict[tuple[int, int, int], int] = {}  # a group's lowest rank, keyed by rank and policy
 
     def add(self, rank: int, place: tuple[int, int], time_s: float, event: Event) -> None:
         """Add an event of the kind ``contributed``, or of the kind ``applied`` if it has a fragment.
@@ -132,11 +132,11 @@ class Averages:
         found.outer_norm, found.cosine = event.get("outer_norm"), event.get("cosine")
 
     def first_s(self, rank: int, place: tuple[int, int], event: Event) -> float:
-        """Return the time of the first contribution to the round to which ``event``, a contribution, belongs."""
+        """Return the time of the first contribution to the round of ``event``, which is also a contribution."""
         return self._find(rank, place, event).first_s
 
     def count_late(self) -> None:
-        """After all events were added, count for each rank the rounds in which it was the last or was left out."""
+        """Count the rounds in which each rank was last or left out. Called after all events have been added."""
         for each in self._rounds.values():
             if each.contribution_count > 1:
                 self.ranks[each.last_rank].last_count += 1
@@ -144,7 +144,7 @@ class Averages:
                 self.ranks.setdefault(rank, RankAverages()).left_out_count += 1
 
     def rounds(self, population: int | None = None) -> list[Average]:
-        """Return the rounds, of one population or of all, in the order of their first contributions."""
+        """Return the rounds of one population, or of all populations, ordered by their first contributions."""
         found = (each for each in self._rounds.values() if population is None or each.key.population == population)
         return sorted(found, key=lambda each: (min(each.first_s, np.inf), each.key))
 

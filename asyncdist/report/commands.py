@@ -35,7 +35,7 @@ def _name(text: str) -> str:
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the subcommands. The parsed option ``call`` is a function that runs one and returns its exit code."""
+    """Add the subcommands. The parsed option ``call`` is a function that runs one of them and returns its exit code."""
     report = add_parser(
         "report",
         help="write a recording as one HTML page",

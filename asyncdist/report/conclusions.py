@@ -13,7 +13,7 @@ from asyncdist.report.slow_ranks import ranks_at_start, slow_ranks_in_words
 from asyncdist.report.summary import Round, Summary
 from asyncdist.wording import plural, ranks_in_words, seconds_in_words, size_in_words
 
-#: Number of median step times after which the end of the first step is so late that it is mentioned.
+#: A first step that ends later than this number of median step times is mentioned.
 _LATE_START_STEPS: Final = 3.0
 #: Maximum number of ranks, or of pairs of ranks, that a sentence names.
 _COUNT_MAX: Final = 8

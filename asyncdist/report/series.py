@@ -104,7 +104,7 @@ class TimeBins:
 
 
 class Thinned:
-    """Stores every n-th row of a series, at most ``capacity``, and the last row. ``count`` counts all rows."""
+    """Stores every n-th row of a series, at most ``capacity`` rows, and the last row. ``count`` counts all rows."""
 
     __slots__ = ("_capacity", "_every", "_last", "_rows", "count")
 
@@ -127,7 +127,7 @@ class Thinned:
 
     @property
     def last(self) -> tuple[float, ...] | None:
-        """Last row, or None if there are no rows."""
+        """Last row of the series, or None if there are no rows."""
         return self._last
 
     def rows(self) -> list[tuple[float, ...]]:

@@ -8,7 +8,7 @@ from typing import Final
 
 from asyncdist.wording import ranks_in_words, seconds_in_words
 
-#: Factor over the median step time of all ranks from which a rank is slow.
+#: A rank is slow if its step time is more than this multiple of the median step time.
 SLOW_FACTOR: Final = 1.25
 #: Maximum number of spans of ranks that a sentence names.
 _SPAN_COUNT_MAX: Final = 8

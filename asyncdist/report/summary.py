@@ -66,7 +66,7 @@ class Round:
     Attributes:
         number: Identity of the round. Islands and policies on several groups number their rounds independently.
         began_s: Time of the decision. This and the following times are NaN for phases that were not reached.
-        frozen_s: Time of the donors' choice.
+        frozen_s: Time at which the donors were chosen.
         applied_s: Time at which the last replacer applied the average.
         ended_s: Time at which the coordinator ended the round.
     """
@@ -85,10 +85,10 @@ class Round:
 
 @dataclass(slots=True)
 class RankSummary:
-    """Seconds between the ends of a rank's consecutive steps, and seconds that ``policy.step`` itself took.
+    """Step times of one rank: seconds between the ends of consecutive steps, and seconds in ``policy.step``.
 
-    ``lag_bins`` has, over time, the seconds by which this rank contributed to a round, or reported the metric of an
-    iteration, after the first rank.
+    ``lag_bins`` has the seconds, over time, by which this rank was later than the first rank with its contribution to a
+    round, or with its metric of an iteration.
     """
 
     intervals: LogHistogram = field(default_factory=LogHistogram)
@@ -101,8 +101,8 @@ class RankSummary:
 class Population:
     """A group of policies that exchange weights, one on each rank, and their successors.
 
-    ``metrics`` has the times and values of the metric, by rank. ``shares``, of shape (size, size), has the fractions of
-    each rank's final weights (row) that descend from each rank's initial weights (column).
+    ``metrics`` has the times and values of the metric, keyed by rank. ``shares``, of shape (size, size), has the
+    fractions of each rank's final weights (row) that descend from each rank's initial weights (column).
     """
 
     name: str
@@ -149,7 +149,7 @@ class Summary:
     received_counts: Counter[Line] = field(default_factory=Counter)
 
     def lost_messages(self) -> dict[Line, int]:
-        """Return the numbers of messages that were sent to ranks with a recording but not received, by line."""
+        """Count the messages that were sent to recorded ranks but not received, keyed by line."""
         return {
             line: count - self.received_counts[line]
             for line, count in self.sent_counts.items()
@@ -218,7 +218,7 @@ class _Populations:
     """
 
     def __init__(self) -> None:
-        self._spans: list[dict[str, _Span]] = []  # for each population: its policies by name
+        self._spans: list[dict[str, _Span]] = []  # each population's policies, keyed by name
 
     def begin(self, taken: Collection[int], name: str, time_s: float) -> tuple[int, _Span]:
         """Assign a process's new policy to a population not in ``taken``. Return the population's index and a span."""
@@ -259,7 +259,6 @@ class _Policies:
         self._counts: Counter[int] = Counter()
 
     def begin(self, policy: int, name: str, time_s: float) -> int:
-        """Record that a policy has started, and return its population."""
         taken = {place for place, _ in self._open.values()}
         place, span = self._populations.begin(taken, name, time_s)
         self._open[policy] = place, span
@@ -268,17 +267,14 @@ class _Policies:
         return place
 
     def end(self, policy: int, time_s: float) -> None:
-        """Record that a policy has ended."""
         if policy in self._open:
             self._open.pop(policy)[1].end(time_s)
 
     def end_all(self, time_s: float) -> None:
-        """Record that the process, or its recording, has ended."""
         for policy in list(self._open):
             self.end(policy, time_s)
 
     def population(self, policy: int) -> int:
-        """Return the population of a policy."""
         return self.place(policy)[0]
 
     def place(self, policy: int) -> tuple[int, int]:

@@ -216,10 +216,10 @@ class _CounterNames:
     """Names the counter of each open policy's metric. No two open policies have the same name."""
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[str, int, str]] = {}  # by open policy: plain name, number and name
+        self._names: dict[int, tuple[str, int, str]] = {}  # plain name, number and full name of each open policy
         self._used: set[str] = set()
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
-        self._freed: defaultdict[str, list[int]] = defaultdict(list)  # by plain name: the heap of free numbers
+        self._freed: defaultdict[str, list[int]] = defaultdict(list)  # heap of free numbers for each plain name
 
     def open(self, policy: int, policy_name: str) -> None:
         """Choose a policy's name: the first one that no other open policy uses."""
@@ -248,8 +248,8 @@ class _Tracks:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._counters = _CounterNames()
-        self._roles: dict[int, tuple[float, int, str]] = {}  # by policy: begin, round and state
-        # by track, sorted: the end of the last span on it and on its additional tracks, numbered from 0 downwards
+        self._roles: dict[int, tuple[float, int, str]] = {}  # begin, round and state of each policy's role
+        # For each track: the sorted ends of the last spans on it (number 0) and on its additional tracks (-1, -2, ...).
         self._ends_us: defaultdict[int, list[tuple[float, int]]] = defaultdict(lambda: [(-math.inf, 0)])
 
     def entries(self, event: Event, at_us: float) -> Iterator[Entry]:
@@ -298,7 +298,7 @@ class _Tracks:
         Perfetto ignores overlapping spans and spans that begin before 0.
         """
         ends_us = self._ends_us[track]
-        # of the tracks whose last span has ended, the one on which it ended last
+        # The span is drawn on the free track whose last span ended most recently.
         latest = round(began_us + slack_us, 3)
         index = bisect.bisect_right(ends_us, latest, key=lambda last: round(last[0], 3)) - 1
         end_us, place = ends_us.pop(index) if index >= 0 else (-math.inf, -len(ends_us))

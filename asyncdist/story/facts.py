@@ -29,7 +29,7 @@ class Wait:
         what: Description of the awaited event, or "" if the task is about to run.
         line: Line of the user's code, as in ``"main (train.py:12)"``, or "".
         seconds: Seconds for which the wait has lasted, or None if unknown.
-        peers: Ranks of which any can end the wait.
+        peers: Ranks, any of which can end the wait.
         ends_by_itself: Whether a timer or a thread ends the wait.
     """
 
@@ -78,9 +78,9 @@ class RankStory:
         line: Line of the user's code in which main blocks the loop, or "".
         inner_line: Innermost line called from ``line`` if it is not in the user's code, or "".
         still_s: Seconds since the rank last made a step or received a message.
-        started: Number of started collectives, by the group's tag.
+        started: Number of started collectives, keyed by the group's tag.
         unread: Descriptions of messages that have arrived for channels that are not open.
-        heard: Seconds since the last message from each rank, by rank, for ranks that have sent a message.
+        heard: Seconds since the last message of each rank that has sent one, keyed by rank.
         left: Ranks that have returned from main.
     """
 

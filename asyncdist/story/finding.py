@@ -34,7 +34,7 @@ def find_job(name: str | None) -> str:
 def job_of_process(pid: int, found: Mapping[str, Sequence[Place]]) -> str | None:
     """Return the job to which a process belongs, or whose ranks it has started, or None.
 
-    If a rank has started another job, the outer job is returned for the rank's launcher, which has started both.
+    If a rank has started another job, the outer job is returned for the rank's launcher, which has started both jobs.
     """
     distances = {job: _distance(pid, places) for job, places in found.items()}
     nearest = min(distances, key=distances.__getitem__, default="")

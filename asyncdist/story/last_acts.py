@@ -27,9 +27,9 @@ class _LastOf:
         last_s: Time of the rank's last event, in seconds since 1970.
         over: Error that ended main, "" if main returned, or None if the end of main is not recorded.
         cut: Recorded reason why the file ends before main does, or "".
-        told: Latest recorded reports on the ranks of the rank's host, by whether the report preceded an abort.
+        told: Latest recorded reports on the host's ranks. The key is whether the report preceded an abort.
         latest: Latest other events, oldest first.
-        sent, received: Numbers of sent and received messages, by peer and tag.
+        sent, received: Numbers of sent and received messages, keyed by peer and tag.
     """
 
     file: RankRecording

@@ -26,7 +26,7 @@ _QUANTITIES: Final[tuple[Quantity, ...]] = ("metric", "step/s")
 
 
 class PolicyHistory(TypedDict):
-    """The lines of one policy: their names, and for each quantity rows of a time and the lines' values."""
+    """The plotted lines of one policy: their names and, for each quantity, rows with a time and the lines' values."""
 
     policy: str
     lines: list[str]
@@ -58,7 +58,7 @@ class History:
                 series.add(time_s, *self._values(dict(_values(rows, name, quantity)), self._ranks))
 
     def _values(self, known: dict[int, float], ranks: range) -> list[float]:
-        """Return the value of each line, or NaN."""
+        """Return the current value of each line, or NaN if it is unknown."""
         if len(ranks) <= LINE_COUNT_MAX:
             return [known.get(rank, math.nan) for rank in ranks]
         finite = [value for value in known.values() if math.isfinite(value)]

@@ -72,12 +72,12 @@ class _Handler(BaseHTTPRequestHandler):
     server: PageServer
     protocol_version = "HTTP/1.1"
     timeout = _TIMEOUT_S
-    #: Nonce of the next answer's scripts and styles, and further headers of that answer.
+    #: Nonce of the scripts and styles in the next response, and the response's additional headers.
     nonce = ""
     more: Mapping[str, str] = MappingProxyType({})
 
     def do_GET(self) -> None:  # the standard library requires this name
-        """Answer with the page, with the newest reading of the job, or with a refusal."""
+        """Respond with the page, the newest reading of the job, or a refusal."""
         path, _, query = self.path.partition("?")
         name = self.headers.get("Host", "").lower()
         if name.rpartition(":")[2].isdecimal():
@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def end_headers(self) -> None:
-        """Add the headers of all answers, even of those that the standard library sends for malformed requests."""
+        """Add headers to every response, even to the standard library's responses to malformed requests."""
         scripts = f"'nonce-{self.nonce}'" if self.nonce else "'none'"
         for name, value in {**_HEADERS, **self.more, "Content-Security-Policy": _POLICY.format(scripts)}.items():
             self.send_header(name, value)

@@ -1,4 +1,4 @@
-"""Reads a running job for all viewers of its page, at most once per second, if a viewer asks."""
+"""Reads a running job's counters when a viewer of its page asks, at most once per second for all viewers."""
 
 from __future__ import annotations
 
