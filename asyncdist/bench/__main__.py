@@ -12,14 +12,14 @@ from typing import Final
 import asyncdist as ad
 from asyncdist.argument_types import count
 
-#: By benchmark: its subject, the meaning of ``--sizes``, and the defaults of ``--sizes``, ``--repeat`` and ``--loop``.
+#: Subject of each benchmark, meaning of its ``--sizes``, and defaults of ``--sizes``, ``--repeat`` and ``--loop``.
 _NAMES: Final[dict[str, tuple[str, str, str, int, int | None]]] = {
     "latency": ("a small message from rank to rank", "bytes of a message", "8,1024,16384", 50, 100),
     "bandwidth": ("a large tensor from rank to rank", "MiB of a tensor", "1,4,16,64", 15, None),
     "ringtest": ("a small message around all ranks", "bytes of a message", "8,1024,16384", 20, 20),
     "step": ("a policy's step in which nothing happens", "parameters of a model", "100000,10000000", 50, 100),
 }
-#: Maximum value of ``--sizes``, by benchmark. For messages, it is a channel's limit less the encoding's overhead.
+#: Maximum ``--sizes`` of each benchmark. For messages, it is a channel's limit less the encoding's overhead.
 _LARGEST: Final = {"latency": 60_000, "ringtest": 60_000, "bandwidth": 16_384, "step": 10**9}
 
 

@@ -20,7 +20,7 @@ _NEVER = 10**9
 
 
 async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
-    """Time steps of a policy whose report is never due, for each size of a model. Return the table on rank 0."""
+    """Time a policy's idle steps for each model size. Return the table on rank 0."""
     rows = []
     for parameter_count in options.sizes:
         width = max(1, round(math.sqrt(parameter_count)))

@@ -21,10 +21,10 @@ class Table:
 
 
 def compared_us(what: str, ours_us: float, rival_us: float) -> tuple[str, str, str, str]:
-    """Make a row of two times in microseconds."""
+    """Return a table row that compares two times in microseconds."""
     return what, f"{ours_us:.2f} us", f"{rival_us:.2f} us", f"x{ours_us / rival_us:.2f}"
 
 
 def compared_gb_s(what: str, ours_gb_s: float, rival_gb_s: float) -> tuple[str, str, str, str]:
-    """Make a row of two rates in GB/s."""
+    """Return a table row that compares two rates in GB/s."""
     return what, f"{ours_gb_s:.2f} GB/s", f"{rival_gb_s:.2f} GB/s", f"x{ours_gb_s / rival_gb_s:.2f}"

@@ -33,8 +33,8 @@ class PolicyCounters:
         staleness_steps: Age, in steps, of the oldest snapshot in the last replacement, or None before the first one.
         coordinator: Rank of the current coordinator, or None while it is the initial coordinator.
         fragment: Fragment of the last average. Like all following attributes, None for policies without contributions.
-        staleness_versions: Number of averages since the average from which the oldest contribution to the last average
-            was computed; None if averages are not counted.
+        staleness_versions: Age, in averages, of the weights from which the oldest contribution to the last average was
+            computed; None if averages are not counted.
         wire_nbytes: Encoded size in bytes of all contributions of this rank.
         unencoded_nbytes: Size of the same contributions with ``wire="float32"``.
         outer_norm: L2 norm of the last mean difference.
@@ -155,7 +155,7 @@ def from_bytes(data: bytes) -> RankCounters:
 
 Kind: TypeAlias = Literal["counter", "gauge"]
 
-#: Exported numbers: unprefixed name, kind and meaning. The last word of a name is its unit, if it has one.
+#: Kind and meaning of each exported number, keyed by its name without prefix. The last word of a name may be a unit.
 EXPORTED: Final[Mapping[str, tuple[Kind, str]]] = {
     "steps": ("counter", "Number of steps of the policy."),
     "steps_per_second": ("gauge", "Steps per second since the previous export; not in Prometheus."),

@@ -33,7 +33,7 @@ def leave(folder: str, counters: RankCounters) -> None:
 
 
 def collect(folder: str, job: str | None) -> list[RankCounters]:
-    """Return the counters in ``folder``, sorted by rank. For a restarted rank, return those of its newest process.
+    """Return the counters in ``folder``, sorted by rank. For a restarted rank, only its newest process counts.
 
     Only ranks of ``job`` are included, because a rank may have started another job. None includes all jobs.
     """

@@ -50,7 +50,7 @@ class PopulationView:
         return watched_main
 
     def rows(self) -> list[Row]:
-        """Read the counters of all ranks. If a rank has no open policy, they include its last policy."""
+        """Read the counters of all ranks. If a rank has no open policy, its last policy is included."""
         for _, world in sorted(self._worlds.copy().items()):
             self._readings.add(counters_of(world.services))
         return self._readings.rows()

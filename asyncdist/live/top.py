@@ -53,7 +53,7 @@ class JobView:
     def __init__(self) -> None:
         self._readings = Readings()
         self._rows: list[Row] = []
-        # By rank: its number of steps, and the time of its last step.
+        # Number of steps of each rank, and the time of its last step.
         self._moved: dict[int, tuple[int, float]] = {}
         self._answered_at_s: dict[int, float] = {}
 
@@ -83,11 +83,11 @@ class JobView:
 
     @property
     def rows(self) -> list[Row]:
-        """Rows with the ranks' latest answers."""
+        """Rows of the table, with the ranks' latest answers."""
         return self._rows
 
     def rows_at_end(self, left: Sequence[RankCounters] = ()) -> tuple[list[Row], dict[int, float]]:
-        """Return the rows of an ended job, and the ages in seconds of answers of ranks without final counters."""
+        """Return an ended job's rows, and the ages in seconds of the last answers of ranks without final counters."""
         now = time.monotonic()
         for counters in left:
             known = self._readings.row(counters.rank).now

@@ -22,7 +22,7 @@ _PARAM_COUNT_MAX: Final = 10**15
 _BANDWIDTH_MAX: Final = 1e15
 _STEP_S_MIN: Final = 1e-9
 _SECONDS_MAX: Final = 1e9
-#: Steps between rounds that the tables compare without ``--every``.
+#: Numbers of steps between rounds that the tables compare by default.
 DEFAULT_EVERIES: Final = (30, 128, 500)
 
 

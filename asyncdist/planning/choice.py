@@ -1,4 +1,4 @@
-"""Lists the methods to compare for a job, and chooses the mildest method that keeps the ranks busy."""
+"""Lists the methods to compare for a job, and recommends one that keeps the ranks busy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from asyncdist.planning.costs import (
 TARGET: Final = 0.9
 #: Share of the values that the top-k codec sends by default.
 TOPK_SHARE: Final = 0.03
-#: Largest number of fragments that is chosen without the option.
+#: Largest number of fragments that is chosen without ``--fragments``.
 _FRAGMENT_COUNT_MAX: Final = 4
 #: Largest number of steps between rounds that is suggested.
 _EVERY_MAX: Final = 10**9
@@ -39,7 +39,7 @@ _CODECS: Final = (FLOAT32, BFLOAT16, INT8, Q4, topk(TOPK_SHARE))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """Options of the user for Streaming DiLoCo. None selects a value for each number of steps between rounds."""
+    """The user's options for Streaming DiLoCo. None selects a value for each number of steps between rounds."""
 
     fragments: int | None = None
     overlap_steps: int | None = None

@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 
 from asyncdist import validation
 
-#: Number of values per block of a block-scaled codec, in which each block has a scale in float32.
+#: Number of values that share a float32 scale in a block-scaled codec.
 _BLOCK_COUNT: Final = 256
 _SCALE_NBYTES: Final = 4
 _FLOAT32_NBYTES: Final = 4
@@ -32,11 +32,11 @@ _BACKWARD_SHARE: Final = 2 / 3
 _CONTROL_COUNT: Final = 3
 #: Number of consecutive messages in a DiLoCo exchange: control messages, slices and means.
 _MESSAGE_COUNT: Final = _CONTROL_COUNT + 2
-#: Sizes of the chunks of a slice, as the exchange chooses them.
+#: Number of chunks of a slice, unless chunks would be smaller or larger than these sizes.
 _CHUNK_COUNT: Final = 32
 _CHUNK_NBYTES_MIN: Final = 128 << 10
 _CHUNK_NBYTES_MAX: Final = 4 << 20
-#: Transfer time of training ranks relative to links that are never idle, measured in the simulator.
+#: Transfer time while ranks train, relative to links that are never idle, measured in the simulator.
 _TRAINING_FACTOR: Final = 1.2
 #: Default of the option ``replacement_ratio`` of selective averaging.
 _REPLACEMENT_RATIO: Final = 0.2
@@ -100,8 +100,8 @@ class Codec:
     Attributes:
         name: Value of a policy's option ``wire``.
         nbytes_per_value: Mean number of bytes that encode one value.
-        keeps_residual: Whether a rank adds the error of its last message to the next one.
-        unites_values: Whether the mean contains exactly the values that any rank has sent.
+        keeps_residual: Whether a rank adds the encoding error of a message to its next message.
+        unites_values: Whether the mean contains exactly the values that at least one rank has sent.
     """
 
     name: str
@@ -153,7 +153,7 @@ class AverageAll:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo:
-    """Averages differences from an anchor for an outer optimizer with momentum (Douillard et al., 2023).
+    """Averages the ranks' differences from an anchor for an outer optimizer with momentum (Douillard et al., 2023).
 
     With ``fragments`` or ``overlap_steps`` it is Streaming DiLoCo (Douillard et al., 2025). A round is the exchange of
     all fragments.
@@ -181,7 +181,7 @@ class DiLoCo:
 
     @property
     def spacing_steps(self) -> float:
-        """Steps between the beginnings of two fragments."""
+        """Steps between the beginnings of two fragments' exchanges."""
         return self.every / self.fragments
 
 
@@ -289,7 +289,7 @@ def _fragment_s(job: Job, method: DiLoCo) -> float:
     seconds = _CONTROL_COUNT * job.link.latency_s
     for per_value in (method.codec.nbytes_per_value, method.codec.mean_nbytes_per_value(job.rank_count)):
         nbytes = count * per_value
-        # A link is idle while the last chunks of the other ranks' slices are still received.
+        # At the end of a phase, a rank still receives the last chunk of each other rank's slice.
         seconds += job.link.seconds((job.rank_count - 1) * (nbytes + chunk_nbytes(nbytes)))
     return seconds
 

@@ -1,9 +1,9 @@
 """Recommends the outer rule of DiLoCo for ranks of different speeds, from the figures of ``./tools/bench staleness``.
 
 An asynchronous rule is recommended if the best tuned asynchronous rule is better than the best synchronous rule on each
-seed. It is the default rule if all ranks have the same kind of data and the untuned default rule is also better on each
-seed. It is SGD without momentum and weight if its loss is within 3 % of the best rule's. Otherwise, synchronous DiLoCo
-is recommended. Between two measured speed ratios, both measurements are printed.
+seed. The recommended rule is the default rule if all ranks have the same kind of data and the untuned default rule is
+also better on each seed. It is SGD without momentum and weight if its loss is within 3 % of the best rule's. Otherwise,
+synchronous DiLoCo is recommended. Between two measured speed ratios, both measurements are printed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Measured:
     Attributes:
         rule: Name of the recommended asynchronous rule.
         lr: Outer learning rate of the rule, the best of three, or None for the default rule, which is not tuned.
-        relative_loss: Median loss of the rule over three seeds, divided by that of the best synchronous rule.
-        wins: Whether the rule's loss is smaller than that of the best synchronous rule on each seed.
+        relative_loss: Median loss of the rule over three seeds, divided by the best synchronous rule's loss.
+        wins: Whether the rule's loss is smaller than the best synchronous rule's on each seed.
         best: Tuned rule with the smallest loss, and its relative loss, or None if it is the recommended rule.
     """
 
@@ -37,7 +37,7 @@ class Shards:
     """Describes how the ranks' data differ.
 
     Attributes:
-        cells: Measurements, by the step time of the slowest rank divided by that of the fastest.
+        cells: Measurements, keyed by the ratio of the slowest rank's step time to the fastest rank's.
     """
 
     described: str
@@ -82,7 +82,7 @@ def lines(slowest: float, shards: str, every: int) -> Iterator[str]:
     """Yield the printed recommendation.
 
     Args:
-        slowest: Step time of the slowest rank divided by that of the fastest, at least 1.
+        slowest: Ratio of the slowest rank's step time to the fastest rank's, at least 1.
         shards: Name of the division of the data.
     """
     found = SHARDS[shards]
