@@ -238,7 +238,7 @@ class Fabric:
         if self._has_link_faults:
             arrival = self._faults.after_partitions((source, dest), now, arrival)
         last = path.last_arrival.get(message.tag, -1.0)
-        if arrival <= last:  # messages with equal source and tag never overtake each other
+        if arrival <= last:  # messages of one (source, tag) never overtake each other
             arrival = math.nextafter(last, math.inf)
         path.last_arrival[message.tag] = arrival
         return arrival
