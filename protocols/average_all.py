@@ -133,11 +133,11 @@ class AverageAllPolicy(Ported):
             self._world.scratch.forget(self.model)
 
     def _begin_step(self) -> bool:
-        return self.is_alone or not self._is_due()
+        return self.is_alone or not self._is_due
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         del local_metric
-        if self.is_alone or not self._is_due():
+        if self.is_alone or not self._is_due:
             await self._world.safe_point()
             return NOTHING
         world, members = self._world, self._group.ranks

@@ -101,7 +101,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self.name = own.name
         self.iteration = 0
         self._call_count = 0  # steps in this process; `iteration` includes those before a restart
-        self._is_due_here: bool | None = None  # whether the current step is due; None unless its caller decides
+        self._is_due = False  # whether an average is due in the current step
         self._is_unawaited = True  # whether step was never called, or last without await
         self._first_call: tuple[str, int] | None = None
         self._journal = Journal(own.name, type(self).__name__)
@@ -348,11 +348,13 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             )
         return given, is_opposite
 
-    async def _guarded_step(self, local_metric: MetricSource) -> StepInfo:
+    async def _guarded_step(self, local_metric: MetricSource, is_due: bool | None = None) -> StepInfo:
+        """Check and do a step. A caller that knows whether an average is due passes ``is_due``."""
         self._is_unawaited = False
         if self._stepping or self._stage != "open" or self._world.is_in_use(self.model):
             self._refuse()
         self._stepping = True
+        self._is_due = (self.iteration + 1) % self.average_every == 0 if is_due is None else is_due
         try:
             if self._weights.is_watching:
                 self._weights.check_kept()
@@ -365,7 +367,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             self._journal.note_step(self.iteration, info, began_at)
             return info
         finally:
-            self._stepping, self._is_due_here = False, None
+            self._stepping = False
             self.iteration += 1
             self._call_count += 1
 
@@ -376,8 +378,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
         The caller must call :meth:`check_can_step` first, and must await the coroutine immediately.
         """
-        self.iteration, self._is_due_here = iteration, is_due
-        return self._guarded_step(local_metric)
+        self.iteration = iteration
+        return self._guarded_step(local_metric, is_due)
 
     def check_can_step(self) -> None:
         """Raise ClosedError or BusyError if a step is not possible now."""
@@ -517,11 +519,6 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     def _has_company(self) -> bool:
         return len(self._members) > 1
-
-    def _is_due(self) -> bool:
-        if self._is_due_here is not None:
-            return self._is_due_here
-        return (self.iteration + 1) % self.average_every == 0
 
     def _read_metric(self, given: MetricSource) -> float:
         # A float, the most common metric, needs no conversion.

@@ -107,7 +107,7 @@ class OneSidedPolicy(JoinablePolicy):
 
         Otherwise :meth:`_train_on` is not called.
         """
-        return self._is_due()
+        return self._is_due
 
     @abc.abstractmethod
     async def _train_on(self, local_metric: MetricSource, info: StepInfo) -> None:

@@ -156,18 +156,18 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
 
     def _begin_step(self) -> bool:
         self._step_count += 1
-        return super()._begin_step() and not self._is_due()
+        return super()._begin_step() and not self._is_due
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
-        if self.is_alone and self._is_due():
+        if self.is_alone and self._is_due:
             self._read_metric(local_metric)
         return await super()._step(local_metric)
 
     def _is_turn(self) -> bool:
-        return self._is_due() or self._step_count >= self._dies_at
+        return self._is_due or self._step_count >= self._dies_at
 
     async def _train_on(self, local_metric: MetricSource, info: StepInfo) -> None:
-        is_due = self._is_due()
+        is_due = self._is_due
         if (is_due or self._step_count >= self._dies_at) and not info:
             if is_due:
                 self._publish(self._read_metric(local_metric))

@@ -143,7 +143,7 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
         return {**self._pull.agreed(), **self._averaging.agreed(), "chunk_nbytes": self._chunk_nbytes}
 
     async def _train_on(self, local_metric: MetricSource, info: StepInfo) -> None:
-        if self._is_due():
+        if self._is_due:
             self._publish(0.0)
             if self._replacement is None:
                 self._counts["begun"] += 1

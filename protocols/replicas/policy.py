@@ -58,10 +58,6 @@ class ReplicaPolicyOptions(ReplicaOptions, MemberOptions, total=False):
 
 class _AmongLeaders(AsyncSelectiveAveragingPolicy):
     keeps_replicas = True
-    has_come = False
-
-    def _is_due(self) -> bool:
-        return self.has_come
 
 
 @with_options(ReplicaPolicyOptions, CommonOptions, SelectiveRules, AveragingOptions)
@@ -247,21 +243,19 @@ class ReplicaAveragingPolicy(Ported):
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> bool:
-        return self.is_alone or not (self._is_due() or (self.iteration + 1) % self.swap_every == 0)
+        return self.is_alone or not (self._is_due or (self.iteration + 1) % self.swap_every == 0)
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
-        is_due = self._is_due()
+        is_due = self._is_due
         if self.is_alone or not (is_due or (self.iteration + 1) % self.swap_every == 0):
             await self._world.safe_point()
             return NOTHING
         if isinstance(self._inner, ShardAveraging):
-            self._inner.has_come = is_due
-            return await self._inner._guarded_step(functools.partial(self._read_number, local_metric))
+            return await self._inner._guarded_step(functools.partial(self._read_number, local_metric), is_due)
         metric = await self._metric_of_replica(local_metric) if is_due else None
-        self._inner.has_come = is_due
 
         async def step_of_leader() -> dict[str, Any]:
-            return asdict(await self._inner._guarded_step(metric))
+            return asdict(await self._inner._guarded_step(metric, is_due))
 
         info = StepInfo(**await compute_and_broadcast(step_of_leader, group=self._replica, world=self._world))
         if info:

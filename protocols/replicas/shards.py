@@ -93,7 +93,6 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.has_come = False
         self._leading: LeadingMember | None = None
         self._following: FollowingMember | None = None
         self._followed = Followed()  # coordinator that the leader has reported to this follower
@@ -175,12 +174,12 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> bool:
-        return self.is_alone and not self.has_come  # otherwise, the ranks of a replica wait for each other
+        return self.is_alone and not self._is_due  # otherwise, the ranks of a replica wait for each other
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         assert callable(local_metric), "the policy of the replicas reads the metric"
         if self.is_alone:
-            if self.has_come:
+            if self._is_due:
                 local_metric()
             await self._world.safe_point()
             return NOTHING
@@ -214,7 +213,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return await reduce_and_broadcast(fn, decide, group=self._replica, world=self._world)
 
     def _status(self, local_metric: Callable[[], Any]) -> tuple[Any, ...]:
-        metric = local_metric() if self.has_come else None
+        metric = local_metric() if self._is_due else None
         following = self._following
         if following is None:
             return tuple(Status(metric, 0, False, "", ""))
@@ -240,7 +239,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
             assert isinstance(application, Apply), f"{application} of a complete member"
             trouble = next(filter(None, [self._own.trouble(), *(each.trouble for each in followers)]), "")
             info = roles.apply(application, self.iteration, trouble)
-        if self.has_come:
+        if self._is_due:
             mean = self._read_metric(math.fsum(float(each.metric or 0.0) for each in statuses) / len(statuses))
             self._opened.reporter.report(self.iteration, self._call_count, mean)
         now = coordination.coordinator, coordination.epoch

@@ -417,13 +417,13 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     def _begin_step(self) -> bool:
         if self.is_alone:
-            return not self._is_due()
+            return not self._is_due
         has_work = self._member.wants_step or self._events.are_wanted or self._visits is not None
-        return not (has_work or self._is_due())
+        return not (has_work or self._is_due)
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone:
-            if self._is_due():
+            if self._is_due:
                 self._read_new_metric(local_metric)
             await self._world.safe_point()
             return NOTHING
@@ -432,7 +432,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         info = self._act() if self._member.wants_step else NOTHING
         if self._visits is not None:
             self._visits.on_step(self.iteration)
-        if self._is_due():
+        if self._is_due:
             value = self._read_new_metric(local_metric)
             if value is not None:
                 self._opened.reporter.report(self.iteration, self._call_count, value)
