@@ -1,4 +1,4 @@
-"""Transports, which carry messages between ranks: one contract (``base``), and a module or folder for each backend."""
+"""Carries messages between ranks. ``base`` defines the contract, and each backend has a module or folder."""
 
 from asyncdist import compiled
 

@@ -150,8 +150,8 @@ class Transport(abc.ABC):
         collective_checker: Object that compares the ranks' collective calls, or None.
         job_nonce: Number that identifies the job, if all ranks are known to share the job and the version of asyncdist.
             None if the ranks must still agree on a number.
-        hosts: Lowest rank on the host of each rank. None if unknown before the handshake, or if all ranks share one
-            host.
+        hosts: For each rank, the lowest rank on its host. None if unknown before the handshake, or if all ranks share
+            one host.
         launch_nonce: Number from the launcher that identifies the job even if a rank is lost during the handshake, or
             None.
         trusts_network: Whether ranks trust any process that reaches them, because the job has no secret.
@@ -186,7 +186,7 @@ class Transport(abc.ABC):
         return None
 
     def is_sending(self) -> bool:
-        """Return whether a prepared send may need further polling passes of this rank to send its message."""
+        """Return whether a prepared send may need more polling passes of this rank to complete."""
         return False
 
     @abc.abstractmethod
@@ -215,7 +215,7 @@ class Transport(abc.ABC):
 
     @property
     def end_group(self) -> GroupHandle | None:
-        """Communicator for the last barrier only, which no other collective can match, or None to use messages."""
+        """Communicator reserved for the last barrier, so that no other collective matches it. None to use messages."""
         return None
 
     @abc.abstractmethod
@@ -231,7 +231,7 @@ class Transport(abc.ABC):
         return frozenset()
 
     def vacant_ranks(self) -> frozenset[int]:
-        """Return the lost ranks that are not known to have had a process."""
+        """Return the lost ranks that may never have had a process."""
         return frozenset()
 
     @abc.abstractmethod
@@ -263,7 +263,7 @@ class Transport(abc.ABC):
         del listen
 
     def on_finalize(self, leave: Callable[[], None]) -> None:  # noqa: B027 only user code that ends MPI needs this
-        """Call ``leave`` just before the user's program finalizes the backend."""
+        """Call ``leave`` when the user's program is about to finalize the backend."""
 
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
         """Call ``listen(rank, incarnation)`` when a lost rank has a new process, to which :meth:`accept` connects."""

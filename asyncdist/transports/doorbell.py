@@ -14,8 +14,8 @@ a rank that is awake costs one read of memory.
 - **Permissions.** A pipe has no name. It is opened through ``/proc/PID/fd``, which the kernel allows only to processes
   of the same user. Processes of other users can neither ring nor read the board.
 
-A Unix datagram socket would take as long to ring, 15 to 25 us after a pause. The receiver's loop runs 40 to 60 us
-later. But any process that knows the socket's name may send to it.
+A ring after a pause takes 15 to 25 us, and the receiver's loop runs 40 to 60 us later. A Unix datagram socket would be
+as fast, but any process that knows its name may send to it.
 
 The module is compiled if possible (:mod:`asyncdist.compiled`), because it runs for each small message.
 """
@@ -32,11 +32,11 @@ from typing import Any, Final, NamedTuple, cast
 from asyncdist.host_memory import shared_memory
 from asyncdist.host_memory.shared_memory import SharedMemory
 
-#: Size of a cache line. Each rank has its own, so that ranks that sleep and wake do not slow down others.
+#: Size of a cache line. Each rank has a separate line, so that ranks that sleep and wake do not slow down others.
 LINE_NBYTES: Final = 64
 #: Size of the digest of a host's name.
 HOST_NBYTES: Final = 8
-#: States of a rank in the first byte of its line.
+#: States of a rank, in the first byte of the rank's line.
 _ABSENT: Final = 0
 _AWAKE: Final = 1
 _ASLEEP: Final = 2
@@ -101,7 +101,7 @@ class PeerBell:
         self._pipe = -1
 
     def _ring(self) -> None:
-        self._board[self._place] = _AWAKE  # One ring is enough.
+        self._board[self._place] = _AWAKE  # Later messages need not ring.
         with contextlib.suppress(OSError):  # Raised if the pipe is full of rings, or the rank has ended.
             os.write(self._pipe, b"\0")
 
@@ -179,11 +179,11 @@ class Doorbell:
         return descriptor
 
     def fileno(self) -> int:
-        """Return the descriptor of the pipe that becomes readable when another rank wakes this rank."""
+        """Return the descriptor of a pipe, which becomes readable when another rank rings."""
         return self._descriptors[0]
 
     def arm(self) -> bool:
-        """Ask to be rung. Return True if this is new. The rank must then test for messages before it sleeps."""
+        """Ask to be rung. Return True if this rank was awake, and must test for messages again before it sleeps."""
         if self._board[self._place] == _ASLEEP:
             return False
         self._board[self._place] = _ASLEEP
@@ -196,12 +196,12 @@ class Doorbell:
             self._board[self._place] = _AWAKE
 
     def clear(self) -> None:
-        """Remove the rings that have arrived."""
+        """Remove the arrived rings from the pipe."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._descriptors[0], _RINGS_NBYTES)
 
     def is_rung_by_all(self) -> bool:
-        """Return whether every other rank of the world rings this rank."""
+        """Return whether all other ranks of the world ring this rank when it sleeps."""
         if not self._is_everybody_here:
             there = [place for place in self._places if self._board[place] != _ABSENT]
             self._is_everybody_here = len(there) == self._size - 1

@@ -15,7 +15,7 @@ from asyncdist.wording import plural
 
 
 class LocalHub:
-    """Connects ``size`` ranks within one process."""
+    """Connects ``size`` ranks that share one process."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -22,8 +22,8 @@ from weakref import WeakValueDictionary
 
 #: Maximum seconds between two iterations, even if no work is visible.
 TURN_PERIOD_S: Final = 0.1
-#: Seconds since the last safe point below which every safe point yields. A yield costs little then, and a task that
-#: polls without computing would otherwise keep the interpreter's lock from other threads.
+#: A safe point yields if fewer seconds have passed since the last one. The yield costs little then, and otherwise a
+#: task that polls without computing would keep the GIL from other threads.
 SPIN_S: Final = 50e-6
 #: Number of timers above which a safe point yields instead of checking each timer.
 TIMER_COUNT_MAX: Final = 8
@@ -42,8 +42,8 @@ class LoopWork:
 
     Attributes:
         is_running: Whether the loop runs. Starting and stopping it for an iteration takes 30 us.
-        spin_s: Seconds since the previous call below which :meth:`has_work` returns True if the loop runs.
-        turn_period_s: Seconds after which :meth:`has_work` returns True in any case.
+        spin_s: Seconds between two calls of :meth:`has_work` below which it returns True if the loop runs.
+        turn_period_s: Seconds since :meth:`has_work` last returned True after which it returns True again in any case.
     """
 
     __slots__ = (
@@ -91,7 +91,7 @@ class LoopWork:
             self._own_count += _count_entries(self._tables, [descriptor])
 
     def has_work(self, spared: asyncio.Handle | None) -> bool:
-        """Return whether an iteration would run a callback other than ``spared``, or may have work that is not visible.
+        """Return whether an iteration would run a callback other than ``spared``, or may do work that is not visible.
 
         The caller is a task of the loop. A cancellation that waits for the task's next yield is also work.
         """
@@ -133,7 +133,7 @@ def find_work(loop: asyncio.AbstractEventLoop) -> LoopWork | None:
     its: Any = loop
     if type(loop) is asyncio.SelectorEventLoop and type(its._selector).__module__ == "selectors":
         tables = its._selector._fd_to_key, its._signal_handlers
-        # The loop's own entry is the descriptor that wakes it.
+        # The one entry of the loop itself is the descriptor that wakes it.
         return LoopWork(loop, its._ready, its._scheduled, tables, own_count=1)
     return _find_work_of_uvloop(loop) if type(loop).__module__ == "uvloop" else None
 
@@ -152,7 +152,7 @@ def _find_work_of_uvloop(loop: asyncio.AbstractEventLoop) -> LoopWork | None:
         return None
     tables: list[Any] = [part for part in parts if type(part) in (set, dict) and part is not timers[0]]
     tables += [vars(part)["data"] for part in parts if type(part) is WeakValueDictionary]
-    # The loop has sockets of its own, for signals.
+    # The loop itself owns sockets, for signals.
     sockets = [part.fileno() for part in parts if isinstance(part, socket.socket)]
     own_count = _count_entries(tables, sockets)
     return LoopWork(loop, queues[0], timers[0], tuple(tables), own_count) if own_count else None

@@ -62,7 +62,7 @@ class CallbackQueue:
             self._ring()
 
     def ring(self) -> None:
-        """Ring the doorbell to report a completion that needs no queued call."""
+        """Ring the doorbell for a completion that needs no queued call."""
         self._ring()
 
     def empty(self) -> None:
@@ -74,7 +74,7 @@ class CallbackQueue:
 
 
 class Send:
-    """Request of a send, which completes when its buffer may be modified again."""
+    """Request of a send. It completes when the buffer may be modified again."""
 
     __slots__ = ("_callbacks", "done", "error", "nbytes")
 
@@ -99,7 +99,7 @@ class Send:
 
 
 class Message(Protocol):
-    """A message that has arrived or has been announced, until a receive accepts it."""
+    """A message that has arrived or has been announced, but that no receive has accepted yet."""
 
     source: int
     tag: int
@@ -107,7 +107,7 @@ class Message(Protocol):
 
     @property
     def is_here(self) -> bool:
-        """Whether all bytes have left the sender's memory, so that the message survives the loss of the sender."""
+        """Whether all bytes have left the sender's memory, so that the message survives the sender's loss."""
 
     def fill(self, receive: Receive) -> None:
         """Write the bytes to ``receive.view``, which is large enough, and call ``receive.complete``, now or later."""

@@ -49,8 +49,8 @@ from asyncdist.wording import plural
 
 logger = logging.getLogger("asyncdist.transports.mpi")
 
-#: Seconds to wait for the other ranks to open their worlds before a warning is logged. Imports from slow disks take
-#: long.
+#: Seconds to wait for the other ranks to open their worlds before a warning is logged. Imports from slow disks take a
+#: long time.
 OPEN_PATIENCE_S: Final = 30.0
 #: Maximum number of prepared sends, which use about 1 KiB of memory each.
 REPEATED_SEND_COUNT_MAX: Final = 1024
@@ -139,7 +139,7 @@ def _unlink_shared_memory() -> None:
 
 @contextlib.contextmanager
 def _warns_of_absent_ranks(everybody: Any) -> Iterator[None]:
-    """Log a warning from a timer thread if the blocking collective call in the body of ``with`` takes long."""
+    """Log a warning if the blocking collective call in the body of ``with`` takes long. Uses a timer thread."""
     timer = threading.Timer(
         OPEN_PATIENCE_S,
         logger.warning,
@@ -162,7 +162,7 @@ def _warns_of_absent_ranks(everybody: Any) -> Iterator[None]:
 
 
 class MpiMessages(Transport):
-    """Sends messages between the ranks of ``MPI.COMM_WORLD``, on a duplicate of it, so that user code may use MPI, too.
+    """Sends messages on a duplicate of ``MPI.COMM_WORLD``, so that user code may use MPI, too.
 
     ``check_library`` is called with the MPI library's version string before MPI_Init, and may raise an error.
     ``finalizes`` is true if the process calls MPI_Finalize at its end.
@@ -284,7 +284,7 @@ class MpiMessages(Transport):
         if kind == mpi.ERR_TRUNCATE:
             buffer_nbytes = memoryview(buffer).nbytes
             claimed = int(status.count) if status is not None else 0
-            # MPICH reports the number of stored bytes instead.
+            # MPICH's status has the number of stored bytes instead of the message's size.
             message_nbytes = claimed if claimed > buffer_nbytes else None
             source = status.source if status is not None else peer
             raise TruncationError.of(message_nbytes, buffer_nbytes, source) from error
@@ -335,7 +335,7 @@ class MpiTransport(MpiMessages):
         return frozenset()
 
     def _fail_collective(self, error: BaseException, what: str) -> NoReturn:
-        """Raise the error of a failed collective. Its members may have called different collectives."""
+        """Raise an error for a failed collective. The members may have called different collectives."""
         if not isinstance(error, self._mpi.Exception):
             raise error
         said = error.Get_error_string()

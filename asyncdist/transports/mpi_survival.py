@@ -38,7 +38,7 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.transports.mpi_survival")
 
-#: Seconds that a closing rank waits for the other ranks' goodbyes, which their last requests may delay.
+#: Seconds that a closing rank waits for the other ranks' goodbyes. Their last requests may delay these.
 _GOODBYE_S: Final = 15.0
 _GOODBYE_PERIOD_S: Final = 0.0005
 
@@ -108,7 +108,7 @@ class SurvivingMpiTransport(MpiMessages):
             listen(rank)
 
     def note_met(self) -> None:
-        """Let the guardian process report this rank's exit, because no rank is in a collective MPI call any longer."""
+        """Let the guardian process report this rank's exit, because all ranks have left MPI's collective calls."""
         rank_program.tell_guardian(rank_program.IN_WORLD)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class SurvivingMpiTransport(MpiMessages):
 
 
 class _FailedRequest:
-    """Request of a send to a lost rank, which fails when it is tested."""
+    """Request of a send to a lost rank. Its test fails."""
 
     cancelled: Final = False
     source: Final = ANY_SOURCE

@@ -63,7 +63,7 @@ class PersistentSend:
             try:
                 self.is_free = self._request.Test()
             except Exception as error:
-                self.is_free = True  # A request that has failed can be started again.
+                self.is_free = True  # MPI can start a failed request again.
                 self._fail(error, None, self.buffer, self._peer)
         return self.is_free
 

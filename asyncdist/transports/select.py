@@ -53,7 +53,7 @@ def _refuse_child_of_rank() -> None:
 
 
 def open_transport(name: str, started: environment.Launch) -> Transport:
-    """Open the transport ``name`` for a process that was started as ``started`` says.
+    """Open the transport ``name`` for a process whose launch is described by ``started``.
 
     Raises:
         TransportError: The transport cannot be used in a process that was started this way.

@@ -26,7 +26,7 @@ _LOOPBACK: Final = "127.0.0.1"
 
 
 def close_connections(group: Any) -> None:
-    """Close every connection of the group, which gloo does when a wait times out."""
+    """Close every connection of the group by letting a wait time out, after which gloo closes them."""
     with contextlib.suppress(RuntimeError):
         group.recv_anysource([torch.zeros(1, dtype=torch.uint8, device="cpu")], _POISON_TAG).wait(
             timedelta(milliseconds=1)

@@ -58,8 +58,9 @@ WINDOW_COUNT: Final = 8
 #: Number of posted receives: twice the window, because some frames are sent even if the window is full.
 _RING_COUNT: Final = 2 * WINDOW_COUNT
 _ACK_AFTER_COUNT: Final = WINDOW_COUNT // 2
-#: Number of frames per batch when receives are posted again and sends are waited for. Each posted receive wakes the
-#: peer's gloo. In a batch, the first wait takes 5 us, because the caches are cold, and the next three 0.5 us each.
+#: Number of frames after which receives are posted again and sends are waited for, in one batch. Each posted receive
+#: wakes the peer's gloo. In a batch, the first wait takes 5 us, because the caches are cold, and the next three 0.5 us
+#: each.
 _BATCH_COUNT: Final = 4
 
 #: Size to which shorter frames are padded, so that their memory can be reused.
@@ -100,7 +101,7 @@ class _Download(Transfer):
 
 
 class _Frame:
-    """Memory of a frame, with a tensor that shares it. Both are reused, because creating a tensor takes 6 us."""
+    """Memory of a frame, and a tensor over it. Both are reused, because creating a tensor takes 6 us."""
 
     __slots__ = ("data", "tensors")
 
@@ -327,7 +328,7 @@ class Link:
                 self._spare.append(frame)
 
     def _on_taken(self, upload: _Upload) -> None:
-        """Complete the send of a message that the peer has received completely."""
+        """Complete the send, because the peer has received the whole message."""
         with contextlib.suppress(RuntimeError):
             upload.wait()
         upload.send.done = True
@@ -371,7 +372,7 @@ class Link:
         self._on_lost(self.peer, self.error)
 
     def join(self, deadline: float) -> list[str]:
-        """Wait for the threads after their connections were closed. Return the names of those that did not end."""
+        """Wait for the threads to end after the connections were closed. Return the names of the others."""
         self.stop()
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))

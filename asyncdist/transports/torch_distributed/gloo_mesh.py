@@ -26,7 +26,7 @@ logger = logging.getLogger("asyncdist.transports.torch_distributed.gloo_mesh")
 _SWITCH_INTERVAL_S: Final = 0.0002
 _GOODBYE_S: Final = 0.5
 #: Maximum seconds for all threads together to end. They take milliseconds once their connections are closed, but longer
-#: if many ranks share a core. 32 ranks have thousands of threads.
+#: if many ranks share a core: 32 ranks have thousands of threads.
 JOIN_S: Final = 30.0
 #: Maximum seconds for the threads to end after the loss of a peer or a failure. A wait for data in transit may then
 #: never end.
@@ -160,7 +160,7 @@ class Mesh:
         return True
 
     def unmet(self, request: T, rank: int) -> T:
-        """Fail a request that involves a rank to which this rank is not connected yet."""
+        """Fail a request for a rank to which this rank is not connected yet."""
         why = (
             f"no process of rank {rank} has joined yet"
             if rank in self.vacant

@@ -54,7 +54,7 @@ class Passage:
         place: Rank of the peer in gloo's group.
         start: Function that starts a thread with a given name and target, unless a thread of that name exists.
         acknowledge: Thread-safe function that notifies the peer that one of its messages has arrived.
-        ask_for_nothing: Function that asks the peer to answer the receive with a given number with an empty message.
+        ask_for_nothing: Function that takes a receive's number, and asks the peer to send an empty message for it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Passage:
         return send
 
     def _send_nothing(self) -> None:
-        """Answer the receives that the peer has cancelled with empty messages, up to the first one not cancelled."""
+        """Send empty messages for the receives that the peer has cancelled, up to the first other receive."""
         while self._sent_count + 1 in self._unwanted:
             self._unwanted.remove(self._sent_count + 1)
             self._send(memoryview(b""), _NOTHING)
@@ -154,7 +154,7 @@ class Passage:
     # -- threads ----------------------------------------------------------------------------------------------------
 
     def _run_sends(self) -> None:
-        """Pass messages to gloo, which writes as much as the connection accepts during the call."""
+        """Pass messages to gloo. During each call, gloo writes as much as the connection accepts."""
         with contextlib.suppress(RuntimeError):  # Raised if the connection is closed, which the link's threads report.
             while (upload := self._to_send.get()) is not None:
                 upload.post(self._bulk.send, self._place)

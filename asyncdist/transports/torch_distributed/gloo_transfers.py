@@ -47,7 +47,7 @@ class Transfer:
     def __init__(self, tag: int, data: torch.Tensor, mark: int = 0) -> None:
         self.tag = tag
         self.works: list[Any] = []
-        # Lock that is held until gloo has the data and the trailer. An Event and torch.tensor would take 50 us more.
+        # This lock is held until gloo has the data and the trailer. An Event and torch.tensor would take 50 us more.
         self._posting = threading.Lock()
         self._posting.acquire()
         self._mark = bytearray(_MARK.pack(mark))

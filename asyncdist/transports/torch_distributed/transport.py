@@ -116,7 +116,7 @@ class TorchTransport(MatchedTransport):
         self._granted_tags = granted_tags
         self._mesh = gloo_mesh.Mesh(groups, rank, size, self._matcher, reception)
         self._is_closed = False
-        # A thread that waits in gloo at the interpreter's exit would abort the process.
+        # A thread that still waits in gloo when the interpreter exits would abort the process.
         atexit.register(self.close_failed)
 
     def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:

@@ -76,7 +76,7 @@ def make_gloo_groups(
 
 
 def _decide(store: Any, decision: str) -> str:
-    """Record whether all ranks are connected, unless another rank has decided. Return the decision in force."""
+    """Record whether all ranks are connected, unless another rank has decided. Return the final decision."""
     return bytes(store.compare_set("decision", "", decision)).decode()
 
 

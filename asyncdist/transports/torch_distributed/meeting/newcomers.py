@@ -53,8 +53,8 @@ _WELCOME_S: Final = 60.0
 #: one process ends during an attempt, the other waits in gloo for five times as long. A lost packet costs 1 s.
 _PAIR_S: Final = 20.0
 _PAIR_CONNECT_S: Final = (0.5, 1.0, 2.0, 2.0)
-#: Base and additional seconds per rank for connecting the first groups, and number of attempts. gloo detects late that
-#: a process has ended.
+#: Base seconds and additional seconds per rank for connecting the first groups, and number of attempts. gloo detects
+#: late that a process has ended.
 _CONNECT_S: Final = 10.0
 _CONNECT_PER_RANK_S: Final = 0.5
 _ATTEMPT_COUNT: Final = 3
@@ -63,7 +63,7 @@ _REACH_S: Final = 10.0
 _RUNNING: Final = "running"
 #: Key that the launcher writes before it closes the store.
 _OVER: Final = "over"
-#: Key under which the launcher writes a rank that it will not restart.
+#: Key under which the launcher writes the number of a rank that it will not restart.
 _GONE: Final = "gone"
 
 
@@ -300,7 +300,7 @@ def _read(store: Any, number: int, newest: list[int]) -> int:
 
 
 def _have_left(store: Any, newest: list[int], rank: int, first_count: int) -> bool:
-    """Return whether every process in the world has closed it, and at least one process has done so."""
+    """Return whether all processes of the world have left it, and at least one has."""
     others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
     closed = [process for process in others if store.check([f"closed/{process[0]}.{process[1]}"])]
     inside = [(other, n) for other, n in others if not n or store.check([f"welcome/{other}.{n}"])]
@@ -310,7 +310,7 @@ def _have_left(store: Any, newest: list[int], rank: int, first_count: int) -> bo
 def _have_died(
     store: Any, newest: list[int], rank: int, first_count: int, has_exited: Callable[[int, int], bool]
 ) -> bool:
-    """Return whether all processes of the world have ended, so that only new processes remain."""
+    """Return whether all processes of the world have ended, so that none can welcome a new process."""
     others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
     living = [process for process in others if not has_exited(*process)]
     return not any(not n or store.check([f"welcome/{other}.{n}"]) for other, n in living)
@@ -414,7 +414,7 @@ class Reception:
                         common.compare_set(_RUNNING, "", self._running)
                     number = self._read_log(store, number)
                     self._look_for_wanted(store, said)
-                except RuntimeError as error:  # Another user may have deleted a value in between.
+                except RuntimeError as error:  # Another user may have deleted a value during the read.
                     common.check([_OVER])  # This raises an error if the store has closed.
                     logger.info("rank %d could not read the store, and tries again: %s", self._rank, reason(error))
                 if self._closing.wait(_PERIOD_S) or common.check([_OVER]):

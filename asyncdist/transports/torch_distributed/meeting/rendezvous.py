@@ -40,7 +40,7 @@ logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.rende
 
 #: Seconds between two reads of the store. A wait inside the store would ignore signals and log warnings.
 _PAUSE_S: Final = 0.02
-#: Seconds added to this interval for each rank, because the store answers only some ten thousand requests per second.
+#: Seconds added to ``_PAUSE_S`` for each rank, because the store answers only some ten thousand requests per second.
 _PAUSE_PER_RANK_S: Final = 0.0005
 _CONNECT_S: Final = 1.0
 _SHORTEST_CONNECT_S: Final = 0.1
@@ -214,7 +214,7 @@ class _Gathering:
                 f"rank {self._rank} found a value in the job's store that no rank of this job writes: {error}"
             ) from error
         except RuntimeError as error:
-            # The rank that serves the store has ended, possibly because its deadline was slightly earlier.
+            # The rank that served the store has ended, possibly because its deadline was slightly earlier.
             raise TransportError(
                 f"{self._who_is_missing()} before the store closed: {reason(error)}", missing=self._missing
             ) from error
@@ -392,7 +392,7 @@ _place_of = functools.cache(_Place)
 
 
 def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
-    """Return the port that rank 0 announces on MASTER_PORT. At first, an old group's store may be served there."""
+    """Return the port that rank 0 announces on MASTER_PORT. An old group's store may still be served there."""
     refusals, cause = Refusals(), ""
     while True:
         _await_server(rendezvous, deadline, "rank 0")

@@ -54,7 +54,7 @@ class Refusals:
             if now < self._quiet_until:
                 return
             count, self._count, self._quiet_until = self._count, 0, now + _REPORT_PERIOD_S
-        # Other ranks warn, too. Rank 0 refuses nothing if only the others cannot read its announced port.
+        # One other rank warns too, because rank 0 refuses nothing if only the others cannot read its port.
         level = logging.WARNING if environment.local_rank() in (None, 0, 1) else logging.INFO
         more = f" and {count - 1} more" if count > 1 else ""
         logger.log(
@@ -139,7 +139,7 @@ class SealedStore(Store):
             time.sleep(_PAUSE_S)
 
     def why_absent(self, key: str) -> str:
-        """Return the reason for an error about a value without a valid seal, or "" if the key has no value."""
+        """Return a reason, for an error, why the key's value is ignored, or "" if the key has no value."""
         name = self.prefix + key
         if not self._inner.check([name]) or self._read(key) is not None:
             return ""
