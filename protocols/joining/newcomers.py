@@ -133,8 +133,10 @@ class Application:
         self._board = board
         self._timeout_s = timeout_s
         self._deadline = services.time() + timeout_s
-        self._over: set[int] = set()
-        self._have_left: set[int] = set()
+        self._over: set[int] = set()  # ranks whose answer to the newest request was Over
+        self._have_left: set[int] = set()  # those of them that have left the policy
+        self._over_before: set[int] = set()  # the same for the request before the newest
+        self._had_left: set[int] = set()
         self._asked: set[int] = set()
         self._met: set[int] = set()
         self._began_at = self._ask_again_at = services.time()
@@ -204,8 +206,8 @@ class Application:
             waited_s = now - self._began_at if self._answer_s is None else 2 * self._answer_s
             self._ask_again_at = now + max(ASK_AGAIN_S, min(waited_s, self._timeout_s / 2))
             self._asked.clear()
-            self._over.clear()
-            self._have_left.clear()
+            self._over_before, self._over = self._over, set()
+            self._had_left, self._have_left = self._have_left, set()
         self._asked.intersection_update(others)
         self._over.intersection_update(others)
         self._have_left.intersection_update(others)
@@ -250,7 +252,10 @@ class Application:
                 is_over_everywhere = False  # ranks that have left this policy may still start the next policy
             if not (is_over_everywhere or is_time_up):
                 continue
-            if are_over and (self._have_left or services.left_world().intersection(self._ranks)):
+            if is_time_up:  # the newest request may have been sent too recently for an answer
+                are_over = (self._over | self._over_before).issuperset(others)
+            have_left = self._have_left or (is_time_up and self._had_left)
+            if are_over and (have_left or services.left_world().intersection(self._ranks)):
                 raise LateError("this rank was restarted too late: no other rank is still in this policy")
             if is_over_everywhere or (are_over and others):
                 raise ClosedError(

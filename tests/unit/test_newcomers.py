@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from support.selective import OpenedCoordinator
 
-from asyncdist import RemoteProtocolError
+from asyncdist import LateError, RemoteProtocolError
 from asyncdist.collectives.agreement.incarnations import Incarnations
 from asyncdist.waits import WaitId
-from protocols.joining.newcomers import Application, Welcome
+from protocols.joining.newcomers import Application, Over, Welcome
 from protocols.joining.state_transfer import packed, unpacked
 from protocols.selective.messages import Admitted, Assign, Frozen, Joined
 from protocols.selective.round.state import Send
@@ -231,3 +231,29 @@ async def test_ranks_met_together_are_all_asked_for_the_policy() -> None:
     application = Application(services, board, (0, 1, 2, 3), {}, 60.0)
     assert await application.welcomed() == (welcome, 2)
     assert asked == [1, 2, 3]
+
+
+async def test_a_newcomer_is_late_even_if_its_last_request_is_new() -> None:
+    """Regression: a newcomer whose timeout ended just after a request forgot all answers and named no cause."""
+    now = 0.0
+
+    async def until(is_over: Callable[[], bool], what: WaitId, *, deadline: float) -> None:
+        nonlocal now
+        if now < 59.5:  # rank 1 waits for admission too, and rank 2 has left this policy
+            application.on_message(Over(0, has_ended=False), 1)
+            application.on_message(Over(0, has_ended=True), 2)
+        now = deadline
+
+    services: Any = SimpleNamespace(
+        rank=0,
+        incarnation=1,
+        gone=set(),
+        left_world=frozenset,
+        time=lambda: now,
+        is_unmet=lambda rank: False,
+        engine=SimpleNamespace(until=until, recheck=lambda: None),
+    )
+    board: Any = SimpleNamespace(send=lambda message, dest: None)
+    application = Application(services, board, (0, 1, 2), {}, 60.0)
+    with pytest.raises(LateError):
+        await application.welcomed()
