@@ -41,7 +41,7 @@ def seconds(text: str) -> float:
 
 
 def folder(text: str) -> str:
-    """Return the name of a folder, which may be missing but not empty."""
+    """Return the name of a folder, which need not exist. Refuse an empty name."""
     if not text:
         raise argparse.ArgumentTypeError("the folder must have a name, got ''")
     return text
@@ -54,7 +54,7 @@ def split_words(
 
     The command's options may appear before or after the script's name. The script's words begin at the first word that
     is neither an option of the command nor the script's name. After ``--``, the next word is the script's name unless a
-    name has occurred before.
+    name came before.
 
     Args:
         arguments: Words of the command line.

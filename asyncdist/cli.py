@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options, unknown = _parser(words[0] if words else "").parse_known_args(words)
     if unknown:  # argparse's error would not name the subcommand
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
-    if options.command in ("sim", "replay") and arguments is None:  # with sys.argv, this process can be restarted
+    if options.command in ("sim", "replay") and arguments is None:  # this process can be restarted with sys.argv
         from asyncdist import environment
 
         environment.fix_hash_seed()
@@ -233,7 +233,7 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     except local_host.LaunchError as error:
         print(f"asyncdist {options.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # Ctrl-C during the check of the hosts
+    except KeyboardInterrupt:  # Ctrl-C while the hosts are checked
         return 130
 
 

@@ -66,7 +66,7 @@ def is_wanted() -> bool:
 
 
 def search_path(package: str = "") -> list[str]:
-    """Return the folder, if any, that ``package`` ("" for asyncdist) must search before its own, as a list."""
+    """Return the folders, at most one, that ``package`` ("" for asyncdist) must search before its own folder."""
     if not is_wanted() or reason_against() is not None:
         return []
     return [str(folder() / package)]
@@ -93,7 +93,7 @@ def is_settled() -> bool:
 
 
 def describe() -> str:
-    """Return "yes" if this Python runs the compiled modules, or else "no" and the reason."""
+    """Return "yes" if this Python runs the compiled modules, otherwise "no" and the reason."""
     if not is_wanted():
         return f"no, since {PURE_VARIABLE}={os.environ[PURE_VARIABLE]}"
     reason = reason_against()

@@ -45,7 +45,7 @@ GROUP_SOURCE: Final = "torch.distributed.init_process_group"
 _MPI_PREFIXES: Final = tuple(BACKENDS["mpi"].prefixes)
 #: Prefix of users' settings that also begin with the launchers' prefix PMIX_.
 _MPI_SETTINGS: Final = "PMIX_MCA_"
-#: Variables of all kinds of launchers. torchrun's are first, because other launchers start one torchrun per host.
+#: Variables of all kinds of launchers. torchrun's come first, because other launchers start one torchrun per host.
 _RANK_VARIABLES: Final = [
     each for name in sorted(BACKENDS, key=lambda name: name != "torch") for each in BACKENDS[name].variables
 ]
@@ -531,7 +531,7 @@ def is_started_by_trainer() -> bool:
 
 
 def is_started_by_accelerate() -> bool:
-    """Return whether ``accelerate launch`` has started this process. It sets no rank variables for a single process."""
+    """Return whether ``accelerate launch`` has started this process. For one process, it sets no rank variables."""
     return "ACCELERATE_DYNAMO_BACKEND" in os.environ
 
 
@@ -554,7 +554,7 @@ def rank_above(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _place(environ: Mapping[str, str]) -> set[str]:
-    """Return the variables that identify an MPI rank, also among ranks of a job that it starts."""
+    """Return the variables that identify an MPI rank, even among the ranks of a job that it starts."""
     names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_SIZE", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
     return {f"{name}={environ[name]}" for name in names if environ.get(name)}
 

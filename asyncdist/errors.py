@@ -75,7 +75,7 @@ class LateError(ClosedError):
 
 
 class BusyError(AsyncdistError):
-    """A bounded queue is full, or a resource for one user at a time is in use."""
+    """A bounded queue is full, or a resource that allows one user at a time is in use."""
 
 
 class DeadlockError(AsyncdistError):
@@ -148,7 +148,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def has_cause_here(error: BaseException) -> bool:
-    """Return whether ``error`` includes a failure of this rank, and not only another's failure or a cancellation."""
+    """Return whether ``error`` includes a failure of this rank, not only another rank's failure or a cancellation."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(has_cause_here, error.exceptions))
     if not isinstance(error, Exception):
@@ -166,12 +166,12 @@ def has_cause_here(error: BaseException) -> bool:
 
 
 def remote_error(rank: int, kind: str, text: str) -> RemoteError:
-    """Return the error for the other ranks if ``rank`` has raised an exception."""
+    """Return the error that other ranks raise because ``rank`` has raised an exception."""
     return RemoteError(f"rank {rank} failed: {kind}: {text}", rank=rank, kind=kind, text=text)
 
 
 class DisagreementError(AsyncdistError):
-    """Ranks that must agree have different classes, options or models, or are missing. The message lists them."""
+    """Ranks that must agree have different classes, options or models, or are missing. The message says which."""
 
 
 class StartTimeoutError(DisagreementError, TimeoutError):

@@ -18,7 +18,7 @@ from typing import Final
 
 from asyncdist import rank_program
 
-#: Private memory in bytes of one rank and its guardian processes.
+#: Private memory of one rank and its guardian processes, in bytes.
 _RANK_NBYTES: Final = 16 << 20
 #: File with Linux's ephemeral port range.
 _PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -214,7 +214,7 @@ def has_reached_foreground(came: signal.struct_siginfo) -> bool:
 
 
 def stop_with_ranks(number: int) -> None:
-    """Stop this process if ``number`` is SIGTSTP, which has stopped its ranks, so that its shell notices."""
+    """Stop this process if ``number`` is SIGTSTP, which has stopped the ranks, so that the shell notices."""
     if number == signal.SIGTSTP:
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -228,7 +228,7 @@ def signal_name(number: int) -> str:
 
 
 def open_standard_files() -> None:
-    """Open /dev/null for each closed standard file, whose number the next opened file would otherwise get."""
+    """Open /dev/null for each closed standard file. Otherwise the next opened file would get its number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -249,7 +249,7 @@ def check_address(name: str, address: str) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address belongs to the loopback interface. Names are not resolved."""
+    """Return whether an address belongs to the loopback interface. Does not resolve names."""
     if address == "localhost":
         return True
     try:

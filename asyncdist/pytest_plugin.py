@@ -118,7 +118,7 @@ def _plan(item: pytest.Item) -> _Plan | None:
 
 
 def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
-    """Return the mark's seeds, or those of the command line."""
+    """Return the seeds of the command line, if given, or else of the mark."""
     if _is_list(asked):
         seeds: Sequence[int] = asked if isinstance(asked, range) else validation.whole_numbers(asked)
     else:
@@ -131,7 +131,7 @@ def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
 
 
 def _is_list(value: Any) -> bool:
-    """Return whether a value can be iterated repeatedly, as needed because each item reads its mark again."""
+    """Return whether a value can be iterated repeatedly, because each item reads its mark again."""
     return isinstance(value, Iterable) and not isinstance(value, Iterator)
 
 

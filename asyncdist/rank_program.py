@@ -49,7 +49,7 @@ LAUNCHER_VARIABLE: Final = "ASYNCDIST_LAUNCHER"
 #: Variable with the path of rank 0's standard input, or :data:`INHERITED` if rank 0 inherits the launcher's.
 STDIN_VARIABLE: Final = "ASYNCDIST_STDIN"
 INHERITED: Final = "inherited"
-#: Value of that variable for a terminal. Numbers after a blank are other descriptors to connect to the terminal.
+#: Value of :data:`STDIN_VARIABLE` for a terminal. Any numbers after a blank are other descriptors to connect to it.
 TERMINAL: Final = "/dev/tty"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 #: Variable with the launcher's pid, and its descriptor of the file in which ranks record the errors that they print.
@@ -310,7 +310,7 @@ class _Prefixed(io.TextIOBase):
 
 
 class _Ending:
-    """Ends the process without MPI_Finalize, which may hang after a rank's death, if the job survives lost ranks.
+    """Ends the process without MPI_Finalize if the job survives lost ranks. MPI_Finalize may hang after a death.
 
     Its :mod:`atexit` function is registered before the script runs, and is therefore called last, after all threads
     have ended. In a program that imports mpi4py itself, MPI_Finalize may still be called earlier.
@@ -329,7 +329,7 @@ class _Ending:
 
 
 def write_past_mpirun() -> None:
-    """Redirect this rank's output to its launcher's files, if it is on this host. mpirun may have stopped reading."""
+    """Redirect output to the launcher's files if the launcher is on this host. mpirun may have stopped reading."""
     launcher = os.environ.get(LAUNCHER_VARIABLE, "")
     if not launcher.isdecimal() or int(launcher) not in ancestors():
         return
@@ -355,7 +355,7 @@ def ancestors() -> list[int]:
 
 
 def tell_guardian(news: bytes) -> bool:
-    """Report a state, such as :data:`IN_WORLD`, to this rank's guardian. Return whether the rank has one."""
+    """Report a state, such as :data:`IN_WORLD`, to this rank's guardian. Return whether the rank has a guardian."""
     global _guardian
     descriptor = os.environ.pop(STARTED_VARIABLE, "")  # child processes must not inherit this variable
     if descriptor.isdecimal():

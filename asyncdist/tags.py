@@ -30,7 +30,7 @@ _RESERVED: Final = (
     (COLLECTIVE_FIRST, COLLECTIVE_LAST, "collectives"),
     (PARAM, PARAM, "parameter-stream control"),
     (BULK_FIRST, BULK_LAST, "bulk streams"),
-    (METRIC, BULK_LAST, "protocols to come"),  # reserves the unassigned tags in between
+    (METRIC, BULK_LAST, "protocols to come"),  # reserves the unassigned tags in this range
 )
 
 

@@ -76,7 +76,7 @@ def names_options(
     Python's own error for a misspelled keyword suggests an option only since Python 3.13.
 
     Args:
-        refused: Reasons why this constructor lacks options that similar constructors have, by option.
+        refused: For options that similar constructors have, the reason why this constructor lacks them.
         called: Function that gets the class's name and all positional arguments, and explains arguments in the order of
             a similar constructor.
     """
@@ -162,7 +162,7 @@ def reading_state(of: str) -> Iterator[None]:
 
 
 def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
-    """Return ``value`` as an int >= ``least``, or raise ValueError, whose message also allows ``besides``."""
+    """Return ``value`` as an int >= ``least``, or raise ValueError. ``besides`` names other allowed values."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -253,7 +253,7 @@ def main_function(main: Any, args: Sequence[Any]) -> None:
         raise TypeError(f"main must be a coroutine function (async def), got {what}")
     try:
         signature = inspect.signature(main)
-    except ValueError:  # the signature of main cannot be inspected, so that only the call can raise an error
+    except ValueError:  # main has no signature, so only its call can raise an error
         return
     try:
         signature.bind(None, *args)

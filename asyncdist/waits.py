@@ -91,7 +91,7 @@ class WaitKind(enum.StrEnum):
     FINALIZE_MESSAGES = "finalize_messages", "the finalize messages of the other ranks"
     MAIN_END = "main_end", "the end of main"
     PEER_FAILURE = "peer_failure", "the failure of a peer"
-    STOPPED_MAIN = "stopped_main", "{name}"  # for a story, if the simulation ended while main waited
+    STOPPED_MAIN = "stopped_main", "{name}"  # in a report, if the simulation ended while main waited
 
     # -- asyncdist.functional, asyncdist.integrations ---------------------------------------------------------------
     EARLIER_WORK = "earlier_work", "the end of an earlier {name}"

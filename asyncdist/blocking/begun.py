@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Outcome(Generic[T]):
-    """The value or the error with which a call has ended."""
+    """The value that a call has returned, or the error that it has raised."""
 
     value: T | None = None
     error: BaseException | None = None
@@ -75,7 +75,7 @@ class BegunCall:
     def send(self, value: Any) -> Any:
         """Continue the coroutine, and return the next future for which it waits."""
         awaited, self._awaited = self._awaited, None
-        if self.is_cancelled:  # like asyncio, this cancels the awaited future first
+        if self.is_cancelled:  # as in asyncio, cancel the awaited future first
             self.is_cancelled = False
             # An unstarted coroutine cannot handle the cancellation, so it is closed instead.
             if inspect.getcoroutinestate(self._coroutine) == inspect.CORO_CREATED:
@@ -96,7 +96,7 @@ class BegunCall:
 
 
 class Pause(asyncio.Future[None]):
-    """A future for which main waits between two blocking calls. Cancelling it calls ``on_cancel`` instead.
+    """A future that main awaits between two blocking calls. Cancelling it calls ``on_cancel`` instead.
 
     A cancelled main would continue only in the loop's next iteration, too late for the call that is ending.
     ``on_cancel`` returns whether to cancel main anyway.

@@ -202,7 +202,7 @@ class LoopCaller(Caller):
         self._context = contextvars.copy_context()  # the context of main
         self._loop: asyncio.AbstractEventLoop
         self._host: asyncio.Task[Outcome[None]]
-        self._next: BegunCall | None = None  # the call that main resumes next
+        self._next: BegunCall | None = None  # the call that main continues next
         self._awaited: BegunCall | None = None  # the call whose end stops the loop; None after an interrupt
         self._waiter: asyncio.Future[None]  # main waits for this future between calls
         self._is_ended = False  # whether the block has ended, so that main must end
@@ -231,7 +231,7 @@ class LoopCaller(Caller):
         self.world.services.engine.transport.on_finalize(self._close_before_finalize)
 
     def listen(self) -> None:
-        """Begin to raise signals in the block, including a signal that has already arrived."""
+        """Begin to raise the errors of signals in the block, including a signal that has already arrived."""
         self._interrupts.raises_at_once = True
         if self._interrupts.withdraw():
             self._interrupts.check()
@@ -245,7 +245,7 @@ class LoopCaller(Caller):
         self.close(None)
 
     def _close_before_finalize(self) -> None:
-        """Leave the world because the program is about to finalize MPI. This rank could not send afterwards."""
+        """Leave the world because the program is about to finalize MPI. Afterwards, this rank could not send."""
         try:
             self.close(None)
         except BaseException as error:  # MPI calls this method, and does not propagate errors
@@ -350,7 +350,7 @@ class LoopCaller(Caller):
         self._wake_main()
         try:
             # Main stops the loop when the call ends. Waiting for a future would take another iteration of the loop,
-            # which is 20 of 60 us with cold caches.
+            # which takes 20 of the call's 60 us with cold caches.
             while not begun.outcomes:
                 if self._host.done():  # a second signal in a notebook has ended main
                     raise self._what_stops() or ClosedError("the world has ended during this call")
@@ -382,7 +382,7 @@ class LoopCaller(Caller):
         """Run as the rank's main until the ``with`` block has ended."""
         task = asyncio.current_task()
         assert task is not None, "this coroutine runs in a task"
-        frame_of_caller[task] = sys._getframe  # the thread's current stack is that of the blocking code
+        frame_of_caller[task] = sys._getframe  # the thread's current stack is the blocking code's
 
         async def host() -> None:
             async with self._open_world(self._interrupts) as world:
@@ -424,7 +424,7 @@ class LoopCaller(Caller):
             raise asyncio.CancelledError
 
     def _what_stops(self) -> BaseException | None:
-        """Return the error for which main was cancelled: that of a signal, or the job's failure."""
+        """Return the error because of which main was cancelled: a signal's error, or the job's failure."""
         return self._interrupts.error(self.world.rank) or self.world.services.engine.failure
 
 

@@ -11,7 +11,7 @@ from asyncdist.blocking.callers import current_caller, entered
 
 
 class Face:
-    """Wraps an object (``awaited``) so that its coroutine methods block."""
+    """Wraps the object ``awaited`` so that its coroutine methods block."""
 
     def __init__(self, awaited: Any) -> None:
         self.awaited = awaited

@@ -19,7 +19,7 @@ PolicyT_co = TypeVar("PolicyT_co", bound="_Awaited[Any]", covariant=True)
 
 
 class _Awaited(Protocol[InfoT_co]):
-    """Asynchronous context manager with a ``step`` method, like every policy."""
+    """Interface of a policy: an asynchronous context manager with a ``step`` method."""
 
     async def __aenter__(self) -> Any: ...
 

@@ -104,7 +104,7 @@ class World:
 
     @property
     def incarnation(self) -> int:
-        """Incarnation of this rank: 0 in its initial process, 1 or more in a restarted or late process."""
+        """Incarnation of this rank: 0 in the initial process, 1 or more in a restarted or late process."""
         return self.awaited.incarnation
 
     def time(self) -> float:
@@ -236,7 +236,7 @@ def open_world(
     try:
         caller.listen()
         yield World(caller)
-    except GeneratorExit:  # the block is in a generator that was discarded, which is not a failure
+    except GeneratorExit:  # the block's generator was discarded, which is not a failure
         raise
     except BaseException as caught:
         error = caught
@@ -282,7 +282,7 @@ def hosted(main: Callable[Concatenate[World, P], T]) -> Callable[Concatenate[Awa
 
         def run_and_end() -> T:
             value = main(World(caller), *args, **kwargs)
-            caller.end()  # makes integrations leave their policies, for which the other ranks wait
+            caller.end()  # integrations leave their policies, because other ranks wait for that
             return value
 
         return await caller.run(run_and_end)

@@ -160,7 +160,7 @@ def agent_gradient_update(
 
 
 def _axes(dp_axis_name: str | None) -> list[Axis]:
-    """Return the axes (one or none) along which the other ranks wait for this rank's gradients."""
+    """Return the axes, one or none, along which other ranks wait for this rank's gradients."""
     return [] if dp_axis_name is None else [find_axis(dp_axis_name, None)]
 
 
@@ -222,7 +222,7 @@ def _added(param: Tensor, update: Tensor) -> Tensor:
 
 
 def _step(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Apply one optimizer step with these gradients, and then restore each parameter's ``grad``."""
+    """Do one optimizer step with these gradients, and then restore each parameter's ``grad``."""
     kept = [leaf.grad for leaf in leaves]
     try:
         for leaf, gradient in zip(leaves, gradients, strict=True):

@@ -37,7 +37,7 @@ _open_meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("asyncdist_open_meshes",
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """Counts one rank's operations along one axis, and runs them one at a time."""
+    """Counts one rank's operations along one axis, and lets one of them run at a time."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     begun_count: int = 0
@@ -45,7 +45,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """One rank's view of an axis of a mesh. It runs collectives among the ranks along the axis (``group``)."""
+    """One rank's view of a mesh axis. Runs collectives in ``group``, the ranks along the axis."""
 
     name: str
     world: World

@@ -42,8 +42,8 @@ from asyncdist.tensors import pytrees
 
 T = TypeVar("T")
 
-#: Attribute of exceptions that were reported to all ranks of an axis. It maps the axis to the number of the operation
-#: that reported the exception.
+#: Attribute of exceptions that were reported to all ranks of an axis. Maps the axis's subject to the number of the
+#: operation that reported the exception.
 _MET: Final = "_asyncdist_met"
 
 #: Largest size in bytes of tensors that every rank reduces whole, which takes one exchange instead of two.
@@ -93,7 +93,7 @@ def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
     except BaseException as error:
         met = _met_along(error)
         for axis in axes:
-            # All ranks are notified of a job's failure anyway.
+            # If the job has failed, all ranks are notified anyway.
             job_goes_on = axis.world.services.engine.failure is None
             if job_goes_on and axis.size > 1 and met.get(axis.subject, 0) <= begun[axis.subject]:
                 axis.begin(_object, axis, error)
@@ -102,7 +102,7 @@ def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
 
 
 async def _object(axis: Axis, error: BaseException) -> None:
-    """Notify the axis's other ranks that ``error`` keeps this rank from their next operation."""
+    """Notify the axis's other ranks that this rank cannot take part in their next operation because of ``error``."""
     axis.world.agreements.object(axis.group.ranks, axis.subject, error)
 
 
@@ -112,7 +112,7 @@ def _note_met(error: BaseException, axis: Axis) -> None:
 
 
 def _met_along(error: BaseException) -> dict[str, int]:
-    """Return, by the axis's subject, the number of the newest operation that reported ``error`` or a cause of it."""
+    """Map each axis's subject to the number of the newest operation that reported ``error`` or a cause of it."""
     met: dict[str, int] = {}
     todo: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -237,7 +237,7 @@ async def _perform(
     """
     axis.world.check()
     if trouble is not None:
-        # This rank still takes part in the comparison, so that ranks with a different tree raise DisagreementError.
+        # Despite the error, this rank compares trees, so that ranks with a different tree raise DisagreementError.
         axis.begin(_agree, axis, what, outline)
         _note_met(trouble, axis)
         raise trouble

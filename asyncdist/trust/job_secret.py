@@ -38,8 +38,8 @@ class JobSecret:
         """Return the secret for the job whose ranks meet at this port of a host.
 
         A user's jobs may share a secret. With the port in the key, a value that another user copies from one job's
-        store to the store of a job at another port is not valid there. For jobs in turn at one port, the ranks' random
-        greetings distinguish the jobs: an earlier job's values can only make a start fail.
+        store to the store of a job at another port is not valid there. If jobs use one port in turn, the ranks' random
+        greetings distinguish them. An earlier job's values can only make a start fail.
         """
         return self if self.is_missing else JobSecret(self._digest("port", str(port), b""))
 
@@ -48,7 +48,7 @@ class JobSecret:
         return self._digest("value", name, value) + value
 
     def unseal(self, name: str, data: bytes) -> bytes | None:
-        """Return the value that was sealed for this name, or None if the seal is not valid."""
+        """Return the value in ``data``, which was sealed for ``name``, or None if the seal is not valid."""
         seal, value = data[:SEAL_NBYTES], data[SEAL_NBYTES:]
         return value if hmac.compare_digest(seal, self._digest("value", name, value)) else None
 

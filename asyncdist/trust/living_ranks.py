@@ -39,7 +39,7 @@ class LivingRank:
 
     def __init__(self, job: str, rank: int, bases: Iterable[str]) -> None:
         place = ""
-        with contextlib.suppress(OSError):  # jobs on other hosts, or in other network namespaces, may have equal names
+        with contextlib.suppress(OSError):  # jobs on other hosts or in other network namespaces may have the same name
             place = f"{_BOOT.read_text()} {os.readlink('/proc/self/ns/net')}"
         digest = hashlib.sha256(f"{place} {job}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
         self._name = f"{_PREFIX}{digest}.{rank}"
@@ -47,7 +47,7 @@ class LivingRank:
         self._descriptor: int | None = None
 
     def other(self) -> int | None:
-        """Return the pid of another process that runs as this rank (0 if it is in another container), or None."""
+        """Return the pid of another process that runs as this rank, 0 if it is in another container, or None."""
         if not sys.platform.startswith("linux") or self._descriptor is not None:
             return None
         for folder in private_folders.candidates(self._bases):
@@ -83,7 +83,7 @@ class LivingRank:
                     os.close(descriptor)
 
     def end(self) -> None:
-        """End the registration of this process."""
+        """Unregister this process."""
         if self._descriptor is None:
             return
         with contextlib.suppress(OSError), private_folders.opened(self._folder) as parent:

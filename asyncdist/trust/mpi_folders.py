@@ -70,7 +70,8 @@ class MpiFolders:
     def make(token: str) -> MpiFolders:
         """Make this host's folders for a job, and remove those of this user's killed jobs.
 
-        Each name is another part of the job's token, so that a user who sees one folder does not know the other's name.
+        The names are different parts of the job's token, so that a user who sees one folder does not know the other's
+        name.
         """
         of_files, of_memory = token[_NAME_LENGTH : 2 * _NAME_LENGTH], token[2 * _NAME_LENGTH :]
         locks: list[int] = []
@@ -142,7 +143,7 @@ def settings(own: MpiFolders, of_hosts: Sequence[MpiFolders] = ()) -> dict[str, 
 
 
 def _common(folders: Sequence[str]) -> str:
-    """Return the only folder in the list, or "" if hosts have different folders."""
+    """Return the folder that all hosts have, or "" if their folders differ."""
     return folders[0] if len(set(folders)) == 1 else ""
 
 
@@ -153,7 +154,7 @@ def without_outer(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def settings_of_rank(environ: Mapping[str, str], others: Sequence[str] = ()) -> dict[str, str]:
-    """Return the variables that make a rank without such settings share memory in its user's private folder.
+    """Return the variables that make a rank share memory in its user's private folder, unless one is already set.
 
     The folder is in ``/dev/shm``, or in one of ``others`` if other users have taken all of its names there.
     """

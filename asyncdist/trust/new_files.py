@@ -2,7 +2,7 @@
 
 The owner of a folder can rename its entries at any time, and put a symbolic link in place of a file that is being
 written. Files are therefore written in a new private folder, through that folder's descriptor, and then moved. This
-needs procfs: without it, as on macOS, the private folder is used through its path.
+needs procfs. Without it, as on macOS, the private folder is used through its path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 
 @contextlib.contextmanager
 def entered(path: Path, *, follows: bool = True) -> Iterator[int]:
-    """Open a folder for the body of ``with``, and yield its descriptor. ``follows``: whether it may be a link."""
+    """Open a folder for the body of ``with``, and yield its descriptor. If ``follows``, it may be a link."""
     descriptor = os.open(path, _OUTER | (0 if follows else os.O_NOFOLLOW))
     try:
         yield descriptor
@@ -80,7 +80,7 @@ def _moved(inner: int, inner_path: Path, folder: int, path: Path) -> Iterator[Pa
 
 
 def _owner_of_new_files(folder: int, name: str) -> int:
-    """Return the user who owns the files that this process creates in a folder. It may be another user on NFS."""
+    """Return the owner of files that this process creates in a folder, which may be another user on NFS."""
     descriptor = os.open(name, _FILE, 0o600, dir_fd=folder)
     try:
         return os.fstat(descriptor).st_uid
@@ -91,6 +91,6 @@ def _owner_of_new_files(folder: int, name: str) -> int:
 
 
 def _path_of(descriptor: int, path: Path) -> Path:
-    """Return a path that stays valid if a folder is renamed; ``path`` without procfs."""
+    """Return a path to an open folder that stays valid if the folder is renamed. Without procfs, return ``path``."""
     own = Path(f"/proc/self/fd/{descriptor}")
     return own if own.exists() else path

@@ -41,7 +41,7 @@ def opened(path: str | Path, *, parent: int | None = None, makes: bool = False) 
     """Open a private folder for the body of ``with``, and yield its descriptor.
 
     Args:
-        path: Path of the folder, relative to ``parent`` unless that is None.
+        path: Path of the folder, relative to ``parent`` if given.
         parent: Descriptor of a folder.
         makes: Whether to create the folder if it does not exist.
 

@@ -70,7 +70,7 @@ def name_of(port: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeptSecret:
-    """A secret file for other processes. The descriptor ``lock`` locks it as long as this process uses it."""
+    """A secret file for other processes, locked through the descriptor ``lock`` while this process uses it."""
 
     path: Path
     lock: int
@@ -131,7 +131,7 @@ class RenewedSecret:
 
 
 def _remove_left(parent: int) -> None:
-    """Remove unlocked files, whose writers were killed."""
+    """Remove unlocked secret files, whose writers were killed."""
     for name in os.listdir(parent):
         port = name.removeprefix(f"{SHARED}-")
         if not port.isdecimal() or name != name_of(int(port)):
@@ -218,7 +218,7 @@ def _share(text: str, bases: Iterable[str]) -> bool:
 
 @contextlib.contextmanager
 def _begun(parent: int, text: str) -> Iterator[tuple[str, int]]:
-    """Write a file under a temporary name, and yield the name and a descriptor. The body renames or links the file."""
+    """Write a file under a temporary name, and yield this name and a descriptor. The body renames or links the file."""
     begun = f"{SHARED}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(begun, flags, 0o600, dir_fd=parent)

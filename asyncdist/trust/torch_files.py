@@ -54,7 +54,7 @@ def check_archive(file: IO[bytes]) -> None:
 
 
 def _check_pickle(data: Any) -> None:
-    """Raise ValueError if a pickle has a bytearray, because a few bytes can describe one of any size.
+    """Raise ValueError if a pickle has a bytearray, because a few bytes of pickle can create a huge bytearray.
 
     Args:
         data: Binary file, which is read to the end of the pickle.
