@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from asyncdist.protocols.async_diloco.messages import Applications, Standing
+from asyncdist.protocols.async_diloco.messages import Applications, MemberState
 
 #: Weighting of the contributions to one version: equal, by tokens, or by tokens times tokens per step.
 ArrivalWeighting: TypeAlias = Literal["equal", "tokens", "rate"]
@@ -192,7 +192,7 @@ class Choice:
     outer_holder: int
 
 
-def choose(standings: Mapping[int, Standing], me: int) -> Choice:
+def choose(member_states: Mapping[int, MemberState], me: int) -> Choice:
     """Choose the newest anchor and the newest copy of the outer optimizer's state from the members' reports.
 
     Versions are comparable, because each leader begins with the newest anchor of all living members. Among equal
@@ -202,7 +202,7 @@ def choose(standings: Mapping[int, Standing], me: int) -> Choice:
     def newest(version: Mapping[int, int]) -> int:
         return max(version, key=lambda rank: (version[rank], rank == me, -rank))
 
-    holder = newest({rank: own.version for rank, own in standings.items()})
-    outer_holder = newest({rank: own.outer_version for rank, own in standings.items()})
-    outer_version = standings[outer_holder].outer_version
-    return Choice(standings[holder].version, holder, outer_version, outer_holder if outer_version >= 0 else -1)
+    holder = newest({rank: own.version for rank, own in member_states.items()})
+    outer_holder = newest({rank: own.outer_version for rank, own in member_states.items()})
+    outer_version = member_states[outer_holder].outer_version
+    return Choice(member_states[holder].version, holder, outer_version, outer_holder if outer_version >= 0 else -1)

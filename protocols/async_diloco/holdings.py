@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts, copy_all
-from asyncdist.protocols.async_diloco.messages import Applications, Applied, Arrived, Standing
+from asyncdist.protocols.async_diloco.messages import Applications, Applied, Arrived, MemberState
 
 
 def renumbered(applied: Applications, sources: Mapping[int, int]) -> Applications:
@@ -208,12 +208,12 @@ class Holdings:
             "sequence": self.sequence,
         }
 
-    def standing(self) -> Standing:
+    def member_state(self) -> MemberState:
         """Return this member's report to a new leader."""
         newest, own = self.newest, self.outstanding
         sequence, outstanding = (0, ()) if own is None else (own.sequence, (own.report,))
         outer = -1 if self.outer is None else self.outer[0]
-        return Standing(newest.version, newest.applied, outer, sequence, outstanding)
+        return MemberState(newest.version, newest.applied, outer, sequence, outstanding)
 
     def take_answer(self, answer: Answer) -> None:
         """Record the leader's answer to the last contribution: an anchor that contains the contribution."""

@@ -17,16 +17,16 @@ from asyncdist.protocols.async_diloco.blocks import Block, Layouts
 from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings, Outstanding
 from asyncdist.protocols.async_diloco.islands.regional import Regional
 from asyncdist.protocols.async_diloco.messages import (
+    AnchorOffer,
+    AnchorRequest,
+    AnchorTaken,
     Applications,
     Applied,
     Arrived,
     AsyncMessage,
-    Given,
+    MemberState,
     Register,
     Registered,
-    Standing,
-    Taken,
-    Wanted,
 )
 from asyncdist.protocols.async_diloco.options import ServerOptions
 from asyncdist.protocols.async_diloco.server import Server
@@ -146,7 +146,7 @@ class AsyncMember:
             return
         self._registrations.append(HeldAnchor(version, applied, block))
         self._services.engine.recheck()
-        self.post(Taken(), leader, version)
+        self.post(AnchorTaken(), leader, version)
 
     async def settled(self, deadline: float) -> bool:
         """Wait until this rank may leave: its contribution is answered, and the next leader has the anchor.
@@ -246,7 +246,7 @@ class AsyncMember:
             self.server.on_settling()
 
     def _report(self) -> None:
-        """Start the server if this rank leads, and send this rank's :class:`Standing` to the leader."""
+        """Start the server if this rank leads, and send this rank's :class:`MemberState` to the leader."""
         if self._membership.leads:
             self.server = Server(
                 self._services,
@@ -262,7 +262,7 @@ class AsyncMember:
             )
         if self._holdings.outstanding is not None:
             self._offer_contribution()
-        self._tell_leader(self._holdings.standing(), 0)
+        self._tell_leader(self._holdings.member_state(), 0)
         early, self._early = self._early, []
         for each in early:
             self._hear(*each)
@@ -278,23 +278,23 @@ class AsyncMember:
         message, source, number = envelope.message, envelope.source, envelope.round
         if source not in self._membership.known:
             logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
-        elif isinstance(message, Taken):
+        elif isinstance(message, AnchorTaken):
             self._anchors.note_taken(source, number)
             if self.server is not None:
                 self.server.on_taken(source, number)
-        elif isinstance(message, Arrived | Standing | Register):
+        elif isinstance(message, Arrived | MemberState | Register):
             self._hear(source, number, message)
         elif source == self._membership.leader:
             self._obey(source, number, message)
-        elif isinstance(message, Given) and self.server is not None:
+        elif isinstance(message, AnchorOffer) and self.server is not None:
             self.server.on_given(source, number, message)
 
     def _hear(self, source: int, number: int, message: AsyncMessage) -> None:
         """Handle a message to the leader, or keep it until this rank's server has started."""
         if self.server is None:
             self._early.append((source, number, message))
-        elif isinstance(message, Standing):
-            self.server.on_standing(source, message)
+        elif isinstance(message, MemberState):
+            self.server.on_member_state(source, message)
         elif isinstance(message, Arrived):
             self.server.on_arrived(source, number, message)
         elif isinstance(message, Register):
@@ -309,13 +309,13 @@ class AsyncMember:
                     task = self._take_answer(leader, number, message)
                     self._fetching = self._anchors.spawn(task, f"anchor {message.version}")
                 elif self._fetching is None:  # the anchor answers a contribution of this rank's previous process
-                    self.post(Taken(), leader, message.version)
+                    self.post(AnchorTaken(), leader, message.version)
             case Registered(applied):
                 task = self._take_registration(leader, number, applied)
                 self._anchors.spawn(task, f"global anchor {number}")
-            case Wanted(is_outer):
+            case AnchorRequest(is_outer):
                 self._give(leader, number, is_outer=is_outer)
-            case Given():
+            case AnchorOffer():
                 self._anchors.spawn(self._inherit(leader, number, message), f"anchor {number} of rank {leader}")
 
     async def _take_answer(self, leader: int, number: int, report: Applied) -> None:
@@ -336,7 +336,7 @@ class AsyncMember:
             self._holdings.outer = report.version, outer
         self._contributions.note_taken(leader)
         self.take_answer(number, Answer(report, block))
-        self.post(Taken(), leader, report.version)
+        self.post(AnchorTaken(), leader, report.version)
 
     def take_answer(self, number: int, answer: Answer) -> None:
         """Record the leader's answer to this rank's contribution ``number``."""
@@ -350,12 +350,12 @@ class AsyncMember:
         held, outer = self._holdings.anchor_of(version), self._holdings.outer
         if is_outer and outer is not None and outer[0] == version:
             self._anchors.offer(version, outer[1], leader, SECOND)
-            self.post(Given((), outer[1].numel(), 0), leader, version)
+            self.post(AnchorOffer((), outer[1].numel(), 0), leader, version)
         elif not is_outer and held is not None:
             self._anchors.offer(version, held.block[0], leader)
-            self.post(Given(held.applied, 0, held.merged), leader, version)
+            self.post(AnchorOffer(held.applied, 0, held.merged), leader, version)
 
-    async def _inherit(self, leader: int, version: int, given: Given) -> None:
+    async def _inherit(self, leader: int, version: int, given: AnchorOffer) -> None:
         """Fetch the anchor and the outer optimizer's state of a leaving leader."""
         block, outer = self._layouts.new_block(), self._layouts.new_outer(given.outer_nbytes, leader)
         try:
@@ -369,11 +369,11 @@ class AsyncMember:
         self._is_heir = True
         self._holdings.inherited = HeldAnchor(version, given.applied, block, given.merged)
         self._holdings.outer = version, outer
-        self.post(Taken(), leader, version)
+        self.post(AnchorTaken(), leader, version)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
-    def _tell_leader(self, message: Arrived | Standing | Register, number: int) -> None:
+    def _tell_leader(self, message: Arrived | MemberState | Register, number: int) -> None:
         leader = self._membership.leader
         if self._membership.leads:
             self._hear(leader, number, message)

@@ -79,12 +79,12 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class AnchorTaken:
     """Confirms that an offered anchor has arrived. The round number is the anchor's version."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class MemberState:
     """Reports a member's newest anchor and unanswered contribution to a new leader.
 
     Attributes:
@@ -111,7 +111,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class AnchorRequest:
     """Asks a member, as a new leader, to offer its newest anchor. The round number is the anchor's version.
 
     Attributes:
@@ -122,7 +122,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class AnchorOffer:
     """Offers an anchor or the outer optimizer's state to a new leader, or as a leaving leader to the next leader.
 
     The round number is the anchor's version.
@@ -160,4 +160,4 @@ class Registered:
     applied: Applications
 
 
-AsyncMessage = Arrived | Applied | Taken | Standing | Wanted | Given | Register | Registered
+AsyncMessage = Arrived | Applied | AnchorTaken | MemberState | AnchorRequest | AnchorOffer | Register | Registered

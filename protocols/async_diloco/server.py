@@ -32,14 +32,14 @@ from asyncdist.protocols.async_diloco.blocks import Block, Layouts
 from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings, Outstanding
 from asyncdist.protocols.async_diloco.islands.regional import Regional
 from asyncdist.protocols.async_diloco.messages import (
+    AnchorOffer,
+    AnchorRequest,
+    AnchorTaken,
     Applied,
     Arrived,
     AsyncMessage,
-    Given,
+    MemberState,
     Registered,
-    Standing,
-    Taken,
-    Wanted,
 )
 from asyncdist.protocols.async_diloco.options import ServerOptions
 from asyncdist.protocols.async_diloco.timing.grace import SyncTimes, grace_period
@@ -97,8 +97,8 @@ class Server:
         self._registering: list[int] = []  # new servers of islands with unanswered registrations
         self._serving: dict[int, int] = {}  # by island: rank of its registered server
         self._arrivals = Arrivals(map(options.worker_of, membership.living), options.own.quorum)
-        self._standings: dict[int, Standing] = {}
-        self._given: dict[tuple[int, int], Given] = {}  # answers to Wanted, by rank and version
+        self._member_states: dict[int, MemberState] = {}
+        self._given: dict[tuple[int, int], AnchorOffer] = {}  # answers to AnchorRequest, by rank and version
         self._speeds: dict[int, float] = {}  # last reported steps per second, by rank
         self._early: list[tuple[int, int, Arrived]] = []  # contributions reported during the election
         # Encoded contributions that have arrived, by rank and sequence number.
@@ -121,9 +121,9 @@ class Server:
         """True once this leader has the members' newest anchor."""
         return self.anchor is not None
 
-    def on_standing(self, rank: int, standing: Standing) -> None:
+    def on_member_state(self, rank: int, member_state: MemberState) -> None:
         """Record a member's report. When all living members have reported, fetch the newest anchor."""
-        self._standings[rank] = standing
+        self._member_states[rank] = member_state
         self._look()
 
     async def _elect(self) -> None:
@@ -132,7 +132,7 @@ class Server:
         held: HeldAnchor | None = None
         outer: tuple[int, Tensor] | None = None
         while True:
-            choice = choose({rank: self._standings[rank] for rank in self._membership.living}, me)
+            choice = choose({rank: self._member_states[rank] for rank in self._membership.living}, me)
             if held is None:
                 is_own = choice.holder == me
                 held = self._holdings.newest if is_own else await self._want(choice.holder, choice.version)
@@ -148,7 +148,7 @@ class Server:
         elected = held
         if self._regional is not None:
             state = None if outer is None else unpacked(outer[1])["regional"]
-            sent = {rank: each.sequence for rank, each in self._standings.items() if each.outstanding}
+            sent = {rank: each.sequence for rank, each in self._member_states.items() if each.outstanding}
             held = await self._regional.resumed(held, state, sent)
         self._begin(held, outer, elected.version)
 
@@ -178,9 +178,9 @@ class Server:
         self._post_taken(holder, version)
         return version, outer
 
-    async def _asked(self, holder: int, version: int, *, is_outer: bool) -> Given | None:
+    async def _asked(self, holder: int, version: int, *, is_outer: bool) -> AnchorOffer | None:
         self._given.pop((holder, version), None)
-        self._post(Wanted(is_outer), holder, version)
+        self._post(AnchorRequest(is_outer), holder, version)
 
         def has_news() -> bool:
             return (holder, version) in self._given or holder not in self._membership.living
@@ -188,7 +188,7 @@ class Server:
         await self._services.engine.until(has_news, WaitId(WaitKind.CONTRIBUTIONS))
         return self._given.pop((holder, version), None)
 
-    def on_given(self, source: int, version: int, given: Given) -> None:
+    def on_given(self, source: int, version: int, given: AnchorOffer) -> None:
         """Record that a member offers its anchor, or its copy of the outer optimizer's state."""
         self._given[source, version] = given
         self._services.engine.recheck()
@@ -217,9 +217,9 @@ class Server:
         members = map(self._options.worker_of, self._membership.living)
         self._arrivals = Arrivals(members, own.quorum, dict(held.applied))
         self._arrivals.settling = self._membership.settling
-        for rank, standing in sorted(self._standings.items()):
-            for report in standing.outstanding:
-                self.on_arrived(rank, standing.sequence, report)
+        for rank, member_state in sorted(self._member_states.items()):
+            for report in member_state.outstanding:
+                self.on_arrived(rank, member_state.sequence, report)
         early, self._early = self._early, []
         for each in early:
             self.on_arrived(*each)
@@ -230,7 +230,7 @@ class Server:
 
     def on_lost(self, rank: int) -> None:
         """Stop waiting for a member that is lost or has left."""
-        self._standings.pop(rank, None)
+        self._member_states.pop(rank, None)
         self._speeds.pop(rank, None)
         self._sync_times.on_gone(rank)
         worker = self._options.worker_of(rank)
@@ -298,7 +298,7 @@ class Server:
         if self._task is not None:
             return
         if self.anchor is None:
-            if self._membership.living <= self._standings.keys():
+            if self._membership.living <= self._member_states.keys():
                 self._task = self._anchors.spawn(self._elect(), "election of the anchor")
         elif self._may_make():
             self._task = self._anchors.spawn(self._make_versions(), "versions of the anchor")
@@ -527,7 +527,7 @@ class Server:
             held, outer = self.held()
             self._anchors.offer(held.version, outer, successor, SECOND)
             self._anchors.offer(held.version, held.block[0], successor)
-            self._post(Given(held.applied, outer.numel(), held.merged), successor, held.version)
+            self._post(AnchorOffer(held.applied, outer.numel(), held.merged), successor, held.version)
             if not await engine.until(lambda: self._anchors.is_idle, wait, deadline=deadline):
                 return False
             if successor in self._membership.living:
@@ -541,7 +541,7 @@ class Server:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def _post_taken(self, holder: int, version: int) -> None:
-        self._post(Taken(), holder, version)
+        self._post(AnchorTaken(), holder, version)
 
     def _post(self, message: AsyncMessage, dest: int, number: int) -> None:
         try:

@@ -29,19 +29,19 @@ from asyncdist.protocols.exchange.catching_up.offers import Offers
 from asyncdist.protocols.exchange.leading import Leading, MemberMessage
 from asyncdist.protocols.exchange.ledger import Partners, Quorum, Weighing, all_members, reported_weights
 from asyncdist.protocols.exchange.messages import (
-    Asked,
     Captured,
-    Census,
+    CensusReply,
+    CensusRequest,
     Decided,
     Ending,
     ExchangeMessage,
-    Given,
-    Hold,
     Merged,
     Paused,
     Released,
     Retired,
-    Taken,
+    StateOffer,
+    StateRequest,
+    StateTaken,
     Verdict,
 )
 from asyncdist.protocols.exchange.replicas.division import weighing_of
@@ -342,12 +342,12 @@ class Exchange:
             self._unread.append(envelope)
         elif source not in self._membership.known:
             logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
-        elif isinstance(message, Captured | Merged | Paused | Ending | Census):
+        elif isinstance(message, Captured | Merged | Paused | Ending | CensusReply):
             self._leading.hear(source, number, message)
             if isinstance(message, Ending):
                 self._look_behind_after_all()
             self._leading.abdicate_if_slow()
-        elif isinstance(message, Asked | Given | Taken):
+        elif isinstance(message, StateRequest | StateOffer | StateTaken):
             if self._catch_up is not None:
                 self._catch_up.on_message(source, number, message)
         elif source == self._membership.leader:
@@ -363,7 +363,7 @@ class Exchange:
                     self._tell_leader(Merged(), number)
                 else:
                     self._take_verdict(self._round(number), verdict)
-            case Hold(census):
+            case CensusRequest(census):
                 self._hold(census)
             case Retired(holder):
                 self._retire(number, holder)
@@ -437,9 +437,9 @@ class Exchange:
         for own in self._rounds.values():
             if not own.has_received:
                 self._transfers.stop(own)
-        standings = tuple(own.standing() for _, own in sorted(self._rounds.items()))
+        round_states = tuple(own.round_state() for _, own in sorted(self._rounds.items()))
         newest = tuple(map(self._newest, range(len(self._fragments))))
-        self._tell_leader(Census(census, standings, tuple(self._retired), newest), 0)
+        self._tell_leader(CensusReply(census, round_states, tuple(self._retired), newest), 0)
 
     def _retire(self, last: int, holder: int) -> None:
         """Free the memory of a fragment's rounds up to ``last``. Request the newest state if means are missing."""

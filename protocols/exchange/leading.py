@@ -24,11 +24,11 @@ from asyncdist.protocols.exchange.ledger import (
 )
 from asyncdist.protocols.exchange.messages import (
     Captured,
-    Census,
+    CensusReply,
+    CensusRequest,
     Decided,
     Ending,
     ExchangeMessage,
-    Hold,
     Merged,
     Paused,
     Released,
@@ -41,7 +41,7 @@ from asyncdist.waits import WaitId, WaitKind
 logger = logging.getLogger("protocols.exchange")
 
 #: Messages from a member to its leader.
-MemberMessage: TypeAlias = Captured | Merged | Paused | Ending | Census
+MemberMessage: TypeAlias = Captured | Merged | Paused | Ending | CensusReply
 
 
 class Owner(Protocol):
@@ -131,7 +131,7 @@ class Leading:
         """Handle a member's message, or keep it until this rank leads."""
         ledger = self._ledger
         if ledger is None:
-            if isinstance(message, Census):  # the sender's earlier messages were for a former leader
+            if isinstance(message, CensusReply):  # the sender's earlier messages were for a former leader
                 self._early = [each for each in self._early if each[0] != source]
             self._early.append((source, number, message))
             return
@@ -145,10 +145,10 @@ class Leading:
             case Ending():
                 self._unreleased.add(source)
                 self._carry_out(ledger.on_ending(source))
-            case Census(census, standings, retired, newest) if len(retired) == len(ledger.retired):
-                self._carry_out(ledger.on_census(source, census, standings, retired, newest))
-            case Census():
-                logger.warning("rank %d sent standings that cannot be right: %.300r", source, message)
+            case CensusReply(census, round_states, retired, newest) if len(retired) == len(ledger.retired):
+                self._carry_out(ledger.on_census(source, census, round_states, retired, newest))
+            case CensusReply():
+                logger.warning("rank %d sent round_states that cannot be right: %.300r", source, message)
         self._release(ledger)
 
     def abdicate_if_slow(self) -> None:
@@ -173,7 +173,7 @@ class Leading:
                     self._is_slow = self._is_slow or self._delays_rounds(number, verdict)
                     self._owner.send(Decided(verdict), dests, number)
                 case TakeCensus(number):
-                    self._owner.send(Hold(number), sorted(self._membership.living), 0)
+                    self._owner.send(CensusRequest(number), sorted(self._membership.living), 0)
                 case Retire(number, holder):
                     self._owner.send(Retired(holder), sorted(self._membership.living), number)
                 case AwaitGrace(number, grace):

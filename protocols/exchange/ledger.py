@@ -27,7 +27,7 @@ from math import ceil, isfinite
 from typing import NamedTuple, Self, TypeAlias
 
 from asyncdist import validation
-from asyncdist.protocols.exchange.messages import Standing, Verdict
+from asyncdist.protocols.exchange.messages import RoundState, Verdict
 
 
 class Report(NamedTuple):
@@ -203,7 +203,7 @@ class Ledger:
         self._grace_count = 0
         self.census = 0
         self._awaited: set[int] | None = None  # members whose census answers are missing; None without a census
-        self._standings: dict[int, tuple[Standing, ...]] = {}
+        self._round_states: dict[int, tuple[RoundState, ...]] = {}
         self._rounds: dict[int, _Round] = {}
         self._newest: dict[int, list[int]] = {}  # by rank: the last round of each fragment whose state the rank has
         self._ending: set[int] = set()  # members that contribute to no further round
@@ -258,7 +258,7 @@ class Ledger:
         self,
         rank: int,
         number: int,
-        standings: Iterable[Standing],
+        round_states: Iterable[RoundState],
         retired: Sequence[int] = (),
         newest: Sequence[int] = (),
     ) -> list[Instruction]:
@@ -271,7 +271,7 @@ class Ledger:
         if self._awaited is None or rank not in self._awaited or number < self.census:
             return []
         self._awaited.discard(rank)
-        self._standings[rank] = tuple(standings)
+        self._round_states[rank] = tuple(round_states)
         # With a quorum, members may know different retired rounds.
         self.retired = list(map(max, self.retired, retired or self.retired))
         self._newest[rank] = list(newest or [0] * len(self.retired))
@@ -325,7 +325,7 @@ class Ledger:
         if rank not in self.members:
             return []
         self.members.discard(rank)
-        self._standings.pop(rank, None)
+        self._round_states.pop(rank, None)
         self._newest.pop(rank, None)
         is_needed = any(holder == rank and self._behind(place) for place, holder in enumerate(self._holders))
         for each in self._rounds.values():
@@ -510,7 +510,7 @@ class Ledger:
     def _begin_census(self, number: int) -> list[Instruction]:
         self.census = number
         self._awaited = set(self.members)
-        self._standings = {}
+        self._round_states = {}
         return [TakeCensus(number)]
 
     def _end_census(self) -> list[Instruction]:
@@ -521,9 +521,9 @@ class Ledger:
         if self._quorum is not None:
             self._count_as_retired()
         rounds: dict[int, _Round] = {}
-        holders: dict[int, tuple[int, Standing]] = {}
-        for rank, standings in sorted(self._standings.items()):
-            for own in standings:
+        holders: dict[int, tuple[int, RoundState]] = {}
+        for rank, round_states in sorted(self._round_states.items()):
+            for own in round_states:
                 if own.round <= self.retired[self._fragment(own.round)]:
                     continue
                 each = rounds.setdefault(own.round, _Round())
@@ -562,7 +562,7 @@ class Ledger:
         The member with the newest state becomes the holder. If all members with newer states are lost, its state may be
         older than the last retired round.
         """
-        offered = {own.round for each in self._standings.values() for own in each if own.has_merged}
+        offered = {own.round for each in self._round_states.values() for own in each if own.has_merged}
         for fragment, last in enumerate(self.retired):
             newest = {rank: self._newest_of(rank)[fragment] for rank in self.members}
             self._holders[fragment] = max(newest, key=lambda rank: (newest[rank], -rank))

@@ -71,7 +71,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RoundState:
     """State of one averaging round on one member, reported to the leader after a loss.
 
     Attributes:
@@ -151,8 +151,8 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
-    """Leader to members: stop receiving the means of all rounds, and reply with a `Census`.
+class CensusRequest:
+    """Leader to members: stop receiving the means of all rounds, and reply with a `CensusReply`.
 
     Attributes:
         number: Number of the leader's census.
@@ -162,18 +162,18 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class CensusReply:
     """Member to leader: the state of each unfinished round on the sender, which stops receiving means.
 
     Attributes:
         number: Number of the census, or 0 if the sender reports to a new leader without being asked.
-        standings: State of each round that is not retired.
+        round_states: State of each round that is not retired.
         retired: Last retired round of each fragment, or 0 if no round is retired.
         newest: Last round of each fragment whose state the member has, or 0 without a state.
     """
 
     number: int
-    standings: tuple[Standing, ...]
+    round_states: tuple[RoundState, ...]
     retired: tuple[int, ...]
     newest: tuple[int, ...]
 
@@ -196,13 +196,13 @@ class Retired:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class StateRequest:
     """Request for a fragment's state after this round or a later one, from a member that has missed means."""
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """Reply to `Asked`: the sender offers the fragment's state after this round.
+class StateOffer:
+    """Reply to `StateRequest`: the sender offers the fragment's state after this round.
 
     Attributes:
         nbytes: Size of the state in bytes.
@@ -216,10 +216,21 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """Reply to `Given`: the state after this round has arrived, or the sender no longer needs it."""
+class StateTaken:
+    """Reply to `StateOffer`: the state after this round has arrived, or the sender no longer needs it."""
 
 
 ExchangeMessage = (
-    Captured | Merged | Paused | Ending | Released | Decided | Hold | Census | Retired | Asked | Given | Taken
+    Captured
+    | Merged
+    | Paused
+    | Ending
+    | Released
+    | Decided
+    | CensusRequest
+    | CensusReply
+    | Retired
+    | StateRequest
+    | StateOffer
+    | StateTaken
 )

@@ -22,7 +22,7 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from asyncdist.protocols.exchange.fetch import REQUEST_COUNT_MAX, Fetch, as_buffers, new_bytes
-from asyncdist.protocols.exchange.messages import Standing, Verdict
+from asyncdist.protocols.exchange.messages import RoundState, Verdict
 from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, new_memory
 from asyncdist.protocols.parameter_stream import neighbours
 from asyncdist.protocols.parameter_stream.messages import PART_CHUNK_COUNT
@@ -141,14 +141,14 @@ class MemberRound:
         """True if no rank is still receiving a slice from this member."""
         return not any(offer.streams for offer in self.offers)
 
-    def standing(self) -> Standing:
+    def round_state(self) -> RoundState:
         """Return this member's report on the round, from which a new leader decides how to continue it."""
         of_mean: dict[str, Any] = {}
         if self.has_merged and self.verdict is not None:
             verdict = self.verdict
             of_mean = {"donors": verdict.donors, "weights": verdict.weights, "norms": verdict.norms}
             of_mean |= {"donor_scores": verdict.scores, "late": verdict.late}
-        return Standing(
+        return RoundState(
             self.number, self.attempt, self.has_merged, self.weight, self.norm, scores=self.scores, **of_mean
         )
 

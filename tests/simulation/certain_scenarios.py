@@ -82,8 +82,8 @@ def mirrored(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]
 def half_merged(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """Kill a donor of DiLoCo when one of the two other ranks has the mean of the first round.
 
-    The leader must take a census (collect all members' standings), so that the other rank receives the mean. The time
-    of the kill is drawn until it hits such a moment.
+    The leader must take a census (collect the state of each member's rounds), so that the other rank receives the mean.
+    The time of the kill is drawn until it hits such a moment.
     """
     rng = random.Random(f"half merged {seed}")
     network = Network(link=Link(latency_s=Uniform(1e-3, 2e-2)), loss_detection_s=1e-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocols.async_diloco.arrivals import Arrival, Arrivals, Choice, Handling, Quorum, choose, weight_of
-from protocols.async_diloco.messages import Applied, Arrived, Given, Standing
+from protocols.async_diloco.messages import AnchorOffer, Applied, Arrived, MemberState
 
 
 def arrival(rank: int, sequence: int = 1) -> Arrival:
@@ -119,15 +119,15 @@ def test_weights_of_contributions() -> None:
     assert [weight_of(20.0, 10, weighting) for weighting in ("equal", "tokens", "rate")] == [1.0, 20.0, 40.0]
 
 
-def standing(version: int, outer_version: int = -1) -> Standing:
-    return Standing(version, (), outer_version, 0, ())
+def member_state(version: int, outer_version: int = -1) -> MemberState:
+    return MemberState(version, (), outer_version, 0, ())
 
 
 def test_a_new_leader_takes_the_newest_states() -> None:
-    standings = {1: standing(4, 2), 2: standing(7, 3), 3: standing(7, 6), 4: standing(5, 5)}
-    assert choose(standings, 1) == Choice(7, 2, 6, 3)
-    assert choose(standings, 3) == Choice(7, 3, 6, 3), "it prefers its own"
-    assert choose({2: standing(0)}, 2) == Choice(0, 2, -1, -1)
+    member_states = {1: member_state(4, 2), 2: member_state(7, 3), 3: member_state(7, 6), 4: member_state(5, 5)}
+    assert choose(member_states, 1) == Choice(7, 2, 6, 3)
+    assert choose(member_states, 3) == Choice(7, 3, 6, 3), "it prefers its own"
+    assert choose({2: member_state(0)}, 2) == Choice(0, 2, -1, -1)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_a_new_leader_takes_the_newest_states() -> None:
         lambda: Arrived(-1, 1, 1.0, 1.0, 0.0),
         lambda: Arrived(0, 1, float("nan"), 1.0, 0.0),
         lambda: Arrived(0, 1, 1.0, 1.0, -1.0),
-        lambda: Standing(1, (), 2, 0, ()),
-        lambda: Standing(1, (), 0, 1, ()),
-        lambda: Given((), -1, 0),
-        lambda: Given((), 0, -1),
+        lambda: MemberState(1, (), 2, 0, ()),
+        lambda: MemberState(1, (), 0, 1, ()),
+        lambda: AnchorOffer((), -1, 0),
+        lambda: AnchorOffer((), 0, -1),
         lambda: Applied(1, (), (0,), (), 0, 1.0, 0.0, 1, 0, 0.0, 0),
         lambda: Applied(1, (), (0,), (0.0,), 0, 1.0, 0.0, 1, 0, 0.0, 0),
         lambda: Applied(1, (), (), (), 0, 1.0, 0.0, 0, 0, 0.0, 0),

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from asyncdist.protocols.async_diloco.messages import Arrived, Standing as AsyncStanding
+from asyncdist.protocols.async_diloco.messages import Arrived, MemberState
 from asyncdist.protocols.exchange.fragment import mean_cosine
-from asyncdist.protocols.exchange.messages import ATTEMPT_MAX, Standing, Verdict
+from asyncdist.protocols.exchange.messages import ATTEMPT_MAX, RoundState, Verdict
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def test_numbers_that_no_frame_can_carry_are_refused() -> None:
     with pytest.raises(ValueError, match="base_version must be from 0 to"):
         Arrived(2**32, 1, 1.0, 1.0, 0.0)
     with pytest.raises(ValueError, match="version must be from 0 to"):
-        AsyncStanding(2**53, (), -1, 0, ())
+        MemberState(2**53, (), -1, 0, ())
     with pytest.raises(ValueError, match="sequence must be > 0 if and only if"):
-        AsyncStanding(1, (), -1, 2**32, (Arrived(0, 1, 1.0, 1.0, 0.0),))
+        MemberState(1, (), -1, 2**32, (Arrived(0, 1, 1.0, 1.0, 0.0),))
     with pytest.raises(ValueError, match="attempt from 0 to"):
-        Standing(1, ATTEMPT_MAX + 1, False, 1.0, 1.0)
+        RoundState(1, ATTEMPT_MAX + 1, False, 1.0, 1.0)
     with pytest.raises(ValueError, match="attempt must be from 1 to"):
         Verdict(2**40, (0,), (1.0,), (1.0,))

@@ -26,7 +26,7 @@ from asyncdist.protocols.exchange.ledger import (
     TakeCensus,
     reported_weights,
 )
-from asyncdist.protocols.exchange.messages import Standing, Verdict
+from asyncdist.protocols.exchange.messages import RoundState, Verdict
 
 NAN: Final = math.nan
 
@@ -121,14 +121,16 @@ class Member:
         own.verdict, own.given, own.means = given, {self.rank}, set()
 
     def hold(self, census: int) -> None:
-        standings = []
+        round_states = []
         for number, own in sorted(self.rounds.items()):
             if not own.has_merged:
                 own.verdict = None
             v = own.verdict
             mean = ((), (), ()) if v is None else (v.donors, v.weights, v.norms)
-            standings.append(Standing(number, own.attempt, own.has_merged, own.weight, own.norm, *mean, own.scores))
-        self.tell_leader("census", census, tuple(standings), (self.last_retired,))
+            round_states.append(
+                RoundState(number, own.attempt, own.has_merged, own.weight, own.norm, *mean, own.scores)
+            )
+        self.tell_leader("census", census, tuple(round_states), (self.last_retired,))
 
     def note_gone(self, rank: int) -> None:
         self.living.discard(rank)

@@ -22,7 +22,7 @@ from asyncdist.protocols.exchange.ledger import (
     Retire,
     TakeCensus,
 )
-from asyncdist.protocols.exchange.messages import Census, Standing, Verdict
+from asyncdist.protocols.exchange.messages import CensusReply, RoundState, Verdict
 
 NAN: Final = math.nan
 
@@ -39,10 +39,10 @@ def verdict(attempt: int, *donors: int, holder: int = -1) -> Verdict:
     return Verdict(attempt, donors, tuple(donor + 1.0 for donor in donors), (1.0,) * len(donors), holder)
 
 
-def standing(number: int, rank: int, attempt: int, *donors: int) -> Standing:
-    """Return a standing of a captured contribution; with donors, the rank has the mean."""
+def round_state(number: int, rank: int, attempt: int, *donors: int) -> RoundState:
+    """Return the state of a round with a captured contribution; with donors, the rank has the mean."""
     weights, norms = tuple(donor + 1.0 for donor in donors), (1.0,) * len(donors)
-    return Standing(number, attempt, bool(donors), rank + 1.0, 1.0, donors, weights, norms)
+    return RoundState(number, attempt, bool(donors), rank + 1.0, 1.0, donors, weights, norms)
 
 
 # -- false messages ---------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def standing(number: int, rank: int, attempt: int, *donors: int) -> Standing:
 )
 def test_a_census_with_impossible_numbers_is_refused(fields: Any) -> None:
     with pytest.raises(ValueError, match="must be >= 0"):
-        Census(*fields)
+        CensusReply(*fields)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1 << 50])
@@ -107,13 +107,13 @@ def test_a_census_chooses_by_the_same_function_of_what_is_left() -> None:
     assert made == [Decide(1, Verdict(1, (0, 3), (0.5, 1.0), (1.0, 1.0), scores=((0.5,), (1.0,))), (0, 1, 2, 3))]
     assert ledger.on_gone(2) == [], "a rank that was left out is not needed"
     assert ledger.on_gone(3) == [TakeCensus(1)]
-    ledger.on_census(0, 1, [Standing(1, 1, False, 1.0, 1.0, scores=(0.5,))], (0,))
-    made = ledger.on_census(1, 1, [Standing(1, 1, False, 1.0, 1.0, scores=(0.25,))], (0,))
+    ledger.on_census(0, 1, [RoundState(1, 1, False, 1.0, 1.0, scores=(0.5,))], (0,))
+    made = ledger.on_census(1, 1, [RoundState(1, 1, False, 1.0, 1.0, scores=(0.25,))], (0,))
     assert made == [Decide(1, Verdict(2, (0,), (0.5,), (1.0,), scores=((0.5,),)), (0, 1))]
     other = Ledger([1, 2], weigh=better_half)
     other.take_over()
-    other.on_census(1, 0, [Standing(1, 1, False, 1.0, 1.0, scores=(0.25,))], (0,))
-    made = other.on_census(2, 0, [Standing(1, 1, False, 1.0, 1.0, scores=(0.125,))], (0,))
+    other.on_census(1, 0, [RoundState(1, 1, False, 1.0, 1.0, scores=(0.25,))], (0,))
+    made = other.on_census(2, 0, [RoundState(1, 1, False, 1.0, 1.0, scores=(0.125,))], (0,))
     assert made == [Decide(1, Verdict(2, (1,), (0.25,), (1.0,), scores=((0.25,),)), (1, 2))], (
         "a new leader decides in the same way"
     )
@@ -123,8 +123,8 @@ def test_a_holders_verdict_has_the_scores_of_the_donors() -> None:
     ledger = Ledger([0, 1, 2], weigh=better_half)
     ledger.take_over()
     scores = ((0.5,), (1.0,))
-    ledger.on_census(0, 0, [Standing(1, 1, True, 1.0, 1.0, (0, 2), (0.5, 1.0), (1.0, 1.0), (0.5,), scores)], (0,))
-    ledger.on_census(1, 0, [Standing(1, 1, False, 1.0, 1.0, scores=(0.25,))], (0,))
+    ledger.on_census(0, 0, [RoundState(1, 1, True, 1.0, 1.0, (0, 2), (0.5, 1.0), (1.0, 1.0), (0.5,), scores)], (0,))
+    ledger.on_census(1, 0, [RoundState(1, 1, False, 1.0, 1.0, scores=(0.25,))], (0,))
     (made,) = ledger.on_gone(2)
     assert made == Decide(1, Verdict(2, (0, 2), (0.5, 1.0), (1.0, 1.0), holder=0, scores=scores), (0, 1))
 
@@ -297,22 +297,22 @@ def lost_donor() -> Ledger:
 
 def test_a_mean_that_no_member_has_is_decided_without_the_lost() -> None:
     ledger = lost_donor()
-    assert ledger.on_census(0, 1, [standing(1, 0, 1)], (0,)) == []
-    assert ledger.on_census(1, 1, [standing(1, 1, 1)], (0,)) == [Decide(1, verdict(2, 0, 1), (0, 1))]
+    assert ledger.on_census(0, 1, [round_state(1, 0, 1)], (0,)) == []
+    assert ledger.on_census(1, 1, [round_state(1, 1, 1)], (0,)) == [Decide(1, verdict(2, 0, 1), (0, 1))]
 
 
 def test_a_mean_that_a_member_has_is_passed_on() -> None:
     ledger = lost_donor()
-    ledger.on_census(0, 1, [standing(1, 0, 1)], (0,))
-    made = ledger.on_census(1, 1, [standing(1, 1, 1, 0, 1, 2)], (0,))
+    ledger.on_census(0, 1, [round_state(1, 0, 1)], (0,))
+    made = ledger.on_census(1, 1, [round_state(1, 1, 1, 0, 1, 2)], (0,))
     assert made == [Decide(1, verdict(2, 0, 1, 2, holder=1), (0, 1))]
     assert ledger.on_merged(0, 1) == [Retire(1)], "the holder needs no second report"
 
 
 def test_a_mean_that_all_members_have_is_retired_at_once() -> None:
     ledger = lost_donor()
-    ledger.on_census(0, 1, [standing(1, 0, 1, 0, 1, 2)], (0,))
-    assert ledger.on_census(1, 1, [standing(1, 1, 1, 0, 1, 2)], (0,))[-1] == Retire(1)
+    ledger.on_census(0, 1, [round_state(1, 0, 1, 0, 1, 2)], (0,))
+    assert ledger.on_census(1, 1, [round_state(1, 1, 1, 0, 1, 2)], (0,))[-1] == Retire(1)
 
 
 def test_a_lost_holder_leads_to_another_census() -> None:
@@ -320,17 +320,17 @@ def test_a_lost_holder_leads_to_another_census() -> None:
     captured(ledger, 1, 0, 1, 2, 3)
     ledger.on_gone(3)
     for rank in (0, 2):
-        ledger.on_census(rank, 1, [standing(1, rank, 1)], (0,))
-    (made,) = ledger.on_census(1, 1, [standing(1, 1, 1, 0, 1, 2, 3)], (0,))
+        ledger.on_census(rank, 1, [round_state(1, rank, 1)], (0,))
+    (made,) = ledger.on_census(1, 1, [round_state(1, 1, 1, 0, 1, 2, 3)], (0,))
     assert made.verdict == verdict(2, 0, 1, 2, 3, holder=1)
     assert ledger.on_gone(1) == [TakeCensus(2)]
-    ledger.on_census(0, 2, [standing(1, 0, 2)], (0,))
-    assert ledger.on_census(2, 2, [standing(1, 2, 2)], (0,)) == [Decide(1, verdict(3, 0, 2), (0, 2))]
+    ledger.on_census(0, 2, [round_state(1, 0, 2)], (0,))
+    assert ledger.on_census(2, 2, [round_state(1, 2, 2)], (0,)) == [Decide(1, verdict(3, 0, 2), (0, 2))]
 
 
 def test_a_loss_in_a_census_ends_it_without_the_lost() -> None:
     ledger = lost_donor()
-    assert ledger.on_census(0, 1, [standing(1, 0, 1)], (0,)) == []
+    assert ledger.on_census(0, 1, [round_state(1, 0, 1)], (0,)) == []
     assert ledger.on_gone(1) == [Decide(1, verdict(2, 0), (0,))]
 
 
@@ -338,36 +338,36 @@ def test_an_answer_of_a_rank_that_is_lost_later_does_not_count() -> None:
     ledger = Ledger([0, 1, 2, 3])
     captured(ledger, 1, 0, 1, 2, 3)
     ledger.on_gone(3)
-    ledger.on_census(2, 1, [standing(1, 2, 1, 0, 1, 2, 3)], (0,))
+    ledger.on_census(2, 1, [round_state(1, 2, 1, 0, 1, 2, 3)], (0,))
     ledger.on_gone(2)
-    ledger.on_census(0, 1, [standing(1, 0, 1)], (0,))
-    assert ledger.on_census(1, 1, [standing(1, 1, 1)], (0,)) == [Decide(1, verdict(2, 0, 1), (0, 1))]
+    ledger.on_census(0, 1, [round_state(1, 0, 1)], (0,))
+    assert ledger.on_census(1, 1, [round_state(1, 1, 1)], (0,)) == [Decide(1, verdict(2, 0, 1), (0, 1))]
 
 
 def test_answers_that_are_late_or_repeated_are_ignored() -> None:
     ledger = lost_donor()
-    assert ledger.on_census(0, 0, [standing(1, 0, 1, 0, 1, 2)], (0,)) == [], "an answer to an earlier census"
-    ledger.on_census(0, 1, [standing(1, 0, 1)], (0,))
-    assert ledger.on_census(0, 1, [standing(1, 0, 1, 0, 1, 2)], (0,)) == []
-    assert ledger.on_census(1, 1, [standing(1, 1, 1)], (0,)) == [Decide(1, verdict(2, 0, 1), (0, 1))]
-    assert ledger.on_census(1, 1, [standing(1, 1, 1)], (0,)) == []
+    assert ledger.on_census(0, 0, [round_state(1, 0, 1, 0, 1, 2)], (0,)) == [], "an answer to an earlier census"
+    ledger.on_census(0, 1, [round_state(1, 0, 1)], (0,))
+    assert ledger.on_census(0, 1, [round_state(1, 0, 1, 0, 1, 2)], (0,)) == []
+    assert ledger.on_census(1, 1, [round_state(1, 1, 1)], (0,)) == [Decide(1, verdict(2, 0, 1), (0, 1))]
+    assert ledger.on_census(1, 1, [round_state(1, 1, 1)], (0,)) == []
 
 
 def test_contributions_reported_during_a_census_count() -> None:
     ledger = lost_donor()
-    ledger.on_census(0, 1, [standing(1, 0, 1)], (0,))
+    ledger.on_census(0, 1, [round_state(1, 0, 1)], (0,))
     assert captured(ledger, 2, 0) == []
-    made = ledger.on_census(1, 1, [standing(1, 1, 1), standing(2, 1, 0)], (0,))
+    made = ledger.on_census(1, 1, [round_state(1, 1, 1), round_state(2, 1, 0)], (0,))
     assert made == [Decide(1, verdict(2, 0, 1), (0, 1)), Decide(2, verdict(1, 0, 1), (0, 1))]
 
 
 def test_a_successor_learns_all_rounds_from_the_census() -> None:
     ledger = Ledger([1, 2, 3], (3,))
     ledger.take_over()
-    assert ledger.on_census(2, 0, [standing(5, 2, 1, 0, 1), standing(6, 2, 0)], (4,)) == []
+    assert ledger.on_census(2, 0, [round_state(5, 2, 1, 0, 1), round_state(6, 2, 0)], (4,)) == []
     assert captured(ledger, 6, 3) == []
-    assert ledger.on_census(3, 0, [standing(4, 3, 1, 0, 1), standing(5, 3, 1)], (3,)) == []
-    made = ledger.on_census(1, 0, [standing(5, 1, 4), standing(6, 1, 0)], (3,))
+    assert ledger.on_census(3, 0, [round_state(4, 3, 1, 0, 1), round_state(5, 3, 1)], (3,)) == []
+    made = ledger.on_census(1, 0, [round_state(5, 1, 4), round_state(6, 1, 0)], (3,))
     assert made == [
         Retire(4),
         Decide(5, verdict(5, 0, 1, holder=2), (1, 2, 3)),
@@ -418,6 +418,6 @@ def test_a_newcomer_passes_the_rounds_that_its_leader_passed() -> None:
 def test_a_successor_knows_the_rounds_that_a_newcomer_passed() -> None:
     ledger = Ledger([1, 2])
     ledger.take_over()
-    assert ledger.on_census(1, 0, [standing(2, 1, 0)]) == []
-    (made,) = ledger.on_census(2, 0, [Standing(3, 0, False, 0.0, 0.0)])
+    assert ledger.on_census(1, 0, [round_state(2, 1, 0)]) == []
+    (made,) = ledger.on_census(2, 0, [RoundState(3, 0, False, 0.0, 0.0)])
     assert made == Decide(2, verdict(1, 1), (1, 2))

@@ -16,7 +16,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.exchange.catching_up.offers import Offers
 from asyncdist.protocols.exchange.fetch import new_bytes
-from asyncdist.protocols.exchange.messages import Asked, ExchangeMessage, Given, Taken
+from asyncdist.protocols.exchange.messages import ExchangeMessage, StateOffer, StateRequest, StateTaken
 from asyncdist.protocols.exchange.wire_layout import WireLayout
 from asyncdist.protocols.joining.state_transfer import packed, state_nbytes_max, unpacked
 
@@ -66,21 +66,21 @@ class CatchUp:
         fragment = (number - 1) % len(self._fragments)
         if fragment not in self._asked:
             self._asked[fragment] = holder
-            self._owner.post(Asked(), holder, number)
+            self._owner.post(StateRequest(), holder, number)
 
-    def on_message(self, source: int, number: int, message: Asked | Given | Taken) -> None:
+    def on_message(self, source: int, number: int, message: StateRequest | StateOffer | StateTaken) -> None:
         """Handle another member's request for a state, offer of a state, or confirmation."""
         fragment = (number - 1) % len(self._fragments)
         match message:
-            case Asked():
+            case StateRequest():
                 own = self._fragments[fragment]
                 newest = (own.version - 1) * len(self._fragments) + fragment + 1
                 block = packed(own.shared_state())
                 self._offers.offer(newest, block, source)
-                self._owner.post(Given(block.numel()), source, newest)
-            case Given(nbytes):
+                self._owner.post(StateOffer(block.numel()), source, newest)
+            case StateOffer(nbytes):
                 self._offers.spawn(self._take(fragment, source, number, nbytes), f"state after round {number}")
-            case Taken():
+            case StateTaken():
                 self._offers.note_taken(source, number)
 
     def on_lost(self, living: set[int]) -> None:
@@ -113,6 +113,6 @@ class CatchUp:
             logger.info("the state after round %d did not arrive from rank %d: %s", number, source, error)
         finally:
             self._asked.pop(fragment, None)
-            self._owner.post(Taken(), source, number)
+            self._owner.post(StateTaken(), source, number)
         self._owner.note_caught_up(fragment)
         self._services.engine.recheck()
