@@ -214,8 +214,8 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> None:
 def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous:
     """Return the rendezvous described by the variables of torchrun or srun.
 
-    Raises ValueError if variables are missing, are not numbers or contradict each other (the error names all of them),
-    if MASTER_ADDR cannot be resolved, or if rank 0 of a Slurm step is not on the host with that address.
+    Raise ValueError if variables are missing, are not numbers or contradict each other. The error names all of them.
+    Also raise ValueError if MASTER_ADDR cannot be resolved, or rank 0 of a Slurm step is not on that host.
     """
     why_missing, own = "", environ
     missing = [name for name in TORCH_NAMES if not environ.get(name)]
@@ -309,8 +309,8 @@ def last_counters(environ: Mapping[str, str] = os.environ) -> str | None:
 def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the folders in which this user's processes on this host find each other, in order of preference.
 
-    Folders that do not depend on variables are first, because TMPDIR and XDG_RUNTIME_DIR may differ between the ranks
-    of a job (schedulers set a TMPDIR for each rank, and ``su`` keeps its caller's variables).
+    Folders that do not depend on variables are first. TMPDIR and XDG_RUNTIME_DIR may differ between a job's ranks,
+    because schedulers set a TMPDIR for each rank, and ``su`` keeps its caller's variables.
     """
     session, named = f"/run/user/{os.getuid()}", environ.get("XDG_RUNTIME_DIR", "")
     usable = [path for path in (session, named) if os.path.isdir(path) and os.access(path, os.W_OK)]
@@ -471,7 +471,7 @@ def variable_set(name: str, text: str) -> Iterator[None]:
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     """Return ``environ`` for a new job, without the launcher's variables if this process is a rank of another job.
 
-    Variables that users set for libraries are removed only if the launcher may have set them: MASTER_ADDR and the like
+    Variables that users set for libraries are removed only if the launcher may have set them. Examples are MASTER_ADDR
     in a torch rank, and the variable of ``mpirun --with-ft`` in an MPI rank.
     """
     is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))

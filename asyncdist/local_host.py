@@ -206,8 +206,8 @@ def signals_received(put: Callable[[int, bool], object]) -> Iterator[None]:
 def has_reached_foreground(came: signal.struct_siginfo) -> bool:
     """Return whether the kernel has sent a signal to all foreground processes of this process's terminal.
 
-    The kernel does so for keys such as Ctrl-C. When the terminal closes, however, it signals only the session leader,
-    which is this process if no shell started it, as with ``ssh -t HOST asyncdist run``.
+    The kernel does so for keys such as Ctrl-C. When the terminal closes, however, the kernel signals only the session
+    leader. This process is the leader if no shell started it, as with ``ssh -t HOST asyncdist run``.
     """
     is_from_kernel = came.si_code > 0
     return is_from_kernel and not (came.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid())

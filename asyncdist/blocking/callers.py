@@ -198,16 +198,16 @@ class LoopCaller(Caller):
         super().__init__()
         self._open_world = open_world
         self._interrupts = Interrupts(spares_process=is_loop_running())
-        self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)  # uvloop takes 30 us for each start
-        self._context = contextvars.copy_context()  # the context of main
+        self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)  # uvloop would take 30 us for each start
+        self._context = contextvars.copy_context()  # the context in which main runs
         self._loop: asyncio.AbstractEventLoop
         self._host: asyncio.Task[Outcome[None]]
         self._next: BegunCall | None = None  # the call that main continues next
         self._awaited: BegunCall | None = None  # the call whose end stops the loop; None after an interrupt
         self._waiter: asyncio.Future[None]  # main waits for this future between calls
-        self._is_ended = False  # whether the block has ended, so that main must end
+        self._is_ended = False  # whether the ``with`` block has ended, so that main must end
         self._is_stopped = False  # whether main was cancelled between calls; the next call raises the reason
-        self._error: BaseException | None = None  # the block's error, which main raises when it ends
+        self._error: BaseException | None = None  # the ``with`` block's error, which main raises when it ends
         self._is_over = False
 
     def open(self) -> None:

@@ -66,10 +66,10 @@ class _UntilExit:
         except BaseException as raised:
             trace = raised.__traceback__
             if isinstance(raised, KeyboardInterrupt) and isinstance(error, KeyboardInterrupt):
-                # Python raises this Ctrl-C a second time. The traceback of the user's code helps most.
+                # Python has raised this Ctrl-C twice. Show the traceback of the user's code.
                 trace, raised.__suppress_context__ = user_traceback(error), True
             kind, error = type(raised), raised.with_traceback(trace)
-        is_replaced = sys.excepthook != self._on_exception  # a later hook, which prints only unreported errors
+        is_replaced = sys.excepthook != self._on_exception  # by a later hook, which prints only unreported errors
         hook = sys.excepthook if was_open and is_replaced else self._hook_before
         hook(kind, error, trace)
 

@@ -282,7 +282,7 @@ def hosted(main: Callable[Concatenate[World, P], T]) -> Callable[Concatenate[Awa
 
         def run_and_end() -> T:
             value = main(World(caller), *args, **kwargs)
-            caller.end()  # integrations leave their policies, because other ranks wait for that
+            caller.end()  # integrations leave their policies, for which the other ranks wait
             return value
 
         return await caller.run(run_and_end)

@@ -1,7 +1,7 @@
 """Runs several helper calls as one unit that all members complete, even if the caller is cancelled on some rank.
 
-Without joint work, a rank whose caller is cancelled between two helpers would not call the second, and the other
-members would wait for it forever. With joint work, the members first take part in one exchange in the caller's group. A
+Without joint work, a rank whose caller is cancelled between two helpers would not call the second. The other members
+would wait for this rank forever. With joint work, the members first take part in one exchange in the caller's group. A
 separate task then completes the work, in a group that no other call uses.
 
 **Cancellation** of the caller is recorded. At the work's next :meth:`JointWork.check` on this rank, it becomes a

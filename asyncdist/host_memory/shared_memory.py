@@ -2,7 +2,7 @@
 
 The memory is an anonymous file (``memfd_create``), which other processes open through ``/proc/PID/fd``. No operation is
 collective or blocking, so a late or lost rank delays no other rank. The file is not in a file system, so a killed rank
-leaves nothing behind, and the size of ``/dev/shm``, 64 MiB in many containers, is not a limit. Its pages are allocated
+leaves nothing behind. The size of ``/dev/shm``, 64 MiB in many containers, is not a limit. Its pages are allocated
 immediately and its size is fixed, so later accesses never raise SIGBUS.
 
 The file has a random name, by which a process checks that a descriptor refers to it. Ranks in another container, of
@@ -69,8 +69,8 @@ class SharedMemory:
     Attributes:
         tensor: uint8 tensor over the memory, initially zeros.
         address: Address with which other processes can map the memory.
-        views: For each group (a weak key), a digest that identifies the shared memory of all ranks of the group, and
-            the ranks' tensors in group order. The tensors are None if any rank cannot map all of them.
+        views: For each group (a weak key), a digest that identifies the shared memory of all its ranks, and the ranks'
+            tensors in group order. The tensors are None if any rank cannot map all of them.
 
     Raises:
         OSError: This system does not support such memory, or does not have enough.
@@ -92,7 +92,7 @@ def order_memory() -> None:
 
     x86 guarantees this order, but Arm does not.
     """
-    lock = threading.Lock()  # its release is ordered before its next acquisition
+    lock = threading.Lock()  # releasing and acquiring it again orders the accesses
     for _ in range(2):
         lock.acquire()
         lock.release()

@@ -256,11 +256,11 @@ class Training(Generic[PolicyT]):
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Start the policy, together with all ranks, and make this rank's random numbers differ from other ranks'.
 
-        A trainer that ran out of memory may begin again with smaller batches while the other ranks train. If a policy
-        with equal options is open on the model (or, after memory ran out, on a model of the same layout), this rank
-        therefore continues with that policy. Otherwise the open policies of this object and of interrupted trainings
-        are ended, and a new policy is started. If memory ran out and the other ranks do not join, this rank trains
-        without a policy. Unless memory ran out, a policy with a loaded state replaces an open policy on the model.
+        A trainer that ran out of memory may begin again with smaller batches while the other ranks train. This rank
+        therefore continues with an open policy that has equal options and the same model or, after memory ran out, the
+        same layout. Otherwise the open policies of this object and of interrupted trainings are ended, and a new policy
+        is started. If memory ran out and the other ranks do not join, this rank trains without a policy. Unless memory
+        ran out, a policy with a loaded state replaces an open policy on the model.
         """
         world = join()
         if self._warning and world.rank == 0:

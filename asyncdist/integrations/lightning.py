@@ -523,7 +523,7 @@ def _write_below(trainer: pl.Trainer, folder: str) -> None:
             if isinstance(given := getattr(logger, name, None), str | os.PathLike):
                 setattr(logger, name, below(given, folder))
         options = getattr(logger, "_wandb_init", None)  # wandb has a second folder, with a separate option
-        # Not a dict with fast_dev_run, whose logger returns a method for any attribute name.
+        # ``options`` is not a dict with fast_dev_run, whose logger returns a method for any attribute name.
         if isinstance(options, dict) and options.get("dir") is not None:
             options["dir"] = below(options["dir"], folder)
             os.makedirs(options["dir"], exist_ok=True)  # if it is missing, wandb uses a temporary folder

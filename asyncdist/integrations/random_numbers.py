@@ -105,8 +105,8 @@ def saves_order(loader: Any) -> bool:
 def forget_order(loader: Any) -> None:
     """Make a StatefulDataLoader, possibly wrapped by Accelerate, begin its next epoch without a state.
 
-    This drops the order of rows that is in a loaded state, or that workers have begun to draw because Accelerate
-    creates the loader's iterator early.
+    This drops the order of rows in a loaded state. It also drops the order that workers have begun to draw, because
+    Accelerate creates the loader's iterator early.
     """
     if not _is_stateful(loader):
         return

@@ -20,7 +20,7 @@ Each rank of ``asyncdist run`` has two guardians above it, small processes that 
   leaves its world. If the rank fails before it has joined, or aborts the job, mpirun does not react, and the other
   ranks would wait forever. The outer guardian therefore requests mpirun to end the job, once per host. If the rank
   exits while it is in the world, the outer guardian ends by SIGKILL, the only end that mpirun reports to other ranks.
-- Under ``asyncdist run`` on MPI, the outer guardian reports to the launcher when it guards the rank, when the rank has
+- Under ``asyncdist run`` on MPI, the outer guardian reports to the launcher that it guards the rank, that the rank has
   joined the world and, earlier than mpirun, how the rank has ended. On other hosts, the launcher's agent forwards the
   reports (:mod:`asyncdist.launch.supervision.guardian_reports`).
 
@@ -169,7 +169,7 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if parent == 0:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the shell has ignored it
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the shell has made this process ignore it
     signals_group = parent == 0 and not is_at_terminal
     outer = _stand_guard(parent or os.getppid(), signals_group=signals_group, heard=heard, reports=reports)
     os.setpgid(0, 0)

@@ -369,7 +369,7 @@ class _Supervision(Generic[P]):
 
     def _note_end(self, rank: int) -> None:
         self._living.discard(rank)
-        self._processes[rank].end()  # end its remaining child processes
+        self._processes[rank].end()  # end the rank's remaining child processes
         returncode = self._processes[rank].returncode
         assert returncode is not None, "it has ended"
         self._again.note_exit(rank, returncode)

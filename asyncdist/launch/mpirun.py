@@ -303,7 +303,7 @@ def build_environment(
     if flavour == "openmpi":
         settings[rank_program.LAUNCHER_VARIABLE] = str(os.getpid())
         settings["HOME"] = environment.home(environ)  # Open MPI requires HOME, which systemd services lack
-        settings["OMPI_MCA_osc"] = "^ucx"  # the wheel's ucx prints an error for every new window
+        settings["OMPI_MCA_osc"] = "^ucx"  # UCX in wheels prints an error for every new window
         if os.geteuid() == 0:
             settings |= dict.fromkeys(ROOT_VARIABLES, "1")
         if "SLURM_JOB_ID" in environ:

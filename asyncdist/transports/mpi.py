@@ -8,9 +8,9 @@ follows these rules:
   default, MPI_THREAD_MULTIPLE. With the default, Test has also deadlocked over TCP when a peer died.
 - It tests each request separately, because mpi4py cannot report which of several requests completed if a rank has died.
 - It uses only mpi4py's upper-case methods, which send buffers without pickling.
-- No message may be larger than its receive buffer. Open MPI 5.0.11 reports an error, but for messages of 4 KiB or more
-  it has already written past the end of the buffer (shared memory with CMA). Frames therefore have a maximum size, and
-  the size of a stream is granted by its receiver.
+- No message may be larger than its receive buffer. Open MPI 5.0.11 reports an error. By then, it has written messages
+  of 4 KiB or more past the end of the buffer (shared memory with CMA). Frames therefore have a maximum size, and the
+  size of a stream is granted by its receiver.
 - It does not use MPI windows, because creating them is collective and blocks. Reading memory that ranks map is at least
   as fast.
 - Nothing blocks except creating and freeing a communicator, which all members do at the same time.

@@ -1,6 +1,6 @@
 """Authenticates the processes of a job to each other with a shared secret.
 
-A process seals each value that it writes for other processes with a keyed digest (HMAC, RFC 2104), and authenticates a
+A process seals each value that it writes for other processes with a keyed digest (HMAC, RFC 2104). It authenticates a
 connection with a digest of the connection's two ends. Without a secret the key is empty, and seals detect corrupted
 values but not attackers.
 """
@@ -37,9 +37,9 @@ class JobSecret:
     def at_port(self, port: int) -> JobSecret:
         """Return the secret for the job whose ranks meet at this port of a host.
 
-        A user's jobs may share a secret. With the port in the key, a value that another user copies from one job's
-        store to the store of a job at another port is not valid there. If jobs use one port in turn, the ranks' random
-        greetings distinguish them. An earlier job's values can only make a start fail.
+        A user's jobs may share a secret. The key includes the port, so a value that another user copies to the store of
+        a job at another port is not valid there. If jobs use one port in turn, the ranks' random greetings distinguish
+        them. An earlier job's values can only make a start fail.
         """
         return self if self.is_missing else JobSecret(self._digest("port", str(port), b""))
 

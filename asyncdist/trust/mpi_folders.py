@@ -1,11 +1,10 @@
 """Makes private folders for Open MPI's files and shared memory on this host.
 
 By default, Open MPI uses predictable names: ``/tmp/ompi.PID``, ``/tmp/prted.PID`` and ``/dev/shm/sm_segment.*``.
-Another user of the host who creates such a folder or file first can read and change the ranks' messages (unless the
-kernel's ``fs.protected_regular`` prevents changes). Each job of ``asyncdist run`` therefore gets folders of mode 0700
-with a random name, which also separate the jobs of containers that share ``/tmp`` or ``/dev/shm``. A rank that
-``mpirun`` or ``srun`` has started uses its user's private folder in ``/dev/shm``, but mpirun's own folder is already
-in use.
+Another user who creates such a folder or file first can read the ranks' messages, and change them unless the kernel's
+``fs.protected_regular`` prevents it. Each job of ``asyncdist run`` therefore gets folders of mode 0700 with random
+names. They also separate the jobs of containers that share ``/tmp`` or ``/dev/shm``. A rank that ``mpirun`` or ``srun``
+has started uses its user's private folder in ``/dev/shm``, but mpirun's own folder is already in use.
 
 The process that makes a job's folders locks them (flock(2)) until it removes them. If it is killed, the next job of
 this user removes the unlocked folders, whose files would otherwise occupy memory.

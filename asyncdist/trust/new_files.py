@@ -1,8 +1,8 @@
 """Writes files that replace earlier ones, even in a folder of another user.
 
-The owner of a folder can rename its entries at any time, and put a symbolic link in place of a file that is being
-written. Files are therefore written in a new private folder, through that folder's descriptor, and then moved. This
-needs procfs. Without it, as on macOS, the private folder is used through its path.
+The owner of a folder can rename its entries at any time, and replace a file that is being written by a symbolic link.
+Files are therefore written in a new private folder, through that folder's descriptor, and then moved. This needs
+procfs. Without it, as on macOS, the private folder is used through its path.
 """
 
 from __future__ import annotations

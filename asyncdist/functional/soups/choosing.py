@@ -31,8 +31,8 @@ class Soup:
     A *member* is a rank for :func:`best_of_population`, otherwise an index into the list of sources.
 
     Attributes:
-        kind: ``"best"`` for the weights of one member, ``"uniform"`` for the mean of all members, ``"greedy"`` for the
-            mean of the members that the greedy soup accepted.
+        kind: ``"best"`` for one member's weights, ``"uniform"`` for the mean of all members, ``"greedy"`` for the mean
+            of the members that the greedy soup accepted.
         members: Members whose weights are in the mean, in the order in which they were added.
         metric: Loss or score of the weights; None if it was not measured.
         metrics: Loss or score of each member's own weights; NaN if the weights contain NaN.

@@ -45,7 +45,7 @@ def _average(decay: float, averaged: torch.Tensor, value: torch.Tensor, count: t
     """Return the average after one more value. ``averaged`` is the average of ``count`` values."""
     if not (averaged.is_floating_point() or averaged.is_complex()):
         return value
-    # Tensor operations, because reading the count as a number would wait for the GPU once per parameter.
+    # Use tensor operations, because reading the count as a number would wait for the GPU once per parameter.
     exponent = (torch.as_tensor(count, dtype=torch.float64, device=averaged.device) + 1.0) * (
         math.log(decay) if decay else -math.inf
     )

@@ -86,7 +86,7 @@ class PortedCalls:
         if expose_params not in (None, True):
             validation.refuse("expose_params", expose_params, "None or True")
         if type(iteration) is int and iteration == policy.iteration and self._numbers.epoch_start == 0:
-            # This path is faster. If the script numbers its iterations as the policy does, no translation is needed.
+            # If the script numbers its iterations as the policy does, they need no translation. This path is faster.
             return model, optimizer, fields_of(await policy._guarded_step(local_metric))
         policy.check_can_step()
         if type(iteration) is not int or iteration < 0:

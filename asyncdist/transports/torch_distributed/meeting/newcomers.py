@@ -3,7 +3,7 @@
 A process is identified by its rank and its *incarnation*, the number of restarts of the rank. The world's key-value
 store contains a log of the processes that have arrived since the world began. A thread of each process reads the log
 several times a second. When two processes have recorded that they want to connect, each of them makes two gloo groups
-of two in a thread, and retries after a failure.
+of these two processes in a thread, and retries after a failure.
 
 - A process connects to a new process only after it considers the previous process of that rank lost. The first process
   to connect records a welcome, for which the new process waits before it opens its world.

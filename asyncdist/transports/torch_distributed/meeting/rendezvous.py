@@ -136,7 +136,7 @@ def join_world(
         place.forget()
         raise
     finally:
-        place.free_port()  # No rank has continued yet.
+        place.free_port()  # The other ranks continue only afterwards.
     gathering.let_go()
     return gathering.world, gathering.token
 
