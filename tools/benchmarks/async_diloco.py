@@ -1,17 +1,17 @@
-"""Measures DiLoCo on ranks of different speeds: losses after equal virtual time, and after equally many steps.
+"""Measures DiLoCo on ranks of different speeds: losses after equal virtual time, and after equal numbers of steps.
 
-The experiment is that of the notebook of Liu et al. (2401.09135): four ranks, whose steps take 0.58, 0.75, 1.51 and
-3.33 s, learn to classify a mixture of 32 Gaussians in 512 dimensions into 4 classes, with AdamW and H = 20 steps
-between contributions. The network has 256 hidden units instead of 65,000, and each rank draws its own examples without
-end, so that it cannot learn them by heart.
+The experiment is from the notebook of Liu et al. (2401.09135): four ranks, whose steps take 0.58, 0.75, 1.51 and 3.33
+s, learn to classify a mixture of 32 Gaussians in 512 dimensions into 4 classes, with AdamW and H = 20 steps between
+contributions. The network has 256 hidden units instead of 65,000, and each rank draws new examples all the time, so
+that it cannot memorise them.
 
-The ranks are simulated. The training is real torch; the virtual time of a step is constant. So the figures do not
-depend on the machine's speed, and equal seeds give equal figures. The loss is that of 4096 other examples, with the
-weights that rank 0 had after its last average. For the method "one rank", rank 0 trains alone.
+The ranks are simulated. The training is real torch; the virtual time of a step is constant. The figures therefore do
+not depend on the machine's speed, and equal seeds give equal figures. The loss is computed on 4096 other examples, with
+rank 0's weights after its last average. For the method "one rank", rank 0 trains alone.
 
-In the notebook all methods make equally many steps in total. Under synchronous DiLoCo the ranks wait for the slowest,
-and make 30 % of the steps that asynchronous ranks make in the same time. Both comparisons are in the table, each with
-the best of the tried outer learning rates.
+In the notebook, all methods make the same total number of steps. Under synchronous DiLoCo, the ranks wait for the
+slowest rank, and make 30 % of the steps that asynchronous ranks make in the same time. The table has both comparisons,
+each with the best tried outer learning rate.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from asyncdist.simulation import Compute
 from protocols import AsyncDiLoCoPolicy, DelayedNesterov, DiLoCoPolicy, StalenessWeight
 
 RANKS: Final = ()
-#: Seconds of a step, by rank.
+#: Seconds per step of each rank.
 STEPS_S: Final = (0.58, 0.75, 1.51, 3.33)
 RANK_COUNT: Final = len(STEPS_S)
 AVERAGE_EVERY: Final = 20
@@ -49,13 +49,13 @@ ASYNC_RATE: Final = sum(1 / step_s for step_s in STEPS_S)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Says how much is simulated.
+    """Amount of work to simulate.
 
     Attributes:
         train_s: Virtual seconds of training.
         seeds: Number of seeds, which change the task, the first weights and the examples.
         dimensions: Length of an example.
-        tries_all: Whether all outer learning rates of a method are tried, or the middle one.
+        tries_all: Whether all outer learning rates of a method are tried, or only the middle one.
     """
 
     train_s: float
@@ -79,7 +79,7 @@ def _sync(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float) -> Poli
 
 
 def _naive(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, scale: float = RANK_COUNT**-0.5) -> Policy:
-    """Update the momentum at each contribution; by default, contributions have the weight of the notebook."""
+    """Update the momentum at each contribution. By default, contributions have the notebook's weight."""
     return AsyncDiLoCoPolicy(
         model,
         optimizer,
@@ -177,13 +177,13 @@ class Learner:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Keep the present weights for the next evaluation."""
+        """Store the current weights for the next evaluation."""
         for own, parameter in zip(self.taken, self.model.parameters(), strict=True):
             own.copy_(parameter)
 
     @torch.no_grad()
     def loss(self) -> float:
-        """Return the loss of the weights that were taken last."""
+        """Return the loss of the stored weights."""
         names = [name for name, _ in self.model.named_parameters()]
         examples, classes = self._others
         outputs = torch.func.functional_call(self.model, dict(zip(names, self.taken, strict=True)), (examples,))
@@ -208,8 +208,8 @@ class Ended:
     """The results of a rank.
 
     Attributes:
-        losses: Losses when all ranks have made as many steps as under DiLoCo, and at the end of the time.
-        staleness: Staleness in versions of each of the rank's contributions.
+        losses: Losses after as many steps of all ranks as under DiLoCo, and at the end of the time.
+        staleness: Staleness of each of the rank's contributions, in versions.
     """
 
     losses: tuple[float, ...]
@@ -226,7 +226,7 @@ async def _train(world: ad.World, run: Run) -> Ended:
     if make is None and world.rank:
         return Ended((), 0, ())
     async with nullcontext() if make is None else make(learner.model, learner.optimizer, run.lr) as policy:
-        await asyncio.sleep(START_S - world.time())  # until all have started
+        await asyncio.sleep(START_S - world.time())  # until all ranks have started
         while len(losses) < len(marks_s):
             learner.step()
             info = await (policy.step() if policy else world.safe_point())
@@ -241,7 +241,7 @@ async def _train(world: ad.World, run: Run) -> Ended:
 
 
 def simulate(run: Run) -> Results:
-    """Simulate a run; return its losses, steps and staleness."""
+    """Simulate a run, and return its losses, steps and staleness."""
     factors = {rank: step_s / STEPS_S[0] for rank, step_s in enumerate(STEPS_S)}
     compute = Compute(step_s=STEPS_S[0], factors=factors, overrun_probability=0.0)
     report = ad.simulate(_train, run, ranks=RANK_COUNT, seed=run.seed, compute=compute)
@@ -261,7 +261,7 @@ def simulate(run: Run) -> Results:
 
 
 def measure(settings: Settings) -> Results:
-    """Return, by method and outer learning rate, the figures of each seed's run."""
+    """Return the figures of each seed's run, keyed by method and outer learning rate."""
     runs = [
         Run(name, lr, seed, settings)
         for name, method in METHODS.items()
@@ -280,7 +280,7 @@ def _tried(method: Method, settings: Settings) -> tuple[float, ...]:
 
 
 def rows(results: Results) -> list[Row]:
-    """The table: medians over the seeds, with the best and the worst seed, for the best learning rate of each row."""
+    """Return the table's rows: medians over seeds, with the best and the worst seed, at each row's best rate."""
     found = []
     for method, of_lr in results.items():
         runs, *_ = of_lr.values()

@@ -1,15 +1,14 @@
-"""Measures ``average_models`` and ``average_gradients`` against one raw all-reduce, and against one per parameter.
+"""Compares ``average_models`` and ``average_gradients`` with one raw all-reduce, and with one per parameter.
 
 Two ranks average a model of 200 layers. Each figure is a median over repetitions. In each repetition all contestants
 run in turn, each after a barrier. Each contestant has run once before, to warm up.
 
 - Raw, once: MPI's Iallreduce of one float32 tensor of the same size into a second tensor, tested until it is done. The
-  in-place call is shown as well. asyncdist is compared with the faster of the two.
+  in-place call is shown as well. asyncdist is compared with the faster call.
 - Per parameter: ``asyncdist.all_reduce`` of each parameter in turn and a division, as a user would write it. The model
   has small layers, so the number of messages dominates. A harder rival does the same with raw Iallreduce.
 
-Before that, each rank averages a model for the first time since its process began. This figure is compared with the
-median of the next calls for the same model.
+Before that, the first average of a model in each process is timed, and compared with the median of the next averages.
 
 asyncdist does more than its rivals: it finds the tensors, compares the models of all ranks, copies to flat memory and
 back, and divides.
@@ -78,7 +77,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 
 
 async def _first_calls(settings: Settings) -> list[float] | None:
-    """Return the seconds of the first calls of ``average_models`` in this process on rank 0, else None."""
+    """Time this process's first calls of ``average_models``. Return the seconds on rank 0, otherwise None."""
     from mpi4py import MPI
 
     model = model_of(settings.large_nbytes // 4, _LAYER_COUNT)
@@ -129,7 +128,7 @@ def _contestants(nbytes: int, *, per_parameter: bool) -> dict[str, Contestant]:
 
 
 async def _race(contestants: dict[str, Contestant], repetition_count: int) -> dict[str, float] | None:
-    """Return each contestant's median seconds on rank 0, else None. In a repetition the slower rank's time counts."""
+    """Return each contestant's median seconds on rank 0, otherwise None. The slower rank's time counts."""
     from mpi4py import MPI
 
     seconds: dict[str, list[float]] = {name: [] for name in contestants}

@@ -1,7 +1,7 @@
-"""Measures ``await progress.wait(request)`` of a program's own requests, against a loop that tests and yields.
+"""Measures ``await progress.wait(request)`` for a program's own requests, against a loop that tests and yields.
 
-Ping-pong of 8 bytes between two ranks, in alternating blocks in the same two processes. The latency is half a round
-trip, timed on rank 0. Rank 1 answers raw on MPI, and with blocking calls on torch, so only the awaiting side differs.
+Two ranks exchange 8 bytes in ping-pong, in alternating blocks in the same processes. The latency is half a round trip,
+timed on rank 0. Rank 1 answers with raw calls of MPI or blocking calls of torch, so only the awaiting side differs.
 
 - On MPI, the rival is the loop that a script would contain: ``while not request.Test(): await asyncio.sleep(0)``.
 - On torch, the rival is the blocking ``Work.wait``: a work of gloo's ``irecv`` cannot be polled, so a thread waits.
@@ -138,7 +138,7 @@ async def _measure(messages: Any, settings: Settings) -> dict[str, float]:
 
 
 async def _trips(messages: Any, wait: Wait, count: int) -> float:
-    """Make ``count`` round trips, and return the microseconds one way."""
+    """Make ``count`` round trips, and return the one-way time in microseconds."""
     began_at = time.perf_counter_ns()
     for _ in range(count):
         arriving = messages.receive()
@@ -152,7 +152,7 @@ async def _trips(messages: Any, wait: Wait, count: int) -> float:
 
 
 async def _long_wait(messages: Any, wait: Wait, seconds: float) -> float:
-    """Wait for a message that is sent after ``seconds``; return the CPU share of the wait in percent."""
+    """Wait for a message that is sent after ``seconds``, and return the CPU share of the wait in percent."""
     if messages.rank != 0:
         compute(seconds)
         messages.finish(messages.send())

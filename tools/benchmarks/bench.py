@@ -62,10 +62,10 @@ NAMES: Final = (
 #: Benchmarks that can draw a chart of their results.
 CHARTS: Final = ("goodput", "scale", "staleness", "value")
 _HERE: Final = Path(__file__).resolve().parent
-#: Program that makes hosts of namespaces, and its exit code if it cannot.
+#: Program that makes hosts from namespaces, and its exit code if it cannot make them.
 HOSTS: Final = _HERE.parent / "namespaces" / "hosts.py"
 UNAVAILABLE: Final = 77
-#: Generous limit in seconds: most benchmarks take a minute or less, ``scale`` takes ten.
+#: Time limit in seconds. Most benchmarks take at most a minute, and ``scale`` takes ten minutes.
 _TIMEOUT_S: Final = 3600.0
 
 
@@ -126,7 +126,7 @@ def _measure(name: str, benchmark: Any, *, transport: str, quick: bool) -> Resul
             out = Path(directory, "results.json")
             code = launch([str(_HERE / f"{_module(name)}.py"), str(out), *(["--quick"] if quick else [])])
             if code == UNAVAILABLE:
-                continue  # the program that makes hosts has said why
+                continue  # the program that makes hosts has printed the reason
             if code != 0 or not out.exists():
                 print(f"{name} failed (exit code {code})", file=sys.stderr)
                 return None
@@ -135,7 +135,7 @@ def _measure(name: str, benchmark: Any, *, transport: str, quick: bool) -> Resul
 
 
 def start(program: Sequence[str], rank_count: int, transport: str) -> int:
-    """Run a script on ``rank_count`` ranks (0: as one process, which simulates ranks), and return its exit code."""
+    """Run a script on ``rank_count`` ranks, and return its exit code. 0 means one process that simulates ranks."""
     launcher = _launcher(transport, "-n", str(rank_count)) if rank_count else []
     return subprocess.run([sys.executable, *launcher, *program], check=False, timeout=_TIMEOUT_S).returncode
 

@@ -22,7 +22,7 @@ from harness import MIB, Results, Row, collect, main, percentile
 import asyncdist as ad
 
 RANKS: Final = (2,)
-#: Aims by transport: the median, and the 95th percentile.
+#: Targets for each transport: the median, and the 95th percentile.
 TARGET_MS: Final = {"mpi": {"median": 0.4, "p95": 1.5}, "torch": {"median": 5.0, "p95": 5.0}}
 _PAUSE_S: Final = 0.001
 
@@ -57,7 +57,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
         await ad.barrier()
         stream = world.send_stream(tensor, 1) if world.rank == 0 else world.receive_stream(tensor, 0)
         streaming = world.spawn(stream)
-        await asyncio.sleep(0)  # so that the stream has begun
+        await asyncio.sleep(0)  # lets the stream begin
         beside = await (_knock_beside(channel, streaming) if world.rank == 0 else _answer(channel))
         await streaming
         await ad.barrier()
@@ -74,7 +74,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 
 
 async def _knock_beside(channel: ad.Channel[Knock], streaming: asyncio.Task[Any]) -> list[float]:
-    """Send messages until the stream has ended, but at least one; return the times at which they were sent."""
+    """Send at least one message, and more until the stream has ended. Return the times of the sends."""
     sent_at: list[float] = []
     while not sent_at or not streaming.done():
         sent_at.append(time.monotonic())

@@ -1,10 +1,10 @@
 """Compares asyncdist with other libraries that move data between processes, on the same work in the same run.
 
 The work is in ``peers/work.py``: a message of 64 bytes, a tensor of 64 MiB and the mean of a tensor of 16 MiB, between
-two processes of this host. Each library does it in the manner of its documentation, in ``peers``; some offer only a
-part. All libraries are run in turn, several times, and the medians of these runs are compared, so that other load on
-the machine falls on all of them. A library that is not installed or fails is skipped, with the reason; install them
-with ``peers/requirements.txt``.
+two processes of this host. Each library does the work as its documentation shows, in ``peers``. Some offer only a part.
+All libraries are run in turn, several times, and the medians of these runs are compared, so that other load on the
+machine falls on all of them. A library that is not installed or fails is skipped, with the reason.
+``peers/requirements.txt`` installs all libraries.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ def _medians(runs: Sequence[dict[str, float | None]]) -> dict[str, float]:
 
 
 def _run(peer: Peer) -> tuple[dict[str, float | None] | None, str]:
-    """Run a library's script; return its figures, or None and the reason why it gave none."""
+    """Run a library's script. Return its figures, or None and the reason why there are none."""
     if importlib.util.find_spec(peer.module) is None:
         return None, f"not installed: pip install {peer.package}"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures.json")
         command = [*peer.launcher, str(_PEERS / f"{peer.script}.py"), str(out)]
-        # Open MPI refuses to run as root, which is usual in containers, unless these are set.
+        # Open MPI refuses to run as root, which is usual in containers, unless these variables are set.
         environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         environment |= {"OMP_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         try:

@@ -1,4 +1,4 @@
-"""Measures the CPU time of a coordinator of selective averaging in one round, and the bytes that it sends.
+"""Measures the CPU time that a coordinator of selective averaging needs for a round, and the bytes that it sends.
 
 The coordinator is the real one, with its channels, codecs and frames, but without a transport or simulator. The
 members' messages are frames in memory, and outgoing frames are counted. The figure is therefore the time for receiving
@@ -29,7 +29,7 @@ from protocols.selective.selection import Route, SelectiveRules
 _NONCE: Final = 7
 _TO_MEMBERS: Final = 1
 _TO_COORDINATOR: Final = 2
-#: Messages that arrive from one turn of the coordinator to the next.
+#: Number of messages that arrive between two turns of the coordinator.
 _BATCH_COUNT: Final = 64
 #: Seconds between reports.
 _CADENCE_S: Final = 10.0
@@ -46,10 +46,10 @@ class _Arrivals:
         self.frames: deque[tuple[int, bytes]] = deque()
 
     def start(self) -> None:
-        """Post."""
+        """Post the receive."""
 
     def take(self) -> tuple[int, int] | None:
-        """Return source and size of the next frame."""
+        """Return the source and the size of the next frame."""
         if not self.frames:
             return None
         source, frame = self.frames.popleft()
@@ -76,15 +76,15 @@ class _Engine:
         self.sent.append((dest, frame))
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> None:
-        """Return None, like the local transport and the simulator: sends are not prepared."""
+        """Return None, because the stand-in, like the simulator, does not prepare sends."""
 
     def persistent_receive(self, buffer: Any, tag: int) -> _Arrivals:
-        """Return the only receive of a tag."""
+        """Return the only receive with this tag."""
         self.arrivals = _Arrivals(buffer)
         return self.arrivals
 
     def add_pollable(self, pollable: Any) -> None:
-        """Poll nothing: the benchmark does."""
+        """Do nothing, because the benchmark polls."""
 
     def ring(self) -> None:
         """Do nothing."""
@@ -92,7 +92,7 @@ class _Engine:
     recheck = ring
 
     async def until(self, condition: Callable[[], bool], what: WaitId, *, deadline: float | None = None) -> None:
-        """Return the turn to the benchmark until there is work."""
+        """Return control to the benchmark until there is work."""
         while not condition():
             await _Turn()
 
@@ -131,7 +131,7 @@ class _Services:
         return Channel(demultiplexer, wire.Codec(message_types), scope, **given)
 
     def hear(self, task: Any, tag: int, frames: list[tuple[int, bytes]]) -> float:
-        """Deliver frames and run the coordinator's task; return its CPU time in seconds, without the stand-in's."""
+        """Deliver frames, run the coordinator's task, and return its CPU time in seconds without the stand-in's."""
         receiver, arrivals = self.receivers[tag]
         self.now += 0.1
         took_s = 0.0
@@ -149,7 +149,7 @@ class _Services:
 
 
 class _Members:
-    """Makes the frames of all members as they would arrive."""
+    """Makes the frames that arrive from all members."""
 
     def __init__(self) -> None:
         self._codecs: dict[int, wire.Codec] = {
@@ -159,7 +159,7 @@ class _Members:
         self._sequence = itertools.count(1)
 
     def frames(self, tag: int, round: int, messages: Iterable[tuple[int, Any]]) -> list[tuple[int, bytes]]:
-        """Pack messages, each with its source."""
+        """Pack messages into frames, each with its source."""
         found = []
         for source, message in messages:
             kind, payload = self._codecs[tag].encode(message)
@@ -168,7 +168,7 @@ class _Members:
         return found
 
     def parts(self, sent: list[tuple[int, bytearray]]) -> tuple[int, list[int], list[int]]:
-        """Return round, donors and replacers of assignments that were sent."""
+        """Return the round, the donors and the replacers of the assignments in sent frames."""
         donors: list[int] = []
         replacers: list[int] = []
         for dest, frame in sent:
@@ -182,7 +182,7 @@ class _Members:
 
 
 def coordinator_costs(size: int, round_count: int, route: Route = "auto") -> dict[str, float]:
-    """Return the coordinator's best CPU time, bytes and messages of one round, per member, with ``size`` members.
+    """Return the coordinator's least CPU time, bytes and messages, per round and member, with ``size`` members.
 
     All members report, a quarter of them is replaced, all donors are ready and all replacers apply.
     """
@@ -195,7 +195,7 @@ def coordinator_costs(size: int, round_count: int, route: Route = "auto") -> dic
     task.send(None)
     sent = services.engine.sent
     gc.collect()
-    gc.freeze()  # keeps collections of other objects out of the figure
+    gc.freeze()  # excludes collections of other objects from the figure
     best_s, nbytes, message_count = float("inf"), 0, 0
 
     for number in range(1, round_count + 1):

@@ -1,8 +1,8 @@
 """Measures the overhead of a step in the blocking interface and in each integration, compared with the coroutine.
 
-Timed on both ranks at once: every step in which nothing happens, by ``time.perf_counter_ns`` before and after it. The
-training loop's forward pass, backward pass and ``optimizer.step()`` take milliseconds, and evict the policy's code from
-the caches. All interfaces are measured in the same processes, in alternating blocks, on one model:
+Both ranks time every step in which nothing happens, with ``time.perf_counter_ns`` before and after it. The training
+loop's forward pass, backward pass and ``optimizer.step()`` take milliseconds, and evict the policy's code from the
+caches. All interfaces are measured in the same processes, in alternating blocks, on one model:
 
 - coroutine: ``await policy.step(-loss)`` under ``ad.run``.
 - blocking: ``policy.step(-loss)`` of ``ad.blocking.policy``.
@@ -128,7 +128,7 @@ def _took_us(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
 
 
 def inside_us() -> list[float]:
-    """Return a list to which each step of a policy adds the time inside its coroutine, from now on."""
+    """Return a list to which each later step of a policy appends the microseconds inside its coroutine."""
     times_us: list[float] = []
     step = SpawnPolicy._guarded_step
 
@@ -250,14 +250,14 @@ WAYS: Final[dict[str, Callable[[Settings, Stopwatch], None]]] = {
 
 
 def main() -> None:
-    """Be one rank: measure, and on rank 0 write the results to the file named on the command line."""
+    """Run one rank. Rank 0 writes the results to the file named on the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     settings = QUICK if options.quick else FULL
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # the trainers' advice
+    warnings.simplefilter("ignore")  # hides the trainers' advice
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     times_us: dict[str, list[float]] = {name: [] for name in WAYS}
     own_us: dict[str, list[float]] = {name: [] for name in WAYS}

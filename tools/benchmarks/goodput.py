@@ -4,10 +4,11 @@ Policies, checkpoints and kills are real; time is virtual. A step computes for 1
 given mean number of steps between failures, and its process is killed at an arbitrary point. Ranks train in three ways:
 
 - selective: ``AsyncSelectiveAveragingPolicy``. The other ranks continue, whichever rank is lost, and a new process
-  joins in its place. Only the dead rank's steps are lost, since its last snapshot that another rank applied or the last
-  average that it applied itself.
+  joins in its place. The dead rank's steps are lost, but only those since its last snapshot that another rank applied,
+  or since the last average that it applied.
 - average-all: ``AverageAllPolicy`` with ``save_population``. A loss ends the job: all ranks start again, from the last
-  population checkpoint by ``load_population``. Lost are the steps of all since then. A save takes as long as a step.
+  population checkpoint by ``load_population``. The steps of all ranks since then are lost. A save takes as long as a
+  step.
 - alone: without averaging. Each rank saves its own state, and a new process resumes from it.
 
 A second table has 8 ranks, which stand for the 8 learners of Decoupled DiLoCo (2604.21428), with DiLoCo and its
@@ -18,12 +19,12 @@ In a third table, a step of every second rank takes twice as long. With 8 and 64
 (:mod:`failing.students`), so the table also has the loss after equal virtual time. Its share of useful time counts each
 rank's time equally, so that a rank that waits for a slow one loses time.
 
-Who saves does it in the interval that is best for its time between failures and the time of a save (Young, 1974: the
-square root of twice their product).
+Checkpoints are saved at the best interval for the time between failures and the time of a save (Young, 1974: the square
+root of twice their product).
 
-The cost of a recovery is assumed, not measured (``DETECTION_S``, ``RELAUNCH_S``, ``RELOAD_S``), and is the same in all
-three. In "average-all", the simulation ends with its ranks' errors, these seconds pass, and a new simulation loads the
-files. In the other two, the rank's new process starts after these seconds while the simulation continues. The time
+The cost of a recovery is assumed, not measured (``DETECTION_S``, ``RELAUNCH_S``, ``RELOAD_S``), and is the same for all
+three ways. In "average-all", the simulation ends with its ranks' errors, these seconds pass, and a new simulation loads
+the files. In the other two, the rank's new process starts after these seconds while the simulation continues. The time
 that it then needs to load a donor's state or its own checkpoint is added. No failure occurs during a recovery.
 """
 
@@ -47,13 +48,12 @@ from harness import Results, Row
 #: No ranks to launch: this benchmark simulates them.
 RANKS: Final = ()
 TARGET: Final = 0.9
-#: Numbers of ranks and of steps between failures, for which the target is set.
+#: Number of ranks, and number of steps between failures, for which the target is set.
 TARGET_AT: Final = ("64", "1000")
 
 KINDS: Final = ("selective", "average-all", "alone")
-#: Published goodput in percent by the number of chips: that of Decoupled DiLoCo with 8 learners, and of elastic data
-#: parallelism if it is known. The last number is the corresponding mean number of steps between failures of a rank
-#: here.
+#: For each number of chips: the published goodput in percent of Decoupled DiLoCo with 8 learners and, if known, of
+#: elastic data parallelism. The last number is the mean number of steps between a rank's failures here.
 PUBLISHED: Final = (
     ("150,000", 1600, 98, 88),
     ("300,000", 800, 96, None),
@@ -82,8 +82,8 @@ class Settings:
         steps_min: Least number of steps of each rank in a population.
         learner_steps: Number of steps of all ranks together for each cell of the second table.
         learner_mtbfs: Mean steps between failures of a rank in the second table.
-        mixed: Number of simulations, their virtual seconds, and whether the models learn, by the number of ranks in the
-            third table.
+        mixed: Number of simulations, their virtual seconds, and whether the models learn, keyed by the number of ranks
+            in the third table.
     """
 
     rank_counts: tuple[int, ...]
@@ -167,7 +167,7 @@ def _train_of(kind: str) -> Train:
 
 
 def measure(settings: Settings) -> Results:
-    """Return figures by way to train, number of ranks and steps between failures."""
+    """Return the figures, keyed by way to train, number of ranks and steps between failures."""
     cells = [
         Cell("sizes", kind, rank_count, mtbf_steps)
         for kind in KINDS
@@ -249,7 +249,7 @@ def _shown(kind: str, figures: Results) -> str:
 
 
 def _longest_recovery_s(figures: Results) -> float:
-    """Return the longest recovery in seconds, instead of RECOVERY_S, with which the target is still reached."""
+    """Return the longest recovery, in seconds, with which the target would still be reached."""
     present = figures["steps"] * (1 - figures["empty"])
     allowed = figures["steps"] * figures["goodput"] / TARGET - present
     return float(allowed * STEP_S / figures["failures"])
@@ -257,7 +257,7 @@ def _longest_recovery_s(figures: Results) -> float:
 
 def draw(results: Results, path: Path) -> None:
     """Write the chart, in the format that the path's ending names."""
-    import matplotlib  # an extra, and only for this
+    import matplotlib  # an optional package, needed only here
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt

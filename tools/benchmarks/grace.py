@@ -12,9 +12,9 @@ windows, counted from the quorum:
 - ``free``: ``gamma * max(0, cadence - quorum_time - round_time)`` with gamma 1, or 0.5: Decoupled DiLoCo, eq. 3.
 - ``expected``: like ``free``, but only for ranks whose report is expected by then. This is the policy's default.
 
-For each: rounds completed in the time of a report; the part of the ranks that a decision may give a role; how many
-steps old the reports that it judges are; how many steps a round takes; and how many steps a replacer has made between
-its assignment and its new weights, which are lost. The steps of a rank never wait for anything.
+For each window, the tables show: rounds completed per report interval; the share of ranks that a decision may give a
+role; the age in steps of the reports that it judges; the steps that a round takes; and a replacer's lost steps, between
+its assignment and its new weights. The steps of a rank never wait for anything.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ QUICK: Final = Settings(sizes=(8,), seed_count=1, duration_s=2.0)
 
 @dataclass(slots=True)
 class Seen:
-    """What coordinators did, one value for each decision, round or replacement."""
+    """Records what coordinators did: one value for each decision, round or replacement."""
 
     share: list[float] = field(default_factory=list)
     age_steps: list[float] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Seen:
 
 
 def _watched(seen: Seen, size: int, kind: type[Patience]) -> type[Patience]:
-    """Return this window, which also records its decisions."""
+    """Return a subclass of this window that also records its decisions."""
 
     class Watched(kind):  # type: ignore[misc, valid-type]
         def slow_ranks(
@@ -188,7 +188,7 @@ WINDOWS: Final[dict[str, Callable[[ExitStack, Seen], type[Patience]]]] = {
 
 
 def _draw_step_s(population: str, is_slow: bool, rng: random.Random) -> float:
-    """Return how long the next step of a rank takes."""
+    """Return the seconds that the next step of a rank takes."""
     if population == "heavy tails":
         return _STEP_S * rng.lognormvariate(0.0, 1.0)
     step_s = _STEP_S * rng.uniform(0.98, 1.02)

@@ -52,7 +52,7 @@ class Row:
 def main(
     measure: Callable[[ad.World, Any], Coroutine[Any, Any, Results | None]], *, full: object, quick: object
 ) -> None:
-    """Be one rank of a benchmark: measure, and on rank 0 write the results to the file named on the command line."""
+    """Run one rank of a benchmark. Rank 0 writes the results to the file named on the command line."""
     out, is_quick = arguments()
     results = ad.run(measure, quick if is_quick else full, strict=True)
     if results is not None:
@@ -82,21 +82,21 @@ def model_of(parameter_count: int, layer_count: int = 8) -> nn.Module:
     """Return an MLP of square layers with about ``parameter_count`` float32 parameters, equal on all ranks."""
     width = round(math.sqrt(parameter_count / layer_count))
     with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed also formats the stack three times, for devices that are not initialised: a millisecond.
+        # torch.manual_seed takes a millisecond, because it formats the stack three times for uninitialised devices.
         torch.default_generator.manual_seed(0)
         return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layer_count)))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an arbitrary optimizer of the model, since the benchmarks do not train."""
-    # At a process's first optimizer torch imports its compiler, to keep it away from this method: a second of work.
+    """Return an arbitrary optimizer of the model, because the benchmarks do not train."""
+    # For a process's first optimizer, the wrapper of this method imports torch's compiler, which takes a second.
     method = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group)
     vars(method).setdefault("__dynamo_disable", method)
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
 async def collect(value: object) -> list[Any] | None:
-    """Gather a JSON value from every rank; return the list in rank order on rank 0, None on other ranks."""
+    """Gather a JSON value from every rank. Return the list in rank order on rank 0, None on other ranks."""
     text = json.dumps(value).encode()
     longest = await ad.all_reduce(torch.tensor(len(text)), op="max")
     padded = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)

@@ -1,15 +1,14 @@
 """Measures the CPU share of a rank that awaits a message for seconds, and how fast the message wakes the rank.
 
-Timed on rank 1, in alternation with the rival. Rank 0 sleeps in ``time.sleep`` meanwhile, so the core is free.
+Rank 1 is timed, in alternation with the rival. Meanwhile, rank 0 sleeps in ``time.sleep``, so its core is free.
 
 - CPU: ``time.process_time`` (all threads of the process) over the wall clock, from the call to the message.
-- Wake: from the sender's clock, read right before the send, to the receiver's, read right after; both are
-  CLOCK_MONOTONIC of one host, so they may be compared. The pauses before are of random length, so that they do not beat
-  with anybody's polling period.
+- Wake: the time from right before the send to right after the receive. Both clocks are CLOCK_MONOTONIC of one host, and
+  therefore comparable. The pauses before sends have random lengths, so that they do not beat with a polling period.
 
-Ours is ``await channel.receive()``. On MPI the rival is a raw ``Irecv``, tested every millisecond with ``time.sleep``
-in between: what a script would do that neither blocks nor spins. (A blocking ``Recv`` spins: its wake is a microsecond
-and its CPU share that of a busy core.) On torch it is the blocking ``recv``, which sleeps.
+asyncdist awaits ``channel.receive()``. On MPI, the rival is a raw ``Irecv``, tested every millisecond with
+``time.sleep`` in between, as in a script that neither blocks nor spins. (A blocking ``Recv`` spins: it wakes in a
+microsecond, but occupies its core.) On torch, the rival is the blocking ``recv``, which sleeps.
 
 If pyzmq is installed, a message over ``ipc://`` that ``zmq.asyncio`` awaits is timed in the same way.
 """
@@ -34,7 +33,7 @@ import asyncdist as ad
 RANKS: Final = (2,)
 TARGET_CPU_PERCENT: Final = {"mpi": 0.5, "torch": 1.0}
 TARGET_WAKE_US: Final = 1200.0
-#: Largest ratio of the median time to wake to pyzmq's.
+#: Maximum ratio of the median wake-up time to pyzmq's.
 TARGET_ZMQ_RATIO: Final = 1.2
 _RIVALS: Final = {"mpi": "a test every ms", "torch": "a blocking recv"}
 
@@ -68,7 +67,7 @@ class Wait:
 
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
-    """Alternate long waits of both sides, and then short ones."""
+    """Alternate long waits of both sides, and then short waits."""
     rival = rival_of(world)
     channel = world.channel(Knock, tag=100)
     random_pauses = random.Random(7)

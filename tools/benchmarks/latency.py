@@ -33,7 +33,7 @@ from asyncdist.messaging import wire
 
 RANKS: Final = (2, 4)
 TARGET_RATIO: Final = {"mpi": 3.0, "torch": 2.5}
-#: Largest ratio to the streams' median with twice as many ranks as cores.
+#: Maximum ratio of our median to the streams' median, with twice as many ranks as cores.
 TARGET_CROWDED_RATIO: Final = {"mpi": 2.0, "torch": None}
 
 
@@ -47,7 +47,7 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``block_count`` blocks of ``trip_count`` round trips each, ours and raw; one more block before warms up."""
+    """``block_count`` blocks of ``trip_count`` round trips each, ours and raw; one additional block warms up."""
 
     block_count: int
     trip_count: int
@@ -58,7 +58,7 @@ QUICK: Final = Settings(block_count=2, trip_count=50)
 
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
-    """Alternate blocks of both."""
+    """Alternate blocks of our messages and raw messages."""
     if world.size > 2:
         return await _measure_crowded(world, settings)
     rival = rival_of(world)
@@ -79,7 +79,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 
 
 def _raw_trips(rival: Rival, count: int, nbytes: int) -> float:
-    """Make ``count`` raw round trips, and return the microseconds one way."""
+    """Make ``count`` raw round trips, and return the one-way time in microseconds."""
     outgoing, incoming = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
     began_at = time.perf_counter_ns()
     rival.round_trips(outgoing, incoming, count)
@@ -129,7 +129,7 @@ async def _measure_crowded(world: ad.World, settings: Settings) -> Results | Non
 
 async def _connect(path: str, *, listens: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect two ranks over a Unix socket."""
-    end = socket.socket(socket.AF_UNIX)  # uvloop takes no paths of abstract sockets
+    end = socket.socket(socket.AF_UNIX)  # uvloop does not accept abstract socket paths
     end.setblocking(False)
     if not listens:
         await ad.barrier()
@@ -147,7 +147,7 @@ async def _connect(path: str, *, listens: bool) -> tuple[asyncio.StreamReader, a
 async def _timed_trips(
     send: Callable[[], Awaitable[Any]], receive: Callable[[], Awaitable[Any]], count: int, *, is_first: bool
 ) -> list[float]:
-    """Make round trips, and return the microseconds one way of each."""
+    """Make round trips, and return the one-way time of each in microseconds."""
     found = []
     for _ in range(count):
         began_at = time.perf_counter_ns()

@@ -26,7 +26,7 @@ from harness import Results, Row, main
 import asyncdist as ad
 
 RANKS: Final = (2,)
-#: Aim for the CPU time per message, as a multiple of the rival's.
+#: Target for the CPU time per message, as a multiple of the rival's.
 TARGET_RATIO: Final = 2.0
 #: Target for the CPU time of a waiting sender: the time of a rank that awaits a message.
 TARGET_PERCENT: Final = 2.5
@@ -61,7 +61,7 @@ Receive = Callable[[], Awaitable[object]]
 
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
-    """Alternate blocks of both."""
+    """Alternate blocks of both senders."""
     channel = world.channel(Item, tag=100, capacity=_CAPACITY)
     figures: dict[str, list[tuple[float, float]]] = {"ours": [], "rival": []}
     async with _connection(world) as (reader, writer):
@@ -97,7 +97,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 
 @contextlib.asynccontextmanager
 async def _connection(world: ad.World) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Connect the two ranks by a Unix socket whose buffers hold little."""
+    """Connect the two ranks by a Unix socket with small buffers."""
     path = f"{tempfile.gettempdir()}/asyncdist-mailbox-{world.services.nonce}"
     accepted: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Future()
 

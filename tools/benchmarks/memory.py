@@ -1,10 +1,10 @@
-"""Tensors that the runtime holds above the model, on a donor and on a replacer, counted, with 2 and with 6 peers.
+"""Measures the tensors that the runtime holds in addition to the model, on donors and replacers with 2 and 6 peers.
 
 Memory is counted, not estimated. A torch dispatch mode sees every operator of the rank's thread while the policy is
-created, starts and makes several rounds, and follows each new storage until it is freed. So ``peak_nbytes`` includes
-short-lived temporaries; ``held_nbytes`` is the memory that is left after the last step, in the pools. The metric
-determines the roles: with p peers, one donor serves p replacers, and then p donors serve one replacer. (A rank that is
-a donor in one round and a replacer in another keeps both pools.)
+created, starts and makes several rounds, and follows each new storage until it is freed. ``peak_nbytes`` therefore
+includes temporaries, and ``held_nbytes`` is the memory in the pools after the last step. The metric determines the
+roles: with p peers, one donor serves p replacers, and then p donors serve one replacer. (A rank that is a donor in one
+round and a replacer in another keeps both pools.)
 
 The promise is that a donor needs one flat state, and a replacer one accumulator and a window of chunks, for any number
 of peers. There is no rival: the promise is the minimum for this protocol.
@@ -46,14 +46,14 @@ QUICK: Final = Settings(model_mib=1, round_count=1)
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """From a replacer: it has applied its rounds."""
+    """A replacer's notice that it has applied its rounds."""
 
 
 class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the storages of the tensors that this thread's operators return.
 
     Attributes:
-        peak_nbytes: the most that lived at once.
+        peak_nbytes: Largest total size in bytes of storages that existed at the same time.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,7 +67,7 @@ class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:  # which has a size and no memory
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:  # a meta tensor has no memory
                 self._note(tensor.untyped_storage())
         return result
 
@@ -78,14 +78,14 @@ class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak_nbytes = max(self.peak_nbytes, sum(self.held()))
 
     def held(self) -> list[int]:
-        """The size of each storage that lives now."""
+        """Return the size of each storage that has not been freed."""
         living = self._living.items()
         self._living = {key: entry for key, entry in living if not entry[0].expired()}  # type: ignore[no-untyped-call]
         return [nbytes for _, nbytes in self._living.values()]
 
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
-    """Measure one donor for all others, and then all others for one replacer."""
+    """Measure one donor that serves all other ranks, and then one replacer served by all others."""
     model = model_of(settings.model_mib * MIB // 4)
     stops = world.channel(Stop, tag=100)
     peer_count = world.size - 1
@@ -94,7 +94,8 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
         counted = await _count(world, stops, model, replacer_count, settings.round_count)
         found = await collect(counted)
         if found is not None:
-            # The first ranks are replaced, and the last ones donate: the measured role has a single rank.
+            # The first ranks are replaced and the last ranks donate, so a single donor is last, and a single replacer
+            # first.
             results[role] = found[-1 if role == "donor" else 0]
     if world.rank != 0:
         return None
@@ -109,7 +110,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 async def _count(
     world: ad.World, stops: ad.Channel[Stop], model: nn.Module, replacer_count: int, round_count: int
 ) -> dict[str, Any]:
-    """Step until each replacer has applied its rounds; return the tensor memory that this rank held meanwhile."""
+    """Step until each replacer has applied its rounds, and return this rank's tensor memory meanwhile."""
 
     async def all_stopped() -> None:
         for _ in range(replacer_count):

@@ -1,8 +1,8 @@
 """Measures the cost of a step of the one-sided policy in which it neither publishes nor replaces.
 
-As ``step.py`` times the other policy's step, with its models, its other task and its rival: every single ``await
-policy.step()`` of a tight loop, on both ranks at once. The exposure is open and each rank has published once, so there
-is something to read; the next cadence is far away. ``"age"`` is the mode that has something to look at in every step.
+Models, other task and rival are as in ``step.py``. Both ranks time every ``await policy.step()`` of a tight loop at
+once. Each rank has published once, so there is something to read, and the next cadence is far away. The mode ``"age"``
+is measured, because it checks something in every step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NEVER: Final = 10**9
 
 
 def policy_of(model: nn.Module) -> OneSidedSelectiveAveragingPolicy:
-    """A policy that is due in its first step, and then not for a long time."""
+    """Return a policy that is due in its first step, and then not for a long time."""
     policy = OneSidedSelectiveAveragingPolicy(
         model, optimizer_of(model), average_every=_NEVER, age_range=(_NEVER, _NEVER), metric=lambda: 0.0
     )

@@ -1,9 +1,8 @@
 """Measures the time and the bytes that a recording adds to each training step of a millisecond.
 
-Worlds with a recording and without one are opened in turn, in the same processes. Between two calls of
-``policy.step``, which alone are timed, torch computes for a millisecond: so caches are as cold as in training. Every
-twentieth step has a report to the coordinator, as by default; rounds do not take place, since a round costs far more
-than its record.
+Worlds with a recording and without one are opened in turn, in the same processes. Only calls of ``policy.step`` are
+timed. Between them, torch computes for a millisecond, so that caches are as cold as in training. Every twentieth step
+has a report to the coordinator, as by default. There are no rounds, because a round costs far more than its record.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _train(data: torch.Tensor) -> None:
 
 
 async def _steps(folder: str | None, step_count: int) -> Stretch:
-    """Take the steps of one world; their mean leaves out the slowest hundredth, which the kernel has interrupted."""
+    """Make the steps of one world. Their mean excludes the slowest hundredth, which the kernel has interrupted."""
     async with ad.open_world(record=folder) as world:
         model, data = model_of(1 << 14), torch.randn(64, 64)
         took: list[float] = []
@@ -83,7 +82,7 @@ def _nbytes(folder: str | None, rank: int) -> int:
 
 
 async def measure(settings: Settings) -> Results | None:
-    """Alternate both; the results on rank 0."""
+    """Alternate both kinds of worlds. Return the results on rank 0."""
     plain: list[Stretch] = []
     recorded: list[Stretch] = []
     with tempfile.TemporaryDirectory() as folder:

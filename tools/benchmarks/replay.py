@@ -1,11 +1,12 @@
 """Measures the items per second that one replay-buffer rank accepts.
 
-Timed, on the same four processes in alternating runs: three clients add one item of 64 float32 values at a time, 64
-adds of each under way; the rate is all items over the time of the slowest client, every add answered.
+asyncdist and the rival alternate in the same four processes. Three clients add items of 64 float32 values, one per
+call, with 64 calls in progress each. The rate is the number of all items divided by the slowest client's time until
+every call is answered.
 
-- Ours: 64 tasks per client, each awaiting one ``buffer.add`` after the other.
-- Raw: 64 ``Isend`` of as many bytes as the frame has, then 64 answers of four bytes; the server is a loop of ``Recv``
-  and ``Send``. Nothing is packed, checked or stored.
+- Ours: 64 tasks per client, each awaiting one ``buffer.add`` at a time.
+- Raw: 64 calls of ``Isend`` with as many bytes as a frame, then 64 answers of four bytes. The server is a loop of
+  ``Recv`` and ``Send``. Nothing is packed, checked or stored.
 
 A further, untimed run checks that no item is lost: its scoring hook records which rank sent which item.
 """
@@ -36,7 +37,7 @@ _RAW_TAG: Final = 99
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``run_count`` runs of ``add_count`` adds per client, ours and raw; one more run before warms up."""
+    """``run_count`` runs of ``add_count`` adds per client, ours and raw; one additional run warms up."""
 
     run_count: int
     add_count: int
@@ -47,7 +48,7 @@ QUICK: Final = Settings(run_count=1, add_count=640)
 
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
-    """Alternate both; the last rank is the server."""
+    """Alternate runs of both. The last rank is the server."""
     from mpi4py import MPI
 
     server, count = world.size - 1, settings.add_count
@@ -70,7 +71,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 
 
 async def _our_adds(world: ad.World, count: int, score: Score | None = None) -> float:
-    """Seconds that this rank's adds took; 0 for the server."""
+    """Return the seconds that this rank's adds took, or 0 on the server."""
     server = world.size - 1
     if world.rank == server:
         done = await serve_replay_buffer(range(server), capacity=server * count, score=score)
@@ -110,7 +111,7 @@ async def _unaccounted(world: ad.World, count: int) -> int:
 
 
 def _raw_adds(comm: Any, count: int) -> float:
-    """Add ``count`` items with raw MPI calls; return the seconds that they took, 0 on the server."""
+    """Add ``count`` items with raw MPI calls. Return the seconds that this took, or 0 on the server."""
     server = comm.size - 1
     item, answer = bytearray(_FRAME_NBYTES), bytearray(4)
     if comm.rank == server:

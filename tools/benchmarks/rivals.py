@@ -23,13 +23,13 @@ class Rival(Protocol):
     """Messages between the two ranks of a benchmark."""
 
     async def align(self) -> None:
-        """Return on all ranks at nearly the same time, with nothing of asyncdist under way."""
+        """Return on all ranks at nearly the same time, with no operation of asyncdist in progress."""
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a tensor to the other rank."""
 
     def round_trip(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-        """Rank 0 sends first, rank 1 answers."""
+        """Make a round trip: rank 0 sends first, and rank 1 answers."""
 
     def round_trips(self, outgoing: torch.Tensor, incoming: torch.Tensor, count: int) -> None:
         """Make ``count`` round trips in a loop that only makes the calls that move bytes."""
@@ -39,12 +39,12 @@ class Rival(Protocol):
 
 
 def rival_of(world: ad.World) -> Rival:
-    """Return the rival for the world's transport. Collective."""
+    """Return the rival for the world's transport. All ranks must call this function."""
     return TorchRival(world) if world.transport_name == "torch" else MpiRival()
 
 
 async def align(comm: Any) -> None:
-    """Return on all ranks of MPI at nearly the same time, with nothing of asyncdist under way.
+    """Return on all ranks of MPI at nearly the same time, with no operation of asyncdist in progress.
 
     With a barrier of asyncdist alone, ranks continue up to a millisecond apart, because an idle rank polls that often.
     """

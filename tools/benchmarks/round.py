@@ -1,20 +1,20 @@
-"""A round of selective averaging, from the decision to the applied weights, against the least it could cost.
+"""Compares a round of selective averaging, from the decision to the applied weights, with its ideal cost.
 
 **Time** (2 ranks, 64 MiB of float32, one donor, one replacer). Both ranks call ``policy.step()`` in a tight loop.
 Blocks in which rank 1 is replaced alternate with blocks in which rank 0 is replaced. Each block has its own policy,
 whose first round fills the buffers and is not counted.
 
 - Ours: ``StepInfo.seconds`` of each round, from the assignment's arrival at the replacer to the new weights. The
-  coordinator sends it in the moment of the decision, so the true figure is longer by one small message (microseconds).
-  As a check from outside, ``period_s`` is the time from one application to the next on the wall clock: it holds
-  everything, the reports, the decision and the end of the round included.
+  coordinator sends the assignment when it decides, so the true time is longer by one small message (microseconds). As a
+  check, ``period_s`` is the wall-clock time between two applications of new weights, including the reports, the
+  decision and the end of the round.
 - The ideal time is measured before each block, in the same processes. It is the sum of four times: a raw message of the
   same size (half a ping-pong of the rival), a snapshot (one copy of the parameters into a flat tensor), one addition of
   a flat tensor, and one copy back into the parameters. The ranks are measured in turn, while the other rank polls a
-  barrier. It contains no checks, decisions or messages.
+  barrier. This time contains no checks, decisions or messages.
 
-**Bytes** (4 ranks): policies make exactly one round; the streams of all ranks together must have donors times replacers
-times the model's size.
+**Bytes** (4 ranks): policies make exactly one round. The streams of all ranks together must carry the model's size,
+times donors, times replacers.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ QUICK: Final = Settings(model_mib=1, block_count=2, round_count=2, counted_model
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """From the replacer: it has seen enough rounds."""
+    """The replacer's notice that it has applied enough rounds."""
 
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
-    """Time with two ranks, bytes with more."""
+    """Measure the time with two ranks, or the bytes with more ranks."""
     if world.size == 2:
         return await _measure_time(world, settings)
     return await _measure_bytes(world, settings)
@@ -94,7 +94,7 @@ async def _measure_time(world: ad.World, settings: Settings) -> Results | None:
 async def _rounds(
     world: ad.World, channel: ad.Channel[Stop], policy: AsyncSelectiveAveragingPolicy, replacer: int, count: int
 ) -> tuple[list[StepInfo], list[float]]:
-    """Step until the replacer has applied ``count`` rounds; on the replacer, return the results and times."""
+    """Step until the replacer has applied ``count`` rounds. On the replacer, return the results and times."""
     infos: list[StepInfo] = []
     applied_at: list[float] = []
     if world.rank == replacer:
@@ -133,10 +133,10 @@ def _time_results(found: list[dict[str, Any]], settings: Settings) -> Results:
 
 
 class Ideal:
-    """The least that a round could cost, in parts.
+    """The least time that a round could take, in parts.
 
     Attributes:
-        parts_s: the durations of each part on this rank, one per call of ``measure``.
+        parts_s: Durations of each part on this rank, one for each call of :meth:`measure`.
     """
 
     def __init__(self, model: torch.nn.Module, rival: Rival) -> None:
@@ -154,7 +154,7 @@ class Ideal:
         self._is_warm = False
 
     async def measure(self, world: ad.World) -> None:
-        """Measure each part once; at the first call twice, and the first measurement is dropped. Collective."""
+        """Measure each part once. The first call also warms up. All ranks must call this method."""
         for _ in range(1 if self._is_warm else 2):
             parts = {name: values[:] for name, values in self.parts_s.items()} if not self._is_warm else None
             await self._rival.align()
@@ -218,7 +218,7 @@ async def _measure_bytes(world: ad.World, settings: Settings) -> Results | None:
 
 
 async def _one_round(world: ad.World, channel: ad.Channel[Stop], model: torch.nn.Module, replacer_count: int) -> None:
-    """Exactly one: the threshold is crossed always, and the cooldown after the first round never ends."""
+    """Make exactly one round: the threshold is always crossed, and the cooldown after the first round never ends."""
     policy = AsyncSelectiveAveragingPolicy(
         model,
         optimizer_of(model),

@@ -1,11 +1,11 @@
 """Measures a round of selective averaging on the sharded route against the direct route, on real ranks.
 
-The last quarter of the ranks take the average of the others again and again, in blocks on both routes in turn. Each
+The last quarter of the ranks repeatedly apply the average of the others, in alternating blocks on both routes. Each
 block has its own policy, whose first round fills the buffers and is not counted. Meanwhile all ranks train, in steps of
 2 ms in which they leave the processor to others. A round's time is ``StepInfo.seconds`` of each replacer, from the
 arrival of its assignment to its new weights.
 
-- **On this host**: 8 ranks, which is more than there are cores: no slower.
+- **On this host**: with 8 ranks, more than there are cores, the sharded route is to be no slower.
 - **Between two hosts** of two ranks each, made of namespaces (``./tools/hosts``), whose network cards carry 200 Mbit/s.
   On the direct route, each of three donors sends a model to one replacer, and two of these models pass one card. On the
   sharded route, one model passes in each direction. This part needs Linux, root and iproute2, and is otherwise left
@@ -50,11 +50,11 @@ QUICK: Final = Settings(here_mib=4, hosts_mib=1, block_count=1, round_count=1)
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """From the last rank: it has seen enough rounds."""
+    """The last rank's notice that it has applied enough rounds."""
 
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
-    """Return the seconds of rounds by route, under the number of ranks."""
+    """Return the seconds of rounds, keyed by number of ranks and by route."""
     model_mib = settings.here_mib if world.size in RANKS else settings.hosts_mib
     model = model_of(model_mib * MIB // 4)
     channel = world.channel(Stop, tag=100)
@@ -81,7 +81,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 async def _rounds(
     world: ad.World, channel: ad.Channel[Stop], policy: AsyncSelectiveAveragingPolicy, count: int
 ) -> list[float]:
-    """Step until the last rank has applied ``count`` rounds; return the seconds of this rank's own."""
+    """Step until the last rank has applied ``count`` rounds, and return the seconds of this rank's rounds."""
     seconds: list[float] = []
     last = world.size - 1
     stop = None if world.rank == last else world.spawn(channel.receive())

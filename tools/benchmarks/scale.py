@@ -13,9 +13,9 @@ to train in steps of 10 ms.
 
 The coordinator's CPU time for a round of a thousand members is measured without the simulator (:mod:`coordinating`).
 
-At the end, a large population trains a small model with the default options, all ranks in one process: its CPU time and
-peak memory, for five rounds or more. Some hundreds of islands of 32 ranks are counted separately: all messages of a
-run, including start and end, per rank and round, and the CPU time of the simulation. The best rank of each island
+At the end, a large population trains a small model with the default options in one process. Its CPU time and peak
+memory for at least five rounds are measured. Some hundreds of islands of 32 ranks are measured separately: all messages
+of a run, including start and end, per rank and round, and the simulation's CPU time. The best rank of each island
 donates to the next island.
 """
 
@@ -49,7 +49,7 @@ ROUTES: Final[tuple[Route, ...]] = ("direct", "sharded")
 RATIO: Final = 0.25
 TARGET_TOTAL: Final = 1.02
 TARGET_RANK: Final = 2.1
-#: Seconds that a model needs through a host's interface, and seconds of a training step.
+#: Seconds in which a host's interface carries a model, and seconds of a training step.
 MODEL_S: Final = 64 * 2**20 * 8 / 10e9
 STEP_S: Final = 0.01
 #: Above this number of ranks, the coordinator's messages wait behind models for so long that other ranks take over.
@@ -59,10 +59,10 @@ TIMED_SIZE_MAX: Final = 64
 #: Limits for the time of a round on the sharded route: relative to 8 ranks, and relative to one model plus four steps.
 TARGET_GROWTH: Final = 1.3
 TARGET_MODELS: Final = 2.5
-#: CPU time and memory of the large population.
+#: Limits for the CPU time and memory of the large population.
 TARGET_CPU_S: Final = 60.0
 TARGET_GIB: Final = 3.0
-#: CPU time of the coordinator for each member and round, and rounds of which the best one counts.
+#: Limit for the coordinator's CPU time per member and round, and number of rounds, of which the best counts.
 TARGET_COORDINATOR_US: Final = 15.0
 _COORDINATOR_ROUNDS: Final = 20
 _AVERAGE_EVERY: Final = 2
@@ -114,7 +114,7 @@ async def _train(
 ) -> tuple[int, int, float, int]:
     """Take part in one round; return bytes sent and received in streams, seconds of its average or -1, and model size.
 
-    The threshold is crossed always, and the cooldown after the first round never ends.
+    The threshold is always crossed, and the cooldown after the first round never ends.
     """
     model = model_of(settings.parameter_count)
     policy = AsyncSelectiveAveragingPolicy(
@@ -167,7 +167,7 @@ def _measure(size: int, route: str, settings: Settings) -> dict[str, float | Non
 
 
 def _round_s(size: int, route: str, settings: Settings, model_nbytes: int) -> float:
-    """Seconds of one round, between hosts of one rank each."""
+    """Return the seconds of one round between hosts of one rank each."""
     rate = model_nbytes / MODEL_S
     link = Link(latency_s=LogNormal(50e-6, 1.0), bandwidth_nbytes_per_s=rate)
     report = ad.simulate(
@@ -188,7 +188,7 @@ def _round_s(size: int, route: str, settings: Settings, model_nbytes: int) -> fl
 
 
 async def _train_small(world: ad.World) -> int:
-    """Train until the coordinator has decided enough rounds; return how many, and 0 on other ranks."""
+    """Train until the coordinator has decided enough rounds. Return their number, or 0 on other ranks."""
     torch.manual_seed(0)  # the ranks begin with equal weights
     model = torch.nn.Linear(32, 1)
     async with AsyncSelectiveAveragingPolicy(model, optimizer_of(model), average_every=10) as policy:
@@ -199,7 +199,7 @@ async def _train_small(world: ad.World) -> int:
 
 
 def _population(size: int) -> dict[str, float]:
-    """Simulate a large population; return its CPU time, peak memory, messages and rounds."""
+    """Simulate a large population, and return its CPU time, peak memory, messages and rounds."""
     began_s = time.process_time()
     report = ad.simulate(_train_small, ranks=size, seed=size, strict=True)
     rounds = max(report.results)
@@ -214,7 +214,7 @@ def _population(size: int) -> dict[str, float]:
 
 
 async def _train_on_island(world: ad.World) -> tuple[int, int, int] | None:
-    """Take part in some rounds; on a coordinator return the rounds that have ended, emigrants and guests."""
+    """Take part in some rounds. On a coordinator, return the numbers of ended rounds, emigrants and guests."""
     torch.manual_seed(0)  # the ranks begin with equal weights
     model = torch.nn.Linear(4, 1)
     policy = AsyncSelectiveAveragingPolicy(
@@ -230,7 +230,7 @@ async def _train_on_island(world: ad.World) -> tuple[int, int, int] | None:
 
 
 def _measure_islands(count: int) -> dict[str, float]:
-    """Simulate ``count`` islands; return the messages per rank and round, and the CPU time of the simulation."""
+    """Simulate ``count`` islands. Return the messages per rank and round, and the simulation's CPU time."""
     ranks, began_at = count * ISLAND_SIZE, time.process_time()
     report = ad.simulate(_train_on_island, ranks=ranks, seed=count, compute=Compute(step_s=STEP_S), strict=True)
     of_islands = [each for each in report.results if each is not None]
@@ -248,11 +248,11 @@ def _measure_islands(count: int) -> dict[str, float]:
 
 
 async def _nothing(world: ad.World) -> None:
-    """Start and end."""
+    """Return at once."""
 
 
 def _empty_main(size: int) -> dict[str, float]:
-    """Simulate ``size`` ranks with an empty main; return the cost of starting and ending the world."""
+    """Simulate ``size`` ranks with an empty main, and return the cost of starting and ending the world."""
     began_s = time.process_time()
     report = ad.simulate(_nothing, ranks=size, seed=size, strict=True)
     return {"ranks": size, "messages": report.message_count / size, "cpu_s": time.process_time() - began_s}
@@ -273,7 +273,7 @@ def _passed_per_s(ranks: int, count: int) -> float:
 
 
 def _rates(many: int, count: int) -> dict[str, float]:
-    """The rates of many ranks, and of eight ranks, medians of three taken in turn."""
+    """Return the rates of many ranks and of eight ranks: medians of three alternating runs."""
     taken = [[_passed_per_s(ranks, count) for ranks in (8, many)] for _ in range(3)]
     of_8, of_many = (statistics.median(each) for each in zip(*taken, strict=True))
     return {"ranks": many, "per_s": of_many, "of_8_per_s": of_8}
@@ -285,7 +285,7 @@ def _check_applied(seconds: Sequence[float], replacer_count: int) -> None:
 
 
 def _size_rows(results: Results) -> list[Row]:
-    """What a round moves, and takes, by the number of ranks and the route."""
+    """Return the bytes and the time of a round for each number of ranks and route."""
     found = []
     for size, by_route in _by_size(results).items():
         for route, figures in by_route.items():
@@ -367,7 +367,7 @@ def rows(results: Results) -> list[Row]:
 
 
 def _coordinator_rows(costs: Mapping[str, Mapping[str, float]]) -> list[Row]:
-    """What the coordinator takes, by route, of each member in a round."""
+    """Return the coordinator's costs per member and round, for each route."""
     return [
         Row(
             f"coordinator of {of_route['ranks']} members, {route}: CPU for each, each round",
@@ -391,7 +391,7 @@ def _time_target(seconds: float, of_8: Mapping[str, Mapping[str, float]]) -> tup
 
 def draw(results: Results, path: Path) -> None:
     """Write the chart, in the format that the path's ending names."""
-    import matplotlib  # an extra, and only for this
+    import matplotlib  # an optional package, needed only here
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -438,7 +438,7 @@ def main() -> None:
         results[name] = function(*args)
         print(f"{name}: {time.perf_counter() - began_at:.0f} s", file=sys.stderr, flush=True)
 
-    measure("population", _population, settings.population)  # runs first, since peak memory covers the whole process
+    measure("population", _population, settings.population)  # runs first, because peak memory covers the whole process
     ways: tuple[Route, ...] = ("auto", *ROUTES)
     measure(
         "coordinator", lambda size: {way: coordinator_costs(size, _COORDINATOR_ROUNDS, way) for way in ways},

@@ -1,16 +1,16 @@
 """Measures the simulator's speed: messages per second, time for ten thousand ranks, and seeds per second.
 
-- Messages: eight ranks pass messages to their right-hand neighbours through real channels: encoded, framed, checked,
-  decoded, on a drawn network. Beside it, in alternation, the same traffic on a bare virtual-time loop: asyncio's own,
-  whose waiting moves a clock, with one coroutine and one ``asyncio.Queue`` per rank; nothing is packed or checked. Both
-  draw their latencies from the same distribution.
-- Ranks: ten thousand of them report a metric each, and the coordinator decides. Measured are the time from the call
-  until the decision, and the peak memory of the process.
-- Seeds: eight ranks train under selective averaging until 20 rounds have been decided; whole simulations per second, by
-  the CPU time of this process, since one core runs one seed. This is measured twice, because a round costs as much as
-  its exchange. With ``best_only`` the best rank donates to the two worst ranks, two streams per round, and ranks report
-  every 5 steps, about the length of such a round. With ``mean`` six donors donate to two replacers, twelve streams per
-  round, and all ranks report in every step.
+- Messages: eight ranks pass messages to their right-hand neighbours through real channels (encoded, framed, checked and
+  decoded), on a random network. In alternation, the same traffic runs on a bare loop: asyncio's own, with virtual time,
+  one coroutine and one ``asyncio.Queue`` per rank. There, nothing is packed or checked. Both draw their latencies from
+  the same distribution.
+- Ranks: ten thousand ranks report a metric each, and the coordinator decides. The time from the call until the decision
+  and the process's peak memory are measured.
+- Seeds: eight ranks train under selective averaging until 20 rounds have been decided. The figure is whole simulations
+  per second of this process's CPU time, because one core runs one seed. This is measured twice, because a round costs
+  as much as its exchange. With ``best_only`` the best rank donates to the two worst ranks, two streams per round, and
+  ranks report every 5 steps, about the length of such a round. With ``mean`` six donors donate to two replacers, twelve
+  streams per round, and all ranks report in every step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ QUICK: Final = Settings(message_count=50, block_count=1, rank_count=30, round_co
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """What a protocol's small messages look like."""
+    """A message like the small messages of a protocol."""
 
     number: int
     value: float
@@ -93,7 +93,7 @@ def _ours_per_s(count: int, seed: int) -> float:
 
 
 class _NoSelector:
-    """Where asyncio's loop would wait for sockets, virtual time passes."""
+    """Advances virtual time when asyncio's loop would wait for sockets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -114,12 +114,12 @@ class BareLoop(asyncio.BaseEventLoop):
         return self._selector.now
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """There are none."""
+        """Do nothing, because there are no events."""
 
 
 def _bare_per_s(count: int) -> float:
     loop, rng = BareLoop(), random.Random(0)
-    latency = LogNormal(2e-6, 1.0)  # as the simulator's network has by default
+    latency = LogNormal(2e-6, 1.0)  # the default of the simulator's network
     queues: list[asyncio.Queue[Ping]] = [asyncio.Queue() for _ in range(_RANK_COUNT)]
 
     async def pass_on(rank: int) -> None:
@@ -152,7 +152,7 @@ def _messages(settings: Settings) -> Results:
 
 
 async def _step_until_decided(world: ad.World, decided: list[int], round_count: int, options: dict[str, Any]) -> int:
-    """Steps taken until ``round_count`` rounds have been decided, which rank 0's coordinator knows."""
+    """Return the number of steps until rank 0's coordinator has decided ``round_count`` rounds."""
     model = model_of(32)
     look_at = 0 if world.rank == 0 else math.inf
     async with AsyncSelectiveAveragingPolicy(model, optimizer_of(model), **options) as policy:
@@ -165,7 +165,7 @@ async def _step_until_decided(world: ad.World, decided: list[int], round_count: 
             left_count = round_count - coordinator.rounds_decided
             if left_count <= 0:
                 decided.append(coordinator.rounds_decided)
-            look_at = policy.iteration + left_count * policy.average_every  # each takes a report of this rank
+            look_at = policy.iteration + left_count * policy.average_every  # each round needs a report of this rank
     return policy.statistics().iteration
 
 

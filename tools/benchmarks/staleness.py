@@ -9,12 +9,12 @@ contributions. Two things vary:
   or each rank has one class. In each case all ranks together have equally many examples of each class.
 
 The ranks are simulated. The training is real torch; the virtual time of a step is constant, and messages take almost no
-time. So the figures do not depend on the machine's speed, and equal seeds give equal figures. The loss is the loss, on
-other examples with equal shares of the classes, of the newest anchor that a rank has received. It is the mean over ten
-moments in the last tenth of the time, because with different shards each contribution moves the anchor towards one
-rank's classes.
+time. The figures therefore do not depend on the machine's speed, and equal seeds give equal figures. The loss of the
+newest anchor that a rank has received is measured on other examples with equal shares of the classes. It is averaged
+over ten moments in the last tenth of the time, because with different shards each contribution moves the anchor towards
+one rank's classes.
 
-Each rule is tried with three outer learning rates in each cell, on a separate seed. The best one is then measured on
+Each rule is tried with three outer learning rates in each cell, on a separate seed. The best rate is then measured on
 the other seeds. The synchronous rules have the same budget.
 """
 
@@ -61,7 +61,7 @@ WORST: Final = 4 * math.log(Gaussians.CLASSES)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Says how much is simulated.
+    """Amount of work to simulate.
 
     Attributes:
         train_s: Virtual seconds of training; a step of the fastest rank takes 1 s.
@@ -85,7 +85,7 @@ class Settings:
 Policy = AbstractAsyncContextManager[Any]
 NESTEROV: Final = functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True)
 DELAYED: Final = functools.partial(DelayedNesterov, momentum=0.9, delay=RANK_COUNT)
-#: The memory of Adam's second moment is as long as DiLoCo's momentum, times ten.
+#: Adam whose second moment covers ten times as many steps as DiLoCo's momentum.
 ADAM: Final = functools.partial(torch.optim.Adam, betas=(0.9, 0.99))
 
 
@@ -110,7 +110,7 @@ def _async(outer: Callable[..., torch.optim.Optimizer], lrs: tuple[float, ...], 
     return Rule(AsyncDiLoCoPolicy, outer, lrs, options)
 
 
-#: The drawn rules.
+#: Rules in the chart.
 RULES: Final = {
     "SGD": _async(torch.optim.SGD, (0.1, 0.3, 1.0)),
     "SGD, staleness weight": _async(torch.optim.SGD, (0.2, 0.6, 2.0), correct=StalenessWeight()),
@@ -229,7 +229,7 @@ class Learner:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Names one training.
+    """Identifies one simulated training run.
 
     Attributes:
         every: Number of steps between contributions.
@@ -321,7 +321,7 @@ def _train_without_policy(run: Run) -> float:
 
 
 def simulate(run: Run) -> Results:
-    """Simulate a run; return its loss and the largest staleness of a contribution in versions."""
+    """Simulate a run, and return its loss and the largest staleness of a contribution in versions."""
     if ALL[run.rule].policy is None:
         return {"loss": _train_without_policy(run), "staleness": 0}
     factors = {rank: run.step_s(rank) for rank in range(run.rank_count)}
@@ -335,7 +335,7 @@ def simulate(run: Run) -> Results:
 
 
 def measure(settings: Settings) -> Results:
-    """Return, by shards, speed ratio and rule, the chosen learning rate and the figures of each seed."""
+    """Return the chosen learning rate and each seed's figures, keyed by shards, speed ratio and rule."""
     cells = [(rule, ratio, shards) for shards in settings.shards for ratio in settings.ratios for rule in ALL]
 
     def run(cell: tuple[str, int, str], lr: float, seed: int) -> Run:
@@ -376,7 +376,7 @@ def relative_loss(of_rule: Results, rule: str) -> float:
 
 
 def rows(results: Results) -> list[Row]:
-    """The table: for each cell the three best rules, and the rules to compare with."""
+    """Return the table's rows: the three best rules of each cell, and the rules to compare with."""
     return [
         Row(
             f"{shards}, slowest rank {ratio} times slower",
@@ -400,7 +400,7 @@ def _shown(of_rule: Results, name: str) -> str:
 
 def draw(results: Results, path: Path) -> None:
     """Write the chart, in the format that the path's ending names."""
-    import matplotlib  # an extra, and only for this
+    import matplotlib  # an optional package, needed only here
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -430,7 +430,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def _draw_cell(axes: Any, row: int, column: int, of_rule: Results, name: str) -> None:
-    """Write the relative loss of a rule into its cell, and draw a box if it is the smallest of the ten."""
+    """Write a rule's relative loss into its cell, and draw a box if this loss is the smallest of the ten."""
     from matplotlib.patches import Rectangle
 
     value = relative_loss(of_rule, name)

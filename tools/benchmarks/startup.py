@@ -3,8 +3,8 @@
 - MPI: ``asyncdist run -n 4``, against ``mpirun -n 4 python -c "import torch, mpi4py.MPI"``.
 - torch: ``asyncdist run --transport torch -n 4``, against ``torchrun --nproc-per-node 4`` with ``init_process_group``.
 
-Each starts in turn. The time ends when the last rank has printed its clock, in main or after the imports. The CPU time
-is that of all processes of the job, from start to exit. The target is for the CPU time: on a machine that is in use,
+The jobs start in turn. The time ends when the last rank has printed its clock, in main or after the imports. The CPU
+time covers all processes of the job, from start to exit. The target is for the CPU time: on a machine that is in use,
 Linux gives each session its share of the cores (autogroup), and torchrun makes a session of each rank.
 """
 
@@ -27,7 +27,7 @@ from harness import Results, Row, arguments
 
 from asyncdist.launch import mpirun
 
-RANKS: Final = ()  # it starts the ranks
+RANKS: Final = ()  # the benchmark starts the ranks itself
 TARGET_RATIO: Final = 1.15
 OURS: Final = """
 import time
@@ -98,7 +98,7 @@ def _commands(folder: Path, count: str) -> dict[str, list[str]]:
 
 
 def _start(command: Sequence[str], rank_count: int) -> tuple[float, float]:
-    """Run a job; return the seconds until its last rank begins, and its CPU time in seconds."""
+    """Run a job. Return the seconds until its last rank begins, and its CPU time in seconds."""
     environ = {**os.environ, **dict.fromkeys(mpirun.ROOT_VARIABLES, "1"), "OMP_NUM_THREADS": "1"}
     cpu_began_s, began_at = _cpu_s(), time.time()
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=300)

@@ -1,9 +1,9 @@
 """Measures an idle step: a call of ``policy.step()`` in which no report is due and no average arrives.
 
-Timed on both ranks at once: every single ``await policy.step()`` of a tight loop, by ``time.perf_counter_ns`` before
-and after it. The policy is fully active: its receives are posted, and rank 0 has its coordinator; but no report is due.
-In every step, another task of the rank runs once, which is checked, and its time is included. In the same loop, a bare
-``asyncio.sleep(0)``, in which that task also runs once, is timed for comparison.
+Both ranks time every ``await policy.step()`` of a tight loop at once, with ``time.perf_counter_ns`` before and after
+it. The policy is fully active, with posted receives and a coordinator on rank 0, but no report is due. In every step,
+another task of the rank runs once, which is checked, and its time is included. In the same loop, a bare
+``asyncio.sleep(0)``, in which the task also runs once, is timed for comparison.
 
 Then *cold* steps are measured, as in a training loop: torch trains a small model for 1, 5 or 20 ms before each timed
 step and before each bare yield, in alternation, so that the code of both is not in the caches. No other task is ready
@@ -41,10 +41,10 @@ _COLD_BLOCK_COUNT: Final = 20
 class Settings:
     """Models by name; ``block_count`` blocks of ``step_count`` steps for each of them, in alternation.
 
-    Many short blocks: a core is a third slower at times, for longer than a block, and is to be so for all models.
+    Blocks are short and many, because a core is at times a third slower, which must affect all models equally.
 
     Attributes:
-        cold_counts: Number of cold steps, by the milliseconds of torch before each step.
+        cold_counts: Number of cold steps, keyed by the milliseconds of training before each step.
     """
 
     models: tuple[tuple[str, int], ...]
@@ -88,7 +88,7 @@ class Training:
 
 
 def selective_policy_of(model: nn.Module) -> SpawnPolicy:
-    """A policy whose report is never due."""
+    """Return a policy whose report is never due."""
     return AsyncSelectiveAveragingPolicy(model, optimizer_of(model), average_every=_NEVER)
 
 

@@ -1,8 +1,8 @@
 """Measures how one slow rank affects the others: four ranks train by sleeping, and one sleeps five times as long.
 
-Timed: each rank's steps per second, on its own clock, in alternating blocks of three kinds: without a policy and any
-call of asyncdist, with ``AverageAllPolicy`` (the rival, which waits), and with ``AsyncSelectiveAveragingPolicy``. Model
-and cadence are the same. A block has the same duration on every rank, so the straggler is always present; with
+Each rank counts its steps per second on its own clock, in alternating blocks of three kinds: without any call of
+asyncdist, with ``AverageAllPolicy`` (the rival, which waits), and with ``AsyncSelectiveAveragingPolicy``. Model and
+cadence are the same. A block has the same duration on every rank, so the straggler is always present; with
 ``AverageAllPolicy`` all ranks make as many steps as the slow rank, because each average needs all ranks. The fast
 ranks' rate is the median over fast ranks and blocks, and ``retained`` is this rate divided by the rate without a
 policy. Starting and leaving the policy are not timed.
@@ -44,7 +44,7 @@ QUICK: Final = Settings(step_s=0.002, parameter_count=10_000, block_count=1, blo
 
 
 async def measure(world: ad.World, settings: Settings) -> Results | None:
-    """Alternate the three kinds."""
+    """Alternate blocks of the three kinds."""
     step_s = settings.step_s * (_SLOW_FACTOR if world.rank == _SLOW_RANK else 1)
     rates: dict[str, list[float]] = {"none": [], "average_all": [], "selective": []}
     counts: Counter[str] = Counter()
@@ -60,7 +60,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 
 
 def _alone(step_s: float, settings: Settings) -> float:
-    """Steps per second without a policy."""
+    """Return the steps per second without a policy."""
     step_count = 0
     began_at = time.perf_counter()
     while time.perf_counter() < began_at + settings.block_s:

@@ -27,7 +27,7 @@ RANKS: Final = ()
 
 
 def measure(parts: Sequence[Part], runs_path: Path | None = None) -> Results:
-    """Return, by part and method, the chosen value and the figures of all seeds' runs."""
+    """Return the chosen value and the figures of all seeds' runs, keyed by part and method."""
     known = _known(runs_path)
     tuning = [run for part in parts for runs in part.tuning().values() for run in runs if len(runs) > 1]
     _simulate(tuning, known, runs_path, "tuning")
@@ -64,7 +64,7 @@ def _runs(part: Part, chosen: dict[str, dict[str, float]]) -> list[Run]:
 
 
 def _best(runs: list[Run], known: dict[str, Results]) -> float:
-    """Return the value with the least held-out loss; a value alone is not tried."""
+    """Return the value with the least held-out loss. A single value is not tried."""
     return runs[0].value if len(runs) == 1 else min(runs, key=lambda run: float(known[str(run)]["held_out"])).value
 
 
@@ -85,7 +85,7 @@ def _known(runs_path: Path | None) -> dict[str, Results]:
 
 
 def rows(results: Results) -> list[Row]:
-    """The table: medians over the seeds, with the best and the worst seed."""
+    """Return the table's rows: medians over the seeds, with the best and the worst seed."""
     return tables.rows(results)
 
 

@@ -1,7 +1,7 @@
 """Measures the wire codecs: the rate at which one core encodes and decodes 64 MiB of float32.
 
-Compared, in alternation, with ``Tensor.copy_`` of the same 64 MiB. All rates count bytes of float32 per second of CPU
-time, since other processes share the cores.
+Each codec alternates with ``Tensor.copy_`` of the same 64 MiB. Rates are bytes of float32 per second of CPU time,
+because other processes share the cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncdist.tensors.codecs import ErrorFeedback, find_codec
 
 #: No ranks to launch: one process measures.
 RANKS: Final = ()
-#: Least rate of int8, as a share of the copy's.
+#: Minimum rate of int8, as a share of the copy's rate.
 TARGET: Final = 0.25
 _NAMES: Final = ("float32", "bfloat16", "float16", "int8", "q4", "topk")
 

@@ -42,7 +42,7 @@ def count_lives(
     Args:
         mtbf_steps: Mean number of steps of an ordinary rank between two failures; infinite without failures.
         horizon_s: Virtual seconds of training.
-        factors: How many times as long a step takes, by rank; 1 by default.
+        factors: Factors on the time of a step, keyed by rank; 1 by default.
         learns: Whether the ranks train a model whose loss is measured at the end.
     """
     tally, factors = Tally(), factors or {}
@@ -103,13 +103,13 @@ def count_attempts(rank_count: int, mtbf_steps: int, failure_count: int) -> Tall
                 faults=[Kill(rng.randrange(rank_count), START_S + rng.expovariate(1 / mtbf_s))],
             )
             report.check_faults()
-            kept = max(work.kept for work in works)  # a checkpoint is whole as soon as the first rank knows that it is
+            kept = max(work.kept for work in works)  # a checkpoint is complete once any rank knows it
             died += sum(work.made - kept for work in works)
             passed_s += report.virtual_time_s - START_S + RELAUNCH_S + RELOAD_S
     return Tally(
         useful=float(rank_count * kept),
         possible=rank_count * passed_s / STEP_S,
         died=float(died),
-        empty=failure_count * rank_count * (RELAUNCH_S + RELOAD_S) / STEP_S,  # until a loss is known, others step on
+        empty=failure_count * rank_count * (RELAUNCH_S + RELOAD_S) / STEP_S,  # until the detection, other ranks train
         failures=failure_count,
     )

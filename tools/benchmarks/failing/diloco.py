@@ -26,7 +26,7 @@ from failing.training import until_start
 from failing.work import AVERAGE_EVERY, Job
 from protocols import AsyncDiLoCoPolicy, AverageApplied, Contributed, DiLoCoPolicy, PolicyEvent
 
-#: A quarter of DiLoCo's usual learning rate: with the whole one, the models of ranks of two speeds diverge.
+#: Outer optimizer at a quarter of DiLoCo's usual rate. At the usual rate, models diverge if ranks have two speeds.
 QUORUM_OUTER: Final = functools.partial(optim.SGD, lr=0.175, momentum=0.9, nesterov=True)
 #: Seconds in which a new process must be admitted. If many ranks fail, rounds that wait for all ranks take minutes.
 START_TIMEOUT_S: Final = 600.0
@@ -57,7 +57,7 @@ def _async(
     return AsyncDiLoCoPolicy(model, optimizer, average_every=AVERAGE_EVERY, grace_steps=grace_steps, **options)
 
 
-#: Functions that make a policy of a model, an optimizer and the number of ranks.
+#: Functions that make a policy from a model, an optimizer and the number of ranks.
 MAKERS: Final[dict[str, Make]] = {
     "DiLoCo": _diloco,
     "DiLoCo, quorum": _quorum,
@@ -67,7 +67,7 @@ MAKERS: Final[dict[str, Make]] = {
 
 
 async def train(world: ad.World, job: Job, kind: str) -> None:
-    """Be one process of a rank until the virtual time is over, or until the process is killed.
+    """Run one process of a rank until the virtual time is over or the process is killed.
 
     Args:
         kind: Name of the policy.
@@ -100,4 +100,4 @@ async def train(world: ad.World, job: Job, kind: str) -> None:
             await asyncio.sleep(max(0.0, job.ends_at_s - world.time()))
     except (ad.ClosedError, ad.RankLostError, ad.StartTimeoutError):
         if world.time() < job.ends_at_s - AVERAGE_EVERY:
-            raise  # later than that, other ranks have left before the last round
+            raise  # near the end, other ranks may leave before the last round

@@ -34,7 +34,7 @@ class Student(Protocol):
 
 
 class Idle:
-    """Does not learn. Any rank may be the best or the worst one."""
+    """A model that does not learn. Any rank may be the best or the worst."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -81,6 +81,6 @@ class Classifier:
 
     @torch.no_grad()
     def loss(self) -> float:
-        """Return the loss on other examples than those of the score."""
+        """Return the loss on examples that do not determine the score."""
         examples, classes = self._others
         return functional.cross_entropy(self.model(examples), classes).item()

@@ -24,7 +24,7 @@ async def until_start(world: ad.World) -> None:
 
 
 async def train_selectively(world: ad.World, job: Job) -> None:
-    """Be one process of a rank, with selective averaging."""
+    """Run one process of a rank, with selective averaging."""
     work, student = job.begin(world)
     first = 0
 
@@ -53,11 +53,11 @@ async def train_selectively(world: ad.World, job: Job) -> None:
             await asyncio.sleep(max(0.0, job.ends_at_s - world.time()))
     except (ad.ClosedError, ad.RankLostError, ad.StartTimeoutError):
         if world.time() < job.ends_at_s:
-            raise  # after that the others have left before this one was admitted
+            raise  # after the end, other ranks leave before this rank is admitted
 
 
 async def train_alone(world: ad.World, job: Job) -> None:
-    """Be one process of a rank that trains alone, with its own checkpoints."""
+    """Run one process of a rank that trains alone, with its own checkpoints."""
     work, student = job.begin(world)
     model, optimizer, place = student.model, student.optimizer, job.place / str(world.rank)
     alone = await ad.new_group([world.rank])
@@ -76,7 +76,7 @@ async def train_alone(world: ad.World, job: Job) -> None:
 
 
 async def train_together(world: ad.World, works: list[Work], place: Path, save_every: int) -> None:
-    """Be one rank of a job that ends with any of its ranks."""
+    """Run one rank of a job that ends when any rank dies."""
     work = works[world.rank]
     model = nn.Linear(4, 4)
     optimizer = optimizer_of(model)

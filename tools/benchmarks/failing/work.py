@@ -1,4 +1,4 @@
-"""What the processes of ranks that fail count, and when they fail."""
+"""Counts the steps of ranks that fail, and draws the times of their failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RELAUNCH_S: Final = 20.0
 #: Seconds from the new process's start until it trains: model and optimizer from a donor or from a file.
 RELOAD_S: Final = 8.0
 RECOVERY_S: Final = DETECTION_S + RELAUNCH_S + RELOAD_S
-#: The simulator charges as much for ``world.compute`` as for a step.
+#: Seconds that a save takes. The simulator charges as much for ``world.compute`` as for a step.
 SAVE_S: Final = STEP_S
 AVERAGE_EVERY: Final = 10
 #: Training begins at this virtual time, after the collective start and a load.
@@ -50,7 +50,7 @@ class Tally:
     losses: list[float] = field(default_factory=list)
 
     def results(self) -> Results:
-        """Return the goodput and the shares of lost time by cause; the rest is time for waiting and saving."""
+        """Return the goodput and the shares of lost time by cause. The rest is time for waiting and saving."""
         shares = {name: getattr(self, name) / self.possible for name in ("useful", "died", "empty")}
         return {
             "goodput": shares.pop("useful"),
@@ -70,7 +70,7 @@ class Work:
         made: Number of steps.
         kept: Number of steps whose effect would survive if the process died now.
         given: Round of the process's newest snapshot, and the step at which it was taken.
-        offered: Order of the model at the end, of which the largest is taken, and the loss of the model.
+        offered: Rating of the final model, of which the largest is taken, and the model's loss.
     """
 
     made: int = 0
@@ -80,7 +80,6 @@ class Work:
 
 
 def _best_interval(mtbf_s: float) -> int:
-    """Steps between two saves (Young, "A first order approximation to the optimum checkpoint interval", 1974)."""
     return max(1, round(math.sqrt(2 * SAVE_S * mtbf_s) / STEP_S))
 
 
@@ -103,7 +102,7 @@ class Job:
     learns_by: int | None = None
 
     def begin(self, world: ad.World) -> tuple[Work, Student]:
-        """Begin a process of this rank: return its counts and its model."""
+        """Begin a process of this rank, and return its counts and its model."""
         own = self.lives[world.rank]
         own.append(Work())
         source = 1000 * world.rank + len(own)
@@ -111,12 +110,12 @@ class Job:
 
 
 def best_interval(mtbf_s: float) -> int:
-    """Steps between two saves (Young, "A first order approximation to the optimum checkpoint interval", 1974)."""
+    """Return the steps between saves (Young, A first order approximation to the optimum checkpoint interval, 1974)."""
     return max(1, round(math.sqrt(2 * SAVE_S * mtbf_s) / STEP_S))
 
 
 def failures(rng: random.Random, rank: int, mtbf_s: float, horizon_s: float) -> tuple[list[Fault], float]:
-    """Draw a rank's deaths and new processes; return them, and for how long its place is empty."""
+    """Draw a rank's deaths and restarts. Return them, and the seconds for which the rank is dead."""
     faults: list[Fault] = []
     empty_s = 0.0
     if math.isinf(mtbf_s):
@@ -128,7 +127,7 @@ def failures(rng: random.Random, rank: int, mtbf_s: float, horizon_s: float) -> 
         if begins_at_s < horizon_s - AVERAGE_EVERY * STEP_S:
             faults.append(Restart(rank, START_S + begins_at_s))
         else:
-            begins_at_s = horizon_s  # so late a newcomer would find that the others are about to leave
+            begins_at_s = horizon_s  # a process that starts so late would find other ranks leaving
         empty_s += begins_at_s - dies_at_s
         dies_at_s = begins_at_s + rng.expovariate(1 / mtbf_s)
     return faults, empty_s

@@ -35,7 +35,7 @@ class Part:
 
     @property
     def total(self) -> int:
-        """Number of calls in all blocks, with the first block, which warms up and is not counted."""
+        """Number of calls in all blocks, including the first block, which warms up and is not timed."""
         return (1 + self.block_count) * self.call_count
 
     def tensor(self, value: float = 1.0) -> torch.Tensor:

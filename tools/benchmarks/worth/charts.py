@@ -25,7 +25,7 @@ YELLOW: Final = "#B8860B"
 PURPLE: Final = "#AA3377"
 INDIGO: Final = "#332288"
 #: Colour, marker and style of each line of the chart of times. Dashed lines are methods that wait for the slow rank.
-#: Dotted lines do not have this rank.
+#: Dotted lines are methods without this rank.
 LINES: Final = {
     "one rank alone": (BLACK, "o", ":"),
     "LocalSGD, three ranks": (GREY, "s", ":"),
@@ -43,7 +43,7 @@ LABELS: Final = {"LocalSGD, three ranks": "LocalSGD without the slow rank"}
 
 def draw(results: Results, path: Path) -> None:
     """Write the chart of times to the path, and the others into the same folder, in the path's format."""
-    import matplotlib  # an extra, and only for this
+    import matplotlib  # an optional package, needed only here
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -55,7 +55,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def colour_of(method: str) -> str:
-    """Return the colour of a method: whether its ranks wait, do not wait, or train alone."""
+    """Return a method's colour, which shows whether its ranks wait, do not wait, or train alone."""
     if METHODS[method].ranks < RANK_COUNT or method == "none":
         return BLACK
     if METHODS[method].waits:

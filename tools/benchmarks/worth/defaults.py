@@ -3,7 +3,7 @@
     python tools/benchmarks/worth/defaults.py
 
 prints the losses of each rule in settings of the benchmarks ``value`` and ``staleness``, as medians of three seeds, and
-each rule's regret: its loss divided by that of the best rule of the setting. ``--sizes`` varies the number of ranks and
+each rule's regret: its loss divided by the loss of the setting's best rule. ``--sizes`` varies the number of ranks and
 of steps between contributions instead, with two seeds.
 """
 

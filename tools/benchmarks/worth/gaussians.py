@@ -1,8 +1,7 @@
-"""A classifier of the Gaussians of asynchronous DiLoCo's notebook (Liu et al., 2401.09135).
+"""Classifies a mixture of Gaussians, as in asynchronous DiLoCo's notebook (Liu et al., 2401.09135).
 
 The centres are as in the notebook. Here there are 128 dimensions instead of 512, a deviation of 0.25 instead of 0.5,
-and 256 hidden units instead of 65,000. Each rank draws its own examples without end, so that it cannot learn them by
-heart.
+and 256 hidden units instead of 65,000. Each rank draws new examples all the time, so that it cannot memorise them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Gaussians:
         self._test = self.draw(1024, torch.Generator().manual_seed(200_000 + seed))
 
     def draw(self, count: int, generator: torch.Generator, shares: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return examples and their classes; ``shares`` are the classes' shares, equal by default."""
+        """Return examples and their classes. ``shares`` are the classes' shares, equal by default."""
         if shares is None:
             clusters = torch.randint(self.CLUSTERS, (count,), generator=generator)
         else:
@@ -47,7 +46,7 @@ class Gaussians:
         return self._centres[clusters] + self.DEVIATION * noise, clusters // self.PER_CLASS
 
     def shares(self, rank: int, rank_count: int, shards: str) -> Tensor | None:
-        """Return the shares of the classes in a rank's data: the ranks' parts of each class, drawn by the seed."""
+        """Return the shares of the classes in a rank's data: the ranks' parts of each class, drawn with the seed."""
         if shards == "iid":
             return None
         if shards == "one class":

@@ -79,7 +79,7 @@ class GridJudge:
         return self._held_out.loss(self._model)
 
     def test(self, weights: Tensor) -> float:
-        """Return the exact L1 distance; 2 for a model that has no finite one."""
+        """Return the exact L1 distance, or 2 if it is not finite."""
         from evaluate import l1_distance
 
         vector_to_parameters(weights, self._model.parameters())

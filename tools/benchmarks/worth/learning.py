@@ -60,7 +60,7 @@ def weights_of(model: nn.Module) -> Tensor:
 
 
 def finite(loss: float) -> float:
-    """Return the loss, or the worst one if it is not finite."""
+    """Return the loss, or :data:`WORST_LOSS` if it is not finite."""
     return loss if math.isfinite(loss) else WORST_LOSS
 
 

@@ -38,9 +38,9 @@ NESTEROV: Final = functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True
 #: Factors of the learning rate for methods without an option to tune.
 RATES: Final = (0.5, 1.0, 2.0)
 GAMMAS: Final = (0.35, 0.7, 1.4)
-#: The outer learning rates of methods whose single contributions move the anchor are smaller.
+#: Outer learning rates for methods in which each single contribution moves the anchor.
 ASYNC_GAMMAS: Final = (0.175, 0.35, 0.7)
-#: A third of the usual number of steps between contributions.
+#: Steps of grace: a third of the usual number of steps between contributions.
 GRACE_STEPS: Final = 5.0
 
 
@@ -56,7 +56,7 @@ class Method:
         averages_gradients: Whether the gradients of all ranks are averaged in each step.
         ranks: Number of ranks; with fewer than all, the odd rank is left out.
         survives: Whether the training continues if a rank is lost; otherwise it stands still until the rank is back.
-        waits: Whether a rank may wait for a slow one.
+        waits: Whether a rank may wait for a slow rank.
         rejoins: Whether a restarted rank joins the running policy; otherwise it stays away.
     """
 
@@ -72,7 +72,7 @@ class Method:
 
 
 def _alone(learner: Learner, every: int, value: float) -> Policy:
-    """Make no policy; multiply the learning rate by the value."""
+    """Multiply the learning rate by the value, and make no policy."""
     for group in learner.optimizer.param_groups:
         group["lr"] *= value
     return nullcontext()

@@ -71,7 +71,7 @@ SHARDED: Final = (
     "selective, mean",
     "selective, local loss",
 )
-#: Methods of the tasks whose steps are costly. Their options have the middle values.
+#: Methods for tasks with costly steps. Their options have the middle values.
 COSTLY: Final = ("none", "LocalSGD", "async DiLoCo", "selective, mean")
 
 
@@ -105,7 +105,7 @@ class Part:
         if self.patience is not None and METHODS[method].waits:
             longer *= self.patience
         elif self.patience is not None:
-            marks, longer = 3 * marks // 2, 1.5 * longer  # some need a little more than the usual time
+            marks, longer = 3 * marks // 2, 1.5 * longer  # some methods need a little more than the usual time
             setting = "equal" if METHODS[method].ranks <= ODD_RANK else setting
         return [Run(self.task, setting, method, value, seed, marks, longer) for seed in range(self.seeds)]
 
@@ -152,7 +152,7 @@ def _part(name: str, setting: str, *methods: str) -> Part:
     return Part(name, "gaussians", setting, "equal", methods, seeds=2, marks=4)
 
 
-#: A few methods, whose orders hold on each seed.
+#: A few methods, whose order is the same on each seed.
 QUICK: Final = tuple(
     replace(part, tuning_count=1, length=0.5)
     for part in (

@@ -2,8 +2,8 @@
 
     asyncdist run -n 4 tools/benchmarks/worth/real.py
 
-The ranks make equally many steps, and DiLoCo's rounds wait for all ranks. So the weights do not depend on the timing,
-and the two must be equal bit for bit. The exit code is 1 if they are not.
+The ranks make the same number of steps, and DiLoCo's rounds wait for all ranks. The weights therefore do not depend on
+timing, and must be equal bit for bit. The exit code is 1 if they are not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VALUE: Final = 0.7
 
 
 async def train(world: ad.World, task: str, seed: int, step_count: int) -> tuple[float, str]:
-    """Train for some steps; return the quality of the common weights, and their digest."""
+    """Train for some steps, and return the quality and the digest of the common weights."""
     torch.set_num_threads(1)
     learner = TASKS[task].make(seed, world.rank, "iid", 1.0)
     async with METHODS[METHOD].make(learner, TASKS[task].average_every, VALUE) as policy:
@@ -47,7 +47,7 @@ def simulated(task: str, seed: int, step_count: int) -> list[tuple[float, str]]:
 
 
 async def main(world: ad.World) -> tuple[int, float, str]:
-    """Train on this rank; return its rank, its quality and its digest."""
+    """Train on this rank, and return its rank, its quality and its digest."""
     return world.rank, *await train(world, "gaussians", 0, STEP_COUNT)
 
 

@@ -27,11 +27,11 @@ from worth.tasks import TASKS
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Names one simulated training.
+    """Identifies one simulated training run.
 
     Attributes:
         value: Value of the method's tuned option.
-        marks: Number of moments at which the model is rated, with equal distances; the last is the end.
+        marks: Number of moments at which the model is rated, with equal distances; the last moment is the end.
         longer: Factor of the task's virtual seconds of training.
     """
 
@@ -54,10 +54,10 @@ class Run:
 
 @dataclass(slots=True)
 class Kept:
-    """What one rank's processes have kept.
+    """Weights and counts that one rank's processes have kept.
 
     Attributes:
-        weights: Weights by mark.
+        weights: Weights, keyed by mark.
         steps: Number of steps.
         waited_s: Seconds that were not spent on computing.
     """
@@ -79,11 +79,11 @@ async def _train(world: ad.World, run: Run, kept: list[Kept]) -> None:
             if world.incarnation:
                 await world.safe_point()
             else:
-                await asyncio.sleep(START_S - world.time())  # until all have started
+                await asyncio.sleep(START_S - world.time())  # until all ranks have started
             await _steps(world, run, learner, policy, marks_s, own)
     except (ad.ClosedError, ad.RankLostError, ad.StartTimeoutError, ad.LateError):
         if world.time() < marks_s[-1]:
-            raise  # otherwise other ranks have ended before this one, or before it was admitted
+            raise  # at the end, other ranks may leave before this rank is admitted or ends
 
 
 async def _steps(world: ad.World, run: Run, learner: Learner, policy: Any, marks_s: list[float], own: Kept) -> None:
@@ -128,7 +128,7 @@ async def _deployable(run: Run, learner: Learner, policy: Any, latest: Tensor, *
 
 
 def simulate(run: Run) -> Results:
-    """Simulate a run; return the model's quality at each mark, its held-out loss at the end, and its costs."""
+    """Simulate a run, and return the model's quality at each mark, its held-out loss at the end, and its costs."""
     setting = SETTINGS[run.setting]
     rank_count = METHODS[run.method].ranks
     kept = [Kept({}) for _ in range(rank_count)]

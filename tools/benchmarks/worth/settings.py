@@ -33,8 +33,8 @@ class Setting:
 
     Attributes:
         title: The heading of its charts and tables.
-        speeds: How many times as long a step takes, by rank.
-        rates: Factor of the learning rate, by rank.
+        speeds: Factor on the duration of a step, keyed by rank.
+        rates: Factor on the learning rate, keyed by rank.
         shards: Name of the ranks' shares of the data.
         has_slow_links: Whether each rank's interface carries 50 Mbit/s of a model of 30 million parameters.
         loses_odd_rank: Whether the odd rank's process is killed after a third of the time, and restarted after two.
@@ -55,7 +55,7 @@ class Setting:
         return self.loses_odd_rank or self.mtbf_share is not None
 
     def compute(self, rank_count: int) -> Compute:
-        """Return the time of a step of the first ranks."""
+        """Return the computing time of the first ``rank_count`` ranks."""
         factors = {rank: factor for rank, factor in self.speeds.items() if rank < rank_count}
         return Compute(step_s=LogNormal(STEP_S, STEP_SPREAD), factors=factors, overrun_probability=0.0)
 

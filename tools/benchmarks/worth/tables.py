@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this is the program
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this file is run as a script
 
 from harness import Results, Row
 
 RESULTS: Final = Path(__file__).with_name("results.json")
 PAGE: Final = Path(__file__).resolve().parents[3] / "docs" / "value.md"
-#: Headings of the settings' columns, by the names of the results' parts.
+#: Column headings of the settings, keyed by name of the results' part.
 HEADINGS: Final = {
     "equal": "equal",
     "slow 10": "slow",
@@ -58,7 +58,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def times(results: Results) -> dict[str, dict[float, float | None]]:
-    """Return, by method and slowdown, the median time to the target quality; None if most seeds do not reach it."""
+    """Return the median time to the target quality, by method and slowdown; None if most seeds miss it."""
     found: dict[str, dict[float, float | None]] = {}
     for part, by_method in results.items():
         if part.startswith("times, "):
@@ -69,7 +69,7 @@ def times(results: Results) -> dict[str, dict[float, float | None]]:
 
 
 def best_shares(results: Results) -> dict[str, tuple[float, float, int]]:
-    """Return, by method, how often a run under failures is nearly the best.
+    """Return how often each method's runs under failures are nearly the best.
 
     The first number is the share of the seeds that end within 5 % of the seed's best method. The others are the median
     quality and the number of seeds.
@@ -152,7 +152,7 @@ def _times(results: Results) -> str:
 
 
 def _chosen(results: Results) -> str:
-    """Return each method's tuned option; a star marks a value at the edge of the tried ones."""
+    """Return each method's tuned option. A star marks a value at the edge of the tried values."""
     from worth.methods import METHODS
 
     equal, links = results["gaussians, equal"], results["gaussians, links"]

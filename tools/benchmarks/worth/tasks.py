@@ -16,13 +16,14 @@ class Task:
     """Describes a task.
 
     Attributes:
-        title: The heading of its charts.
-        quality: The name of its quality, of which less is better.
-        target: The quality whose time is measured.
+        title: Heading of the task's charts.
+        quality: Name of the measured quality; less is better.
+        target: Quality that a training must reach; the time to it is measured.
         train_s: Virtual seconds of training.
         average_every: Number of steps between two averages, by default.
-        make: Makes a learner from the run's seed, the rank, the shards' name and a factor of the learning rate.
-        judge: Makes the judge of a run's seed.
+        make: Function that makes a learner from the run's seed, the rank, the shards' name and a factor of the learning
+            rate.
+        judge: Function that makes the judge from the run's seed.
     """
 
     title: str
