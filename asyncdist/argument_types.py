@@ -54,7 +54,7 @@ def split_words(
 
     The command's options may appear before or after the script's name. The script's words begin at the first word that
     is neither an option of the command nor the script's name. After ``--``, the next word is the script's name unless a
-    name came before.
+    name preceded it.
 
     Args:
         arguments: Words of the command line.

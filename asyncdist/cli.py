@@ -1,7 +1,7 @@
 """The ``asyncdist`` command: parses arguments and calls the subcommands.
 
-Invalid input prints one line on standard error and exits with code 2. Functions import what only their command needs,
-so that ``asyncdist --help`` imports little more than argparse.
+Invalid input prints one line on standard error and exits with code 2. Functions import the modules of their command, so
+that ``asyncdist --help`` imports little more than argparse.
 """
 
 from __future__ import annotations

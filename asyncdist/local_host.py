@@ -26,7 +26,7 @@ _PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RFC_6335_FIRST: Final = 49152
 #: Minimum number of ports below the ephemeral range. If there are fewer, most may be reserved for services.
 _PORT_COUNT_MIN: Final = 16384
-#: Listen backlog, equal to that of torch's store. The kernel may lower it.
+#: Listen backlog, equal to the backlog of torch's store. The kernel may lower it.
 _BACKLOG: Final = 4096
 #: Number of random ports to try before giving up.
 _DRAW_COUNT: Final = 64
@@ -122,7 +122,7 @@ def find_free_port() -> int:
 
 
 def _lowest_ephemeral_port() -> int:
-    """Return the kernel's lowest ephemeral port, or that of RFC 6335 if the kernel's is unknown."""
+    """Return the kernel's lowest ephemeral port, or RFC 6335's if the kernel's is unknown."""
     try:
         return int(_PORT_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):

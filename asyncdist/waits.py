@@ -1,8 +1,8 @@
 """Identifies everything for which a rank's task can wait, and defines the descriptions of waits.
 
-Recordings and replays find timers, deadlines and measured numbers by their :class:`WaitId`. The template of its
-:class:`WaitKind` describes it. Templates may change, but a kind's value and the fields used with it must not, because
-replays depend on them.
+Recordings and replays find timers, deadlines and measured numbers by their :class:`WaitId`. The template of the id's
+:class:`WaitKind` describes the wait. Templates may change, but a kind's value and the fields used with it must not,
+because replays depend on them.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def entered(awaited: AbstractAsyncContextManager[T], caller: Caller) -> Iterator
 
 
 class LoopCaller(Caller):
-    """Hosts the only rank of a process. The event loop runs, in the world of ``open_world``, while a call blocks."""
+    """Hosts the only rank of a process. While a call blocks, the event loop runs in the world of ``open_world``."""
 
     def __init__(self, open_world: Callable[[Interrupts], AbstractAsyncContextManager[World]]) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ async def average_state(
     """Average a part of the model's state, and possibly of the optimizer's, over the group, in place.
 
     If ``state`` is None, the whole model is averaged. Otherwise, ``state`` is kept for later calls, until the world's
-    cache evicts the model. Means and errors are those of :func:`average_models`.
+    cache evicts the model. It computes the means, and raises the errors, of :func:`average_models`.
     """
     world, group = place(world, training_group)
     outcome = await attempt(lambda: _Models(model, world, state), lambda models: models.summary)
@@ -298,7 +298,7 @@ class _Gradients:
         self._scratch.give_back(self._model, "gradients", kept)
 
     def _flat(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a flat tensor for the elements of these tensors, reusing the previous one if it fits."""
+        """Return a flat tensor for the tensors' elements, reusing the previous flat tensor if it fits."""
         kept = self._flats.get(dtype)
         count = sum(tensor.numel() for tensor in tensors)
         if kept is not None and kept.numel() == count:
@@ -309,7 +309,7 @@ class _Gradients:
 
 
 def _views(kept: list[Tensor] | None, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return consecutive views of ``flat`` with the tensors' shapes, reusing the previous ones if they fit."""
+    """Return consecutive views of ``flat`` with the tensors' shapes, reusing the previous views if they fit."""
     if kept and kept[0].data_ptr() == flat.data_ptr() and [k.shape for k in kept] == [t.shape for t in tensors]:
         return kept
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])

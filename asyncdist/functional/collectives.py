@@ -28,7 +28,7 @@ _COMPARED_SIZE_MAX: Final = 64
 
 
 def place(world: World | None, group: Group | None) -> tuple[World, Group]:
-    """Return a collective call's world and group, with defaults filled in. Raise if this rank must not call it."""
+    """Return the world and group of a collective call, with defaults. Raise if this rank must not make the call."""
     world = world or current_world()
     world.check()
     if group is None:

@@ -157,7 +157,7 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
 def report_time_info(all_timing_dict: Sequence[Timing], world_size: int | None = None) -> TimeInfo:
     """Print and return each step's mean and total time on each rank, and the largest and mean total of all ranks.
 
-    The arguments are those of :func:`report_load_imbalance`.
+    It takes the arguments of :func:`report_load_imbalance`.
     """
     timings = _checked(all_timing_dict, world_size)
     times = tuple(

@@ -188,8 +188,8 @@ async def gather_scalar_from_all_ranks(
 ) -> list[Any] | None:
     """Compute one number on every rank. Return all numbers on ``root``, and None on other ranks.
 
-    A number is a bool, int, float or complex, a NumPy scalar, or a tensor with one element, and keeps its type.
-    Arguments and further errors are those of :func:`gather_from_all_ranks`.
+    A number is a bool, int, float or complex, a NumPy scalar, or a tensor with one element, and keeps its type. It has
+    the arguments and further errors of :func:`gather_from_all_ranks`.
 
     Raises:
         TypeError: ``fn`` did not return a number on this rank. The other members get RemoteError.

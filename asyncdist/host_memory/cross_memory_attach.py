@@ -184,7 +184,7 @@ class DirectWrite:
 
     @property
     def rest(self) -> memoryview:
-        """Bytes that have not been written yet."""
+        """Bytes of the view that have not been written yet."""
         return self._view[self.written_nbytes :]
 
     def write_piece(self, nbytes_max: int) -> int:

@@ -172,7 +172,7 @@ def warn_of_unlabelled_lines(world: World, cure: str) -> None:
 
 
 def warn_of_iterable(loader: Any, world: World) -> None:
-    """Warn once, on rank 0, that all ranks may read the same rows if the loader's dataset is iterable."""
+    """If the loader's dataset is iterable, warn once, on rank 0, that all ranks may read the same rows."""
     data = getattr(loader, "dataset", None)
     is_divided = getattr(data, "_distributed", None) is not None  # set by split_dataset_by_node of datasets
     is_undivided = isinstance(data, IterableDataset) and not is_divided

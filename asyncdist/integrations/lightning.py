@@ -488,7 +488,7 @@ def _settle_before_saving(strategy: Any) -> None:
 
 
 def _hide_ranks_of_mpi() -> None:
-    """Keep Lightning from detecting MPI's ranks. It must see no ranks or only those of its replica."""
+    """Keep Lightning from detecting MPI's ranks. It must see no ranks, or only its replica's ranks."""
     for name in _LIBRARIES.values():
         if environments := sys.modules.get(f"{name}.plugins.environments.mpi"):
             environments.MPIEnvironment.detect = staticmethod(lambda: False)

@@ -41,7 +41,7 @@ class MultiprocessConfig:
 
     Raises:
         TypeError: A number is not an int.
-        ValueError: A value is not allowed, or two values contradict each other. The message says what is allowed.
+        ValueError: A value is not allowed, or two values contradict each other. The message names the allowed values.
     """
 
     rank: int | None = None

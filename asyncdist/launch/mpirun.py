@@ -32,7 +32,7 @@ TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
 ROOT_VARIABLES: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 #: Settings for jobs on one host. They disable libfabric, whose search for devices takes a second.
 _ON_ONE_HOST: Final[Mapping[str, Mapping[str, str]]] = {"openmpi": {"OMPI_MCA_btl": "^ofi"}, "mpich": {}}
-#: Settings that stop Open MPI from using a Slurm allocation's hosts and slots instead of the given ones.
+#: Settings that make Open MPI ignore the hosts and slots of a Slurm allocation.
 _BESIDE_SLURM: Final[Mapping[str, str]] = dict.fromkeys(
     ("PRTE_MCA_ras", "PRTE_MCA_plm", "OMPI_MCA_ras", "OMPI_MCA_plm"), "^slurm"
 )
@@ -85,14 +85,14 @@ def run(
 
     Args:
         ssh: Words of the command that reaches a host.
-        mpi: Flavour to use; None for that of mpi4py's library.
+        mpi: Flavour to use; None for the flavour of mpi4py's library.
         threads: OMP_NUM_THREADS of each rank; None for the user's value, or else each rank's share of the cores.
         survives: Whether the job continues when ranks die.
 
     Returns:
-        128 plus the number of the ending signal that this process received, if any. Otherwise the exit code of the
-        rank that ended the job, or 128 plus the number of the signal that killed it. If no such rank is known, mpirun's
-        exit code. It is 0 only if a rank has ended with 0.
+        128 plus the number of the ending signal that this process received, if any. Otherwise the exit code of the rank
+        that ended the job, or 128 plus the number of the signal that killed it. If no such rank is known, mpirun's exit
+        code. It is 0 only if a rank has ended with 0.
 
     Raises:
         LaunchError: The script does not exist, no MPI or more than one is usable, or this MPI cannot run the job.
@@ -276,7 +276,7 @@ def ssh_settings(flavour: environment.Flavour, ssh: Sequence[str]) -> dict[str, 
     if flavour == "mpich":
         settings = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(shutil.which(ssh[0]))}
         return settings | ({"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(ssh[1:])} if ssh[1:] else {})
-    # Open MPI 5 reads the variables of PRTE, and earlier versions those of OMPI.
+    # Open MPI 5 reads PRTE's variables, and earlier versions read OMPI's.
     return {
         "PRTE_MCA_plm_ssh_agent": " ".join(ssh),
         "PRTE_MCA_plm_ssh_no_tree_spawn": "1",

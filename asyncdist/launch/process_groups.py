@@ -132,7 +132,7 @@ def init_dist(
         master_port: Free TCP port on rank 0's host.
         init_method: Rendezvous: ``"env://"``, ``"tcp://address:port"`` or ``"file://path"``.
         backend: Backend of the group; None for :func:`get_distributed_backend`.
-        timeout_s: Timeout in seconds for the ranks to meet at an address and port; None for torch's default of 1800 s.
+        timeout_s: Timeout of the rendezvous at an address and port, in seconds; None for torch's default of 1800 s.
             Collectives always use torch's default.
 
     Raises:
@@ -188,7 +188,7 @@ def _join_store(
             f"rank {rank} did not reach the other {world_size - 1} ranks at {where} within {limit_s:g} s: {first}"
         ) from error
     store.set_timeout(usual)
-    return PrefixStore("default_pg", store)  # separates torch's keys from those of the store's other users
+    return PrefixStore("default_pg", store)  # separates torch's keys from the keys of the store's other users
 
 
 def end_dist() -> None:

@@ -196,7 +196,7 @@ def _check_reachable(func: Callable[..., Any]) -> None:
 
 
 def _is_guarded(func: Callable[..., Any], file: str) -> bool:
-    """Return whether a function is defined inside an ``if`` statement of the script that tests ``__name__``."""
+    """Return whether the script defines a function inside an ``if`` statement that tests ``__name__``."""
     while isinstance(func, functools.partial):
         func = func.func
     code = getattr(func, "__code__", None)

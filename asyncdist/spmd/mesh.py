@@ -77,7 +77,7 @@ class Axis:
         return await self.world.services.engine.shielded(self.begin(work, *args, **kwargs), self.group.tag)
 
     def begin(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[T]:
-        """Start an operation that runs after all earlier ones along the axis, and return its task."""
+        """Start an operation that runs after all earlier operations along the axis, and return its task."""
         name = f"operation along axis {self.name!r}"
         self._turn.begun_count += 1
         return self.world.services.spawn_service(self._in_turn(work, *args, **kwargs), name=name)

@@ -82,7 +82,7 @@ def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
     """Notify the other ranks along some axes if the block raises, so that their next operation fails without waiting.
 
     Args:
-        axes: Axes along which this rank has yet to start an operation. The iterable is read again when the block
+        axes: Axes along which this rank has not started its operation yet. The iterable is read again when the block
             raises. Axes along which an operation of the block has already reported the exception are skipped.
     """
     begun = {axis.subject: axis.begun_count for axis in axes}

@@ -249,8 +249,8 @@ def meet(
         all_gather: Function that returns the bytes that each rank has passed to it, in rank order.
 
     Returns:
-        This rank's doorbell or None, the bell of each rank or None, and the reason or None. The bell is None for ranks
-        that cannot be rung. The reason says why this rank has no doorbell.
+        This rank's doorbell or None, a list with each rank's bell, and the reason why this rank has no doorbell, or
+        None. The bell is None for ranks that cannot be rung.
     """
     nothing: list[Any] = [None] * size
     try:

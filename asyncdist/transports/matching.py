@@ -270,7 +270,7 @@ class Matcher:
         return False
 
     def lose(self, rank: int, error: RankLostError) -> list[Message]:
-        """Fail receives that wait only for ``rank``. Return its messages that have not arrived completely."""
+        """Fail receives that wait only for ``rank``. Return the rank's messages that have not arrived completely."""
         self._gone[rank] = error
         for posted in self._posted.values():
             for receive in [receive for receive in posted if receive.wanted == rank]:

@@ -67,7 +67,7 @@ class MpiFolders:
 
     @staticmethod
     def make(token: str) -> MpiFolders:
-        """Make this host's folders for a job, and remove those of this user's killed jobs.
+        """Make this host's folders for a job, and remove the folders of this user's killed jobs.
 
         The names are different parts of the job's token, so that a user who sees one folder does not know the other's
         name.

@@ -1,4 +1,4 @@
-"""Reads files of ``torch.save`` that may come from someone else, without exhausting memory."""
+"""Reads untrusted files of ``torch.save`` without exhausting memory."""
 
 from __future__ import annotations
 

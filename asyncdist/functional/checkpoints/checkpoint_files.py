@@ -214,7 +214,7 @@ def _numbers(place: Path) -> list[int]:
 
 
 def _delete_old(newest: Path, keep: int) -> None:
-    """Delete unfinished checkpoints, and all but the ``keep`` newest complete ones. Follow no symbolic links."""
+    """Delete unfinished checkpoints, and all complete ones except the ``keep`` newest. Follow no symbolic links."""
     older = [newest.parent / _name(number) for number in _numbers(newest.parent)]
     older = [folder for folder in older if folder.name < newest.name and not folder.is_symlink()]
     whole = [folder for folder in older if (folder / _MANIFEST).is_file()]

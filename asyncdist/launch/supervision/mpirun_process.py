@@ -6,8 +6,8 @@
 - Guardians report through a pipe how ranks have ended, before mpirun notices. This process can therefore name the
   failed rank before the other ranks print errors, and suppresses mpirun's own message.
 - On other hosts, agents forward reports and signals.
-- In a job that survives lost ranks, mpirun takes minutes to detect lost hosts. Until the ranks have met, this process
-  therefore probes the agents, and ends the job if a host does not respond.
+- In a job that survives lost ranks, mpirun takes minutes to detect lost hosts. Until all ranks are connected, this
+  process therefore probes the agents, and ends the job if a host does not respond.
 - mpirun has no standard input. Rank 0 opens the standard input of this process (:mod:`asyncdist.rank_program`).
 - mpirun dies with this process.
 """
@@ -265,7 +265,7 @@ class _Job:
             self._stop_at = time.monotonic() + _MPIRUN_STOP_S
 
     def _end_without(self, hosts: Sequence[str]) -> None:
-        """End the job because ``hosts`` do not respond, unless the ranks have met. Otherwise they wait for minutes."""
+        """End the job because ``hosts`` do not respond, unless all ranks are connected. They would wait for minutes."""
         if self._have_met.is_set() or self._ends.asked_to_end is not None:
             return
         self._has_silent_hosts = True

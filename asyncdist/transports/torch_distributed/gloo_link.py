@@ -387,7 +387,7 @@ class Link:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all threads have ended, so that none of them writes to a buffer any longer."""
+        """Whether all threads of the link have ended, so that none still writes to a buffer."""
         return not any(thread.is_alive() for thread in self._threads.values())
 
     # -- threads ----------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class Entrance:
             time.sleep(_PERIOD_S)
 
     def _begin(self) -> str:
-        """Begin a world with all other ranks, and return its token. If a rank is killed meanwhile, start again."""
+        """Begin a world with all other ranks, and return its token. If a rank is killed before that, start again."""
         attempt = 1
         while True:
             self.store, token = join_world(self._rendezvous, self._deadline - time.monotonic(), self._check_others)
@@ -505,4 +505,4 @@ class Reception:
 
 
 class _EndedError(TransportError):
-    """Raised if one of two connecting processes has ended or has left, so that they make no further attempt."""
+    """Raised if one of two connecting processes has ended or has left. No further attempt is made."""

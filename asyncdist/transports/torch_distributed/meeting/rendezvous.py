@@ -149,7 +149,7 @@ def _place_of_store(store: Any) -> tuple[str, int]:
 
 
 def open_store(rendezvous: Rendezvous, deadline: float) -> SealedStore:
-    """Return the store through which the ranks meet, which other worlds use as well."""
+    """Return the store through which the ranks find each other. Other worlds use it as well."""
     return _place_of(rendezvous).open(deadline)
 
 
