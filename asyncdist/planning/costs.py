@@ -255,7 +255,7 @@ def _data_parallel(job: Job, method: DataParallel) -> RoundCost:
         transfer_s=transfer_s,
         wait_s=max(0.0, transfer_s - _BACKWARD_SHARE * job.step_s),
         compute_s=job.step_s,
-        memory_nbytes=job.model_nbytes,  # DDP's buckets
+        memory_nbytes=job.model_nbytes,  # size of DDP's buckets
         staleness_steps=0,
     )
 

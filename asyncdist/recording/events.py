@@ -70,7 +70,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "safe_point": ("has_ended", "turns", "woken"),
     "clock": ("seconds", "line"),
     "deadline": ("what", "turn", "woken"),
-    # A policy ended. ``checksum`` is the CRC-32 of its final weights, or None if they were too large.
+    # The CRC-32 of a policy's final weights, or None if the weights were too large.
     "weights": ("policy", "checksum"),
     # A timer of the runtime or of asyncio fired, or work in a thread ended.
     "timer": ("what", "turn", "woken", "begun"),

@@ -156,9 +156,9 @@ class RecordWriter:
         self._block = bytearray()
         self._process_id = os.getpid()
         self._block_began_at = clock()
-        self._is_at_safe_point = False  # whether the beginning of a safe point is still to be recorded
+        self._is_at_safe_point = False  # whether the beginning of a safe point must still be recorded
         self._woken_count = 0
-        self._turn_count = -1  # number of turns of a safe point whose end is still to be recorded, or -1
+        self._turn_count = -1  # turns of a safe point whose end must still be recorded, or -1
         self._has_sent = False
 
     @property
@@ -214,7 +214,7 @@ class RecordWriter:
         """Note that a safe point begins after ``woken_count`` ended waits, and record this before the next event."""
         if self._is_over:
             return
-        if self._turn_count >= 0:  # no event since the last safe point
+        if self._turn_count >= 0:  # no event was recorded since the last safe point
             time_s = self._clock()
             self._add_safe_point(time_s)
             if self._is_block_due(time_s):

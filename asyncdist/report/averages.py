@@ -97,7 +97,7 @@ class Averages:
         self.ranks: dict[int, RankAverages] = {}
         self.populations: set[int] = set()
         self._rounds: dict[AverageKey, Average] = {}
-        self._groups: dict[tuple[int, int, int], int] = {}  # a group's lowest rank, keyed by rank and policy
+        self._groups: dict[tuple[int, int, int], int] = {}  # the group's lowest rank, keyed by rank and policy
 
     def add(self, rank: int, place: tuple[int, int], time_s: float, event: Event) -> None:
         """Add an event of the kind ``contributed``, or of the kind ``applied`` if it has a fragment.

@@ -162,7 +162,7 @@ def _of_populations(summary: Summary) -> Iterator[tuple[str, str, go.Figure | No
         ]
     for place, name in whose:
         yield f"Metric{name}", *_metric(summary, place)
-        if place not in summary.averages.populations:  # all ranks of an averaging population begin with equal weights
+        if place not in summary.averages.populations:  # otherwise, all ranks begin with equal weights
             yield f"Ancestry of the weights{f',{name}' if name else ''}", *_lineage(summary, place)
 
 
@@ -241,7 +241,7 @@ def _set_metric_range(figure: go.Figure, series: Sequence[Any], summary: Summary
 
 def _spread(values: Any) -> Any:
     with warnings.catch_warnings():
-        # numpy warns about columns that precede the first value of every rank.
+        # numpy warns about columns without values, before every rank's first value.
         warnings.simplefilter("ignore", RuntimeWarning)
         return np.nanquantile(values, (0.0, 0.25, 0.5, 0.75, 1.0), axis=0)
 
@@ -332,7 +332,7 @@ def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure |
             row[held] = row[filled[held]]
     if not np.isfinite(values).any():
         return "The recording has no steps to compare.", None
-    highest = float(np.nanquantile(values, 0.99)) or float(np.nanmax(values)) or 1.0  # the scale begins at 0
+    highest = float(np.nanquantile(values, 0.99)) or float(np.nanmax(values)) or 1.0
     steps_s = [rank.intervals.quantile(0.5) for rank in summary.ranks if rank.intervals.count]
     highest = max(highest, _NOISE * min(steps_s, default=0.0))
     figure.add_heatmap(
@@ -357,7 +357,7 @@ def _bytes(summary: Summary) -> tuple[str, go.Figure | None]:
     exponents[~np.isfinite(exponents)] = np.nan
     least, most = np.nanmin(exponents), np.nanmax(exponents)
     apart = 0.05 * (most - least)  # distance at which two labels do not overlap
-    # Labels at 32 bytes, 1 KiB, 32 KiB, and so on.
+    # Axis labels are at 32 bytes, 1 KiB, 32 KiB, and so on.
     inner = (power for power in np.arange(math.ceil(least), most) if power % 5 == 0)
     powers = [least, *(power for power in inner if least + apart < power < most - apart), most]
     are_named = summary.size <= LINE_COUNT_MAX

@@ -56,7 +56,7 @@ def _authorize(action: int, first: str | None, second: str | None, *_: str | Non
         return sqlite3.SQLITE_DENY if second == "load_extension" else sqlite3.SQLITE_OK
     if (
         action == sqlite3.SQLITE_UPDATE and first == "sqlite_master"
-    ):  # json_each declares its columns, which writes nothing
+    ):  # json_each declares its columns by this action, and writes nothing
         return sqlite3.SQLITE_OK
     return sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY
 

@@ -338,7 +338,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _profiler_entries(recording: Recording, clocks: Clocks, content: Any, number: int) -> Iterator[Entry]:
-    # Processes on different hosts may have the same number.
+    # Processes on different hosts may have the same pid.
     process_counts = Counter(each.header.pid for each in recording.ranks)
     rank_of_pid = {each.header.pid: each.rank for each in recording.ranks if process_counts[each.header.pid] == 1}
     entries = content["traceEvents"] if isinstance(content, dict) else content
@@ -346,7 +346,7 @@ def _profiler_entries(recording: Recording, clocks: Clocks, content: Any, number
     rank = content.get("distributedInfo", {}).get("rank") if isinstance(content, dict) else None
     first_us = min(float(entry["ts"]) for entry in entries if entry.get("ph") == "X")
     shift_us = 1e6 * (base_s - clocks.began_at_s)
-    if abs(first_us + shift_us) > 1e6 * 86400 * 365:  # the trace has no wall-clock time
+    if abs(first_us + shift_us) > 1e6 * 86400 * 365:  # over a year: the trace has no wall-clock time
         shift_us = -first_us
     pids: dict[Any, int] = {}
     arrows: dict[Any, int] = {}

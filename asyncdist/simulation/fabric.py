@@ -92,7 +92,7 @@ class _Path:
         self.draw_latency_s = link.latency_sampler(rng)
         self.bandwidth = link.bandwidth_nbytes_per_s
         self.free_at = 0.0
-        self.last_arrival: dict[int, float] = {}  # keyed by tag
+        self.last_arrival: dict[int, float] = {}  # time of the last arrival, keyed by tag
         self.last_entry: dict[int, float] = {}  # time at which the last message entered the host, keyed by tag
 
 

@@ -242,7 +242,7 @@ def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | 
     except BaseException as error:  # includes SystemExit and pytest.fail
         plan, trace, outcomes = seen[-1] if seen else ((), None, {})
         if isinstance(error, KeyboardInterrupt) and all(error is not outcome.error for outcome in outcomes.values()):
-            raise  # KeyboardInterrupt for this process, not for a simulated rank
+            raise  # this process was interrupted, not a simulated rank
         tail = () if trace is None else tuple(map(str, trace.events()[-TAIL_EVENT_COUNT:]))
         kind = type(error).__qualname__
         return _Failed(seed, kind, str(error), signature_of(error), format_error(error), tail, plan)
@@ -319,7 +319,7 @@ class _Progress:
 
     def add(self, chunk: _Chunk) -> None:
         now = time.perf_counter()
-        if self._began_at is None:  # excludes the time that the processes take to start
+        if self._began_at is None:  # excludes the processes' startup time
             self._began_at = now - chunk.seconds
         self._seconds = now - self._began_at
         self._seed_count += len(chunk.results)

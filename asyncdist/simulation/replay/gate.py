@@ -221,7 +221,7 @@ class Gate:
             left = self.agenda.exit_after(sight)
             if left is not None and self.agenda.is_due(left[0]):
                 self._show(left[0])
-                # In the recorded run, the collective ended before the tasks that this input wakes continued.
+                # The collective's wait has ended before this input is delivered, so one more wait precedes the input.
                 sight.woken_count += 1
                 continue
             self._show(sight)

@@ -206,7 +206,7 @@ class _Reader:
             case "safe_point", (bool(has_ended), int(turn_count), *_):
                 self._read_safe_point(event, has_ended, turn_count)
             case "received", (int(source), int(tag), int(), int(number), *_):
-                if not (self._tells_ends and _is_of_collectives(tag)):  # a replay may send different messages
+                if not (self._tells_ends and _is_of_collectives(tag)):  # replayed collectives may send other messages
                     self._read_message(event, number, (source, tag))
             case "sent", (int(), int(tag), *_):
                 self._last_pass = -1  # a later message of the same pass may be a reply to this message

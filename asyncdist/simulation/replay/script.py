@@ -241,7 +241,7 @@ def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
         return 1
     replayed = ran.ended[0]
     failed = print_failures(replayed.report, ended.error, "replay")
-    without = "no result" if replayed.cut_ranks else "None"  # for a rank that has not ended
+    without = "no result" if replayed.cut_ranks else "None"  # shown for a rank that has not ended
     print_out(*results_of(replayed.report, without), *_summary(replayed))
     return 1 if failed else 0
 
