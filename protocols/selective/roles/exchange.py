@@ -25,8 +25,7 @@ class Exchange:
     """Receives the average of one round, from the donors or from reducers (ranks that each average one part).
 
     Attributes:
-        task: Task that executes :meth:`run`. None until the round's donors no longer change, and if the task is about
-            to end on its own.
+        task: Task that executes :meth:`run`. None until the round's donors no longer change.
         average: Complete average. None before it is complete, and in a round that builds fresh weights.
         takes_state: Whether this rank also takes over the only donor's optimizer and policy state.
         parts: Received optimizer and policy state, or None before it has arrived.
@@ -119,7 +118,7 @@ class Exchange:
 
     def discard(self) -> None:
         """Stop receiving the average and free its memory, because it will not be applied."""
-        if self.task is not None and self.average is None:
+        if self.task is not None and self.average is None and self.task is not asyncio.current_task():
             self.task.cancel()
         self.close()
         if self.average is not None:

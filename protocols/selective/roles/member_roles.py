@@ -222,7 +222,6 @@ class MemberRoles:
         try:
             fault = await self.replacer.receive(exchange, frozen)
             if fault:
-                exchange.task = None  # this task ends on its own and must not be cancelled
                 self._fail(exchange.round, fault)
             elif self._member.on_averaged(exchange.round):
                 exchange.keep_average()
