@@ -17,7 +17,7 @@ _TAG: Final = 99
 
 
 class Rival(abc.ABC):
-    """A library with which asyncdist is compared. It sends tensors in blocking calls, which ``name`` names."""
+    """A library with which asyncdist is compared. It sends tensors by the blocking calls in ``name``."""
 
     name: str
 

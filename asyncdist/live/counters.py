@@ -30,7 +30,8 @@ class PolicyCounters:
         round: Newest round in which this rank had a role, or None.
         replacement_count: Number of replacements of the weights.
         abandoned_count: Number of abandoned rounds that should have replaced the weights.
-        staleness_steps: Age, in steps, of the oldest snapshot in the last replacement, or None before the first one.
+        staleness_steps: Age, in steps, of the oldest snapshot in the last replacement, or None before the first
+            replacement.
         coordinator: Rank of the current coordinator, or None while it is the initial coordinator.
         fragment: Fragment of the last average. Like all following attributes, None for policies without contributions.
         staleness_versions: Age, in averages, of the weights from which the oldest contribution to the last average was

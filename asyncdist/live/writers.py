@@ -13,7 +13,7 @@ from asyncdist.live.counters import EXPORTED, RankCounters, Sample, samples
 
 logger = logging.getLogger("asyncdist.live.writers")
 
-#: OpenTelemetry units, by the last word of a counter's name.
+#: OpenTelemetry units, keyed by the last word of a counter's name.
 _UNITS: Final = {"bytes": "By", "seconds": "s"}
 
 

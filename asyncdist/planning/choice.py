@@ -71,7 +71,7 @@ class Recommendation:
 
 
 def rows(job: Job, wishes: Wishes) -> list[Row]:
-    """Return all rows of the tables, in order."""
+    """Return the rows of the plan's tables, in order."""
     return [
         *(Row("DDP", codec, _each_step(codec), averages_each_step=True) for codec in (FLOAT32, BFLOAT16)),
         Row("AverageAllPolicy", FLOAT32, lambda every: AverageAll(every=every)),

@@ -46,7 +46,7 @@ class Shards:
 
 
 DEFAULT: Final = "the default rule"
-#: Divisions of the data, by their names on the command line.
+#: Divisions of the data, keyed by their names on the command line.
 SHARDS: Final = {
     "iid": Shards(
         "all ranks have the same kind of data",

@@ -90,7 +90,7 @@ class Header(Struct, frozen=True, kw_only=True):
         asyncdist: Version of asyncdist.
         script, script_digest, arguments: Path of the program, its SHA-256 and its arguments.
         clock_s, unix_s: The same moment on the event clock and on the wall clock, in seconds.
-        kinds: Field names of each kind of events, by kind.
+        kinds: Field names of the events of each kind, keyed by kind.
     """
 
     job: _Job

@@ -28,7 +28,8 @@ class Clocks:
     """Converts the times of a recording's events to seconds since the job began.
 
     Attributes:
-        shifts: Seconds added to the clocks of shifted hosts, by host, so that no message arrives before it was sent.
+        shifts: Seconds added to the clocks of shifted hosts, keyed by host, so that no message arrives before it was
+            sent.
         began_at_s: Time of the first event, in seconds since 1970.
     """
 
@@ -76,7 +77,7 @@ class Clocks:
             self._offsets[host] += shift
 
     def _least_delays(self, recording: Recording) -> dict[tuple[str, str], float]:
-        """Return the minimum delay of a message in seconds, by source and destination host."""
+        """Return the minimum message delay in seconds, keyed by source host and destination host."""
         hosts = {each.rank: self._hosts[each.path] for each in recording.ranks}
         sent, received = messages(recording, self, lambda line: hosts[line[0]] != hosts[line[1]])
         delays: dict[tuple[str, str], float] = {}
@@ -100,7 +101,7 @@ def _host_of(each: RankRecording) -> str:
 def messages(
     recording: Recording, clocks: Clocks, wanted: Callable[[Line], bool] | None = None
 ) -> tuple[dict[Line, array[float]], dict[Line, array[float]]]:
-    """Return the times of sends and of receives, in order, by line (source, destination and tag).
+    """Return the times of sends and of receives, in order, keyed by line (source, destination and tag).
 
     The k-th send of a line belongs to its k-th receive. Lines of restarted ranks are left out, because messages to an
     earlier process may be lost. ``wanted`` returns whether to include a line.

@@ -118,14 +118,15 @@ class Summary:
         began_at_s: Time of the first event, in seconds since 1970.
         applied: Replacements of weights, oldest first.
         begun: Starts of policies in restarted processes, oldest first.
-        hyperparameters: New hyperparameters, each with time, rank and values by name.
+        hyperparameters: New hyperparameters, each with time, rank and values keyed by name.
         nbytes: Size in bytes of all messages from one rank (row) to another (column), with shape (size, size).
         news: Losses, failovers, errors of main and incomplete files, each with time, reporting rank and text.
         first_step_s: Time at which the first step of any rank ended, in seconds since the job began, or infinity.
         ends: Error that ended main on each recorded rank: "" if main returned, None if the end is not recorded. For a
             restarted rank, the error in its last process.
-        message_count: Number of messages, including those of policies and of the runtime.
-        sent_counts, received_counts: Numbers of messages of the program's own channels, by (source, destination, tag).
+        message_count: Number of messages, including messages of policies and of the runtime.
+        sent_counts, received_counts: Numbers of messages of the program's own channels, keyed by (source, destination,
+            tag).
         told: Summaries of the reports that the job made no progress, without duplicates. They are also in ``news``.
     """
 
@@ -292,7 +293,7 @@ def _population(summary: Summary, place: int, name: str = "") -> Population | No
 
 
 def _round_of(applied: Applied, decided: Sequence[Round]) -> Round | None:
-    """Return the round of a replacement. ``decided`` has the coordinator's rounds with its number.
+    """Return the round of a replacement. ``decided`` has the coordinator's rounds with this number.
 
     These rounds may belong to several policies. A round with the replacement's policy number is preferred, otherwise
     the latest round, because a policy may have different numbers on different ranks.

@@ -234,7 +234,6 @@ class _CounterNames:
         self._used.add(name)
 
     def close(self, policy: int) -> None:
-        """Make a policy's name available to other policies."""
         if policy in self._names:
             plain, number, name = self._names.pop(policy)
             self._used.remove(name)

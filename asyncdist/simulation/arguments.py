@@ -30,7 +30,7 @@ class Compute:
         overrun_probability: Probability, at each safe point, that the computation lasts until just after one of the
             rank's own timers. The rank then finds messages and an expired deadline at the same time. Timers later than
             :data:`OVERRUN_STEP_COUNT` times the computing time are ignored. None means 0 if ``step_s`` is a number;
-            otherwise 0.05 in one of eight simulations, and 0 in the others.
+            otherwise 0.05 in one of eight simulations, and 0 in the other simulations.
     """
 
     step_s: Duration = LogNormal(1e-3, 0.2)

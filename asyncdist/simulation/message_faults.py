@@ -13,7 +13,7 @@ class MessageFaults:
 
     :class:`Kill` counts all messages of a sender. The other faults count the messages from one sender to one receiver.
     When a fault fires, ``on_fired`` is called with its index in the plan. To kill a rank, ``on_kill`` is called with
-    the rank and that index. :meth:`apply` is needed only if ``has_message_faults``, and the other methods only if
+    the rank and the index. :meth:`apply` is needed only if ``has_message_faults``, and the other methods only if
     ``has_link_faults``.
     """
 

@@ -194,7 +194,7 @@ class _Host:
 
 
 def _random_states() -> dict[str, str]:
-    """Return this process's random states, by generator, as comparable strings."""
+    """Return this process's random states as comparable strings, keyed by generator."""
     with np.printoptions(threshold=sys.maxsize):
         numpy_state = repr(np.random.get_state(legacy=False))
     torch_state = torch.get_rng_state().numpy().tobytes().hex()

@@ -244,12 +244,12 @@ def jobs() -> dict[str, list[Place]]:
 
 
 def ask(asked: Sequence[Place], timeout_s: float = ANSWER_S) -> dict[int, RankStory]:
-    """Ask all ranks concurrently what they are doing. Return the answers that arrive in time, by rank."""
+    """Ask all ranks concurrently what they are doing. Return the answers that arrive in time, keyed by rank."""
     return dict(_decoded(exchange(asked, STORY, timeout_s)))
 
 
 def exchange(asked: Sequence[Place], question: bytes, timeout_s: float = ANSWER_S) -> dict[int, bytes]:
-    """Send a request to all ranks concurrently. Return the answers that arrive in time, by rank.
+    """Send a request to all ranks concurrently. Return the answers that arrive in time, keyed by rank.
 
     More than 512 ranks are asked in several groups, because each open socket takes a file descriptor.
     """

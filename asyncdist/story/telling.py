@@ -22,7 +22,7 @@ TASK_COUNT_MAX: Final = 4
 HEARD_COUNT_MAX: Final = 8
 
 
-#: Reasons why a rank does not answer, by the state of its process.
+#: Reasons why a rank does not answer, keyed by the state of its process.
 _SILENCE: Final = {
     "T": "it is stopped, by SIGSTOP or Ctrl-Z",
     "t": "it is stopped, by a debugger",

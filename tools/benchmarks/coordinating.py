@@ -119,7 +119,7 @@ class _Services:
         return self.now
 
     def on_gone(self, listener: Callable[[int], None]) -> None:
-        """Ignore the listener, since no rank is lost."""
+        """Ignore the listener, because no rank is lost."""
 
     off_gone = on_gone
 

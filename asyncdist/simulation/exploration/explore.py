@@ -103,7 +103,7 @@ class ExploreReport:
     """Reports the progress or the result of an exploration.
 
     Attributes:
-        seed_count: Number of seeds that ran, including the failing one.
+        seed_count: Number of seeds that ran, including the failing seed.
         digests: Distinct trace digests of the seeds that passed.
         faults_fired: Number of fired faults, keyed by class name.
         events: Number of events on all ranks, keyed by kind, as in :attr:`asyncdist.WorldStatistics.events`.

@@ -46,11 +46,11 @@ class RankDebugger(pdb.Pdb):
         sys.breakpointhook = sys.__breakpointhook__
 
     def stop_here(self, frame: types.FrameType) -> bool:
-        """Return whether to stop, as pdb does. While another rank runs, return False."""
+        """Return whether to stop, as in pdb, but False while another rank runs."""
         return self._is_running() and bool(super().stop_here(frame))
 
     def break_here(self, frame: types.FrameType) -> bool:
-        """Return whether a breakpoint applies, as pdb does. While another rank runs, return False."""
+        """Return whether a breakpoint applies, as in pdb, but False while another rank runs."""
         return self._is_running() and bool(super().break_here(frame))
 
     def _on_breakpoint(self, *_: Any, **__: Any) -> None:

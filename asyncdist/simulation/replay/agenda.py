@@ -75,7 +75,7 @@ class PendingInputs:
 
     @property
     def is_done(self) -> bool:
-        """Whether the whole record has been replayed."""
+        """Whether the rank's whole record has been replayed."""
         return not self._log.entries and self._point is None
 
     @property
@@ -249,7 +249,7 @@ class PendingInputs:
         return {key[0] for key, count in self._keys_with(sight).items() if self._mailbox.count(key) < count}
 
     def _keys_with(self, first: Taken) -> Counter[Key]:
-        """Return the number of messages, by key, in this input and in the tasks' direct receives that follow it."""
+        """Count the messages, keyed by source and tag, in this input and in the tasks' direct receives after it."""
         keys = Counter(first.keys)
         for sight in self.sights():
             if isinstance(sight, ReceivedByTask) and sight is not first:

@@ -54,7 +54,6 @@ class _Messages:
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> _Messages:
-        """Return the indices of the sends and receives among ``events``."""
         found = cls(len(events))
         for place, event in enumerate(events):
             match event.kind, event.fields:

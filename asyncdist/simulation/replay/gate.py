@@ -39,7 +39,7 @@ class Tasks:
     """Waiting tasks of a replayed rank.
 
     Attributes:
-        waiters: Future for which each task waits, by task.
+        waiters: Future for which each task waits, keyed by task.
         counted: Tasks whose waits are counted in the record.
         woken_late: Tasks that wait for a message in the replay, but did not wait for it in the recorded run.
         user: Task that reached the last safe point.
