@@ -118,7 +118,7 @@ def _plan(item: pytest.Item) -> _Plan | None:
 
 
 def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
-    """Return the seeds of the command line, if given, or else of the mark."""
+    """Return the mark's seeds, unless the command line chooses other seeds."""
     if _is_list(asked):
         seeds: Sequence[int] = asked if isinstance(asked, range) else validation.whole_numbers(asked)
     else:
@@ -248,7 +248,7 @@ class _Record:
         self.faults, self.trace = faults, trace
 
     def errors(self) -> dict[int, BaseException]:
-        """Return the error that ended each rank, by rank, in chronological order.
+        """Return the error that ended each rank, keyed by rank, in chronological order.
 
         For a rank whose main raised RankLostError or was cancelled, this is the error in the simulation's report.
         """

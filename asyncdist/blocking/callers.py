@@ -231,7 +231,7 @@ class LoopCaller(Caller):
         self.world.services.engine.transport.on_finalize(self._close_before_finalize)
 
     def listen(self) -> None:
-        """Begin to raise the errors of signals in the block, including a signal that has already arrived."""
+        """Begin to raise the errors of signals in the ``with`` block, even if a signal has already arrived."""
         self._interrupts.raises_at_once = True
         if self._interrupts.withdraw():
             self._interrupts.check()
@@ -255,7 +255,7 @@ class LoopCaller(Caller):
             os._exit(1)
 
     def close(self, error: BaseException | None) -> None:
-        """Leave the world if it is still open, with ``error`` if the block failed. Raise any other error of main."""
+        """Leave the world, if still open, with the ``error`` of the ``with`` block. Raise any other error of main."""
         end_forked_child(self.world.process_id, error)
         if self._is_over:
             return
@@ -393,7 +393,7 @@ class LoopCaller(Caller):
         return await outcome_of(host())
 
     async def _serve(self) -> None:
-        """Await the block's calls in turn until the block ends, and raise the error with which it ended."""
+        """Await the ``with`` block's calls in turn until the block ends. Raise the error with which it ended."""
         while True:
             while self._next is None and not self._is_ended:
                 self._waiter = self._pause()
@@ -424,13 +424,13 @@ class LoopCaller(Caller):
             raise asyncio.CancelledError
 
     def _what_stops(self) -> BaseException | None:
-        """Return the error because of which main was cancelled: a signal's error, or the job's failure."""
+        """Return the error that has cancelled main: a signal's error, or the job's failure."""
         return self._interrupts.error(self.world.rank) or self.world.services.engine.failure
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Allow the block to run another event loop in this thread although a loop, such as a notebook's, is running."""
+    """Allow another event loop in this thread during the block, although a notebook's loop may be running."""
     running = _get_running_loop()
     _set_running_loop(None)
     try:

@@ -61,7 +61,7 @@ class StepBalance:
 
 @dataclass(frozen=True, slots=True)
 class LoadImbalance:
-    """Result of :func:`report_load_imbalance`. ``str()`` returns the table."""
+    """Numbers that :func:`report_load_imbalance` has printed. ``str()`` returns the table."""
 
     steps: tuple[StepBalance, ...]
 
@@ -109,7 +109,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class TimeInfo:
-    """Result of :func:`report_time_info`. ``str()`` returns two tables."""
+    """Numbers that :func:`report_time_info` has printed. ``str()`` returns the two tables."""
 
     times: tuple[RankTime, ...]
     steps: tuple[StepTime, ...]

@@ -30,7 +30,7 @@ _WORDS_LENGTH_MAX: Final = 2000
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Roles of all ranks.
+    """The role of each rank.
 
     Attributes:
         agent_groups: Training ranks of each agent group, as tuples or lists. Groups have equal sizes and need not be
@@ -214,7 +214,7 @@ class DistributedContext:
 
     @property
     def agent_groups(self) -> list[Group]:
-        """All agent groups, in order."""
+        """All agent groups, in index order."""
         return [self._group(ranks) for ranks in self.layout.agent_groups]
 
     @property
@@ -250,7 +250,7 @@ class DistributedContext:
         return self.my_rank == self.layout.coordinator
 
     async def cleanup(self) -> None:
-        """Free the groups without waiting for other ranks. This rank can no longer use them.
+        """Free the groups without waiting for other ranks. Afterwards, this rank cannot use them.
 
         A second call does nothing.
         """

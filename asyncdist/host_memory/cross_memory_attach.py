@@ -34,7 +34,7 @@ class _Stretch(ctypes.Structure):
 
 
 class AttachToken:
-    """A random token in this process's memory, which other processes may access until the token is revoked.
+    """A random token in this process's memory. Until it is revoked, other processes may access the memory.
 
     Attributes:
         address: Address of the token in this process.

@@ -88,7 +88,7 @@ class SharedMemory:
 
 
 def order_memory() -> None:
-    """Make all ranks see this rank's earlier accesses to shared memory before its later ones.
+    """Make all ranks see this rank's earlier accesses to shared memory before its later accesses.
 
     x86 guarantees this order, but Arm does not.
     """

@@ -367,12 +367,12 @@ class Training(Generic[PolicyT]):
             self.policy.awaited.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for the rounds in flight, and return the state of the open policy; empty if no policy is open."""
+        """Wait for the rounds in flight, and return the open policy's state, or {} if no policy is open."""
         self.settle()
         return {} if self.policy is None else self.policy.awaited.state_dict()
 
     def state_without_waiting(self) -> dict[str, Any]:
-        """Return the state of the open policy; empty if no policy is open or rounds are in flight.
+        """Return the open policy's state, or {} if no policy is open or rounds are in flight.
 
         After an exception, a wait for a round could last forever, because the other ranks may have ended.
         """

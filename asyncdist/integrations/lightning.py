@@ -146,7 +146,7 @@ class Averaging(Callback, Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """The running policy; None while the trainer does not fit."""
+        """The running policy, or None while the trainer does not fit."""
         return self._training.policy
 
     @property
@@ -357,7 +357,7 @@ class Averaging(Callback, Generic[PolicyT]):
         return f"{type(self).__qualname__}({', '.join(filter(None, named))})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the policy's state for a checkpoint, even after the fit; empty before the first fit."""
+        """Return the policy's state for a checkpoint, even after the fit. It is empty before the first fit."""
         return self._open_state() or self._last_state
 
     def _open_state(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Averaging(Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """The policy; None after :meth:`close`."""
+        """The running policy, or None after :meth:`close`."""
         return self._training.policy
 
     def step(self, metric: Any = None, *, loss: Any = None, score: Any = None, tokens: float | None = None) -> StepInfo:

@@ -121,7 +121,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """The running policy; None while the trainer does not train."""
+        """The running policy, or None while the trainer does not train."""
         return self._training.policy
 
     __copy__ = __deepcopy__ = __reduce_ex__ = refuse_copy
@@ -332,7 +332,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
             warn_of_iterable(of["train_dataloader"], self._world)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
-        """Do a step of the policy."""
+        """Do a step of the policy after an optimizer step."""
         self._training.use(getattr(of["optimizer"], "optimizer", of["optimizer"]))
         self._loss.add(0.0)
         tokens = self._token_count if self._counts_tokens else None

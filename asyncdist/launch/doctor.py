@@ -50,7 +50,7 @@ _LEVELS: Final = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIAL
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem and its cure."""
+    """A problem that ``asyncdist doctor`` reports, and its cure."""
 
     what: str
     cure: str
@@ -66,7 +66,7 @@ class Mpi:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The gathered facts about this process and its host.
+    """Facts about this process and its host.
 
     Attributes:
         started: Launch of this process; without a launcher if ``detection_error`` is set.
@@ -131,7 +131,7 @@ class Facts:
 
 
 def find_problems(facts: Facts) -> list[Problem]:
-    """Return the problems, the most fundamental first."""
+    """Return the problems that the facts show, the most fundamental first."""
     problems = []
     if facts.detection_error is not None:
         problems.append(
@@ -353,7 +353,7 @@ def run() -> int:
 
 
 def gather(environ: Mapping[str, str]) -> Facts:
-    """Return all facts. MPI is tested by starting it in a child process."""
+    """Gather all facts. MPI is tested by starting it in a child process."""
     started, detection_error = Launch("local", 1, 0, "no launcher"), None
     try:
         started = environment.detect(environ)

@@ -150,7 +150,7 @@ def open_descendants(pid: int) -> list[int]:
 
 
 def kill_all(pidfds: list[int]) -> None:
-    """Kill these processes, wait until they have ended, and close the pidfds."""
+    """Kill the processes behind these pidfds, wait until they have ended, and close the pidfds."""
     for pidfd in pidfds:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)

@@ -256,7 +256,7 @@ def build_environments(
 
 
 def newcomer_variables(incarnation: int, empty_count: int) -> dict[str, str]:
-    """Return the additional variables of a rank whose world ranks may join later."""
+    """Return additional variables for a rank of a world that other ranks may join later."""
     return {
         environment.INCARNATION_VARIABLE: str(incarnation),
         environment.EMPTY_VARIABLE: str(empty_count),
@@ -292,7 +292,7 @@ def _popen(command: Sequence[str], variables: Mapping[str, str], what: str, *, s
 
 @contextlib.contextmanager
 def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
-    """Put the signals that arrive during the ``with`` block into the event queue."""
+    """Put the signals that arrive during the ``with`` block into the queue ``events``."""
     with local_host.signals_received(lambda number, is_key: events.put(("key" if is_key else "signal", number))):
         yield
 

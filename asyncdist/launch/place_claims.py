@@ -43,7 +43,7 @@ _PAUSE_S: Final = 0.3
 
 
 class ClaimError(Exception):
-    """Raised if the places cannot be reserved, with the reason as its message."""
+    """Raised if the places cannot be reserved. The message gives the reason."""
 
 
 def describe(job: str, size: int, empty_count: int, version: str, *, is_open: bool = False) -> str:

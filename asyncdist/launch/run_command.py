@@ -24,7 +24,7 @@ _Variables: TypeAlias = Mapping[str, str]
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser], *, has_arguments: bool) -> None:
-    """Add the subcommand, with its arguments if ``has_arguments`` is true."""
+    """Add the subcommand ``run``, with its arguments if ``has_arguments`` is true."""
     run = add_parser(
         "run",
         help="start a script on several ranks, on this host or others",

@@ -183,7 +183,7 @@ class Doorbell:
         return self._descriptors[0]
 
     def arm(self) -> bool:
-        """Ask to be rung. Return True if this rank was awake, and must test for messages again before it sleeps."""
+        """Ask to be rung. If this returns True, this rank must test for messages again before it sleeps."""
         if self._board[self._place] == _ASLEEP:
             return False
         self._board[self._place] = _ASLEEP

@@ -153,7 +153,7 @@ def _save(state: Mapping[str, Any], path: Path) -> None:
 
 
 def _write_aside(folder: int, path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
-    """Write a file, move it to its folder, and return its size and checksum. Delete it if writing fails."""
+    """Write a file, move it to its folder, and return its size and checksum. If writing fails, delete the file."""
     try:
         with new_files.moved_into(folder, path.parent) as inner:
             written = inner / path.name

@@ -63,7 +63,7 @@ def _problem(value: Any, parameter: torch.Tensor, *, is_of_torch: bool) -> str:
 
 
 def _is_alike(own: Any, saved: Any) -> bool:
-    """Return whether a saved option of an optimizer can replace this rank's value."""
+    """Return whether an optimizer's saved option can replace the optimizer's own value."""
     if own is None or saved is None or isinstance(own, bool):
         return own is None or saved is None or isinstance(saved, bool)
     if _is_number(own):

@@ -129,7 +129,7 @@ class _Search:
         self._has_warned = False
 
     async def run(self, world: World, group: Group) -> Soup:
-        """Choose among the models together with the other members, and return the choice."""
+        """Choose the best model or mean, together with the other members, and return the choice."""
         self._world = world
         joint: JointWork[Soup] = JointWork(world, group, "best_of_population")
         self._check = joint.check
@@ -230,7 +230,7 @@ class _Search:
         return metric
 
     async def _trial(self, greedy: GreedyChoice) -> float:
-        """Return the metric of the trial weights in the model, as measured by the rank with the best model."""
+        """Measure the trial weights in the model. Return the metric from the rank with the best model."""
 
         async def measure() -> float:
             self._check()

@@ -72,7 +72,7 @@ class _Ported(Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """The running policy; None before the first call and after ``shutdown``."""
+        """The running policy, or None before the first call and after ``shutdown``."""
         return None if self._training is None else self._training.policy
 
     @property

@@ -372,7 +372,7 @@ class Link:
         self._on_lost(self.peer, self.error)
 
     def join(self, deadline: float) -> list[str]:
-        """Wait for the threads to end after the connections were closed. Return the names of the others."""
+        """Wait for the threads to end after the connections were closed. Return the names of threads still running."""
         self.stop()
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -161,7 +161,7 @@ class Passage:
                 del upload  # Free the memory of an ended stream once its message has arrived.
 
     def _run_landings(self) -> None:
-        """Post all queued receives, then wait for the oldest."""
+        """Post all queued receives, and then wait for the oldest one, repeatedly."""
         posted: deque[_GrantedReceive] = deque()
         with contextlib.suppress(RuntimeError):
             while True:
