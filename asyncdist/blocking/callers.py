@@ -199,7 +199,7 @@ class LoopCaller(Caller):
         self._open_world = open_world
         self._interrupts = Interrupts(spares_process=is_loop_running())
         self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)  # uvloop would take 30 us for each start
-        self._context = contextvars.copy_context()  # the context in which main runs
+        self._context = contextvars.copy_context()
         self._loop: asyncio.AbstractEventLoop
         self._host: asyncio.Task[Outcome[None]]
         self._next: BegunCall | None = None  # the call that main continues next

@@ -121,7 +121,7 @@ class Doorbell:
         self._offered: SharedMemory | None = SharedMemory(size * LINE_NBYTES)
         self._board = memoryview(bytearray(LINE_NBYTES))
         self._place = 0
-        self._places: list[int] = []  # indices on the board of the other ranks of this host
+        self._places: list[int] = []  # board indices of this host's other ranks
         self._bells: list[PeerBell] = []
         self._is_everybody_here = False
         self._descriptors: list[int] = list(os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))

@@ -43,7 +43,7 @@ class LoopWork:
     Attributes:
         is_running: Whether the loop runs. Starting and stopping it for an iteration takes 30 us.
         spin_s: Seconds between two calls of :meth:`has_work` below which it returns True if the loop runs.
-        turn_period_s: Seconds since :meth:`has_work` last returned True after which it returns True again in any case.
+        turn_period_s: Maximum seconds between two calls of :meth:`has_work` that return True.
     """
 
     __slots__ = (
