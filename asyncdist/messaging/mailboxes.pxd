@@ -76,7 +76,6 @@ cdef class Inbox:
 
 cdef class FrameReceiver(Pollable):
     cdef readonly object request
-    cdef object _take
     cdef FrameReader _frame
     cdef readonly object drop
     cdef object _explain

@@ -268,10 +268,9 @@ class World:
 
     def is_in_use(self, model: object) -> bool:
         """Return whether a worker thread may be using the weights of ``model``."""
-        return self._computing.is_under_way or (bool(self._models_in_use) and self._is_in_file_work(model))
-
-    def _is_in_file_work(self, model: object) -> bool:
-        return any(each is model for each in self._models_in_use)
+        if self._models_in_use and any(each is model for each in self._models_in_use):
+            return True
+        return self._computing.is_under_way
 
     def is_computed(self, future: object) -> bool:
         """Return whether ``future`` is settled by a function that is running in a worker thread."""

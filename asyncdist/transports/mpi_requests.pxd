@@ -11,7 +11,6 @@ cdef class SendRequest:
 
 cdef class ReceiveRequest:
     cdef object _request
-    cdef object _test
     cdef object _buffer
     cdef object _status
     cdef object _fail
