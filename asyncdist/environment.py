@@ -485,6 +485,18 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def for_ranks(
+    environ: Mapping[str, str], *, ranks: int, threads: int | None, cores: int | None = None
+) -> dict[str, str]:
+    """Return the variables that ``ranks`` ranks of a new job on one host share, without those of an outer launcher.
+
+    OMP_NUM_THREADS is ``threads`` if not None, else the user's value, else a rank's share of the host's ``cores``.
+    """
+    share = max(1, (cores or local_host.available_cores()) // ranks)
+    chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return {"OMP_NUM_THREADS": str(share), **without_launchers(environ), **chosen}
+
+
 #: Prefixes of variables from which a training library would conclude that it may use all ranks for one training.
 _RANKS_OF_LAUNCHERS: Final = (
     *("OMPI_COMM_WORLD_", "PMI_SIZE", "PMI_RANK", "MPI_LOCAL", "PALS_", "MV2_COMM_WORLD_"),

@@ -88,17 +88,15 @@ def build_environments(
 ) -> dict[int, dict[str, str]]:
     """Return each rank's environment, keyed by rank, for the ``job`` description from :func:`place_claims.claim`."""
     places: list[tuple[int, int]] = job["places"]
-    share = str(max(1, local_host.available_cores() // len(places)))
-    chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    chosen |= {
+    shared = environment.for_ranks(environ, ranks=len(places), threads=threads)
+    shared |= {
         environment.SECRET_VARIABLE: secret,
         environment.LOOPBACK_VARIABLE: "0" if job["is_open"] else "1",
         environment.RUN_VARIABLE: job["job"],
     }
     return {
         rank: {
-            "OMP_NUM_THREADS": share,
-            **environment.without_launchers(environ),
+            **shared,
             **local_ranks.rank_variables(
                 rank,
                 job["size"],
@@ -109,7 +107,6 @@ def build_environments(
                 run_id=job["job"],
             ),
             **local_ranks.newcomer_variables(number, job["empty_count"]),
-            **chosen,
         }
         for local_rank, (rank, number) in enumerate(places)
     }

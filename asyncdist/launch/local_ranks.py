@@ -226,20 +226,18 @@ def build_environments(
     is_open: bool = False,
 ) -> list[dict[str, str]]:
     """Return the environment of each rank. If ``is_open``, ranks on other hosts may join the job."""
-    share = str(max(1, (cores or local_host.available_cores()) // ranks))
-    chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    if restarts or places is not None:
-        chosen |= newcomer_variables(0, 0 if places is None else places - ranks)
+    shared = environment.for_ranks(environ, ranks=ranks, threads=threads, cores=cores)
+    newcomers = newcomer_variables(0, 0 if places is None else places - ranks)
+    own = newcomers if restarts or places is not None else {}
     port, run_id = local_host.find_free_port(), local_host.new_run_id()
-    chosen |= {
+    shared |= {
         environment.SECRET_VARIABLE: secret,
         environment.LOOPBACK_VARIABLE: "0" if is_open else "1",
         environment.RUN_VARIABLE: run_id,
     }
     return [
         {
-            "OMP_NUM_THREADS": share,
-            **environment.without_launchers(environ),
+            **shared,
             **rank_variables(
                 rank,
                 ranks if places is None else places,
@@ -249,7 +247,7 @@ def build_environments(
                 port=port,
                 run_id=run_id,
             ),
-            **chosen,
+            **own,
         }
         for rank in range(ranks)
     ]

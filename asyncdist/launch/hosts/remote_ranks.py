@@ -57,12 +57,11 @@ def build_environments(
 ) -> list[dict[str, str]]:
     """Return the environment of each rank. If ``threads`` is None, the user's OMP_NUM_THREADS is kept."""
     size, run_id = sum(agent.host.slots for agent in agents), local_host.new_run_id()
-    chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    chosen[environment.SECRET_VARIABLE] = secret
-    shared = environment.without_launchers(remote_hosts.travelling(environ))
+    user = remote_hosts.travelling(environ)
     environments: list[dict[str, str]] = []
     for group, agent in enumerate(agents):
-        share = str(max(1, agent.cores // agent.host.slots))
+        shared = environment.for_ranks(user, ranks=agent.host.slots, threads=threads, cores=agent.cores)
+        shared[environment.SECRET_VARIABLE] = secret
         for local_rank in range(agent.host.slots):
             own = local_ranks.rank_variables(
                 len(environments),
@@ -74,5 +73,5 @@ def build_environments(
                 run_id=run_id,
             )
             own |= {"GROUP_RANK": str(group), "GROUP_WORLD_SIZE": str(len(agents))}
-            environments.append({"OMP_NUM_THREADS": share, **shared, **own, **chosen})
+            environments.append(shared | own)
     return environments
