@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,7 +40,7 @@ class SimplePolicy(ExchangePolicy):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule, options: Mapping[str, Any]
     ) -> None:
-        schedule = _RuleSchedule(rule.average_every, 1, 0, 0, rule)
+        schedule = Schedule(rule.average_every, 1, 0, 0)
         super().__init__(model, optimizer, schedule=schedule, shared=rule, **among(options, MemberOptions))
         self._rule = rule
         self._takes_all = True  # whether rounds exchange all values of the parameters
@@ -91,16 +90,6 @@ class SimplePolicy(ExchangePolicy):
                 trouble,
             )
         return ""
-
-
-@dataclass(frozen=True)
-class _RuleSchedule(Schedule):
-    """Makes a rule's only fragment due in the steps that the rule chooses."""
-
-    rule: Rule
-
-    def due(self, step: int) -> tuple[int, ...]:
-        return (0,) if self.rule.due(step) else ()
 
 
 class RuleFragment(Fragment):

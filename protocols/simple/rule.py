@@ -1,4 +1,4 @@
-"""Base class of the rules of simple policies, which decide when ranks average, which ranks, and how.
+"""Base class of the rules of simple policies, which decide which ranks average which values, and how.
 
 A rule is a frozen dataclass of options. Its methods are pure functions. They are called on all members with equal
 arguments, so that all members make the same decision without a message. A method that needs random numbers calls
@@ -23,7 +23,7 @@ _INT64_MAX: Final = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(ExchangeOptions):
-    """Defines when and how the ranks of a simple policy average. By default, all ranks take the mean of all ranks.
+    """Defines how the ranks of a simple policy average. By default, all ranks take the mean of all ranks.
 
     A round is one exchange. Rounds are numbered from 1, and are the same on all members.
     """
@@ -34,10 +34,6 @@ class Rule(ExchangeOptions):
         default=1,
         is_agreed=True,
     )
-
-    def due(self, step: int) -> bool:
-        """Return whether a round begins in ``step``, counted from 0."""
-        return (step + 1) % self.average_every == 0
 
     def partners(self, round: int, rank: int, members: Sequence[int]) -> Chosen:
         """Return the members whose values a rank combines in a round, or None if all members share one mean.

@@ -31,6 +31,7 @@ from asyncdist.protocols.simple.rule import Rule, drawn
 #: Operation on the values at the random indices.
 Operation: TypeAlias = Literal["mean", "shuffle"]
 
+#: Hint at the corresponding option of this policy, by the name of another library's option.
 _ELSEWHERE: Final = {
     **dict.fromkeys(("shuffle", "shuffle_prob"), "here operation='shuffle' shuffles a share of the values, fraction"),
     **dict.fromkeys(("p", "p_sparta", "share", "sparsity"), "here fraction is the share of the values to average"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from scripts.diloco import record_of
 from scripts.simple_policies import CALM, KILLED
-from simulation.simple_scenarios import check, has_partners
+from simulation.simple_scenarios import check, every_of, has_partners
 from support import mpi, torchrun
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "simple_policies.py"
@@ -24,7 +24,7 @@ def test_real_ranks_have_the_weights_of_the_formula(transport: str) -> None:
     reports = start(4, SCRIPT, "calm", timeout_s=100).check().reports
     for name, plan in CALM.items():
         record = record_of(plan, {rank: found[name] for rank, found in reports.items()})
-        assert check(plan, record, 0.0) == 12 // plan.options.get("average_every", 1)
+        assert check(plan, record, 0.0) == 12 // every_of(name, plan.options)
         assert len(record.weights) == 4
 
 

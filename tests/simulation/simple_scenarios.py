@@ -71,6 +71,12 @@ def has_partners(policy: str, options: Mapping[str, Any]) -> bool:
     return bool(found(options) if callable(found) else found)
 
 
+def every_of(policy: str, options: Mapping[str, Any]) -> int:
+    """Return the number of steps between rounds."""
+    default = inspect.signature(POLICIES[policy]).parameters["average_every"].default
+    return int(options.get("average_every", default))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(TrainingPlan):
     """One run of the policy with this name."""
@@ -113,9 +119,7 @@ def check(plan: Plan, record: Record, tolerance: float) -> int:
     donors, parted = ({}, {}) if in_parts else record.donors(plan.killed)
     dtype = np.float32 if plan.dtype == torch.float32 else np.float64
     own = {rank: _flat(weights_of(Layers(plan.dtype))).astype(dtype) for rank in range(plan.ranks)}
-    every = plan.options.get(
-        "average_every", inspect.signature(POLICIES[plan.policy]).parameters["average_every"].default
-    )
+    every = every_of(plan.policy, plan.options)
     shapes = [array.shape for array in weights_of(Layers(plan.dtype))]
     # Values that the formula keeps between rounds, if it takes them; at first, the initial weights.
     memory = {"memory": {0: own[0].copy()}} if "memory" in inspect.signature(module.formula).parameters else {}

@@ -16,7 +16,7 @@ from torch import nn
 import asyncdist as ad
 from asyncdist.simulation import Kill, Restart, simulate
 from protocols import DiLoCoPolicy, StepInfo
-from simulation.simple_scenarios import POLICIES, Plan, Record, check, draw_plan, has_partners, module_of, run
+from simulation.simple_scenarios import POLICIES, Plan, Record, check, draw_plan, every_of, has_partners, module_of, run
 
 
 def options_of(policy: str) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def options_of(policy: str) -> dict[str, Any]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_fifty_rounds_equal_the_formula_to_the_bit(policy: str, dtype: torch.dtype) -> None:
     options = options_of(policy)
-    plan = Plan(policy=policy, options=options, dtype=dtype, steps=(50 * options.get("average_every", 1),) * 4)
+    plan = Plan(policy=policy, options=options, dtype=dtype, steps=(50 * every_of(policy, options),) * 4)
     assert check(plan, run(plan)[1], 0.0) == 50
 
 
