@@ -22,25 +22,17 @@ from asyncdist.integrations import pytorch, torchgfn
 from asyncdist.runtime.run import WorldOptions, open_world, run
 from asyncdist.tensors.codecs import Codec
 from protocols import (
-    AsyncDiLoCoPolicy,
-    AsyncPopulationAveragingPolicy,
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
-    DiLoCoPolicy,
     EvolutionStrategyPolicy,
     OneSidedSelectiveAveragingPolicy,
     ReplayBuffer,
     ReplicaAveragingPolicy,
     SpawnPolicy,
 )
-from protocols.async_diloco.options import AsyncDiLoCoOptions
 from protocols.declared import GROUPS, Options, by_group, declared, in_markdown
-from protocols.exchange.options import ExchangeOptionNames
-from protocols.one_sided.population_averaging import AsyncPull
+from protocols.exchange.options import ExchangeOptions
 from protocols.population_training.hyperparameters import Space, Value
-from protocols.population_training.options import ExploringOptions
-from protocols.selective_diloco.donors import DonorRules
-from protocols.simple.policy import SimplePolicy
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,9 +71,7 @@ CONVERTED: dict[str, Any] = {
     **dict.fromkeys(("hyperparameters", "custom_hyperparameters"), Mapping[str, Space]),
     "initial": Mapping[str, Value],
 }
-SELECTIVE, ONE_SIDED, DILOCO, ASYNC_DILOCO = map(
-    declared_by, (AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy, DiLoCoPolicy, AsyncDiLoCoPolicy)
-)
+SELECTIVE, ONE_SIDED = map(declared_by, (AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy))
 
 
 def test_the_exported_policies_are_found() -> None:
@@ -89,7 +79,8 @@ def test_the_exported_policies_are_found() -> None:
         "AverageAllPolicy",
         "ReplicaAveragingPolicy",
         "PopulationAveragingPolicy",
-        *(each[0].__name__ for each in (SELECTIVE, ONE_SIDED, DILOCO)),
+        "DiLoCoPolicy",
+        *(each[0].__name__ for each in (SELECTIVE, ONE_SIDED)),
     }
     assert {policy.__name__ for policy in POLICIES} >= found
 
@@ -136,6 +127,15 @@ def lists_of_the_docs() -> dict[str, str]:
     return dict(re.findall(r"<!-- options: (.*?) -->\n(.*?)\n<!-- end of options -->", text, re.DOTALL))
 
 
+def own_names(policy: Any, options: type, kinds: list[type[Options]]) -> list[str]:
+    """Return the options that the policy's own module or folder declares, without those of all exchange policies."""
+    own = ".".join(policy.__module__.split(".")[:3])
+    shared = {in_markdown([each]) for each in declared(ExchangeOptions)}
+    fields = [each for kind in kinds if f"{kind.__module__}.".startswith(f"{own}.") for each in declared(kind)]
+    names = {each.name for each in fields if in_markdown([each]) not in shared}
+    return [name for name in options.__annotations__ if name in names]
+
+
 def test_the_docs_list_the_options_as_they_are_declared() -> None:
     selective, own = [
         declarations([*others, *options.__annotations__], kinds) for _, options, others, kinds in (SELECTIVE, ONE_SIDED)
@@ -143,24 +143,14 @@ def test_the_docs_list_the_options_as_they_are_declared() -> None:
     known = {each.name for each in selective}
     wanted = {group: in_markdown(members) for group, members in by_group(selective).items()}
     wanted["one-sided"] = in_markdown([each for each in own if each.name not in known])
-    diloco = declarations(DILOCO[1].__annotations__, DILOCO[3])
-    own_of_diloco = {"quorum", "grace_s"}  # with other meanings than in selective averaging
-    wanted["diloco"] = in_markdown([each for each in diloco if each.name not in known - own_of_diloco])
-    wanted["selective-diloco"] = in_markdown(declared(DonorRules))
-    wanted["population-training"] = in_markdown(declared(ExploringOptions))
-    own_names = {each.name for each in declared(AsyncDiLoCoOptions)} - {"optimizer_state", "on_event"}
-    asynchronous = declarations(ASYNC_DILOCO[1].__annotations__, ASYNC_DILOCO[3])
-    wanted["async diloco"] = in_markdown([each for each in asynchronous if each.name in own_names])
     for policy, options, _, kinds in DECLARED:
-        if policy is AsyncPopulationAveragingPolicy:
-            wanted[policy.__name__] = in_markdown(declared(AsyncPull))
-        if issubclass(policy, SimplePolicy | EvolutionStrategyPolicy):
-            names = [name for name in options.__annotations__ if name not in ExchangeOptionNames.__annotations__]
+        if policy not in (SELECTIVE[0], ONE_SIDED[0]) and (names := own_names(policy, options, kinds)):
             wanted[policy.__name__] = in_markdown(declarations(names, kinds))
     found = lists_of_the_docs()
     missing = [name for name in wanted if found.get(name) != wanted[name]]
     lists = [f"<!-- options: {name} -->\n{wanted[name]}\n<!-- end of options -->" for name in missing]
-    assert not lists, "the docs must contain these lists:\n\n" + "\n\n".join(lists)
+    if lists:  # without a traceback, which would indent the lists
+        pytest.fail("the docs must contain these lists:\n\n" + "\n\n".join(lists), pytrace=False)
     assert found.keys() == wanted.keys()
 
 
