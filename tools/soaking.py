@@ -7,8 +7,8 @@ Options select a different kind of run:
 
 - ``--islands``: simulated populations on islands, whose ranks are killed, stalled and restarted
   (``tests/simulation/island_scenarios.py``).
-- ``--diloco``: simulated jobs with DiLoCo, its family and the simple policies, whose ranks are killed, restarted,
-  stalled and separated (``tests/simulation/family_scenarios.py``).
+- ``--diloco``: simulated jobs with DiLoCo, its family and other policies, whose ranks are killed, restarted, stalled
+  and separated (``tests/simulation/family_scenarios.py``).
 - ``--kills``: real jobs on MPI instead of simulations, whose ranks are killed at moments that follow from the seed
   (``tests/scripts/killed_members.py``).
 - ``--restarts``: one real job on torch, which trains until time is up while its ranks are stalled, killed and

@@ -1,4 +1,4 @@
-"""Draws one of the scenarios of DiLoCo, its family and the simple policies for each seed, for a long search."""
+"""Draws one of the scenarios of DiLoCo, its family and other policies for each seed, for a long search."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from simulation import (
     diloco_law_scenarios,
     diloco_replica_scenarios,
     diloco_scenarios,
+    population_training_scenarios,
     saved_scenarios,
     simple_scenarios,
 )
@@ -26,6 +27,7 @@ SCENARIOS: Final[tuple[Callable[..., SimReport[Any]], ...]] = (
     diloco_replica_scenarios.scenario,
     async_diloco_replica_scenarios.scenario,
     simple_scenarios.scenario,
+    population_training_scenarios.scenario,
     saved_scenarios.scenario,
     diloco_law_scenarios.late,
     diloco_law_scenarios.unsound,

@@ -60,7 +60,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.5),
 }
 RANGES = {"lr": (1e-3, 1e-1), "weight_decay": (0.0, 0.1)}
-CUSTOM = {"noise": [0, 1, 2, 4], "coefficient": (0.5, 2.0)}
+CUSTOM: dict[str, Any] = {"noise": [0, 1, 2, 4], "coefficient": (0.5, 2.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,8 @@ class Record:
 
 class Small(nn.Module):
     """Two parameters and a counter."""
+
+    count: torch.Tensor
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
