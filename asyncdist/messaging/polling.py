@@ -322,9 +322,14 @@ class Poller:
 
     # -- pollables ---------------------------------------------------------------------------------------------------
 
-    def add_pollable(self, pollable: Pollable) -> None:
-        """Poll ``pollable`` in every polling pass, and request a pass for messages that have already arrived."""
-        self._pollables = (*self._pollables, pollable)
+    def add_pollable(self, pollable: Pollable, *, is_first: bool = False) -> None:
+        """Poll ``pollable`` in every polling pass, and request a pass for messages that have already arrived.
+
+        Args:
+            is_first: Whether to poll ``pollable`` before all others. True for pollables that copy parts of streams, so
+                that the same pass delivers the messages that have arrived during the copy.
+        """
+        self._pollables = (pollable, *self._pollables) if is_first else (*self._pollables, pollable)
         self.ring()
 
     def remove_pollable(self, pollable: Pollable) -> None:

@@ -33,7 +33,7 @@ USER_CHUNK_NBYTES: Final = 16 << 20
 #: Maximum number of outstanding chunks at each end of a stream.
 WINDOW_COUNT: Final = 4
 #: Number of chunks that a :class:`Pacer` receives in one polling pass if no task waits for anything else.
-BURST_COUNT: Final = 8
+BURST_COUNT: Final = 2
 _CHUNK_COUNT_MAX: Final = 2**20
 
 
@@ -352,7 +352,7 @@ class Pacer(Pollable):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._streams: deque[InboundStream] = deque()
-        engine.add_pollable(self)
+        engine.add_pollable(self, is_first=True)
 
     def add(self, stream: InboundStream) -> None:
         """Post the next receive of ``stream`` in the next polling pass."""

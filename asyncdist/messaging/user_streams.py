@@ -168,7 +168,7 @@ class UserStreams:
         if grant.written_nbytes:
             view, address = outgoing.view[sent_nbytes:], outgoing.address + sent_nbytes
             tail = DirectWrite(self._processes.get(dest), view, address, grant.address)
-            sender = DirectWriteSender(self._services.slots, chunks, dest, grant.slot, tail)
+            sender = DirectWriteSender(self._services.slots, chunks, dest, grant, tail)
             outgoing.stream = sender.stream
         else:
             sender = None
@@ -214,8 +214,10 @@ class UserStreams:
         services = self._services
         services.check_peer(source)
         written_nbytes = self._written_nbytes(len(view), source)
-        chunk_nbytes = direct_write_streams.CHUNK_NBYTES if written_nbytes else streams.USER_CHUNK_NBYTES
         sent_nbytes = len(view) - written_nbytes
+        # A rank on the sender's host that copies a part of the tensor itself is blocked by the copy of a chunk.
+        is_copying = written_nbytes and sent_nbytes
+        chunk_nbytes = direct_write_streams.CHUNK_NBYTES if is_copying else streams.USER_CHUNK_NBYTES
         targets = split(view[:sent_nbytes], chunk_nbytes)
         address = tensor.data_ptr() + sent_nbytes if written_nbytes else 0
 
@@ -224,7 +226,9 @@ class UserStreams:
                 self._channel.send_nowait(streams.Cancel(slot), source)
 
         with (
-            DirectWriteReceiver(services.slots, source, targets, view[sent_nbytes:], cancel, self._shared_pacer())
+            DirectWriteReceiver(
+                services.slots, source, targets, view[sent_nbytes:], chunk_nbytes, cancel, self._shared_pacer()
+            )
             if written_nbytes
             else services.slots.inbound(source, targets, cancel)
         ) as stream:
