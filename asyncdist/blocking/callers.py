@@ -158,14 +158,14 @@ class Caller(abc.ABC):
     def _refuse(self) -> NoReturn:
         if not self.is_open:
             raise ClosedError("this world is closed")
-        if self._is_calling:
+        if threading.get_ident() != self._thread:
             raise LocalProtocolError(
-                "a blocking call cannot be made inside another blocking call; await the coroutine instead",
+                f"a blocking call cannot be made in thread {threading.current_thread().name!r}; make it in the thread "
+                "that opened the world",
                 rank=self.world.rank,
             )
         raise LocalProtocolError(
-            f"a blocking call cannot be made in thread {threading.current_thread().name!r}; make it in the thread that "
-            "opened the world",
+            "a blocking call cannot be made inside another blocking call; await the coroutine instead",
             rank=self.world.rank,
         )
 
@@ -260,6 +260,8 @@ class LoopCaller(Caller):
         if self._is_over:
             return
         given = error
+        if not self._is_calling:  # at the interpreter's exit, the thread that opened the world may have ended
+            self._thread = threading.get_ident()
         if error is None:
             try:
                 self.end()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import Any
+from typing import Any, ParamSpec
 
 from asyncdist.blocking.callers import current_caller, entered
+from asyncdist.blocking.helpers import blocking
+
+P = ParamSpec("P")
 
 
 class Face:
@@ -23,6 +26,17 @@ class Face:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.awaited, name)
         return functools.partial(self._caller.call, value) if callable(value) else value
+
+
+def with_face(fn: Callable[P, Awaitable[Any]]) -> Callable[P, Any]:
+    """Return a blocking version of a coroutine function, which returns the function's value as a :class:`Face`."""
+    call = blocking(fn)
+
+    @functools.wraps(call)
+    def call_with_face(*args: P.args, **kwargs: P.kwargs) -> Face:
+        return Face(call(*args, **kwargs))
+
+    return call_with_face
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
+from typing import Any, Final, Generic, NoReturn, Protocol, Self, TypeVar
 
 from asyncdist.blocking.callers import Caller, current_caller, entered, find_caller, is_in_a_rank
 from asyncdist.blocking.world import World, open_world
@@ -16,6 +16,10 @@ InfoT_co = TypeVar("InfoT_co", covariant=True)
 ReportT = TypeVar("ReportT")
 ReportT_co = TypeVar("ReportT_co", covariant=True)
 PolicyT_co = TypeVar("PolicyT_co", bound="_Awaited[Any]", covariant=True)
+
+
+#: Names of the attributes that :class:`Policy` keeps itself. All other attributes are those of the wrapped policy.
+_OWN: Final = ("awaited", "_caller", "_exits")
 
 
 class _Awaited(Protocol[InfoT_co]):
@@ -46,7 +50,8 @@ class Policy(Generic[PolicyT_co]):
     """Wraps a policy for code without an event loop: ``with ad.blocking.policy(...) as policy``.
 
     Weights change only inside ``step``, on the caller's thread. The wrapped policy's attributes are also attributes of
-    this object. If no world is open, the ``with`` block opens one and closes it at the end.
+    this object, and may be assigned: ``policy.optimizer = new``. If no world is open, the ``with`` block opens one and
+    closes it at the end.
 
     Args:
         awaited: Policy that has not been entered, also available as the attribute ``awaited``.
@@ -149,6 +154,12 @@ class Policy(Generic[PolicyT_co]):
         if name == "awaited":  # getattr would recurse if the attribute is not set yet, as while unpickling
             raise AttributeError(name)
         return getattr(self.awaited, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.awaited, name, value)
 
 
 #: Alias of :class:`Policy`, used as in ``ad.blocking.policy(AsyncSelectiveAveragingPolicy(...))``.

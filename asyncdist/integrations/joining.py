@@ -121,7 +121,7 @@ def selective_averaging(
         validation.refuse(
             "mode", metric_mode, "'min' (smaller metrics are better) or 'max' (larger metrics are better)"
         )
-    warning = "" if monitor is None else _warning_of_monitor(monitor, metric_mode or "min")
+    warning = "" if monitor is None else _warning_of_monitor(monitor, "mode", metric_mode or "min")
     given: dict[str, Any] = {**options, "average_every": average_every, "metric_mode": metric_mode or "min"}
     if validation.count("replica_size", replica_size) == 1:
         if swap_every is not None:
@@ -151,10 +151,12 @@ def averaging(kind: type[PolicyT], options: Mapping[str, Any], *, monitor: str |
         validation.refuse("policy", kind, allowed)
     if monitor is not None and not kind.takes_metric:
         validation.refuse("monitor", monitor, f"None, because {kind.__name__} uses no metric")
+    if kind.takes_metric and "mode" in options:
+        raise TypeError(f"{kind.__name__} has no option 'mode'; pass metric_mode={options['mode']!r}")
     validation.check_option_names(kind, options)
     validation.count("replica_size", options.get("replica_size", 1))
     given = {"metric_mode": "min", **options} if kind.takes_metric else dict(options)
-    warning = "" if monitor is None else _warning_of_monitor(monitor, given["metric_mode"])
+    warning = "" if monitor is None else _warning_of_monitor(monitor, "metric_mode", given["metric_mode"])
     return Training(kind, given, warning)
 
 
@@ -197,15 +199,17 @@ def log_once_that_rank_0_pushes() -> None:
         )
 
 
-def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:
-    """Return a warning if the monitored metric's name contradicts ``mode``, or "" otherwise."""
+def _warning_of_monitor(monitor: str, option: str, mode: MetricMode) -> str:
+    """Return a warning if the monitored metric's name contradicts the ``mode`` in ``option``, or "" otherwise."""
+    if not isinstance(monitor, str):
+        validation.refuse("monitor", monitor, "None or the name of a logged metric", TypeError)
     direction = is_larger_better(monitor)
-    if direction is None or direction is (mode == "max"):
+    if direction is None or mode not in ("min", "max") or direction is (mode == "max"):
         return ""
     better, cure = ("larger", "min") if mode == "max" else ("smaller", "max")
     return (
-        f"selective averaging: mode={mode!r} means that a {better} value of {monitor!r} is better, but the name means "
-        f"the opposite, so the worst ranks would be averaged into the best; pass mode={cure!r}"
+        f"averaging: {option}={mode!r} means that a {better} value of {monitor!r} is better, but the name means the "
+        f"opposite, so good ranks would be treated as bad ones; pass {option}={cure!r}"
     )
 
 

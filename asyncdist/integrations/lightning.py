@@ -114,6 +114,8 @@ class Averaging(Callback, Generic[PolicyT]):
         self.monitor = monitor
         self.last_info: StepInfo | None = None
         self._training = training
+        if optimizer_index is not None:
+            validation.whole("optimizer_index", optimizer_index)
         self._optimizer_index = optimizer_index
         self._replica_size = replica_size
         self._loss = RunningLoss()

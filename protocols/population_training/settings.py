@@ -48,8 +48,9 @@ class OptimizerSettings:
         if tunes_lr and is_scheduled and not self._schedulers:
             raise ValueError(
                 "lr_scheduler must be the scheduler of the optimizer's learning rate, got None: without it, the "
-                "scheduler would undo the policy's changes of 'lr'. For a Trainer of transformers, which otherwise "
-                "makes a scheduler later, also pass Trainer(optimizers=(optimizer, scheduler))"
+                "scheduler would undo the policy's changes of 'lr'. A trainer makes its scheduler later, so make it "
+                "yourself, and also pass Trainer(optimizers=(optimizer, scheduler)) of transformers, or return both "
+                "from Lightning's configure_optimizers"
             )
         for each in self._schedulers:
             if getattr(each, "optimizer", None) is not self._optimizer or not hasattr(each, "base_lrs"):

@@ -96,6 +96,17 @@ def test_main_and_a_second_save_wait_for_the_files(tmp_path: Path) -> None:
     assert [folder.name for folder in tmp_path.iterdir()] == ["checkpoint-000002"]
 
 
+def test_blocking_code_waits_for_a_save(tmp_path: Path) -> None:
+    """Regression: blocking code got an object that only a coroutine can await."""
+
+    def main(world: ad.blocking.World) -> bool:
+        save = ad.blocking.async_save_population(tmp_path, *filled(1.0))
+        folder = save.wait()
+        return save.done() and folder == save.folder == tmp_path / "checkpoint-000001"
+
+    assert ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True) == [True, True]
+
+
 def test_failed_write_is_logged_and_raised_where_save_is_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -17,6 +18,7 @@ from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     DiLoCoPolicy,
+    GossipPolicy,
     OneSidedSelectiveAveragingPolicy,
     ReplicaAveragingPolicy,
     SelectiveDiLoCoPolicy,
@@ -237,6 +239,9 @@ def test_a_new_model_after_lost_memory_begins_at_the_anchor() -> None:
         (AverageAllPolicy, {"replica_size": 2}, TypeError, "AverageAllPolicy has no option 'replica_size'"),
         (DiLoCoPolicy, {"replica_size": 0}, ValueError, "replica_size must be .*1.* got 0"),
         (nn.Linear, {}, TypeError, "policy must be the class of a policy"),
+        (GossipPolicy, {"mode": "max"}, TypeError, "GossipPolicy has no option 'mode'; the names are"),
+        (AsyncSelectiveAveragingPolicy, {"mode": "max"}, TypeError, "no option 'mode'; pass metric_mode='max'"),
+        (AsyncSelectiveAveragingPolicy, {"monitor": 3}, TypeError, "monitor must be None or the name .* got 3"),
     ],
 )
 def test_a_trainers_policy_is_checked_at_once(kind: Any, options: Any, error: type[Exception], words: str) -> None:
@@ -260,3 +265,23 @@ def test_tokens_of_a_policy_without_weights_are_refused() -> None:
             averaging.step(loss=1.0, tokens=4)
 
     ad.run_local(ad.blocking.hosted(main), ranks=1)
+
+
+@pytest.mark.parametrize("is_integration", [True, False])
+def test_an_assigned_optimizer_is_that_of_the_policy(is_integration: bool) -> None:
+    """Regression: only the blocking wrapper had it, so averages reset the old optimizer."""
+
+    def main(world: ad.blocking.World) -> tuple[bool, int]:
+        made_policy = made(outer_optimizer=None, optimizer_state="reset")
+        with contextlib.ExitStack() as block:
+            if is_integration:
+                averages: Any = block.enter_context(Averaging(made_policy))
+                policy = averages.policy
+            else:
+                averages = policy = block.enter_context(ad.blocking.policy(made_policy))
+            new = policy.optimizer = torch.optim.Adam(made_policy.model.parameters())
+            for _ in range(4):
+                train(made_policy, averages, 1.0)
+        return made_policy.optimizer is new, len(new.state)
+
+    assert ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True) == [(True, 0)] * 2

@@ -162,6 +162,8 @@ def test_what_a_blocking_call_is_refused_for() -> None:
         assert "in thread 'Thread" in str(errors[0])
         with pytest.raises(ad.LocalProtocolError, match=r"await asyncdist\.barrier|inside another blocking call"):
             world.call(inside)
+        world.compute(elsewhere, world)
+        assert "in thread" in str(errors[1]), "although the calling thread is inside a blocking call"
         for opens in (ad.blocking.open_world().__enter__, lambda: ad.run(inside), lambda: ad.simulate(inside, ranks=2)):
             with pytest.raises((ad.LocalProtocolError, TypeError)):
                 opens()
@@ -176,6 +178,26 @@ def test_what_a_blocking_call_is_refused_for() -> None:
             ad.blocking.open_world().__enter__()
 
     ad.run(main)
+
+
+def test_a_world_of_an_ended_thread_is_left_in_another() -> None:
+    """Regression: a script that trained in a thread failed at its end, because it could not leave the policy."""
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    block = ad.blocking.open_world()
+
+    def train() -> SelectiveAveraging:
+        block.__enter__()
+        model = nn.Linear(2, 1)
+        averaging = SelectiveAveraging(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=1)
+        averaging.step(loss=1.0)
+        return averaging
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        averaging = threads.submit(train).result()
+    assert averaging.policy is not None
+    block.__exit__(None, None, None)
+    assert averaging.policy is None
 
 
 def test_a_policy_by_itself_opens_a_world_for_its_block() -> None:

@@ -220,6 +220,8 @@ def test_an_index_without_an_optimizer_is_refused(index: int) -> None:
     from asyncdist.integrations.lightning import SelectiveAveraging
 
     def choose(world: ad.blocking.World) -> str:
+        with pytest.raises(TypeError, match=r"^optimizer_index must be an integer, got 'a'"):
+            SelectiveAveraging(average_every=1, optimizer_index="a")  # type: ignore[arg-type]
         averaging = SelectiveAveraging(average_every=1, optimizer_index=index)
         with pytest.raises(ValueError, match=r"^optimizer_index must be") as caught:
             averaging._choose([torch.optim.SGD(torch.nn.Linear(1, 1).parameters())])

@@ -176,7 +176,9 @@ async def async_save_population(
 class PendingSave:
     """A running save by :func:`async_save_population`. Await it to get the checkpoint's folder.
 
-    The object may be awaited several times, or never. ``folder`` is not valid before the save has ended.
+    In blocking code, call :meth:`wait` instead, which blocks there. The object may be awaited several times, or never.
+    ``folder`` is not valid before the save has ended.
+
     **Cancellation**: the save continues.
     """
 
@@ -189,9 +191,10 @@ class PendingSave:
         return self._joint is None or self._joint.is_over
 
     def __await__(self) -> Generator[Any, None, Path]:
-        return self._result().__await__()
+        return self.wait().__await__()
 
-    async def _result(self) -> Path:
+    async def wait(self) -> Path:
+        """Wait until the save has ended, and return the checkpoint's folder, or raise the save's error."""
         return self.folder if self._joint is None else await self._joint.result()
 
     def __repr__(self) -> str:
