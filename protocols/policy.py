@@ -457,7 +457,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     def _begin_step(self) -> bool:
         """Begin a step, before its first await. Return whether the step has nothing to do.
 
-        If it has nothing to do, :meth:`_step` is called only if a request has completed or another task can run.
+        A policy overrides this method together with :meth:`_step`, which is not called if the step has nothing to do,
+        no request has completed and no other task can run.
         """
         return False
 

@@ -42,7 +42,7 @@ class HeldSend:
     """Message that waits on this rank for a credit of its receiver. :meth:`Lane.send_held` starts it.
 
     Attributes:
-        on_left: Function that the channel sets, called with None when the message has left, or with its error.
+        on_left: Function set by ``Channel._watch``, called with None when the message has left, or with its error.
     """
 
     __slots__ = ("_dest", "_engine", "_frame", "_name", "_tag", "on_left")

@@ -20,7 +20,7 @@ class PersistentSend:
 
     Args:
         request: Persistent request with MPI's methods Start, Test and Free.
-        fail: Function that is called with the request's exception, None, the buffer and ``peer``, and raises an
+        fail: Method of the transport that gets the request's exception, None, the buffer and ``peer``, and raises an
             asyncdist error.
         bell: Bell of ``peer``, or None if it cannot be rung.
 

@@ -34,7 +34,7 @@ class Replacer:
         self._relay = relay
         self._states = states
         self._given_up = NOTHING
-        self._announced: tuple[NewWeights, int, StepInfo] | None = None
+        self._unannounced: tuple[NewWeights, int, StepInfo] | None = None
         self.exchange: Exchange | None = None
         self.replacement_count = 0
 
@@ -121,14 +121,14 @@ class Replacer:
         self._resources.timing.add("apply", self._services.time() - began_at)
         self.exchange = None
         self.replacement_count += 1
-        self._announced = new, iteration, info
+        self._unannounced = new, iteration, info
         return info
 
     def announce(self) -> None:
-        """Notify the user's ``on_event`` callback of newly applied weights, if there are any."""
-        announced, self._announced = self._announced, None
-        if announced is not None:
-            self._resources.applier.announce(*announced)
+        """Notify the user's ``on_event`` callback of the weights that :meth:`put_in_place` has applied, if any."""
+        applied, self._unannounced = self._unannounced, None
+        if applied is not None:
+            self._resources.applier.announce(*applied)
 
     def load(self, exchange: Exchange) -> None:
         """Replace all of this rank's weights by the received weights of a single rank."""
