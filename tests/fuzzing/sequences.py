@@ -404,7 +404,7 @@ def verdicts(rng: random.Random) -> None:
             case 1:
                 late.on_withdrawn(rng.randrange(size), key.of_all_occurrences)
             case 2:
-                late.take_all()
+                late.take(rng.choice((None, key.of_all_occurrences)))
         assert len(late) <= len(keys)
     _raise_any(draw_message(Verdict, rng, subject=keys[0].text, agreed=rng.randrange(2000)), rng.randrange(size))
 

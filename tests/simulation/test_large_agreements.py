@@ -238,3 +238,26 @@ def test_ranks_killed_in_a_start_over_the_tree_leave_one_policy(monkeypatch: pyt
     for seed in range(40):
         seen += killed_start_scenarios.run(seed)
     assert seen["verdicts passed on"] > 2 and seen["verdicts lost"] > 5, seen
+
+
+@pytest.mark.parametrize("who", [0, 11])
+def test_late_members_are_told_why_by_a_rank_that_withdraws(is_tree: bool, who: int) -> None:
+    """Regression: members that joined after the leader had withdrawn got ClosedError instead of the refusal's cause."""
+    del is_tree
+
+    async def main(world: ad.World) -> str:
+        if world.rank == who:
+            await world.sleep(0.005)
+            world.agreements.object(EVERYBODY, "it", ValueError("lr is -1"))
+            found = "objects"
+        else:
+            await world.sleep(random.Random(SIZE * who + world.rank).random() / 100)
+            found = await outcome(agree(world))
+        world.agreements.withdraw(EVERYBODY, "it")
+        await world.sleep(0.1)  # A rank that leaves the world at once would send the refusal then.
+        return found
+
+    for seed in range(3):
+        report = simulate(main, ranks=SIZE, seed=seed)
+        told = remote_error(who, "ValueError", "lr is -1")
+        assert Counter(report.results) == {"objects": 1, f"RemoteError: {told}": SIZE - 1}

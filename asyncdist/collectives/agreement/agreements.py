@@ -289,8 +289,8 @@ class Agreements:
         Later agreements of the other ``ranks`` on it raise ClosedError.
         """
         key = self.incarnations.key_of(subject, ranks)
-        if self.relays.carry(key):
-            self.led.withdrawn.add(key)
+        self.led.withdrawn.add(key)
+        self.led.send_stored(key)  # Sent first, so that members that join later raise the refusal, not ClosedError.
         message = Withdraw(key.text, self.incarnations.losses(self._absences.lost))
         for rank in ranks:
             if rank != self._rank:
@@ -302,6 +302,8 @@ class Agreements:
         self._counts.pop(key, None)
         self._absences.withdrawn.pop(key, None)
         self.led.withdrawn.discard(key)
+        for unread in [each for each in self._verdicts if each.of_all_occurrences == key]:
+            del self._verdicts[unread]
 
     def _send(self, message: Any, rank: int) -> None:
         if rank not in self._absences.gone:

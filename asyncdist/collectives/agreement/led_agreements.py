@@ -51,7 +51,7 @@ class LedAgreements:
     Attributes:
         joins: Received joins of each undecided agreement, by member.
         over: Decisions of failed agreements that some members have not received.
-        withdrawn: Operations of large groups that this rank never starts again, as keys for all occurrences.
+        withdrawn: Operations that this rank never starts again, as keys for all occurrences.
     """
 
     def __init__(
@@ -108,6 +108,8 @@ class LedAgreements:
             over = over or self._decided(key)
             if over is None:
                 self._direct.setdefault(key, set()).add(source)
+        elif key.of_all_occurrences in self.withdrawn:
+            return  # The member has this rank's stored decisions and its withdrawal, or will receive them.
         if over is None:
             check_room(self.joins, key)
             self.joins.setdefault(key, {})[source] = join
@@ -238,7 +240,11 @@ class LedAgreements:
     def leave(self) -> None:
         """Send the stored decisions to the members that may still join, before this rank leaves."""
         self._has_left = True
-        for verdict, absent in self.over.take_all():
+        self.send_stored()
+
+    def send_stored(self, operation: AgreementKey | None = None) -> None:
+        """Send the stored decisions on ``operation``, or all of them, to the members that may still join."""
+        for verdict, absent in self.over.take(operation):
             for rank in sorted(absent - {self._rank}):
                 with contextlib.suppress(BusyError):
                     self._send(verdict, rank)

@@ -67,11 +67,10 @@ class LateDecisions:
         for rank in ranks if self._kept else ():
             self._expect_no_more(rank, list(self._kept))
 
-    def take_all(self) -> list[tuple[Verdict, set[int]]]:
-        """Remove and return all decisions, each with the members that have not received it."""
-        kept = [(late.verdict, late.absent) for late in self._kept.values()]
-        self._kept.clear()
-        return kept
+    def take(self, operation: AgreementKey | None = None) -> list[tuple[Verdict, set[int]]]:
+        """Remove and return the decisions on ``operation``, or all, each with the members that have not received it."""
+        keys = [key for key in self._kept if operation in (None, key.of_all_occurrences)]
+        return [(late.verdict, late.absent) for late in map(self._kept.pop, keys)]
 
     def _expect_no_more(self, rank: int, keys: Iterable[AgreementKey]) -> None:
         for key in keys:

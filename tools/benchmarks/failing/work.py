@@ -79,10 +79,6 @@ class Work:
     offered: tuple[float, float] | None = None
 
 
-def _best_interval(mtbf_s: float) -> int:
-    return max(1, round(math.sqrt(2 * SAVE_S * mtbf_s) / STEP_S))
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """One simulation of ranks that fail individually.
