@@ -27,7 +27,6 @@ from asyncdist.protocols.selective.messages import (
     ControlMessage,
     Decline,
     End,
-    Heard,
     Joined,
     Leave,
     PackedAssign,
@@ -35,6 +34,7 @@ from asyncdist.protocols.selective.messages import (
     Ready,
     Rejoin,
     Report,
+    ReportAcknowledged,
 )
 from asyncdist.protocols.selective.round.plan import unpack_freeze, unpack_plan
 from asyncdist.protocols.selective.round.state import Send
@@ -45,7 +45,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.coordinator")
 
-_HEARD: Final = Heard()
+_ACKNOWLEDGED: Final = ReportAcknowledged()
 
 
 class Coordinator:
@@ -239,14 +239,14 @@ class Coordinator:
                 return core.on_leave(rank, now)
             case Joined() as joined:
                 return core.on_joined(rank, joined, now)
-            case PackedAssign() | PackedFrozen() | End() | Rejoin() | Heard() | Admitted():
+            case PackedAssign() | PackedFrozen() | End() | Rejoin() | ReportAcknowledged() | Admitted():
                 return ()  # only coordinators send these
             case unknown:
                 assert_never(unknown)
 
     def _answer(self, rank: int) -> None:
         try:
-            self._control.send_nowait(_HEARD, rank)
+            self._control.send_nowait(_ACKNOWLEDGED, rank)
         except RankLostError:
             self._gone.append(rank)
 

@@ -119,7 +119,7 @@ TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
 }
 
 
-class Tell(NamedTuple):
+class SendToCoordinator(NamedTuple):
     """Instruction: send a message about ``round`` to the coordinator."""
 
     message: ControlMessage
@@ -148,14 +148,14 @@ class Withdraw(NamedTuple):
     """Instruction: stop sending this rank's snapshot, and free its memory."""
 
 
-class Give(NamedTuple):
+class OfferSnapshot(NamedTuple):
     """Instruction: offer the snapshot taken at ``iteration`` to the ranks that receive weights in the round."""
 
     round: int
     iteration: int
 
 
-class Ask(NamedTuple):
+class RequestSnapshots(NamedTuple):
     """Instruction: request the snapshots of all assigned donors, before it is known which of them are ready."""
 
     round: int
@@ -185,7 +185,7 @@ class StopReducing(NamedTuple):
     round: int
 
 
-class Read(NamedTuple):
+class ReceiveAverage(NamedTuple):
     """Instruction: receive and average the donors' snapshots, and then call `on_averaged` or `on_failed`."""
 
     round: int
@@ -200,17 +200,17 @@ class Discard(NamedTuple):
 
 
 Instruction: TypeAlias = (
-    Tell
+    SendToCoordinator
     | EnterEpoch
     | RefuseUpTo
     | RefuseMeans
     | Withdraw
-    | Give
-    | Ask
+    | OfferSnapshot
+    | RequestSnapshots
     | Reduce
     | AddUp
     | StopReducing
-    | Read
+    | ReceiveAverage
     | Discard
 )
 Instructions: TypeAlias = tuple[Instruction, ...]
@@ -309,7 +309,7 @@ class RoundMember:
             reason = f"replaced at iteration {self._applied_iteration}, after the judged iteration"
             return (*before, RefuseMeans(round), self._decline(round, reason))
         self._go(Event.CHOSEN_TO_TAKE, round)
-        return (*before, *self._reduce(round, assign), Ask(round, assign))
+        return (*before, *self._reduce(round, assign), RequestSnapshots(round, assign))
 
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
         """Begin to add up the donors' snapshots, because the list of the round's donors is now final."""
@@ -321,7 +321,7 @@ class RoundMember:
             return adds_up
         self._go(Event.FROZEN_WITH_DONORS if frozen.donors else Event.FROZEN_WITHOUT_DONORS, round)
         self._frozen = frozen
-        return (*adds_up, Read(round, frozen)) if frozen.donors else adds_up
+        return (*adds_up, ReceiveAverage(round, frozen)) if frozen.donors else adds_up
 
     def on_end(self, reason: str, round: int) -> Instructions:
         """End this member's role in ``round``, because the coordinator has ended the round."""
@@ -350,12 +350,12 @@ class RoundMember:
         """Send this member's state to a coordinator that lacks it, unless this rank waits for admission."""
         return () if self.is_joining else (self.joined(self.newest, incarnation),)
 
-    def joined(self, newest: Report | None, incarnation: int = 0) -> Tell:
+    def joined(self, newest: Report | None, incarnation: int = 0) -> SendToCoordinator:
         """Return the instruction to send this member's state and its newest report to a new coordinator."""
         report = newest or Report(-1, 0.0, 0.0, 0.0)
         facts = self.last_round, self._applied_iteration, self._judged_iteration
         times = report.step_time_s, report.interval_s
-        return Tell(Joined(*facts, report.iteration, report.value, *times, incarnation))
+        return SendToCoordinator(Joined(*facts, report.iteration, report.value, *times, incarnation))
 
     # ---------------------------------------------------------------- steps, copies and exchanges
 
@@ -389,14 +389,14 @@ class RoundMember:
             self._go(Event.UNSOUND)
             return (*self._end_reducing(), RefuseUpTo(round), self._decline(round, fault))
         self._go(Event.COPIED, round)
-        return (Give(round, iteration), Tell(Ready(iteration, state_safe_points), round))
+        return (OfferSnapshot(round, iteration), SendToCoordinator(Ready(iteration, state_safe_points), round))
 
     def on_refused(self, round: int, reason: str) -> Instructions:
         """Abandon a complete average, because the rest of the donor's state has not arrived."""
         if self.state is not State.COMPLETE or self.round != round:
             return ()
         self._go(Event.FAILED)
-        return (self._discard(round, reason), Tell(Abandoned(reason), round))
+        return (self._discard(round, reason), SendToCoordinator(Abandoned(reason), round))
 
     def on_averaged(self, round: int) -> bool:
         """Record that the average is complete. Return False if ``round`` has ended without it."""
@@ -410,11 +410,11 @@ class RoundMember:
         if self.state is not State.READING or self.round != round:
             return ()
         self._go(Event.FAILED)
-        return (self._discard(round, reason), Tell(Abandoned(reason), round))
+        return (self._discard(round, reason), SendToCoordinator(Abandoned(reason), round))
 
     def on_applied(self, iteration: int) -> Instructions:
         """Record that the new weights are loaded. They invalidate this rank's reports up to ``iteration``."""
-        applied = Tell(Applied(iteration), self.round)
+        applied = SendToCoordinator(Applied(iteration), self.round)
         self._go(Event.APPLIED)
         self.wants_step = False
         self._applied_iteration = iteration
@@ -438,7 +438,7 @@ class RoundMember:
         """Finish leaving the policy, after the last streams have ended or the timeout has passed."""
         if self.state is State.OUT:
             return ()
-        instructions = (*self._end_reducing(), *self._end_giving(), Tell(Leave()))
+        instructions = (*self._end_reducing(), *self._end_giving(), SendToCoordinator(Leave()))
         self._go(Event.LEFT)
         return instructions
 
@@ -484,6 +484,6 @@ class RoundMember:
         self.wants_step = True
         return Discard(round, reason)
 
-    def _decline(self, round: int, reason: str) -> Tell:
+    def _decline(self, round: int, reason: str) -> SendToCoordinator:
         count_reason(self.declined, reason)
-        return Tell(Decline(reason), round)
+        return SendToCoordinator(Decline(reason), round)

@@ -46,7 +46,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ReportAcknowledged:
     """Coordinator to member: acknowledges a report in which the member has asked for an answer."""
 
 
@@ -311,12 +311,12 @@ ControlMessage = (
     | Leave
     | Joined
     | Rejoin
-    | Heard
+    | ReportAcknowledged
     | Admitted
 )
 
 METRIC_TYPES: Final[tuple[type, ...]] = (Report,)
 CONTROL_TYPES: Final[tuple[type, ...]] = (
     *(PackedAssign, Ready, Decline, PackedFrozen, Applied, Abandoned, End, Leave),
-    *(Joined, Rejoin, Heard, Admitted),
+    *(Joined, Rejoin, ReportAcknowledged, Admitted),
 )

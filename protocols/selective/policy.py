@@ -53,11 +53,11 @@ from asyncdist.protocols.selective.messages import (
     Assign,
     End,
     Frozen,
-    Heard,
     Leave,
     PackedAssign,
     PackedFrozen,
     Rejoin,
+    ReportAcknowledged,
 )
 from asyncdist.protocols.selective.roles.coordination import Coordination, KnowsCoordinator
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
@@ -465,7 +465,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
                     roles.take(end, envelope.round)
                 case Leave():
                     leadership.note_stopped(envelope.source)
-                case Heard():
+                case ReportAcknowledged():
                     leadership.note_answer(self._call_count)
                 case Rejoin():
                     roles.rejoin()

@@ -49,18 +49,18 @@ from protocols.replay_buffer.store import ReplayStore
 from protocols.selective.member import (
     AddUp,
     Apply,
-    Ask,
     Discard,
-    Give,
     Instruction,
-    Read,
+    OfferSnapshot,
+    ReceiveAverage,
     Reduce,
+    RequestSnapshots,
     RoundMember,
+    SendToCoordinator,
     State,
     StepAction,
     StopReducing,
     TakeSnapshot,
-    Tell,
     Withdraw,
 )
 from protocols.selective.messages import DONOR, REPLACER, Assign, Frozen, Report
@@ -207,7 +207,7 @@ def _carry_out(
 ) -> None:
     for instruction in instructions:
         match instruction:
-            case Give(number):
+            case OfferSnapshot(number):
                 offered.append(number)
             case Withdraw():
                 offered.pop()
@@ -217,9 +217,9 @@ def _carry_out(
                 assert -number in exchanging
             case StopReducing(number):
                 exchanging.remove(-number)
-            case Ask(number):
+            case RequestSnapshots(number):
                 exchanging.append(number)
-            case Read(number):
+            case ReceiveAverage(number):
                 assert [each for each in exchanging if each >= 0] == [number]
                 read.add(number)
             case Apply(number, frozen):
@@ -227,7 +227,7 @@ def _carry_out(
                 exchanging.remove(number)
             case Discard(number):
                 exchanging.remove(number)
-            case Tell(_, number):
+            case SendToCoordinator(_, number):
                 assert 0 <= number <= wire.ROUND_MAX
             case TakeSnapshot():
                 assert not offered

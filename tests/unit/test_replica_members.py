@@ -6,7 +6,15 @@ import random
 
 from asyncdist.tensors import serialization
 from protocols.replicas.members import FollowingMember, LeadingMember
-from protocols.selective.member import Apply, Ask, Discard, Instruction, Read, State, TakeSnapshot
+from protocols.selective.member import (
+    Apply,
+    Discard,
+    Instruction,
+    ReceiveAverage,
+    RequestSnapshots,
+    State,
+    TakeSnapshot,
+)
 from protocols.selective.messages import DONOR, REPLACER, Assign, Frozen
 
 #: Ranks of three replicas of two ranks: each leader, and the other rank of its replica.
@@ -33,9 +41,11 @@ def test_ranks_are_those_of_the_counterparts() -> None:
     replica.leader.on_assign(ASSIGN, 1)
     replica.leader.on_frozen(FROZEN, 1)
     replica.swap()
-    ask, read = (next(each for each in replica.done if isinstance(each, kind)) for kind in (Ask, Read))
-    assert ask == Ask(1, Assign(REPLACER, (1, 3), (5,), 7, 3, reducers=(1, 3), part=-1, sources=(1, 3)))
-    assert read == Read(1, Frozen((1, 3), (1.0, 3.0), (5, 6), 3, 30.0, (1, 3)))
+    ask, read = (
+        next(each for each in replica.done if isinstance(each, kind)) for kind in (RequestSnapshots, ReceiveAverage)
+    )
+    assert ask == RequestSnapshots(1, Assign(REPLACER, (1, 3), (5,), 7, 3, reducers=(1, 3), part=-1, sources=(1, 3)))
+    assert read == ReceiveAverage(1, Frozen((1, 3), (1.0, 3.0), (5, 6), 3, 30.0, (1, 3)))
     assert replica.follower.state is State.READING and replica.follower.assignment_count == 1
 
 

@@ -13,20 +13,20 @@ from protocols.selective.member import (
     TRANSITIONS,
     AddUp,
     Apply,
-    Ask,
     Discard,
     Event,
-    Give,
     Instructions,
-    Read,
+    OfferSnapshot,
+    ReceiveAverage,
     Reduce,
     RefuseMeans,
     RefuseUpTo,
+    RequestSnapshots,
     RoundMember,
+    SendToCoordinator,
     State,
     StopReducing,
     TakeSnapshot,
-    Tell,
     Withdraw,
 )
 from protocols.selective.messages import (
@@ -98,19 +98,19 @@ def test_a_donors_round() -> None:
     assert member.wants_step and member.last_round == 3
     assert member.on_step() == TakeSnapshot(3)
     assert not member.wants_step and member.on_step() is None
-    assert member.on_copied(3, 10) == (Give(3, 10), Tell(Ready(10), 3))
+    assert member.on_copied(3, 10) == (OfferSnapshot(3, 10), SendToCoordinator(Ready(10), 3))
     assert member.on_end("every replacer has answered", 3) == (Withdraw(), RefuseUpTo(3), RefuseUpTo(3))
     assert member.state is State.IDLE and not member.wants_step
 
 
 def test_a_replacers_round() -> None:
     member = RoundMember()
-    assert member.on_assign(TO_TAKE, 3) == (RefuseUpTo(2), Ask(3, TO_TAKE))
+    assert member.on_assign(TO_TAKE, 3) == (RefuseUpTo(2), RequestSnapshots(3, TO_TAKE))
     assert not member.wants_step
-    assert member.on_frozen(FROZEN, 3) == (Read(3, FROZEN),)
+    assert member.on_frozen(FROZEN, 3) == (ReceiveAverage(3, FROZEN),)
     assert member.on_averaged(3) and member.wants_step
     assert member.on_step() == Apply(3, FROZEN)
-    assert member.on_applied(12) == (Tell(Applied(12), 3),)
+    assert member.on_applied(12) == (SendToCoordinator(Applied(12), 3),)
     assert member.on_end("every replacer has answered", 3) == (RefuseUpTo(3),)
     assert member.state is State.IDLE and not member.abandoned and not member.unapplied_count
 
@@ -129,16 +129,16 @@ def test_a_donor_reduces_until_its_round_ends() -> None:
 def test_replacer_still_reduces_after_applying_or_when_leaving() -> None:
     member = RoundMember()
     frozen = Frozen((2,), (1.0,), (9,), 2, 30.0, (0, 1))
-    before = RefuseUpTo(2), Reduce(3, TO_TAKE_AND_REDUCE), Ask(3, TO_TAKE_AND_REDUCE)
+    before = RefuseUpTo(2), Reduce(3, TO_TAKE_AND_REDUCE), RequestSnapshots(3, TO_TAKE_AND_REDUCE)
     assert member.on_assign(TO_TAKE_AND_REDUCE, 3) == before
-    assert member.on_frozen(frozen, 3) == (AddUp(3, frozen), Read(3, frozen))
+    assert member.on_frozen(frozen, 3) == (AddUp(3, frozen), ReceiveAverage(3, frozen))
     member.on_averaged(3)
     member.on_step()
     member.on_applied(12)
     assert member.state is State.IDLE and member.reducing == 3
     assert member.on_leave() == (RefuseUpTo(math.inf),) and member.reducing == 3
     assert member.on_end("over", 3) == (StopReducing(3), RefuseUpTo(3))
-    assert member.on_left() == (Tell(Leave()),)
+    assert member.on_left() == (SendToCoordinator(Leave()),)
 
 
 def test_declining_leaving_or_orphaned_member_does_not_reduce() -> None:
@@ -146,7 +146,7 @@ def test_declining_leaving_or_orphaned_member_does_not_reduce() -> None:
     member.on_assign(TO_GIVE_AND_REDUCE, 3)
     member.on_step()
     reason = "weights are not finite"
-    declined = StopReducing(3), RefuseUpTo(3), Tell(Decline(reason), 3)
+    declined = StopReducing(3), RefuseUpTo(3), SendToCoordinator(Decline(reason), 3)
     assert member.on_copied(3, 10, fault="weights are not finite") == declined
     for end in (RoundMember.on_leave, lambda member: member.on_coordinator_gone("is gone")):
         member = RoundMember()
@@ -159,7 +159,7 @@ def test_declining_leaving_or_orphaned_member_does_not_reduce() -> None:
 
 def test_fresh_weights_need_no_exchange() -> None:
     member = RoundMember()
-    assert member.on_assign(TO_BUILD, 1) == (RefuseUpTo(0), Ask(1, TO_BUILD))
+    assert member.on_assign(TO_BUILD, 1) == (RefuseUpTo(0), RequestSnapshots(1, TO_BUILD))
     assert member.on_frozen(FRESH, 1) == ()
     assert member.wants_step and member.on_step() == Apply(1, FRESH)
 
@@ -168,20 +168,20 @@ def test_a_report_from_before_the_last_average_makes_no_replacer() -> None:
     member = member_in(State.COMPLETE)
     member.on_step()
     member.on_applied(9)
-    assert isinstance(member.on_assign(TO_TAKE, 4)[-1], Ask), "judged at iteration 9, and not before it"
+    assert isinstance(member.on_assign(TO_TAKE, 4)[-1], RequestSnapshots), "judged at iteration 9, and not before it"
     member = member_in(State.COMPLETE)
     member.on_step()
     member.on_applied(10)
     reason = "replaced at iteration 10, after the judged iteration"
-    assert member.on_assign(TO_TAKE, 4) == (RefuseUpTo(3), RefuseMeans(4), Tell(Decline(reason), 4))
+    assert member.on_assign(TO_TAKE, 4) == (RefuseUpTo(3), RefuseMeans(4), SendToCoordinator(Decline(reason), 4))
     assert member.state is State.IDLE and member.declined == {reason: 1}
 
 
 def test_replacer_that_fetches_for_others_shares_until_round_end() -> None:
     member = RoundMember()
-    reduce, ask = Reduce(3, TO_TAKE_AND_SHARE), Ask(3, TO_TAKE_AND_SHARE)
+    reduce, ask = Reduce(3, TO_TAKE_AND_SHARE), RequestSnapshots(3, TO_TAKE_AND_SHARE)
     assert member.on_assign(TO_TAKE_AND_SHARE, 3) == (RefuseUpTo(2), reduce, ask)
-    assert member.on_frozen(FROZEN, 3) == (Read(3, FROZEN),), "it adds nothing up"
+    assert member.on_frozen(FROZEN, 3) == (ReceiveAverage(3, FROZEN),), "it adds nothing up"
     assert member.on_averaged(3)
     member.on_step()
     member.on_applied(10)
@@ -191,14 +191,14 @@ def test_replacer_that_fetches_for_others_shares_until_round_end() -> None:
 
 def test_weights_that_are_not_finite_are_declined() -> None:
     member = member_in(State.COPYING)
-    declined = Tell(Decline("weights are not finite"), 3)
+    declined = SendToCoordinator(Decline("weights are not finite"), 3)
     assert member.on_copied(3, 10, fault="weights are not finite") == (RefuseUpTo(3), declined)
     assert member.state is State.IDLE
 
 
 def test_failed_exchange_abandons_the_round_and_the_step_says_so() -> None:
     member = member_in(State.READING)
-    assert member.on_failed(3, "lost") == (Discard(3, "lost"), Tell(Abandoned("lost"), 3))
+    assert member.on_failed(3, "lost") == (Discard(3, "lost"), SendToCoordinator(Abandoned("lost"), 3))
     assert member.wants_step and member.on_step() is None and not member.wants_step
     assert member.abandoned == {"lost": 1} and not member.unapplied_count
 
@@ -229,7 +229,7 @@ def test_without_a_coordinator_no_role_is_left(state: State) -> None:
     assert (Withdraw() in instructions) == (state in (State.GIVING, State.LASTING))
     discarded = Discard(3, "the coordinator has stopped") in instructions
     assert discarded == (state in (State.ASKING, State.READING, State.COMPLETE))
-    assert not [told for told in instructions if isinstance(told, Tell)], "there is nobody to be told"
+    assert not [told for told in instructions if isinstance(told, SendToCoordinator)], "there is nobody to be told"
 
 
 def test_a_new_coordinator_is_told_what_the_last_one_knew() -> None:
@@ -237,8 +237,10 @@ def test_a_new_coordinator_is_told_what_the_last_one_knew() -> None:
     member.on_step()
     member.on_applied(10)
     member.on_coordinator_gone("is gone")
-    assert member.joined(Report(11, 0.5, 2.0, 9.0)) == Tell(Joined(3, 10, TO_TAKE.judged_iteration, 11, 0.5, 2.0, 9.0))
-    assert RoundMember().joined(None) == Tell(Joined(0, -1, -1, -1, 0.0, 0.0, 0.0))
+    assert member.joined(Report(11, 0.5, 2.0, 9.0)) == SendToCoordinator(
+        Joined(3, 10, TO_TAKE.judged_iteration, 11, 0.5, 2.0, 9.0)
+    )
+    assert RoundMember().joined(None) == SendToCoordinator(Joined(0, -1, -1, -1, 0.0, 0.0, 0.0))
 
 
 def test_a_member_that_is_out_hears_nothing() -> None:
@@ -250,7 +252,7 @@ def test_a_member_that_is_out_hears_nothing() -> None:
 
 def test_leaving_gives_up_and_declines_but_finishes_its_giving() -> None:
     assert member_in(State.IDLE).on_leave() == (RefuseUpTo(math.inf),)
-    declined = Tell(Decline("leaving"), 3)
+    declined = SendToCoordinator(Decline("leaving"), 3)
     assert member_in(State.CHOSEN).on_leave() == (declined, RefuseUpTo(math.inf))
     assert member_in(State.COPYING).on_leave() == (declined, RefuseUpTo(math.inf))
     discard = Discard(3, "the policy ended")
@@ -258,13 +260,15 @@ def test_leaving_gives_up_and_declines_but_finishes_its_giving() -> None:
     giving = member_in(State.GIVING)
     assert giving.on_leave() == (RefuseUpTo(math.inf),) and giving.state is State.LASTING
     assert giving.on_end("over", 3) == (Withdraw(), RefuseUpTo(3), RefuseUpTo(3)) and giving.state is State.LEAVING
-    assert giving.on_assign(TO_TAKE, 4)[-1] == Tell(Decline("leaving"), 4) and giving.state is State.LEAVING
-    assert giving.on_left() == (Tell(Leave()),) and giving.state is State.OUT
+    assert (
+        giving.on_assign(TO_TAKE, 4)[-1] == SendToCoordinator(Decline("leaving"), 4) and giving.state is State.LEAVING
+    )
+    assert giving.on_left() == (SendToCoordinator(Leave()),) and giving.state is State.OUT
 
 
 def test_a_member_that_cannot_wait_withdraws_its_snapshot() -> None:
     member = member_in(State.LASTING)
-    assert member.on_left() == (Withdraw(), RefuseUpTo(3), Tell(Leave()))
+    assert member.on_left() == (Withdraw(), RefuseUpTo(3), SendToCoordinator(Leave()))
 
 
 @pytest.mark.parametrize("state", State)
@@ -343,11 +347,11 @@ def test_any_order_of_events_frees_resources_once(
             instructions = call(member, name, number)
         for instruction in instructions:
             match instruction:
-                case Give(round):
+                case OfferSnapshot(round):
                     offered.append(round)
                 case Withdraw():
                     offered.pop()
-                case Ask(round):
+                case RequestSnapshots(round):
                     exchanging.append(round)
                 case Discard(round) | Apply(round):
                     exchanging.remove(round)

@@ -17,21 +17,21 @@ from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.selective.member import (
     AddUp,
     Apply,
-    Ask,
     Discard,
     EnterEpoch,
-    Give,
     Instruction,
     Instructions,
-    Read,
+    OfferSnapshot,
+    ReceiveAverage,
     Reduce,
     RefuseMeans,
     RefuseUpTo,
+    RequestSnapshots,
     RoundMember,
+    SendToCoordinator,
     State,
     StopReducing,
     TakeSnapshot,
-    Tell,
     Withdraw,
 )
 from asyncdist.protocols.selective.messages import Assign, End, Frozen
@@ -276,7 +276,7 @@ class MemberRoles:
 
     def _do(self, instruction: Instruction) -> None:
         match instruction:
-            case Tell(message, round):
+            case SendToCoordinator(message, round):
                 coordinator = self._coordination.coordinator
                 if coordinator is not None:
                     self._channels.tell(message, coordinator, round)
@@ -286,15 +286,15 @@ class MemberRoles:
                 self._channels.server.end_rounds(round)
             case RefuseMeans(round):
                 self._channels.server.end_means(round)
-            case Give(round, _):
+            case OfferSnapshot(round, _):
                 self.donor.give(round)
             case Withdraw():
                 self.donor.withdraw()
-            case Ask(round, assign):
+            case RequestSnapshots(round, assign):
                 coordinator = self._coordination.coordinator
                 assert coordinator is not None, f"round {round} has no coordinator"
                 self.replacer.ask(round, coordinator, assign)
-            case Read(round, frozen):
+            case ReceiveAverage(round, frozen):
                 exchange = self.replacer.exchange
                 assert exchange is not None, f"round {round} is frozen without an exchange"
                 name = f"exchange of round {round}"

@@ -9,7 +9,7 @@ Invariant: Each :class:`RoleAssigned` is followed by an :class:`AverageApplied`,
 
 from __future__ import annotations
 
-from asyncdist.protocols.selective.member import GIVING_STATES, Discard, Instructions, RoundMember, Tell
+from asyncdist.protocols.selective.member import GIVING_STATES, Discard, Instructions, RoundMember, SendToCoordinator
 from asyncdist.protocols.selective.messages import DONOR, Applied, Assign, Decline
 from asyncdist.protocols.step_info import RoleAssigned, RoundAbandoned, RoundEnded, UserEvents
 
@@ -35,11 +35,12 @@ class RoundEvents:
             reason: Reason for the end of the round, if the end has caused the instructions.
         """
         declined: dict[int, str] = {}
-        for told in instructions:
-            if isinstance(told, Tell) and isinstance(told.message, Decline):
-                declined[told.round] = told.message.reason
-            elif isinstance(told, Tell) and isinstance(told.message, Applied) and told.round == self._round:
-                self._role, self._round = "", 0  # the replacer itself creates the AverageApplied event
+        for instruction in instructions:
+            match instruction:
+                case SendToCoordinator(Decline(why_declined), declined_round):
+                    declined[declined_round] = why_declined
+                case SendToCoordinator(Applied(), self._round):
+                    self._role, self._round = "", 0  # the replacer itself creates the AverageApplied event
         if self._role == DONOR and not self._gives() and self._round not in declined:
             why = reason or (f"round {round} began" if round else "the policy ended")
             self._end(RoundEnded(self._round, why, self._island))
