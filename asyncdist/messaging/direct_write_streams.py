@@ -24,9 +24,11 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.streams")
 
-#: Maximum seconds between two written pieces. After a longer pause the sender is assumed to be busy computing, and
-#: sends the rest as messages, which the transport can transfer in the background.
-ATTENTION_S: Final = 0.001
+#: Maximum seconds of CPU time, and of time, between two written pieces. After a longer pause the sender is assumed to
+#: be busy computing, and sends the rest as messages, which the transport can transfer in the background. The first
+#: limit is in CPU time, because on busy cores the sender is often preempted for milliseconds.
+ATTENTION_CPU_S: Final = 0.001
+ATTENTION_S: Final = 0.02
 #: Size in bytes of the chunks that the receiver's MPI copies, one per call, in 0.2 to 0.5 ms. A chunk of 1 MiB would
 #: take the receiver 8 % more CPU time per byte.
 CHUNK_NBYTES: Final = 2 << 20
@@ -49,7 +51,7 @@ class DirectWriteSender:
         self._engine = slots.engine
         self._chunk_nbytes = grant.chunk_nbytes
         self.tail = tail
-        self._written_at = time.perf_counter()
+        self._note_time()
 
     def write_piece(self) -> bool:
         """Write the next piece of the tensor, or send the rest if the last piece was written too long ago.
@@ -58,18 +60,22 @@ class DirectWriteSender:
         """
         if self.stream.is_stopping:
             return False
-        is_over = time.perf_counter() - self._written_at > ATTENTION_S
+        cpu_s, seconds = time.thread_time() - self._cpu_s, time.perf_counter() - self._written_at
+        is_over = cpu_s > ATTENTION_CPU_S or seconds > ATTENTION_S
         if not is_over:
             try:
                 self.stream.count_sent(self.tail.write_piece(self._piece_nbytes()))
             except OSError as error:  # The memory is on a device, or the receiver's process has ended.
                 logger.debug("stream to rank %d: %s; sending instead", self.stream.dest, error)
                 is_over = True
-            self._written_at = time.perf_counter()
+            self._note_time()
         if self.tail.rest and not is_over:
             return True
         self.send_rest()
         return False
+
+    def _note_time(self) -> None:
+        self._written_at, self._cpu_s = time.perf_counter(), time.thread_time()
 
     def _piece_nbytes(self) -> int:
         return SHARED_PIECE_NBYTES if self._engine.waiter_count > 1 else PIECE_NBYTES
@@ -108,6 +114,7 @@ class Writer(Pollable):
     def poll(self) -> int:
         """Write one piece. Return 0, because no message was delivered."""
         if self._senders:
+            self._engine.give_core_to_receivers()
             sender = self._senders.popleft()
             if sender.write_piece():
                 self._senders.append(sender)

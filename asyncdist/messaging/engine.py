@@ -12,6 +12,7 @@ record an event, or repeat it at the recorded time.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import types
 from collections import deque
@@ -157,6 +158,14 @@ class Engine(Poller):
             self.turn += 1
         self.turn |= 1
         await yield_to_loop()
+
+    def give_core_to_receivers(self) -> None:
+        """Yield the core once if a small message of this rank has not been received. Called before a long copy.
+
+        If there are more busy processes than cores, the receiver may wait for the core on which this rank runs.
+        """
+        if self.transport.is_sending():
+            os.sched_yield()
 
     async def drain(self) -> None:
         """Deliver everything that has arrived. Called before a deadline is declared passed.

@@ -491,7 +491,8 @@ class Poller:
                     return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
             return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick) if self._misses_wakes else None
         self._state = _HOT
-        if self._unspun_count and quiet and not self._operations:
+        # After a pass in which a pollable has rung, because it has more to copy, ``quiet`` is 1.
+        if self._unspun_count and quiet > 1 and not self._operations:
             self._unspun_count -= 1
             return self._sleep()
         if quiet <= HOT_PASS_COUNT:

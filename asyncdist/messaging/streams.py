@@ -362,6 +362,8 @@ class Pacer(Pollable):
     def poll(self) -> int:
         """Receive one chunk, or several if no task waits for anything else. Return their number."""
         arrived_count = 0
+        if self._streams:
+            self._engine.give_core_to_receivers()
         for _ in range(1 if self._engine.waiter_count > 1 else BURST_COUNT):
             if not self._streams:
                 break

@@ -227,8 +227,9 @@ class MpiMessages(Transport):
     def is_sending(self) -> bool:
         found = False
         for send in self._repeated.values():
-            with contextlib.suppress(AsyncdistError):  # Raised if the receiver is lost.
-                found = not send.settle() or found
+            if not send.is_free:
+                with contextlib.suppress(AsyncdistError):  # Raised if the receiver is lost.
+                    found = not send.settle() or found
         return found
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import math
 import os
+import types
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,7 +37,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PIECE_NBYTES", "SHARED_PIECE_NBYTES", "CHUNK_NBYTES"):
         monkeypatch.setattr(direct_write_streams, name, PIECE)
     monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", PIECE)
-    monkeypatch.setattr(direct_write_streams, "ATTENTION_S", math.inf)
+    for name in ("ATTENTION_S", "ATTENTION_CPU_S"):
+        monkeypatch.setattr(direct_write_streams, name, math.inf)
     monkeypatch.setattr(user_streams, "WRITTEN_NBYTES_MIN", MIN)
     monkeypatch.setattr(user_streams, "_PAGE_NBYTES", 16)
 
@@ -170,6 +172,50 @@ async def test_message_during_a_copy_waits_for_no_further_copy(
         assert torch.equal(await stream(sender, receiver, tensor), tensor)
         assert await receiving == noted_after == [5, 10, 15, 20, 25]
         assert len(copied) > 40
+
+
+@pytest.mark.parametrize("is_unreceived", [False, True])
+async def test_core_is_yielded_before_a_copy_if_a_message_waits(
+    monkeypatch: pytest.MonkeyPatch, is_unreceived: bool
+) -> None:
+    steps: list[str] = []
+    write, post_one = PeerProcess.write, streams.InboundStream.post_one
+    monkeypatch.setattr(PeerProcess, "write", lambda *args: (steps.append("write"), write(*args))[1])
+    monkeypatch.setattr(streams.InboundStream, "post_one", lambda self: (steps.append("receive"), post_one(self))[1])
+    monkeypatch.setattr(os, "sched_yield", lambda: steps.append("yield"))
+    monkeypatch.setattr(streams, "BURST_COUNT", 1)
+    async with neighbours(0.5) as (sender, receiver):
+        await acquaint(sender, receiver)
+        for world in (sender, receiver):
+            monkeypatch.setattr(world.services.engine.transport, "is_sending", lambda: is_unreceived)
+        steps.clear()
+        await stream(sender, receiver, numbers(40 * PIECE))
+        monkeypatch.undo()
+    copies = [place for place, step in enumerate(steps) if step != "yield"]
+    assert {steps[place] for place in copies} == {"write", "receive"}
+    assert len(steps) - len(copies) == (len(copies) if is_unreceived else 0)
+    assert not is_unreceived or all(steps[place - 1] == "yield" for place in copies)
+
+
+@pytest.mark.parametrize(("seconds", "cpu_s", "is_over"), [(0.01, 0.0, False), (0.01, 0.002, True), (0.03, 0.0, True)])
+async def test_preempted_sender_continues_to_write(
+    monkeypatch: pytest.MonkeyPatch, writes: list[int], seconds: float, cpu_s: float, is_over: bool
+) -> None:
+    """A sender that has computed since its last piece, or was away for long, sends the rest as messages."""
+    monkeypatch.setattr(direct_write_streams, "ATTENTION_S", 0.02)
+    monkeypatch.setattr(direct_write_streams, "ATTENTION_CPU_S", 0.001)
+    now = [0.0, 0.0]
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[1])
+    monkeypatch.setattr(direct_write_streams, "time", clock)
+    async with neighbours(0.5) as (sender, receiver), asyncio.timeout(60):
+        await acquaint(sender, receiver)
+        room = torch.zeros(40 * PIECE, dtype=torch.uint8)
+        sending, receiving = await under_way(sender, receiver, writes, room)
+        written = sum(writes)
+        now[:] = seconds, cpu_s
+        await asyncio.gather(sending, receiving)
+        assert torch.equal(room, numbers(40 * PIECE))
+        assert sum(writes) == (written if is_over else 20 * PIECE)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])

@@ -18,7 +18,7 @@ from support.scripted import CountingInlet, ScriptedRequest, ScriptedTransport
 
 from asyncdist.host_memory import shared_memory
 from asyncdist.messaging.engine import Engine
-from asyncdist.messaging.polling import DriverState
+from asyncdist.messaging.polling import DriverState, Pollable
 from asyncdist.transports import doorbell
 from asyncdist.transports.doorbell import HOST_NBYTES, BellAddress, Doorbell, PeerBell
 from asyncdist.waits import A_CONDITION
@@ -311,3 +311,35 @@ async def test_a_rank_that_spins_in_vain_stops_spinning(monkeypatch: pytest.Monk
         found = [await passes_of_a_wait() for _ in range(30)]
         assert found[0] < 10 and min(found) == min(found[:9])
         assert [count > 100 for count in found].count(True) == 2, "once after 8 waits, once after 16 more"
+
+
+async def test_rank_that_stops_spinning_finishes_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a rank that skipped spinning slept for 50 ms between two pieces of a stream that it wrote."""
+    monkeypatch.setattr("asyncdist.messaging.polling.SOON_S", NEVER_S)
+
+    class Copier(Pollable):
+        """Rings as long as it has more to copy, and delivers no messages."""
+
+        def __init__(self, engine: Engine) -> None:
+            self.engine = engine
+            self.rest_count = 0
+
+        def poll(self) -> int:
+            if self.rest_count:
+                self.rest_count -= 1
+                self.engine.ring()
+            return 0
+
+    async with Sleeper(monkeypatch) as rank:
+        await rank.fall_asleep()
+        rank.inlet.waiting = 1
+        rank.sender.ring_sleeper()  # The rank now skips spinning in its next waits.
+        await rank.delivered()
+        copier = Copier(rank.engine)
+        rank.engine.add_pollable(copier, is_first=True)
+        for _ in range(3):
+            await rank.fall_asleep()
+            copier.rest_count = 20
+            rank.engine.ring()
+            await rank.fall_asleep()
+            assert copier.rest_count == 0
