@@ -21,6 +21,7 @@ from asyncdist.simulation import Compute, Fault, Kill, Network, Restart, SimRepo
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
+    DiLoCoPolicy,
     PolicyEvent,
     ReplayBuffer,
     SnapshotTaken,
@@ -242,6 +243,29 @@ def test_a_newcomer_with_other_options_is_refused_alone() -> None:
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("policy_class", [AsyncSelectiveAveragingPolicy, DiLoCoPolicy])
+def test_a_newcomer_with_another_optimizer_is_refused_alone(policy_class: Any) -> None:
+    async def main(world: ad.World) -> str:
+        tiny = Tiny(1.0)
+        of_class: Any = torch.optim.Adam if world.incarnation else torch.optim.SGD
+        optimizer = of_class([tiny.weight], lr=0.5)
+        try:
+            async with policy_class(tiny, optimizer, average_every=5) as policy:
+                while policy.iteration < 80:
+                    tiny.weight.grad = torch.ones(40)
+                    optimizer.step()
+                    await world.sleep(0.01)
+                    await policy.step(**({"loss": float(world.rank)} if policy_class is not DiLoCoPolicy else {}))
+        except ValueError as error:
+            return str(error)
+        return "trained"
+
+    faults = [Kill(1, at_s=0.1), Restart(1, at_s=0.2)]
+    results = simulate(main, ranks=3, seed=0, faults=faults).results
+    words = "the optimizer must have the class SGD of the optimizer whose state it loads, got Adam"
+    assert results == ("trained", words, "trained")
+
+
 def test_no_process_is_started_again_when_the_simulation_is_over() -> None:
     begun: list[tuple[int, int]] = []
 

@@ -25,12 +25,16 @@ def parameter_names(model: nn.Module, optimizer: Any) -> list[list[str]]:
 
 
 def named_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's state with the names of its parameters, for :func:`load_named`."""
-    return {"state": optimizer.state_dict(), "names": parameter_names(model, optimizer)}
+    """Return an optimizer's state with its class and the names of its parameters, for :func:`load_named`."""
+    names = parameter_names(model, optimizer)
+    return {"class": type(optimizer).__qualname__, "state": optimizer.state_dict(), "names": names}
 
 
 def load_named(model: nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Load another rank's :func:`named_state`. Raise ValueError if its optimizer has different parameters."""
+    """Load another rank's :func:`named_state`. Raise ValueError if its optimizer has another class or parameters."""
+    own, theirs = type(optimizer).__qualname__, saved["class"]
+    if own != theirs:  # torch would load the state, and a later step would fail or compute something else
+        raise ValueError(f"the optimizer must have the class {theirs} of the optimizer whose state it loads, got {own}")
     load_exactly(optimizer, arranged(saved["state"], saved["names"], parameter_names(model, optimizer)))
 
 
