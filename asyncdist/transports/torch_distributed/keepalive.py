@@ -28,14 +28,14 @@ UNACKNOWLEDGED_S: Final = 30
 @contextlib.contextmanager
 def probed_connections() -> Iterator[None]:
     """Enable probes on the connections to other hosts that the body of ``with`` makes. Works only on Linux."""
-    earlier = set(_descriptors())
+    earlier = set(open_descriptors())
     yield
-    probe_all(set(_descriptors()) - earlier)
+    probe_all(set(open_descriptors()) - earlier)
 
 
 def probe_all(descriptors: Iterable[int] | None = None) -> None:
     """Enable probes on connections to other hosts, among ``descriptors`` or all descriptors of this process."""
-    for descriptor in _descriptors() if descriptors is None else descriptors:
+    for descriptor in open_descriptors() if descriptors is None else descriptors:
         with contextlib.suppress(OSError), _opened(descriptor) as connection:
             if _is_to_another_host(connection):
                 probe(connection)
@@ -50,8 +50,18 @@ def probe(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNACKNOWLEDGED_S)
 
 
-def _descriptors() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/fd")] if sys.platform == "linux" else []
+def open_descriptors() -> list[int]:
+    """Return the open descriptors of this process, or [] on systems other than Linux."""
+    listed = map(int, os.listdir("/proc/self/fd")) if sys.platform == "linux" else ()
+    return [each for each in listed if _is_open(each)]  # the list includes the descriptor that was read for it
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _opened(descriptor: int) -> socket.socket:

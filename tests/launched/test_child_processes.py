@@ -1,0 +1,70 @@
+"""Tests that child processes of a rank do not keep its connections open after the rank has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from asyncdist.transports.torch_distributed.inheritance import kept_from_children
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no procfs")
+
+
+def connected(*, is_of_gloo: bool) -> tuple[socket.socket, socket.socket]:
+    """Return a rank's and its peer's end of a connection, of which the rank's end is inheritable like gloo's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with kept_from_children():
+            own = socket.create_connection(server.getsockname())
+            own.set_inheritable(is_of_gloo)
+        return own, server.accept()[0]
+
+
+def test_a_forked_child_does_not_keep_a_connection_open() -> None:
+    own, peer = connected(is_of_gloo=True)
+    others, other_peer = connected(is_of_gloo=False)
+    ready, go_on = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os.write(ready[1], b"1")
+        os.read(go_on[0], 1)
+        os.write(others.fileno(), b"the child may use connections of the program")
+        os._exit(0 if os.get_blocking(own.fileno()) else 1)  # the descriptor is still taken
+    os.read(ready[0], 1)
+    with own, peer, others, other_peer:
+        own.close()  # as when the rank is killed
+        peer.settimeout(20)
+        assert peer.recv(1) == b""
+        os.write(go_on[1], b"1")
+        assert other_peer.recv(9) == b"the child"
+    assert os.waitpid(child, 0)[1] == 0
+    for descriptor in (*ready, *go_on):
+        os.close(descriptor)
+
+
+def test_a_started_program_does_not_inherit_a_connection() -> None:
+    own, peer = connected(is_of_gloo=True)
+    with own, peer:
+        listed = subprocess.run(["/bin/ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, check=True)
+        assert f"socket:[{os.fstat(own.fileno()).st_ino}]" not in listed.stdout.decode()
+
+
+def test_a_descriptor_used_again_stays_open_in_a_child() -> None:
+    own, peer = connected(is_of_gloo=True)
+    number = own.detach()
+    read, write = os.pipe()
+    os.dup2(write, number)
+    child = os.fork()
+    if child == 0:
+        os.write(number, b"1")
+        os._exit(0)
+    with peer:
+        assert os.read(read, 1) == b"1"
+    os.waitpid(child, 0)
+    for descriptor in (read, write, number):
+        os.close(descriptor)
