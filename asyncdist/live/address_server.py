@@ -20,8 +20,13 @@ class AddressServer(ThreadingHTTPServer):
         """Bind the address without the name lookup of the standard library's server."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self._has_warned = False
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore clients that disconnect before the response, and log other errors."""
+        """Ignore clients that disconnect before the response, and log other errors.
+
+        Only the first is a warning, because any user of the host could fill the log with malformed requests.
+        """
         if not isinstance(sys.exception(), OSError):
-            logger.warning("a request at port %d failed", self.server_port, exc_info=True)
+            level, self._has_warned = logging.DEBUG if self._has_warned else logging.WARNING, True
+            logger.log(level, "a request at port %d failed", self.server_port, exc_info=True)

@@ -201,7 +201,7 @@ def summarise(recording: Recording) -> Summary:
                 lags.add(time_s, time_s - summary.averages.first_s(each.rank, of_policy, event))
             elif event.kind == "metric" and policies.population(int(event.get("policy"))) not in averaging:
                 place = *policies.place(int(event.get("policy"))), int(event.get("iteration"))
-                lags.add(time_s, time_s - first_at[place])
+                lags.add(time_s, time_s - first_at.get(place, time_s))
     summary.averages.count_late()
     summary.applied.sort()
     summary.begun.sort(key=lambda each: each.time_s)

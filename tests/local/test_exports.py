@@ -91,6 +91,20 @@ def test_who_never_completes_a_question_is_left(monkeypatch: pytest.MonkeyPatch)
     server.close()
 
 
+def test_malformed_requests_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    from asyncdist.live.prometheus import PrometheusServer
+
+    port = local_host.find_free_port()
+    server = PrometheusServer(lambda: AFTER, "127.0.0.1", port)
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", port), timeout=5.0) as client:
+            client.sendall(b"GET http://[::1/metrics HTTP/1.0\r\n\r\n")
+            assert client.recv(1) == b""
+    server.close()
+    assert [record.getMessage() for record in caplog.records] == [f"a request at port {port} failed"]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_has_a_folder_for_each_rank(tmp_path: Path) -> None:

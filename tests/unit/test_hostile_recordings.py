@@ -15,6 +15,7 @@ from asyncdist.recording.events import KINDS
 from asyncdist.recording.reader import RecordingError, read_recording
 from asyncdist.recording.schema import EventSchema
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
+from asyncdist.report.summary import summarise
 
 CODES = {kind: code for code, kind in enumerate(KINDS)}
 KINDS_OF_FILE = {kind: list(fields) for kind, fields in KINDS.items()}
@@ -159,3 +160,10 @@ def test_ranks_of_one_job_that_differ_in_its_size_are_refused(tmp_path: Path) ->
         to.open(header_of(job="0000abcd", rank=rank, size=size, incarnation=0, transport="local", hostname="here"))
         to.close()
     assert "job 0000abcd must have the same number of ranks, got 2 in " in refusal(tmp_path)
+
+
+def test_a_policy_that_begins_twice_is_summarised(tmp_path: Path) -> None:
+    policy = [CODES["policy"], 0, 3, "DiLoCoPolicy", "", 5, 8, 2]
+    metrics = [[CODES["metric"], 0, 3, iteration, 0.5] for iteration in (1, 2)]
+    write(tmp_path, content_of(policy, metrics[0], policy, metrics[1]))
+    assert [each.metrics[0].count for each in summarise(read_recording(tmp_path)).populations] == [1, 1]

@@ -377,7 +377,7 @@ class _Place:
     def _find(self, deadline: float) -> Any:
         rendezvous = self._rendezvous
         if rendezvous.is_store_served:
-            _await_server(rendezvous, deadline, "torchrun's agent")
+            _await_server(rendezvous, deadline, "the launcher" if rendezvous.admits_restarted else "torchrun's agent")
             return _reach(rendezvous, rendezvous.port, deadline)
         if rendezvous.rank != 0:
             return _reach(rendezvous, _announced_port(rendezvous, deadline), deadline)
