@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from types import CoroutineType
-from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import greenlet
 
@@ -112,18 +112,19 @@ class Caller(abc.ABC):
         self.on_opened: Callable[[], None] | None = None
         self._at_end: list[Callable[[], None]] = []
         self._is_calling = False
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()  # only this thread may call; identifiers of ended threads are reused
 
     def call(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``fn`` in main's task, await its return value if it is awaitable, and return the final value.
 
         Raises:
             ClosedError: The world is closed.
-            LocalProtocolError: Called in a thread other than the rank's, or inside another blocking call.
+            LocalProtocolError: Called in a thread other than the rank's, or inside another blocking call. If the rank's
+                thread has ended, the caller's thread becomes the rank's.
             BaseException: The exception that ``fn`` raised, or the error that ended the job.
         """
-        if not self.is_open or self._is_calling or threading.get_ident() != self._thread:
-            self._refuse()
+        if not self.is_open or self._is_calling or threading.current_thread() is not self._thread:
+            self._check_can_call()
         self._is_calling = True
         try:
             return cast(T, self._await_in_main(fn, args, kwargs))
@@ -155,19 +156,24 @@ class Caller(abc.ABC):
         while self._at_end:
             self._at_end.pop()()
 
-    def _refuse(self) -> NoReturn:
+    def _check_can_call(self) -> None:
+        """Raise the error for a call that is not possible now. Take over the calls of a thread that has ended."""
         if not self.is_open:
             raise ClosedError("this world is closed")
-        if threading.get_ident() != self._thread:
+        caller = threading.current_thread()
+        if not self._thread.is_alive():
+            self._thread = caller
+        elif caller is not self._thread:
             raise LocalProtocolError(
-                f"a blocking call cannot be made in thread {threading.current_thread().name!r}; make it in the thread "
-                "that opened the world",
+                f"a blocking call cannot be made in thread {caller.name!r}; make it in the thread that opened the "
+                "world",
                 rank=self.world.rank,
             )
-        raise LocalProtocolError(
-            "a blocking call cannot be made inside another blocking call; await the coroutine instead",
-            rank=self.world.rank,
-        )
+        if self._is_calling:
+            raise LocalProtocolError(
+                "a blocking call cannot be made inside another blocking call; await the coroutine instead",
+                rank=self.world.rank,
+            )
 
     @abc.abstractmethod
     def _await_in_main(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -260,8 +266,8 @@ class LoopCaller(Caller):
         if self._is_over:
             return
         given = error
-        if not self._is_calling:  # at the interpreter's exit, the thread that opened the world may have ended
-            self._thread = threading.get_ident()
+        if not self._is_calling:  # at the interpreter's exit, the rank's thread may still run, if it is a daemon
+            self._thread = threading.current_thread()
         if error is None:
             try:
                 self.end()

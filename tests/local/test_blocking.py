@@ -200,6 +200,18 @@ def test_a_world_of_an_ended_thread_is_left_in_another() -> None:
     assert averaging.policy is None
 
 
+def test_a_second_thread_may_call_after_the_first_has_ended() -> None:
+    """Regression: it was refused, unless the system gave it the identifier of the first thread."""
+    block = ad.blocking.open_world()
+    with concurrent.futures.ThreadPoolExecutor(1) as first:
+        world = first.submit(block.__enter__).result()
+    with concurrent.futures.ThreadPoolExecutor(1) as idle, concurrent.futures.ThreadPoolExecutor(1) as second:
+        idle.submit(int).result()  # this thread probably has the identifier of the first
+        second.submit(world.safe_point).result()
+        assert "cannot be made in thread" in str(idle.submit(world.safe_point).exception())
+    block.__exit__(None, None, None)
+
+
 def test_a_policy_by_itself_opens_a_world_for_its_block() -> None:
     with ad.blocking.policy(made_policy()) as policy:
         assert not policy.step(1.0)
