@@ -241,7 +241,7 @@ def heed_story_requests() -> None:
     The launcher starts ranks with the signal blocked, so an early request remains pending until this call.
     """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and "SLURM_JOB_ID" not in os.environ:
-        signal.signal(signal.SIGUSR1, tell_no_world)
+        signal.signal(signal.SIGUSR1, report_without_world)
         atexit.register(_ignore_from_now)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
@@ -252,7 +252,7 @@ def _ignore_from_now() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-def tell_no_world(_number: int, frame: types.FrameType | None) -> None:
+def report_without_world(_number: int, frame: types.FrameType | None) -> None:
     """Handle SIGUSR1 while no world is open by printing the line that the program is executing."""
     while frame is not None and frame.f_back is not None and _is_passed_over(frame):
         frame = frame.f_back

@@ -35,7 +35,13 @@ from asyncdist.protocols.misuse import (
     warn_of_opposite_metric,
 )
 from asyncdist.protocols.options import CommonOptions, MeasuredOptions
-from asyncdist.protocols.starting.differences import BEGINS_AGAIN, LEFT_OUT, explained, told_of_missing, told_of_rivals
+from asyncdist.protocols.starting.differences import (
+    BEGINS_AGAIN,
+    LEFT_OUT,
+    explained,
+    explaining_missing,
+    explaining_rivals,
+)
 from asyncdist.protocols.starting.without_lost import start_without_lost
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import check_not_inside, check_not_wrapped
@@ -216,7 +222,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     async def _start_with(self, members: tuple[int, ...]) -> None:
         self._stage = "starting"
         leader = self._choose_leader(members)
-        with told_of_missing(self._world.rank):
+        with explaining_missing(self._world.rank):
             await start_together(
                 self._services,
                 self._world.agreements,
@@ -549,7 +555,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     async def _agree(self) -> Agreed:
         start = self._joint_start
         try:
-            with told_of_rivals(self._world.agreements, start.meeting):
+            with explaining_rivals(self._world.agreements, start.meeting):
                 mark = self._mark_of_first_weights()
                 agreed = await start.agree(self._agreed_values(), timeout_s=self._start_timeout_s, mark=mark)
         except DisagreementError as error:

@@ -50,7 +50,7 @@ class Start(Generic[T]):
         self._give_back = give_back
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[T] = self._loop.create_future()
-        self._has_come = False
+        self._has_joined = False
         self._is_on = False
 
     @property
@@ -74,7 +74,7 @@ class Start(Generic[T]):
 
     def on_asked(self) -> None:
         """Record that this rank has joined the agreement, so cancelling the caller no longer stops the work."""
-        self._has_come = True
+        self._has_joined = True
 
     def on_time_up(self, error: StartTimeoutError) -> None:
         """Raise ``error`` in the caller, whose timeout has passed. The work continues, and its result is released."""
@@ -88,7 +88,7 @@ class Start(Generic[T]):
         try:
             result = await work(self)
         except Exception as error:
-            if not self._has_come:
+            if not self._has_joined:
                 self._agreements.stay_away(self.meeting, error)
             if not self._outcome.done():
                 self._outcome.set_exception(error)
@@ -122,7 +122,7 @@ class Start(Generic[T]):
                 await self._give_back(self._outcome.result())
         elif task.done():  # The start was refused at the moment of the cancellation.
             return
-        elif not self._has_come:
+        elif not self._has_joined:
             self._agreements.stay_away(self.meeting)
             task.cancel()
         elif not self._agreements.is_ending and (self._is_on or self._agreements.give_up(self.meeting) or is_held):

@@ -310,7 +310,7 @@ class Training(Generic[PolicyT]):
         made.begins_again = is_again
         policy = Policy(made)
         try:
-            with _told_of_open(others, made):
+            with _advising_about_open(others, made):
                 _enter_with_all(policy)
         except (DisagreementError, ClosedError) as error:
             is_alone = isinstance(error, (StartTimeoutError, ClosedError)) or _is_of_two_kinds(error)
@@ -476,7 +476,7 @@ def note_out_of_memory() -> None:
 
 
 @contextmanager
-def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[None]:
+def _advising_about_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[None]:
     """If starting ``made`` in the body times out while an equal policy is open, add advice to the error."""
     try:
         yield

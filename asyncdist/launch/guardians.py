@@ -161,7 +161,7 @@ def kill_all(pidfds: list[int]) -> None:
 
 def main(parent: int, started: int, command: list[str]) -> NoReturn:
     """Become the outer guardian of ``command``, with an inner guardian between it and the rank."""
-    heard = _Heard(started) if started else None
+    states = _RankStates(started) if started else None
     reports = _Reports()
     group = os.getpgrp()
     terminal_group = os.environ.pop(GROUP_VARIABLE, "")
@@ -171,7 +171,7 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
     if parent == 0:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the shell has made this process ignore it
     signals_group = parent == 0 and not is_at_terminal
-    outer = _stand_guard(parent or os.getppid(), signals_group=signals_group, heard=heard, reports=reports)
+    outer = _stand_guard(parent or os.getppid(), signals_group=signals_group, states=states, reports=reports)
     os.setpgid(0, 0)
     inner = _stand_guard(outer, signals_group=False)
     reports.close()
@@ -243,7 +243,7 @@ def _parent_of(pid: int) -> int:
         return int(file.read().rpartition(b")")[2].split()[1])  # the name before the last ")" may contain ")"
 
 
-class _Heard:
+class _RankStates:
     """Reads the states that a rank writes to the descriptor ``started``. SIGIO notifies the guardian of new states."""
 
     def __init__(self, started: int) -> None:
@@ -265,7 +265,7 @@ class _Heard:
 
 
 def _stand_guard(
-    parent: int, *, signals_group: bool, heard: _Heard | None = None, reports: _Reports | None = None
+    parent: int, *, signals_group: bool, states: _RankStates | None = None, reports: _Reports | None = None
 ) -> int:
     """Fork. The parent becomes a guardian and never returns, and the child returns the guardian's pid.
 
@@ -278,13 +278,15 @@ def _stand_guard(
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # wakes the guardian when its parent ends
     child = os.fork()
     if child != 0:
-        _guard(child, parent, signals_group=signals_group, heard=heard, reports=reports)
+        _guard(child, parent, signals_group=signals_group, states=states, reports=reports)
     return own
 
 
-def _guard(child: int, parent: int, *, signals_group: bool, heard: _Heard | None, reports: _Reports | None) -> NoReturn:
+def _guard(
+    child: int, parent: int, *, signals_group: bool, states: _RankStates | None, reports: _Reports | None
+) -> NoReturn:
     def on_word() -> None:
-        if heard is not None and reports is not None and heard.last() not in (b"", _OPENS_WORLD):
+        if states is not None and reports is not None and states.last() not in (b"", _OPENS_WORLD):
             reports.write("joined", child)
 
     if reports is not None:
@@ -297,18 +299,18 @@ def _guard(child: int, parent: int, *, signals_group: bool, heard: _Heard | None
         reports.write("ended", os.waitstatus_to_exitcode(status))
     end_children()
     code = os.waitstatus_to_exitcode(status)
-    if code and heard is not None and os.getppid() == parent:
-        code = _tell_of_failure(code, parent, heard)
+    if code and states is not None and os.getppid() == parent:
+        code = _tell_of_failure(code, parent, states)
     _end_as(code)
 
 
-def _tell_of_failure(code: int, parent: int, heard: _Heard) -> int:
+def _tell_of_failure(code: int, parent: int, states: _RankStates) -> int:
     """Handle the failure of a rank that the other ranks would wait for. Return the guardian's exit code.
 
     If the rank has not joined the world, or aborts the job, mpirun is requested to end the job. If the rank exits while
     it is in the world, the returned code makes mpirun notice its death.
     """
-    news = heard.last()
+    news = states.last()
     if news in (b"", _OPENS_WORLD):
         how = f"exit code {code}" if code > 0 else f"signal {-code}"
         os.write(2, f"asyncdist: a rank ended before it had joined the other ranks ({how}); ending the job\n".encode())

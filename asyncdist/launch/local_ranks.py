@@ -176,7 +176,7 @@ def _store(
     finally:
         if kept is not None:
             kept.remove()
-            _say_over(server)
+            _announce_end(server)
         server.end()
         server.wait()
 
@@ -207,7 +207,7 @@ def _announce_places(
     )
 
 
-def _say_over(server: RankProcess) -> None:
+def _announce_end(server: RankProcess) -> None:
     """Notify other launchers' ranks that the store is about to close, and give them ``OVER_S`` seconds."""
     store_server.tell(server, f"asyncdist/{place_claims.OVER} ")
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -391,7 +391,7 @@ class _Supervision(Generic[P]):
         if started is not None:
             self._processes[rank] = started
             self._living.add(rank)
-        elif not self._again.is_borne(len(self._living)):
+        elif not self._again.survives_loss(len(self._living)):
             self._lost_code = self._lost_code or 128 - returncode
 
     def _stop_after(self, code: int) -> None:

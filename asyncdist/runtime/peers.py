@@ -241,7 +241,7 @@ class Peers:
             case Spread() as spread:
                 self.agreements.on_spread(spread, source)
             case RollCall() as call:
-                self.agreements.comings.on_roll_call(call, source)
+                self.agreements.join_sender.on_roll_call(call, source)
             case NotHere() as answer:
                 self.agreements.led.on_not_here(answer, source)
             case Withdraw(_, lost) as withdraw:

@@ -260,7 +260,7 @@ class Fabric:
                     if message.eager:
                         self._complete(receive, message)
                     else:
-                        self._turns[message.dest].attend(self._begin, (receive, message))
+                        self._turns[message.dest].call_when_idle(self._begin, (receive, message))
                     return
         self._keep(message)
         self._ring(message.dest)  # the receiver's next poll may post a receive for this message
@@ -316,7 +316,7 @@ class Fabric:
         if message.dest in self._dead:
             self.fail_send(message)
         elif self._is_pushed:
-            self._turns[message.source].attend(self._travel, (receive, message))
+            self._turns[message.source].call_when_idle(self._travel, (receive, message))
         else:
             self._transfer(receive, message)
 
@@ -343,7 +343,7 @@ class Fabric:
 
     def _arrive_whole(self, receive: Receive, message: Message) -> None:
         """Complete a large message's receive once the receiver is idle, because the receiver copies the last bytes."""
-        self._turns[message.dest].attend(self._finish, (receive, message))
+        self._turns[message.dest].call_when_idle(self._finish, (receive, message))
 
     def fail_send(self, message: Message) -> None:
         """Fail a send that no receive will match, at once or when the sender detects the loss of ``dest``."""

@@ -19,7 +19,7 @@ cdef class Turns:
     cdef object _enter
     cdef object _background
     cdef list _ready
-    cdef list _put_off
+    cdef list _deferred
     cdef Handle _sleeper
     cdef bint _has_sleeper
     cdef bint _debug
@@ -38,7 +38,7 @@ cdef class Turns:
     cdef object _schedule(self)
     cdef double _next_turn_at(self) except -1
     @cython.locals(scheduler=Scheduler, when=double)
-    cdef bint _goes_on(self) except -1
+    cdef bint _continues(self) except -1
     cdef object _is_woken(self)
     cdef bint _is_silent(self) except -1
     cpdef object _turn(self)
@@ -52,7 +52,7 @@ cdef class Turns:
     @cython.locals(scheduler=Scheduler)
     cdef object _become_busy(self, double seconds)
     cpdef object stall(self, double seconds)
-    cpdef object attend(self, object action, tuple args)
+    cpdef object call_when_idle(self, object action, tuple args)
     cpdef object _resume(self)
     cpdef object has_computed(self)
     cpdef object _fire(self, Timer timer)

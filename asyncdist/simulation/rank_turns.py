@@ -97,7 +97,7 @@ class Turns:
         self._enter = enter
         self._background = background
         self._ready: list[Handle] = []
-        self._put_off: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self._deferred: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self._sleeper: Handle | None = None  # callback that resumes the computing task, before all other callbacks
         self._has_sleeper = False
         self._debug = False
@@ -125,7 +125,7 @@ class Turns:
     def _next_turn_at(self) -> float:
         return self._scheduler.now + TURN_S * self.slowness * self._scheduler.random()
 
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         """Return whether the next turn can run now, before all other events. Otherwise schedule this turn."""
         scheduler = self._scheduler
         self._turns_in_a_row += 1
@@ -157,7 +157,7 @@ class Turns:
         self._has_turn = False
         while self._ready and not self._busy:
             self._run_ready()
-            if self._is_silent() or not self._ready or not self._goes_on():
+            if self._is_silent() or not self._ready or not self._continues():
                 return
 
     def _is_silent(self) -> bool:
@@ -261,10 +261,10 @@ class Turns:
             self._ready_count_before = len(self._ready)
             self._become_busy(seconds)
 
-    def attend(self, action: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def call_when_idle(self, action: Callable[..., object], args: tuple[Any, ...]) -> None:
         """Call ``action(*args)`` as soon as the rank is not busy."""
         if self._busy and not self.dead:
-            self._put_off.append((action, args))
+            self._deferred.append((action, args))
         else:
             action(*args)
 
@@ -284,8 +284,8 @@ class Turns:
             self._stalled_s = 0.0
             return
         self._busy = False
-        if self._put_off:
-            self._do_what_was_put_off()
+        if self._deferred:
+            self._do_deferred()
         self._has_turn = True  # prevents callbacks from scheduling another turn
         if len(self._ready) > self._ready_count_before + 1 and self._scheduler.random() < 0.5:
             self._put_timers_first()
@@ -306,15 +306,15 @@ class Turns:
         """Record that user code has reached a safe point, so that this turn does not count as idle."""
         self._scheduler.idle_turn_count = 0
 
-    def _do_what_was_put_off(self) -> None:
-        put_off, self._put_off = self._put_off, []
-        for action, args in put_off:
+    def _do_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, []
+        for action, args in deferred:
             action(*args)
 
     def die(self) -> None:
         """Stop taking turns. Ready callbacks are kept, because a task that has lost its wake-up cannot be cancelled."""
         self.dead = True
-        self._do_what_was_put_off()
+        self._do_deferred()
 
     def revive(self) -> None:
         """Take turns again after :meth:`die`, to clean up the rank's tasks."""

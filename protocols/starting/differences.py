@@ -24,7 +24,7 @@ _WHOSE_START: Final = "a policy's ranks are the ranks of its group=, by default 
 
 
 @contextlib.contextmanager
-def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
+def explaining_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
     """While the body starts a policy, raise an error if ranks wait for each other in different starts.
 
     Raises:
@@ -42,7 +42,7 @@ def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def told_of_missing(rank: int) -> Iterator[None]:
+def explaining_missing(rank: int) -> Iterator[None]:
     """Add a hint about ``group=`` to a StartTimeoutError raised in the body, which starts a policy."""
     try:
         yield

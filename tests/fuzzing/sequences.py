@@ -396,7 +396,7 @@ def verdicts(rng: random.Random) -> None:
                 late.keep(verdict, set(missing))
             else:
                 raise AssertionError(f"{verdict} refuses, and raises nothing")
-        heard = late.hear(key, rng.randrange(size))
+        heard = late.decision_for(key, rng.randrange(size))
         assert heard is None or heard.key == key
         match rng.randrange(6):
             case 0:
@@ -490,7 +490,7 @@ def _tell_agreements(told: Agreements, rng: random.Random, text: str, source: in
             with contextlib.suppress(RemoteProtocolError):
                 told.on_spread(message, source)
         case RollCall():
-            told.comings.on_roll_call(message, source)
+            told.join_sender.on_roll_call(message, source)
         case NotHere():
             told.led.on_not_here(message, source)
         case Reminder():

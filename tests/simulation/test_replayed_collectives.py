@@ -16,7 +16,7 @@ import asyncdist as ad
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import RankRecording, read_recording
 from asyncdist.simulation import DivergenceError, replay, simulate, transport as sim_transport
-from asyncdist.simulation.replay.lookout import PATIENCE_S
+from asyncdist.simulation.replay.input_checks import PATIENCE_S
 from asyncdist.tags import COLLECTIVE_FIRST
 from asyncdist.transports.base import Capabilities
 from simulation.edited_records import Word, keep_events, with_fields

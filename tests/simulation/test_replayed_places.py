@@ -14,8 +14,8 @@ from asyncdist import tags
 from asyncdist.recording.reader import Recording, read_recording
 from asyncdist.simulation import replay, simulate
 from asyncdist.simulation.replay.admission import Admission
+from asyncdist.simulation.replay.input_checks import PATIENCE_S
 from asyncdist.simulation.replay.log import RankLog
-from asyncdist.simulation.replay.lookout import PATIENCE_S
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines
 from asyncdist.transports.base import ANY_SOURCE
@@ -62,8 +62,8 @@ def test_the_last_messages_of_a_rank_keep_their_order() -> None:
     """The rank receives nothing more then, but others have sent in another order."""
     log = RankLog(tags={40}, is_over=True)
     mailbox = Mailbox()
-    agenda: Any = SimpleNamespace(is_done=True, is_open=True)
-    admission = Admission(log, mailbox, agenda, lambda: None, lambda: None, lambda: None)
+    inputs: Any = SimpleNamespace(is_done=True, is_open=True)
+    admission = Admission(log, mailbox, inputs, lambda: None, lambda: None, lambda: None)
     mailbox.put(1, 40, b"1")
     mailbox.put(0, 40, b"0")
     admission.permit([(0, 40), (1, 40)])

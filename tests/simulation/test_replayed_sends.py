@@ -14,7 +14,7 @@ import torch
 import asyncdist as ad
 from asyncdist.recording.reader import read_recording
 from asyncdist.simulation import Compute, Link, LogNormal, Network, Uniform, replay, simulate
-from asyncdist.simulation.replay.lookout import PATIENCE_S
+from asyncdist.simulation.replay.input_checks import PATIENCE_S
 from asyncdist.waits import WaitId, WaitKind
 from protocols import OneSidedSelectiveAveragingPolicy, ReplayBuffer, serve_replay_buffer
 from simulation.edited_records import Word, keep_events, with_fields

@@ -321,7 +321,7 @@ MUTANTS: Final = (
         "deadline",
         "a member whose time is up when the leader has said go leaves the others alone in the average",
         "asyncdist/collectives/agreed_start.py",
-        "        elif not self._has_come:\n            self._agreements.stay_away(self.meeting)\n",
+        "        elif not self._has_joined:\n            self._agreements.stay_away(self.meeting)\n",
         "        elif True:\n            self._agreements.stay_away(self.meeting)\n",
         AVERAGES,
     ),

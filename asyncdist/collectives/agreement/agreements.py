@@ -23,8 +23,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncdist.collectives.agreement.comings import JoinSender
 from asyncdist.collectives.agreement.incarnations import Incarnations
+from asyncdist.collectives.agreement.join_sender import JoinSender
 from asyncdist.collectives.agreement.led_agreements import LedAgreements
 from asyncdist.collectives.agreement.messages import (
     Agreed,
@@ -76,7 +76,7 @@ class Agreements:
         channel: System channel to send on. The world receives its messages and passes them to the ``on_`` methods.
 
     Attributes:
-        comings: Sender of this rank's messages that it joins an agreement, in large groups.
+        join_sender: Sender of this rank's messages that it joins an agreement, in large groups.
         rivals: Detector of ranks that wait for each other in different starts.
     """
 
@@ -90,9 +90,9 @@ class Agreements:
         self.incarnations = Incarnations(rank, engine.transport.incarnation)
         self._absences = Absences(self.incarnations)
         self.relays = Relays(engine, rank, self._send, self._absences.gone)
-        self.comings = JoinSender(self.relays, self._absences, self._send_anyway)
+        self.join_sender = JoinSender(self.relays, self._absences, self._send_anyway)
         self.led = LedAgreements(
-            rank, self._send, self._send_anyway, self._deliver, self._has_come, self._absences, self.relays
+            rank, self._send, self._send_anyway, self._deliver, self._has_joined, self._absences, self.relays
         )
         self.rivals = Rivals(engine, rank, self.led.joins, self._send, self._object, self._next_occurrence)
         self.termination = Termination(engine, rank, self._send)
@@ -210,7 +210,7 @@ class Agreements:
             raise
         finally:
             self.termination.stop_expecting(key)
-            self.comings.end(key)
+            self.join_sender.end(key)
         rival = self.rivals.rival_of(key, verdict.refusal)
         if rival is not None:
             its_key = key if rival.key == key.of_all_occurrences else self._next_occurrence(rival.key)
@@ -253,7 +253,7 @@ class Agreements:
         if leader == self._rank:
             self.led.on_objection(objection, leader)
         else:
-            self.comings.send_directly(objection.key, leader)
+            self.join_sender.send_directly(objection.key, leader)
             self._send(objection, leader)
 
     def give_up(self, meeting: Meeting) -> bool:
@@ -322,16 +322,16 @@ class Agreements:
         self, meeting: Meeting, join: Join, gone: Absentees, timeout_s: float | None
     ) -> tuple[Verdict, Join]:
         key = meeting.key
-        over = self.led.over.hear(key, self._rank)
+        over = self.led.over.decision_for(key, self._rank)
         if over is not None:
             return over, join
         joins = self.led.joins.setdefault(key, {})
         joins[self._rank] = join
-        await self._until_all_have_come(meeting, joins, gone, timeout_s)
+        await self._until_all_have_joined(meeting, joins, gone, timeout_s)
         over = self._verdicts.pop(key, None)
         return self.led.decide(meeting, gone.ranks(), timeout_s or 0.0) if over is None else (over, join)
 
-    async def _until_all_have_come(
+    async def _until_all_have_joined(
         self, meeting: Meeting, joins: Mapping[int, Join], gone: Absentees, timeout_s: float | None
     ) -> None:
         key, ranks = meeting.key, meeting.ranks
@@ -378,17 +378,17 @@ class Agreements:
                     start_timeout_error(Verdict(join.subject, missing=missing, waited_s=timeout_s or 0.0))
                 )
 
-        if is_large and (key, leader) in self.relays.heard:
-            self._take(self.relays.heard[key, leader])
+        if is_large and (key, leader) in self.relays.decisions:
+            self._take(self.relays.decisions[key, leader])
         if not has_no_leader():
             has_asked = True
-            self.comings.come(join, leader) if is_large else self._send(join, leader)
+            self.join_sender.join(join, leader) if is_large else self._send(join, leader)
         self._hold(is_over, hold_s)
         what = WaitId(WaitKind.VERDICT, peer=leader, name=join.subject)
         is_told = await self._engine.until(is_over, what, deadline=deadline)
         if not is_told and deadline is not None and timeout_s is not None:
             with contextlib.suppress(AsyncdistError):  # Raised if nothing can be sent to the leader.
-                self.comings.send_directly(key, leader)
+                self.join_sender.send_directly(key, leader)
                 self._send(Inquiry(key.text, timeout_s), leader)
             is_told = await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
         if not is_told:
@@ -421,7 +421,7 @@ class Agreements:
         while seconds and not is_over() and time.perf_counter() < deadline:
             self._engine.poll()
 
-    def _has_come(self, key: AgreementKey) -> bool:
+    def _has_joined(self, key: AgreementKey) -> bool:
         return key.occurrence <= self._counts[key.of_all_occurrences] and key not in self._ahead
 
     def leave(self) -> None:
@@ -455,7 +455,7 @@ class Agreements:
 
     def _take(self, verdict: Verdict) -> None:
         """Handle a large group's decision once, although copies of it may arrive on several paths."""
-        if self.comings.takes(verdict):
+        if self.join_sender.takes(verdict):
             self._deliver(verdict)
 
     def _deliver(self, verdict: Verdict) -> None:
@@ -482,14 +482,14 @@ class Agreements:
         check_room(withdrawn, key)
         withdrawn.setdefault(key, set()).add(source)
         self.led.over.on_withdrawn(source, key)
-        self.comings.on_withdrawn(source, key)
+        self.join_sender.on_withdrawn(source, key)
 
     def on_gone(self, ranks: RankSet, *, is_lost: bool) -> None:
         """Record that ranks have left or are lost, and end the agreements that wait for them."""
         self._absences.gone |= ranks
         self._absences.lost.update(ranks if is_lost else ())
         self.led.on_gone(ranks)
-        self.comings.on_gone(ranks)
+        self.join_sender.on_gone(ranks)
         self._engine.recheck()
 
     def on_returned(self, rank: int, incarnation: int) -> None:

@@ -46,7 +46,7 @@ class LedAgreements:
     Args:
         send_anyway: Function that sends a message to another rank, even if that rank has left.
         deliver: Function that handles a decision on this rank.
-        has_come: Function that returns whether this rank has joined an agreement.
+        has_joined: Function that returns whether this rank has joined an agreement.
 
     Attributes:
         joins: Received joins of each undecided agreement, by member.
@@ -60,7 +60,7 @@ class LedAgreements:
         send: Callable[[Any, int], None],
         send_anyway: Callable[[Any, int], None],
         deliver: Callable[[Verdict], None],
-        has_come: Callable[[AgreementKey], bool],
+        has_joined: Callable[[AgreementKey], bool],
         absences: Absences,
         relays: Relays,
     ) -> None:
@@ -68,7 +68,7 @@ class LedAgreements:
         self._send = send
         self._send_anyway = send_anyway
         self._deliver = deliver
-        self._has_come = has_come
+        self._has_joined = has_joined
         self._absences = absences
         self.joins: dict[AgreementKey, dict[int, Join]] = {}
         self.over = LateDecisions()
@@ -100,10 +100,10 @@ class LedAgreements:
             if source not in self._absences.lost and self._relays.carry(
                 key
             ):  # The member has left the world, but still waits for the decision.
-                over = self.over.hear(key, source) or self._decided(key)
+                over = self.over.decision_for(key, source) or self._decided(key)
                 self._send_anyway(over or Verdict(key.text, gone=(source,)), source)
             return
-        over = self.over.hear(key, source)
+        over = self.over.decision_for(key, source)
         if self._relays.carry(key):
             over = over or self._decided(key)
             if over is None:
@@ -123,7 +123,7 @@ class LedAgreements:
         key = gathered.key
         ranks = RankSet.of_bits(self._relays.ranks_of(gathered)) - self._absences.gone
         ranks -= {self._rank, *self._direct.get(key, ())}
-        overs = [over for rank in ranks if (over := self.over.hear(key, rank)) is not None]
+        overs = [over for rank in ranks if (over := self.over.decision_for(key, rank)) is not None]
         over = overs[0] if overs else self._decided(key)
         if over is not None:
             self._relays.spread(over, self._rank, ranks.bits)
@@ -148,10 +148,10 @@ class LedAgreements:
 
         If this rank never starts the operation again, the decision is a refusal.
         """
-        heard = self._relays.heard.get((key, self._rank))
-        if heard is None and (self._has_left or key.of_all_occurrences in self.withdrawn):
+        decision = self._relays.decisions.get((key, self._rank))
+        if decision is None and (self._has_left or key.of_all_occurrences in self.withdrawn):
             return Verdict(key.text, gone=(self._rank,))
-        return heard
+        return decision
 
     def on_inquiry(self, inquiry: Inquiry) -> None:
         """Refuse an agreement because a member's timeout has passed. In a large group, ask absent members first."""
@@ -161,7 +161,7 @@ class LedAgreements:
             return  # The decision is in transit.
         if self._relays.carry(inquiry.key):
             if inquiry.key not in self._called:
-                self._called[inquiry.key] = inquiry, self._absences.may_come(inquiry.key, missing) - {self._rank}
+                self._called[inquiry.key] = inquiry, self._absences.may_join(inquiry.key, missing) - {self._rank}
                 self._call(inquiry.key, missing)
                 what = WaitId(WaitKind.ROLL_CALL, name=inquiry.key.text)
                 self._relays.later(_ROLL_CALL_S, what, self._on_called, inquiry.key)
@@ -201,12 +201,12 @@ class LedAgreements:
     def on_objection(self, objection: Objection, source: int) -> None:
         """Refuse an agreement because a member cannot start. Members that join later receive the stored refusal."""
         key, joins = objection.key, self.joins.get(objection.key, {})
-        if self.over.hear(key, source) is not None:
+        if self.over.decision_for(key, source) is not None:
             return  # Another member has already objected.
         if objection.kind == POSTPONED:
             self._postpone(objection, source)
             return
-        has_decided = source != self._rank and self._has_come(key) and self._rank not in joins
+        has_decided = source != self._rank and self._has_joined(key) and self._rank not in joins
         if has_decided or objection.is_void(joins):
             return  # The objection is no longer valid, because the members concerned have joined.
         absent = [rank for rank in key.members() - joins.keys() if is_in(rank, objection.absent)]
@@ -281,7 +281,7 @@ class LedAgreements:
             self._send(verdict, rank)
 
     def _keep_for(self, absent: Iterable[int], verdict: Verdict) -> None:
-        self.over.keep(verdict, self._absences.may_come(verdict.key, absent))
+        self.over.keep(verdict, self._absences.may_join(verdict.key, absent))
 
     def _refuse_if_one_is_gone(self, key: AgreementKey) -> None:
         """Refuse an agreement that this rank leads but has not joined, if a member has gone and other members wait.

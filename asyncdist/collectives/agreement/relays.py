@@ -69,14 +69,14 @@ class _Coming:
     """Joins of one agreement that have arrived from this rank's subtree.
 
     Attributes:
-        come: Bit set of the ranks that have joined.
+        ranks: Bit set of the ranks that have joined.
         said: Bit sets of the joined ranks that have not been reported to the parent, by the ranks' named values.
         taken: Resource numbers, such as group tags, in use on unreported ranks.
         marks: Up to two different numbers that unreported ranks passed as their ``mark``.
         late_count: Number of reports sent to the parent.
     """
 
-    come: int = 0
+    ranks: int = 0
     said: dict[tuple[tuple[str, str], ...], int] = field(default_factory=dict)
     taken: Runs = ()
     marks: tuple[int, ...] = ()
@@ -88,7 +88,7 @@ class Relays:
     """Relays, on one rank, the messages with which members join agreements of large groups, and the decisions.
 
     Attributes:
-        heard: Received decisions, by agreement and leader.
+        decisions: Received decisions, by agreement and leader.
     """
 
     def __init__(self, engine: Engine, rank: int, send: Callable[[Any, int], None], gone: Collection[int]) -> None:
@@ -99,7 +99,7 @@ class Relays:
         self._is_on = not engine.transport.may_return  # A restarted rank could not relay for its previous process.
         self._coming: dict[tuple[AgreementKey, int], _Coming] = {}
         self._has_left = False
-        self.heard: dict[tuple[AgreementKey, int], Verdict] = {}
+        self.decisions: dict[tuple[AgreementKey, int], Verdict] = {}
 
     def carry(self, key: AgreementKey) -> bool:
         """Return whether an agreement's messages are relayed along a tree because the group is large."""
@@ -125,9 +125,9 @@ class Relays:
     def spread(self, verdict: Verdict, leader: int, ranks: int) -> None:
         """Store a decision, and relay it to the ranks of the bit set ``ranks`` that are below this rank."""
         key = verdict.key
-        self.heard[key, leader] = verdict
-        if len(self.heard) > _KEPT_COUNT_MAX:
-            del self.heard[next(iter(self.heard))]
+        self.decisions[key, leader] = verdict
+        if len(self.decisions) > _KEPT_COUNT_MAX:
+            del self.decisions[next(iter(self.decisions))]
         place = self._place(key, leader)
         if leader != self._rank:
             self._pass_on(key, leader)  # Report later joins, which the leader has not answered yet.
@@ -161,11 +161,11 @@ class Relays:
         key, values = said.key, said.values
         place = self._place(key, leader)
         coming = self._coming.setdefault((key, leader), _Coming())
-        coming.come |= ranks
+        coming.ranks |= ranks
         coming.said[values] = coming.said.get(values, 0) | ranks
         coming.taken = merged((coming.taken, said.taken))
         coming.marks = first_two((coming.marks, said.marks))
-        if coming.come == place.everybody or self._has_left or (key, leader) in self.heard:
+        if coming.ranks == place.everybody or self._has_left or (key, leader) in self.decisions:
             self._pass_on(key, leader)
             self._forget(key, leader)
         elif coming.timer is None:

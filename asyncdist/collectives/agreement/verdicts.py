@@ -50,7 +50,7 @@ class LateDecisions:
                 del self._kept[next(iter(self._kept))]
             self._kept[verdict.key] = _LateVerdict(verdict, absent)
 
-    def hear(self, key: AgreementKey, rank: int) -> Verdict | None:
+    def decision_for(self, key: AgreementKey, rank: int) -> Verdict | None:
         """Return the decision for ``rank``, which has just joined agreement ``key``, or None if it has not failed."""
         late = self._kept.get(key)
         if late is None:
@@ -164,7 +164,7 @@ class Absences:
         """Return the members of agreement ``key`` that have left or are lost, in ascending order."""
         return tuple(sorted({*filter(key.has_member, self.gone), *self._incarnations.replaced(key)}))
 
-    def may_come(self, key: AgreementKey, ranks: Iterable[int]) -> set[int]:
+    def may_join(self, key: AgreementKey, ranks: Iterable[int]) -> set[int]:
         """Return those of ``ranks`` that may still join agreement ``key``."""
         withdrawn = self.withdrawn.get(key.of_all_occurrences, ())
         return {rank for rank in ranks if rank not in self.gone and rank not in withdrawn}

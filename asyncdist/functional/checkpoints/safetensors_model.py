@@ -49,7 +49,7 @@ def write_model(path: Path, state: Mapping[str, Any]) -> tuple[OrderedDict[str, 
             tensors[name] = value.resolve_neg().contiguous()
         else:
             tied[name] = first
-    save_file(_apart(tensors), path, metadata={"format": "pt", **tied})
+    save_file(_unshared(tensors), path, metadata={"format": "pt", **tied})
     return rest, tied
 
 
@@ -75,7 +75,7 @@ def read_foreign(path: Path) -> dict[str, torch.Tensor]:
     return {**tensors, **{name: tensors[first] for name, first in tied.items() if first in tensors}}
 
 
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return these contiguous tensors. A tensor that begins inside another one is copied."""
     apart: dict[str, torch.Tensor] = {}
     ends: dict[torch.device, int] = {}

@@ -266,20 +266,21 @@ class _Desk:
             Ask | Answer, tag=tags.REPLAY, scope=to_server, peer_scope=to_clients, name=_NAME, capacity=4 * world.size
         )
         self._exits.callback(self._channel.close)
-        self._exits.enter_context(world.awaited.agreements.rivals.serving(self._absent, "serves a replay buffer"))
+        rivals = world.awaited.agreements.rivals
+        self._exits.enter_context(rivals.serving(self._possible_senders, "serves a replay buffer"))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._exits.close()
 
-    def _absent(self) -> list[int]:
+    def _possible_senders(self) -> list[int]:
         """Return the ranks that may still send requests."""
         return [rank for rank in range(self._world.size) if rank not in self.done and rank != self._world.rank]
 
     def _is_over(self) -> bool:
         gone = self._services.gone
         ended = self.done.union(rank for rank in self._seen if rank in gone)
-        return len(ended) >= self._client_count or all(rank in gone for rank in self._absent())
+        return len(ended) >= self._client_count or all(rank in gone for rank in self._possible_senders())
 
     def next(self) -> tuple[int, MessageType, Any] | None:
         """Wait for the next request. Return its sender, kind and data; None when all clients have ended."""

@@ -66,7 +66,7 @@ class Restarts(Generic[P]):
         variables = {**self._environments[rank], environment.INCARNATION_VARIABLE: str(self._newest[rank])}
         return self._start(rank, variables)
 
-    def is_borne(self, others: int) -> bool:
+    def survives_loss(self, others: int) -> bool:
         """Return whether the job continues without a rank that is not restarted."""
         return self._is_open and not self.have_joined and others > 0
 

@@ -64,7 +64,7 @@ def forget_in_child() -> None:
 def _is_of_rank_program(handler: Any) -> bool:
     """Return whether a signal handler is the initial one of :mod:`asyncdist.rank_program`."""
     name: str = getattr(handler, "__qualname__", "")
-    return name == rank_program.tell_no_world.__qualname__
+    return name == rank_program.report_without_world.__qualname__
 
 
 def _is_lightnings() -> bool:
@@ -77,7 +77,7 @@ def _answer(_number: int, frame: FrameType | None) -> None:
     if not tellers:
         while frame is not None and frame.f_back is not None and is_library(frame):
             frame = frame.f_back
-        rank_program.tell_no_world(_number, frame)
+        rank_program.report_without_world(_number, frame)
         return
     texts = [_told(tell) for tell, _ in tellers]
     with contextlib.suppress(Exception):  # A report must never end a run.

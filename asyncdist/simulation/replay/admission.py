@@ -8,9 +8,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from asyncdist.runtime.recording import ObservedEngine
-from asyncdist.simulation.replay.agenda import COLLECTIVE_TAGS, PendingInputs
 from asyncdist.simulation.replay.log import Key, Lost, RankLog, ReceivedByTask
 from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.simulation.replay.pending_inputs import COLLECTIVE_TAGS, PendingInputs
 from asyncdist.transports.base import ANY_SOURCE
 
 
@@ -26,14 +26,14 @@ class Admission:
         self,
         log: RankLog,
         mailbox: Mailbox,
-        agenda: PendingInputs,
+        inputs: PendingInputs,
         on_late: Callable[[], None],
         on_taken: Callable[[], None],
         see_losses: Callable[[], None],
     ) -> None:
         self._log = log
         self._mailbox = mailbox
-        self._agenda = agenda
+        self._inputs = inputs
         self._on_late = on_late
         self._on_taken = on_taken
         self._see_losses = see_losses
@@ -64,25 +64,25 @@ class Admission:
         for key in self._permitted:
             if fits(key, source, tag):
                 return key if self._mailbox.count(key) else None
-        if self._log.is_without_messages(tag) or (self._agenda.is_done and self._log.is_over):
+        if self._log.is_without_messages(tag) or (self._inputs.is_done and self._log.is_over):
             return self._mailbox.first(source, tag)
         for key, count in self._early.items():
             if count and fits(key, source, tag) and self._mailbox.count(key):
                 return key
-        if not self._agenda.is_open or self._engine._in_pass:
+        if not self._inputs.is_open or self._engine._in_pass:
             return None
         return self._key_of_task(source, tag)
 
     def _key_of_task(self, source: int, tag: int) -> Key | None:
         """Return the key of a message that a task may now receive outside a polling pass, or None."""
-        if isinstance(self._agenda.next(), Lost):
-            first = next((sight for sight in self._agenda.sights() if not isinstance(sight, Lost)), None)
+        if isinstance(self._inputs.next(), Lost):
+            first = next((sight for sight in self._inputs.sights() if not isinstance(sight, Lost)), None)
             if isinstance(first, ReceivedByTask) and fits(first.keys[0], source, tag):
                 # In the recorded run, the rank detected losses when it tested for this message.
                 self._see_losses()
         late: list[ReceivedByTask] = []
-        for sight in self._agenda.sights():
-            if tag not in COLLECTIVE_TAGS and self._agenda.is_seen_at_point(sight):
+        for sight in self._inputs.sights():
+            if tag not in COLLECTIVE_TAGS and self._inputs.is_seen_at_point(sight):
                 continue  # the message is received at the user's next safe point instead
             if not isinstance(sight, ReceivedByTask) or (late and not sight.is_beside(late[0])):
                 break
@@ -103,14 +103,14 @@ class Admission:
             self._permitted.remove(key)
         elif self._early[key]:
             self._early[key] -= 1
-        elif (sight := self._agenda.remove_taken(key)) is not None:
+        elif (sight := self._inputs.remove_taken(key)) is not None:
             self._leave_no_more_to_task(sight)
         self._on_taken()
         return self._mailbox.pop(key)
 
     def _leave_no_more_to_task(self, taken: ReceivedByTask) -> None:
         """Deliver the messages that the task received after ``taken``, because a replayed task tests less often."""
-        for sight in itertools.takewhile(taken.is_beside, self._agenda.sights()):
+        for sight in itertools.takewhile(taken.is_beside, self._inputs.sights()):
             if not isinstance(sight, ReceivedByTask) or sight.keys[0][1] != taken.keys[0][1]:
                 break
             sight.late_for = asyncio.current_task(self._engine.loop)

@@ -30,7 +30,7 @@ class ReplayedEngine(ObservedEngine):
     def __init__(self, transport: Transport, loop: RankLoop, gate: Gate) -> None:
         super().__init__(transport, loop)
         self._gate = gate
-        self.clock = gate.agenda.read_clock
+        self.clock = gate.inputs.read_clock
 
     def begin(self) -> None:
         """Begin to deliver the recorded inputs, just before main starts."""
@@ -59,12 +59,12 @@ class ReplayedEngine(ObservedEngine):
         gate = self._gate
         if not condition():
             await gate.see_all_before_begin(condition)
-        if deadline is None or gate.agenda.is_done:
-            if gate.agenda.is_cut_short:
+        if deadline is None or gate.inputs.is_done:
+            if gate.inputs.is_cut_short:
                 deadline = None  # wait forever, because the rank stops at the end of its record
             return await super().until(condition, what, deadline=deadline, is_of_request=is_of_request, peers=peers)
         with gate.deadlines.waiting(what, deadline, self.recheck) as entry:
-            gate.lookout.look_soon()
+            gate.input_checks.look_soon()
 
             def holds() -> bool:
                 return entry.has_passed or condition()
@@ -85,7 +85,7 @@ class ReplayedEngine(ObservedEngine):
             return await super().park_until(waiter, is_ready, what, deadline, peers=peers)
         wake = functools.partial(resolve_waiter, waiter, None)
         with self._gate.deadlines.waiting(what, deadline, wake) as entry:
-            self._gate.lookout.look_soon()
+            self._gate.input_checks.look_soon()
             await self.park(waiter, what, peers=peers)
             return not entry.has_passed or is_ready()
 
@@ -154,13 +154,13 @@ class ReplayedEngine(ObservedEngine):
     async def repeat_held(self, kind: WaitKind, dest: int, tag: int) -> None:
         if self.has_begun:
             what = WaitId(kind, tag, dest, next(copy.copy(self._send_counts[kind, dest, tag])))
-            if self._gate.agenda.is_to_come(what):
+            if self._gate.inputs.is_to_come(what):
                 self.name_send(kind, dest, tag)
                 await self.repeat_sent(what, dest)
 
     async def repeat_sent(self, what: WaitId, dest: int) -> bool:
         """Wait until the recorded point at which the sending task continued. A replayed send takes no time."""
-        if not self._gate.agenda.is_to_come(what):
+        if not self._gate.inputs.is_to_come(what):
             return False
         waiter: asyncio.Future[None] = self.loop.create_future()
 
@@ -182,7 +182,7 @@ class ReplayedEngine(ObservedEngine):
         if not self.has_begun:
             return
         what = end_of_collective(tag)
-        if self.failure is None or self._gate.agenda.is_to_come(what):
+        if self.failure is None or self._gate.inputs.is_to_come(what):
             await self._leave(what)
         elif self._gate.log.tells_collectives:
             raise self.failure  # the job failed before this collective ended
@@ -190,13 +190,13 @@ class ReplayedEngine(ObservedEngine):
     async def _leave(self, what: WaitId) -> None:
         """Wait until the point at which the task continued after the collective in the recorded run."""
         gate = self._gate
-        is_to_come = gate.agenda.is_to_come(what)
+        is_to_come = gate.inputs.is_to_come(what)
         if not is_to_come and not gate.log.tells_collectives:
             return
         waiter = self.loop.create_future()
         wake = functools.partial(resolve_waiter, waiter, None)
         with gate.deadlines.waiting(what, self.loop.time(), wake):
-            gate.lookout.look_soon()
+            gate.input_checks.look_soon()
             if not is_to_come:  # the job's failure ended the collective, or main ended first
                 await self.park(waiter, what, is_of_request=True)
                 return

@@ -17,11 +17,11 @@ from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.runtime.sleeps import set_sleeps_by
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.admission import Admission
-from asyncdist.simulation.replay.agenda import PendingInputs
 from asyncdist.simulation.replay.comparison import Comparison, DivergenceError, in_words
+from asyncdist.simulation.replay.input_checks import PATIENCE_S, PAUSE_MAX_S, PAUSE_S, Hold, InputChecks
 from asyncdist.simulation.replay.log import Fired, Key, Left, Lost, Passed, RankLog, ReceivedByTask, Sight, Taken
-from asyncdist.simulation.replay.lookout import PATIENCE_S, PAUSE_MAX_S, PAUSE_S, Hold, Lookout
 from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.simulation.replay.pending_inputs import PendingInputs
 from asyncdist.simulation.replay.timers import Deadlines, SleepTimers, Timers
 from asyncdist.waits import WaitId, WaitKind
 
@@ -85,16 +85,21 @@ class Gate:
         self._loop = loop
         self.timers = Timers(loop)
         self.deadlines = Deadlines(loop)
-        self.agenda = PendingInputs(log, mailbox, self.timers, self.deadlines, loop.time)
-        self.agenda.catch_up = self._catch_up
-        self.hold = Hold(self.agenda, loop, lambda: not self._is_main_running(), self._catch_up)
+        self.inputs = PendingInputs(log, mailbox, self.timers, self.deadlines, loop.time)
+        self.inputs.catch_up = self._catch_up
+        self.hold = Hold(self.inputs, loop, lambda: not self._is_main_running(), self._catch_up)
         self.admission = Admission(
-            log, mailbox, self.agenda, self.hold.begin_if_late, lambda: self.lookout.look_soon(), self.see_losses
+            log,
+            mailbox,
+            self.inputs,
+            self.hold.begin_if_late,
+            lambda: self.input_checks.look_soon(),
+            self.see_losses,
         )
-        self.lookout = Lookout(
-            self.agenda, self.admission, self.timers, self.deadlines, loop, self._show, self._catch_up
+        self.input_checks = InputChecks(
+            self.inputs, self.admission, self.timers, self.deadlines, loop, self._show, self._catch_up
         )
-        self.wakings = SleepTimers(loop, self.timers, self.agenda.is_to_come, self.lookout.look_soon)
+        self.wakings = SleepTimers(loop, self.timers, self.inputs.is_to_come, self.input_checks.look_soon)
         self._deferred: Sight | None = None
         self._deferred_until_s = 0.0
         self._ring: Callable[[], None] = lambda: None
@@ -104,7 +109,7 @@ class Gate:
     def open(self, engine: ObservedEngine) -> None:
         """Begin to deliver the recorded inputs, just before the user's ``main`` starts."""
         self._engine = engine
-        for part in (self.agenda, self.admission, self.hold, self.lookout, self.wakings):
+        for part in (self.inputs, self.admission, self.hold, self.input_checks, self.wakings):
             part.open(engine)
         if self.log.tells_sleeps:
             set_sleeps_by(self._loop, self.wakings.set_sleep)
@@ -117,13 +122,13 @@ class Gate:
     @property
     def is_at_cut(self) -> bool:
         """Whether the rank has stopped at the end of a record, or may wait forever because its own record has ended."""
-        return self.has_stopped_at_cut or (self.agenda.is_done and not self.log.is_over)
+        return self.has_stopped_at_cut or (self.inputs.is_done and not self.log.is_over)
 
     def awaited_ranks(self) -> set[int]:
         """Return the ranks that must send a message before this rank continues, including peers in MPI collectives."""
-        sight = self.agenda.next()
-        missing = self.agenda.missing_sources(sight)
-        if not self.agenda.is_open or (sight is not None and missing and self.agenda.is_due(sight)):
+        sight = self.inputs.next()
+        missing = self.inputs.missing_sources(sight)
+        if not self.inputs.is_open or (sight is not None and missing and self.inputs.is_due(sight)):
             return missing
         unrecorded = [
             peer
@@ -135,38 +140,38 @@ class Gate:
 
     def missing(self) -> tuple[float, str]:
         """Return the recorded time of the next input, on the rank's clock, and its description."""
-        entry = self.agenda.next_entry()
+        entry = self.inputs.next_entry()
         time_s = math.inf if entry is None else entry.time_s
-        return time_s, f"rank {self.rank}, {self.comparison.where()}: {in_words(self.agenda.next())}"
+        return time_s, f"rank {self.rank}, {self.comparison.where()}: {in_words(self.inputs.next())}"
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         """Set the function to call when a message may have arrived for the rank."""
         self._ring = ring
 
     def _on_arrival(self, tag: int) -> None:
-        self.lookout.look_soon()
-        if not self.agenda.is_open or self.agenda.is_done or self.log.is_without_messages(tag):
+        self.input_checks.look_soon()
+        if not self.inputs.is_open or self.inputs.is_done or self.log.is_without_messages(tag):
             self._ring()
 
     def see_losses(self) -> None:
         """Deliver the losses that preceded the current operation, such as a failed send, in the recorded run."""
-        while isinstance(sight := self.agenda.next(), Lost) and self.agenda.is_open and self.agenda.is_due(sight):
+        while isinstance(sight := self.inputs.next(), Lost) and self.inputs.is_open and self.inputs.is_due(sight):
             self._show(sight)
 
     def note_sent(self, tag: int) -> None:
         """Count a sent message, and deliver the recorded inputs that are due after it."""
-        self.agenda.note_sent(tag)
+        self.inputs.note_sent(tag)
         self.hold.begin_if_late()
-        self.lookout.look_soon()
+        self.input_checks.look_soon()
 
     def _show(self, sight: Sight) -> None:
         """Deliver a recorded input to the rank, and wake the tasks that wait for it."""
-        self.agenda.remove(sight)
+        self.inputs.remove(sight)
         match sight:
             case Taken(keys=keys):
                 self.admission.permit(keys)
                 self._end_streams(sight)
-                if self.agenda.wakes_one_before_point(sight):
+                if self.inputs.wakes_one_before_point(sight):
                     self._wake_user(keys)
                 late_for = sight.late_for if isinstance(sight, ReceivedByTask) else None
                 if late_for is None:
@@ -193,10 +198,10 @@ class Gate:
 
     def _end_streams(self, taken: Taken) -> None:
         """End the streams whose last part was sent in this polling pass, so that tasks resume in the recorded order."""
-        for sight in list(itertools.takewhile(taken.is_beside, self.agenda.sights())):
+        for sight in list(itertools.takewhile(taken.is_beside, self.inputs.sights())):
             if not isinstance(sight, Fired) or not is_end_of_stream(sight.what) or not self.timers.has(sight.what):
                 return
-            self.agenda.remove(sight)
+            self.inputs.remove(sight)
             self.timers.fire(sight.what)
 
     def _wake_user(self, keys: Collection[Key]) -> None:
@@ -209,17 +214,17 @@ class Gate:
 
     def _catch_up(self, seen_count: int = 0) -> None:
         """Deliver all due inputs that can be delivered. Do not defer the first ``seen_count`` inputs of the record."""
-        while (sight := self.agenda.next()) is not None and self.agenda.is_due(sight):
+        while (sight := self.inputs.next()) is not None and self.inputs.is_due(sight):
             if self.admission.has_permitted and self._engine.poll() == 0 and self.admission.has_permitted:
                 return
-            if not self.agenda.is_possible(sight) or (_is_left_to_task(sight) and not self._is_waited_for(sight)):
+            if not self.inputs.is_possible(sight) or (_is_left_to_task(sight) and not self._is_waited_for(sight)):
                 return
-            if self.agenda.seen_count >= seen_count and self._is_deferred(sight):
-                if (late := self.agenda.first_late()) is None or not self.agenda.is_possible(late):
+            if self.inputs.seen_count >= seen_count and self._is_deferred(sight):
+                if (late := self.inputs.first_late()) is None or not self.inputs.is_possible(late):
                     return
                 sight = late  # a task already waits for this message
-            left = self.agenda.exit_after(sight)
-            if left is not None and self.agenda.is_due(left[0]):
+            left = self.inputs.exit_after(sight)
+            if left is not None and self.inputs.is_due(left[0]):
                 self._show(left[0])
                 # The collective's wait has ended before this input is delivered, so one more wait precedes the input.
                 sight.woken_count += 1
@@ -239,22 +244,22 @@ class Gate:
         or continues after a collective, a sleep or work in a thread. The deferral is limited in time, in case user code
         waits for the input.
         """
-        left = self.agenda.exit_after(sight)
-        is_late = self.agenda.has_late_timer_after(sight)
-        if not is_late and not self.agenda.is_seen_at_point(sight) and (left is None or left[1]):
+        left = self.inputs.exit_after(sight)
+        is_late = self.inputs.has_late_timer_after(sight)
+        if not is_late and not self.inputs.is_seen_at_point(sight) and (left is None or left[1]):
             return False
         now_s = self._loop.time()
         if sight is not self._deferred:
             self._deferred, self._deferred_until_s = sight, now_s + (_WORK_S if is_late else _DEFERRAL_S)
         if now_s >= self._deferred_until_s:
             return False
-        self.lookout.look_soon(self._deferred_until_s - now_s + PAUSE_S)
+        self.input_checks.look_soon(self._deferred_until_s - now_s + PAUSE_S)
         return True
 
     def on_wait_begun(self) -> None:
         """Deliver the next recorded input if it has become due because a wait has begun."""
         self.hold.begin_if_late()
-        self.lookout.look_soon()
+        self.input_checks.look_soon()
 
     async def before_wait_ends(self) -> None:
         """Deliver all inputs that were recorded before the current wait ended, unless they ended a wait themselves."""
@@ -262,33 +267,33 @@ class Gate:
             return
         for _ in range(_TRY_COUNT):
             self._catch_up()
-            sight = self.agenda.next()
+            sight = self.inputs.next()
             if sight is None or sight.woken_count > self._engine.woken_count or isinstance(sight, ReceivedByTask):
                 return
-            if not self.agenda.is_due(sight):
+            if not self.inputs.is_due(sight):
                 await yield_to_loop()
-            elif self.agenda.is_possible(sight) or not await self._until_possible(sight):
+            elif self.inputs.is_possible(sight) or not await self._until_possible(sight):
                 return  # the input is deferred or never arrives
 
     async def see_all_before_begin(self, is_ready: Callable[[], bool]) -> None:
         """Deliver all messages and timers recorded before the rank's next wait, unless ``is_ready`` returns True."""
         for _ in range(_TRY_COUNT):
-            sight = self.agenda.next()
-            if is_ready() or sight is None or not self.agenda.is_before_next_begin(sight):
+            sight = self.inputs.next()
+            if is_ready() or sight is None or not self.inputs.is_before_next_begin(sight):
                 return
-            if not self.agenda.is_due(sight):
+            if not self.inputs.is_due(sight):
                 await yield_to_loop()
                 continue
-            if not self.agenda.is_possible(sight) and not await self._until_possible(sight):
+            if not self.inputs.is_possible(sight) and not await self._until_possible(sight):
                 return
-            if self.admission.has_permitted or self._is_deferred(sight) or self.agenda.exit_after(sight) is not None:
+            if self.admission.has_permitted or self._is_deferred(sight) or self.inputs.exit_after(sight) is not None:
                 return
-            if sight is self.agenda.next():
+            if sight is self.inputs.next():
                 self._show(sight)
 
     def on_wait_ended(self, counts: bool) -> None:
         """Deliver the inputs that were recorded before the current task continued."""
-        if self.agenda.is_done and not self.admission.has_permitted:
+        if self.inputs.is_done and not self.admission.has_permitted:
             return
         self._catch_up()
         task = asyncio.current_task(self._loop)
@@ -296,7 +301,7 @@ class Gate:
             self.tasks.woken_late.remove(task)
             self._engine.woken_count -= counts
         self.hold.begin_if_late(counts)
-        self.lookout.look_soon()  # the next recorded input may now be due
+        self.input_checks.look_soon()  # the next recorded input may now be due
 
     def _is_main_running(self) -> bool:
         """Return whether the current task is main. If so, earlier inputs are delivered at its next safe point."""
@@ -310,39 +315,39 @@ class Gate:
         while self.hold.is_on:
             await yield_to_loop()
         await self._see_all_before()
-        if self.agenda.next_entry() is None and not self.log.is_over:
+        if self.inputs.next_entry() is None and not self.log.is_over:
             await self._stop()
-        turn_count = self.agenda.begin_point()
+        turn_count = self.inputs.begin_point()
         self.tasks.woken_late.clear()
         try:
             for turn in range(0, max(turn_count, 2), 2):
                 await self._see_turn(turn)
                 self._engine.poll()
-                self.agenda.set_turn(turn + 1)
+                self.inputs.set_turn(turn + 1)
                 await self._wait_for_next()
                 self._loop.call_soon(self._on_turn)  # the woken tasks must continue after the current task
                 await yield_to_loop()
                 await self._see_turn(turn + 1)
         finally:
-            self.agenda.end_point()
-            self.lookout.look_soon()
+            self.inputs.end_point()
+            self.input_checks.look_soon()
         await self._wait_for_next()
 
     def _on_turn(self) -> None:
-        if self.agenda.is_in_point and not self.hold.is_on:
+        if self.inputs.is_in_point and not self.hold.is_on:
             self._catch_up()
 
     async def _see_all_before(self) -> None:
         """Deliver the remaining inputs that were recorded before this safe point."""
-        while (sight := self.agenda.next()) is not None or self.admission.has_permitted:
-            if sight is not None and self.agenda.is_due(sight) and not _is_left_to_task(sight):
+        while (sight := self.inputs.next()) is not None or self.admission.has_permitted:
+            if sight is not None and self.inputs.is_due(sight) and not _is_left_to_task(sight):
                 await self._see(sight)
             elif not await self._until_changed(sight):
                 if sight is None:
                     break
                 await self._see(sight)
         for _ in range(_TRY_COUNT):
-            if self.agenda.is_point_due():
+            if self.inputs.is_point_due():
                 return
             await yield_to_loop()
 
@@ -354,25 +359,25 @@ class Gate:
             if try_count:
                 await self._loop.be_busy(PAUSE_S * 2.0**try_count)
             await yield_to_loop()
-            if self.agenda.next() is not sight or (sight is None and not self.admission.has_permitted):
+            if self.inputs.next() is not sight or (sight is None and not self.admission.has_permitted):
                 return True
             if sight is None or _is_left_to_task(sight):
                 continue
-            if self.agenda.is_due(sight) and self.agenda.is_possible(sight):
+            if self.inputs.is_due(sight) and self.inputs.is_possible(sight):
                 return True
         return False
 
     async def _see_turn(self, turn: int) -> None:
         """Deliver the inputs that were recorded up to the given turn of this safe point."""
-        self.agenda.set_turn(turn)
-        while (sight := self.agenda.next()) is not None:
-            is_due = self.agenda.is_due(sight) and not _is_left_to_task(sight)
+        self.inputs.set_turn(turn)
+        while (sight := self.inputs.next()) is not None:
+            is_due = self.inputs.is_due(sight) and not _is_left_to_task(sight)
             if is_due or not turn % 2 or not await self._until_changed(sight):
                 await self._see(sight)
 
     async def _wait_for_next(self) -> None:
         """Pause the rank until the next recorded input can be delivered, if this input is due."""
-        while (sight := self.agenda.next()) is not None and self.agenda.must_be_there(sight):
+        while (sight := self.inputs.next()) is not None and self.inputs.must_be_there(sight):
             await self._until_possible(sight)
             if not isinstance(sight, Passed):
                 return
@@ -382,17 +387,17 @@ class Gate:
     async def _see(self, sight: Sight) -> None:
         """Pause the rank until a recorded input can be delivered, and deliver it."""
         while not await self._until_possible(sight):
-            is_late = self.agenda.progressed_at_s < self._loop.time() - _TRY_COUNT * PATIENCE_S
-            if any(self._is_cut_off(rank, is_late) for rank in self.agenda.missing_sources(sight)):
+            is_late = self.inputs.progressed_at_s < self._loop.time() - _TRY_COUNT * PATIENCE_S
+            if any(self._is_cut_off(rank, is_late) for rank in self.inputs.missing_sources(sight)):
                 await self._stop()
             if is_late:
                 raise self.comparison.divergence(in_words(sight))
-        if sight is self.agenda.next():
+        if sight is self.inputs.next():
             self._show(sight)
 
     async def _until_possible(self, sight: Sight) -> bool:
         pause_s, waited_s = PAUSE_S, 0.0
-        while sight is self.agenda.next() and not self.agenda.is_possible(sight):
+        while sight is self.inputs.next() and not self.inputs.is_possible(sight):
             if waited_s > PATIENCE_S:
                 return False
             await self._loop.be_busy(pause_s)
@@ -406,17 +411,17 @@ class Gate:
 
     async def see_without_wait(self, waiter: asyncio.Future[None]) -> None:
         """Deliver the messages for which user code did not wait in the recorded run, before it begins to wait."""
-        while not waiter.done() and (sight := self.agenda.next()) is not None:
-            is_there = self.agenda.is_seen_at_point(sight) and self.agenda.is_due(sight)
+        while not waiter.done() and (sight := self.inputs.next()) is not None:
+            is_there = self.inputs.is_seen_at_point(sight) and self.inputs.is_due(sight)
             if not is_there or not await self._until_possible(sight):
                 return
-            if sight is self.agenda.next():
+            if sight is self.inputs.next():
                 self._show(sight)
 
     async def see_all_before_reading(self) -> None:
         """Deliver the inputs recorded before the next clock reading, which the current task is about to make."""
-        seen_count = self.agenda.seen_before_reading()
-        while self.agenda.seen_count < seen_count and (sight := self.agenda.next()) and self.agenda.is_due(sight):
+        seen_count = self.inputs.seen_before_reading()
+        while self.inputs.seen_count < seen_count and (sight := self.inputs.next()) and self.inputs.is_due(sight):
             await self._see(sight)
 
     def on_event(self, time_s: float, kind: str, fields: tuple[Field, ...]) -> None:
@@ -442,7 +447,7 @@ class Gate:
         """Compare the end of main with the recorded end."""
         if not isinstance(error, asyncio.CancelledError):  # tasks are also cancelled after the end of the simulation
             self.has_stopped = True
-            self.lookout.note_end()
+            self.input_checks.note_end()
         self.comparison.on_end(error)
 
 

@@ -137,7 +137,7 @@ class _Watch:
         self._event_count += 1
         if self._event_count % _LOOK_EVERY:
             return False
-        progress_count = sum(gate.agenda.progress_count for gate in self._gates.values())
+        progress_count = sum(gate.inputs.progress_count for gate in self._gates.values())
         if progress_count != self._progress_count:
             self._progress_count, self._progressed_at_count = progress_count, self._event_count
         return self._event_count > self._progressed_at_count + _IDLE_EVENT_COUNT

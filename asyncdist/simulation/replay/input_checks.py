@@ -10,8 +10,8 @@ from typing import Final
 from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.admission import Admission
-from asyncdist.simulation.replay.agenda import PendingInputs
 from asyncdist.simulation.replay.log import Sight
+from asyncdist.simulation.replay.pending_inputs import PendingInputs
 from asyncdist.simulation.replay.timers import Deadlines, Timers
 from asyncdist.simulation.scheduler import Handle
 
@@ -23,7 +23,7 @@ PAUSE_MAX_S: Final = 0.1
 PATIENCE_S: Final = 300.0
 
 
-class Lookout:
+class InputChecks:
     """Checks, shortly after each event, whether the next recorded input of a replayed rank is due.
 
     ``show`` delivers one input, and ``catch_up`` all inputs that are due.
@@ -31,7 +31,7 @@ class Lookout:
 
     def __init__(
         self,
-        agenda: PendingInputs,
+        inputs: PendingInputs,
         admission: Admission,
         timers: Timers,
         deadlines: Deadlines,
@@ -39,7 +39,7 @@ class Lookout:
         show: Callable[[Sight], None],
         catch_up: Callable[[], None],
     ) -> None:
-        self._agenda = agenda
+        self._inputs = inputs
         self._admission = admission
         self._timers = timers
         self._deadlines = deadlines
@@ -49,7 +49,7 @@ class Lookout:
         self._has_main_ended = False
         self._timer: Handle | None = None
         self._look_at_s = 0.0
-        self._put_off: Sight | None = None
+        self._deferred: Sight | None = None
         self._engine: ObservedEngine
 
     def open(self, engine: ObservedEngine) -> None:
@@ -65,7 +65,7 @@ class Lookout:
     def look_soon(self, after_s: float = PAUSE_S) -> None:
         """Schedule a check in at most ``after_s`` virtual seconds."""
         at_s = self._loop.time() + after_s
-        if not self._agenda.is_open or (self._timer is not None and self._look_at_s <= at_s):
+        if not self._inputs.is_open or (self._timer is not None and self._look_at_s <= at_s):
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -74,21 +74,21 @@ class Lookout:
     def _look(self) -> None:
         """Deliver the next recorded input, unless user code must reach a safe point first."""
         self._timer = None
-        if self._agenda.is_done:
-            if not self._agenda.is_cut_short:  # a rank whose record is cut short stays paused
+        if self._inputs.is_done:
+            if not self._inputs.is_cut_short:  # a rank whose record is cut short stays paused
                 self._release()
             return
-        if self._agenda.is_in_point:
+        if self._inputs.is_in_point:
             return
         self._catch_up()
-        sight = self._agenda.next()
+        sight = self._inputs.next()
         if sight is None:
             if self._has_main_ended:
                 self._show_all()
-        elif self._agenda.is_possible(sight) and not self._admission.has_permitted:
+        elif self._inputs.is_possible(sight) and not self._admission.has_permitted:
             # The rank is waiting although this input is not due yet, because its tasks ran in a different order.
-            if sight is not self._put_off:
-                self._put_off = sight
+            if sight is not self._deferred:
+                self._deferred = sight
                 self.look_soon(PATIENCE_S)
             elif self._has_no_patience():
                 self._show(sight)
@@ -98,7 +98,7 @@ class Lookout:
 
     def _has_no_patience(self) -> bool:
         """Return whether no input was delivered for PATIENCE_S seconds. Otherwise schedule the next check."""
-        ends_at_s = self._agenda.progressed_at_s + PATIENCE_S
+        ends_at_s = self._inputs.progressed_at_s + PATIENCE_S
         if self._loop.time() >= ends_at_s:
             return True
         self.look_soon(ends_at_s + PAUSE_S - self._loop.time())
@@ -106,7 +106,7 @@ class Lookout:
 
     def _show_all(self) -> None:
         """Stop delaying inputs, because ranks may end in an order that differs from the recorded run."""
-        self._agenda.clear()
+        self._inputs.clear()
         self._admission.clear()
         self._release()
 
@@ -125,10 +125,10 @@ class Hold:
     """
 
     def __init__(
-        self, agenda: PendingInputs, loop: RankLoop, may_begin: Callable[[], bool], on_end: Callable[[], None]
+        self, inputs: PendingInputs, loop: RankLoop, may_begin: Callable[[], bool], on_end: Callable[[], None]
     ) -> None:
         self.is_on = False
-        self._agenda = agenda
+        self._inputs = inputs
         self._loop = loop
         self._may_begin = may_begin
         self._on_end = on_end
@@ -143,21 +143,21 @@ class Hold:
 
     def begin_if_late(self, ending_count: int = 0) -> None:
         """Pause the rank if its next recorded message is due but has not arrived."""
-        if self.is_on or not self._agenda.is_open or not self._may_begin():
+        if self.is_on or not self._inputs.is_open or not self._may_begin():
             return
-        sight = self._agenda.next()
-        if sight is None or not self._agenda.must_be_there(sight, ending_count) or self._agenda.is_possible(sight):
+        sight = self._inputs.next()
+        if sight is None or not self._inputs.must_be_there(sight, ending_count) or self._inputs.is_possible(sight):
             return
-        if self._agenda.exit_after(sight) is not None:
+        if self._inputs.exit_after(sight) is not None:
             return  # a collective must end first, and other ranks may need this rank to end it
         self.is_on = True
         self._until_s = self._loop.time() + PATIENCE_S
         self._go_on(PAUSE_S)
-        self._loop.attend(self._end, ())  # called when the rank is no longer busy, before anything else
+        self._loop.call_when_idle(self._end, ())  # called when the rank is no longer busy, before anything else
 
     def _go_on(self, pause_s: float) -> None:
-        sight = self._agenda.next()
-        if sight is None or self._agenda.is_possible(sight) or self._loop.time() > self._until_s:
+        sight = self._inputs.next()
+        if sight is None or self._inputs.is_possible(sight) or self._loop.time() > self._until_s:
             return
         self._loop.stall(pause_s)
         self._ends_at_s = max(self._ends_at_s, self._loop.time()) + pause_s

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from asyncdist.simulation.replay.agenda import PendingInputs
 from asyncdist.simulation.replay.log import Entry, RankLog, Reading, ReceivedByTask, SafePoint, Taken
 from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.simulation.replay.pending_inputs import PendingInputs
 
 
-def agenda_of(*entries: Entry, woken_count: int = 0) -> PendingInputs:
+def inputs_of(*entries: Entry, woken_count: int = 0) -> PendingInputs:
     log = RankLog(deque(entries), tags={1}, is_over=True)
     nobody: Any = SimpleNamespace(has=lambda what: False)
-    agenda = PendingInputs(log, Mailbox(), nobody, nobody, lambda: 0.0)
+    inputs = PendingInputs(log, Mailbox(), nobody, nobody, lambda: 0.0)
     engine: Any = SimpleNamespace(woken_count=0, begun_count=0, turn=0, _in_pass=False)
-    agenda.open(engine)
+    inputs.open(engine)
     engine.woken_count = woken_count
-    return agenda
+    return inputs
 
 
 @pytest.mark.parametrize(
@@ -36,36 +36,36 @@ def test_message_that_ended_no_wait_is_seen_at_the_safe_point(
     woken_count: int, woken_before_point: int, is_seen: bool
 ) -> None:
     first, second = (Taken(0, woken_count, 0, 0.0, [(source, 1)]) for source in (2, 3))
-    agenda = agenda_of(first, second, SafePoint(woken_before_point), woken_count=woken_count)
-    assert agenda.is_seen_at_point(first) == is_seen
-    assert agenda.is_seen_at_point(second) == is_seen
+    inputs = inputs_of(first, second, SafePoint(woken_before_point), woken_count=woken_count)
+    assert inputs.is_seen_at_point(first) == is_seen
+    assert inputs.is_seen_at_point(second) == is_seen
 
 
 def test_events_without_a_safe_point_after_them_are_not_delayed() -> None:
     by_task = ReceivedByTask(0, 0, 0, 0.0, [(2, 1)])
-    assert not agenda_of(by_task, SafePoint(0)).is_seen_at_point(by_task)
+    assert not inputs_of(by_task, SafePoint(0)).is_seen_at_point(by_task)
     last = Taken(0, 0, 0, 0.0, [(2, 1)])
-    assert not agenda_of(last).is_seen_at_point(last)
+    assert not inputs_of(last).is_seen_at_point(last)
 
 
 def test_clock_read_after_a_message_is_shown_the_message_first() -> None:
     """Regression: the reading task had been started earlier, and continued because of the message's content."""
     message = Taken(0, 0, 0, 0.0, [(2, 1)])
-    agenda = agenda_of(message)
+    inputs = inputs_of(message)
 
     def read() -> float:
-        return agenda.read_clock()
+        return inputs.read_clock()
 
     line = read.__code__.co_firstlineno + 1
-    agenda._log.clock[line].extend([Reading(1.0, 0, 0), Reading(2.0, 1, 1)])
+    inputs._log.clock[line].extend([Reading(1.0, 0, 0), Reading(2.0, 1, 1)])
     shown: list[Taken] = []
 
     def catch_up(seen_count: int) -> None:
         assert seen_count == 1, "as much is shown in any case"
         shown.append(message)
-        agenda.remove(message)
+        inputs.remove(message)
 
-    agenda.catch_up = catch_up
+    inputs.catch_up = catch_up
     assert (read(), shown) == (1.0, [])
     assert (read(), shown) == (2.0, [message])
 
@@ -83,15 +83,15 @@ def test_one_of_two_woken_before_a_safe_point_may_continue(
     keys: list[tuple[int, int]], woken_before_point: int, is_alone: bool
 ) -> None:
     sight = Taken(0, 0, 0, 0.0, keys)
-    agenda = agenda_of(SafePoint(woken_before_point))
-    assert agenda.wakes_one_before_point(sight) == is_alone
+    inputs = inputs_of(SafePoint(woken_before_point))
+    assert inputs.wakes_one_before_point(sight) == is_alone
 
 
 def test_user_takes_precede_the_events_seen_at_the_safe_point() -> None:
     deferred, by_task = Taken(0, 1, 0, 0.0, [(2, 1)]), ReceivedByTask(0, 1, 1, 0.0, [(3, 1)])
-    agenda = agenda_of(deferred, by_task, SafePoint(1), woken_count=1)
-    assert agenda.is_seen_at_point(deferred)
-    assert agenda.first_late() is None, "nobody waits for it"
+    inputs = inputs_of(deferred, by_task, SafePoint(1), woken_count=1)
+    assert inputs.is_seen_at_point(deferred)
+    assert inputs.first_late() is None, "nobody waits for it"
     task: Any = object()
     by_task.late_for = task
-    assert agenda.first_late() is by_task
+    assert inputs.first_late() is by_task

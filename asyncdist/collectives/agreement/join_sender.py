@@ -30,7 +30,7 @@ class JoinSender:
         self._direct: set[AgreementKey] = set()  # agreements whose join was also sent directly to the leader
         self._told: dict[AgreementKey, None] = {}  # agreements whose decision has arrived
 
-    def come(self, join: Join, leader: int) -> None:
+    def join(self, join: Join, leader: int) -> None:
         """Send the message ``join`` to the leader along the tree, or directly if a member is lost or has left."""
         key = join.key
         self._open[key] = join, leader
