@@ -44,8 +44,8 @@ _Wait: TypeAlias = tuple[
 ]
 #: Value of a field that this version does not know.
 _Other: TypeAlias = bool | int | float | Text | list[int | float] | None
-#: Name of a job, which is the prefix of its file names.
-_Job: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9A-Za-z_][0-9A-Za-z_.-]{0,63}\Z")]
+#: Name of a job, the prefix of its files. With any other name, a forged recording could replace a file ``NAME.html``.
+_Job: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}\Z")]
 _Name: TypeAlias = Annotated[str, Meta(pattern=r"^[a-z][a-z_]{0,31}\Z")]
 
 

@@ -375,22 +375,23 @@ def test_another_users_script_is_run_only_if_it_is_named(tmp_path: Path) -> None
 def test_nothing_of_a_recording_becomes_code_of_a_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Regression: the names of the job and the script were written into the test's code unchanged."""
+    """Regression: the name of the script was written into the test's code unchanged."""
     hostile = 'a" + str(open("PWNED", "w")) + """'
     monkeypatch.chdir(tmp_path)
     script = tmp_path / f"{hostile}.py"
     script.write_text(SCRIPT)
     simulate(train, ranks=2, seed=0, record=tmp_path / "run")
-    changes = {"job": "a-b.c", "script": str(script), "arguments": [hostile, "\n"], "hostname": hostile}
+    changes = {"script": str(script), "arguments": [hostile, "\n"], "hostname": hostile}
     edit_headers(tmp_path / "run", lambda header: header.update(changes))
     test = tmp_path / f"test {hostile}.py"
     assert run_command(str(tmp_path / "run"), None, (), job=None, rank=None, to_test=str(test)) == 0, (
         capsys.readouterr()
     )
+    (job,) = {path.name.partition("-")[0] for path in (tmp_path / "run").glob("*.record")}
     tree = ast.parse(test.read_text())
     calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert calls == {"Path", "replay_script"}
-    assert [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)] == ["test_replay_of_job_a_b_c"]
+    assert [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)] == [f"test_replay_of_job_{job}"]
     call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 4)
     assert [ast.literal_eval(argument) for argument in call.args[2:]] == [hostile, "\n"]
 

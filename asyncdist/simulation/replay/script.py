@@ -6,7 +6,6 @@ import contextvars
 import hashlib
 import logging
 import os
-import re
 import shutil
 import sys
 import time
@@ -270,7 +269,7 @@ def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
         for each in recording.ranks:
             shutil.copy(each.path, folder)
         text = _TEST.format(
-            name=re.sub(r"\W", "_", recording.job, flags=re.ASCII),
+            name=recording.job,
             recordings=folder.name,
             script=os.path.relpath(ran.path, path.parent).replace("\\", "/"),
             arguments="".join(f", {word!r}" for word in ran.arguments),
