@@ -4,7 +4,7 @@ The job was started by ``asyncdist run --places``. HOST:PORT is the address of i
 :mod:`asyncdist.launch.place_claims` reserves free places (rank numbers without a process) in the store.
 :mod:`asyncdist.launch.local_ranks` supervises the ranks, with two exceptions:
 
-- A rank that fails or is killed ends no other rank.
+- A rank that fails or is killed ends no other rank of this launcher. The job decides whether a failure ends it.
 - After a signal, the launcher kills its ranks. The job's other ranks treat them as lost and continue.
 """
 

@@ -256,7 +256,7 @@ class Application:
                 are_over = (self._over | self._over_before).issuperset(others)
             have_left = self._have_left or (is_time_up and self._had_left)
             if are_over and (have_left or services.left_world().intersection(self._ranks)):
-                raise LateError("this rank was restarted too late: no other rank is still in this policy")
+                raise LateError("this rank comes too late: no other rank is still in this policy")
             if is_over_everywhere or (are_over and others):
                 raise ClosedError(
                     "no other rank is still in this policy: all are lost or restarted; start all ranks again"
