@@ -39,7 +39,9 @@ class Credit:
 
 
 class HeldSend:
-    """Message that waits on this rank for a credit of its receiver. :meth:`Lane.send_held` starts it.
+    """Message that waits on this rank for a credit of its receiver.
+
+    When the credit arrives, ``Services`` calls :meth:`TagFlow.on_credit`, and :meth:`Lane.send_held` sends the message.
 
     Attributes:
         on_left: Function set by ``Channel._watch``, called with None when the message has left, or with its error.

@@ -74,7 +74,10 @@ class Neighbours:
         return reading if donor in self._readable else None
 
     def on_location(self, donor: int, location: Location) -> None:
-        """Pass a donor's answer to the :class:`Reading` that waits for it, unless that was closed."""
+        """Pass a donor's answer to the :class:`Reading` that waits for it, unless that was closed.
+
+        The handler of the stream channel, ``SnapshotServer.on_message``, calls this method.
+        """
         reading = self._asked.get(location.slot)
         if reading is None or reading.donor != donor:
             return

@@ -8,7 +8,10 @@ from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 
 
 class KnowsCoordinator(Protocol):
-    """Interface of objects that know the current coordinator's rank."""
+    """Interface of objects that know the current coordinator's rank.
+
+    It is a ``Succession`` on a member, and a :class:`Followed` on a rank that another member represents.
+    """
 
     @property
     def coordinator(self) -> int | None:
