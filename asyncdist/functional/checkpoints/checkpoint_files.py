@@ -8,6 +8,7 @@ disk I/O.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ import os
 import shutil
 import stat
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +41,7 @@ _PREFIX: Final = "checkpoint-"
 _PIECE_NBYTES: Final = 1 << 22
 #: Maximum size of a manifest in bytes. A rank's entry takes about 150 bytes.
 _MANIFEST_NBYTES_MAX: Final = 1 << 26
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class _FileEntry(msgspec.Struct, frozen=True):
@@ -67,12 +70,56 @@ def check_format(format: ModelFormat) -> None:
         safetensors_model.check_installed()
 
 
-def new_folder(place: Path) -> str:
-    """Create the next checkpoint's folder in ``place``, and return the folder's name."""
+def new_folder(place: Path) -> Path:
+    """Create the folder of the next checkpoint in ``place``, and return its path."""
     place.mkdir(parents=True, exist_ok=True)
-    folder = place / _name(max(_numbers(place), default=0) + 1)
-    folder.mkdir()
-    return folder.name
+    number = max(_numbers(place), default=0) + 1
+    while True:
+        with contextlib.suppress(FileExistsError):  # raised if another job has just created a folder of this name
+            folder = place / _name(number)
+            folder.mkdir()
+            return folder
+        number += 1
+
+
+class FolderLock:
+    """Locks the folder of an unfinished checkpoint (flock(2)), so that no other job deletes it.
+
+    The kernel releases the lock of a killed process. Some network drives have no locks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._release: Callable[[], object] = lambda: None
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, _FOLDER)
+            self._release = weakref.finalize(self, _unlock, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        """Release the lock. Calls after the first do nothing."""
+        self._release()
+
+
+def _unlock(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # a forked child may still have the descriptor
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, _FOLDER)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def finish(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None) -> None:
@@ -214,12 +261,17 @@ def _numbers(place: Path) -> list[int]:
 
 
 def _delete_old(newest: Path, keep: int) -> None:
-    """Delete unfinished checkpoints, and all complete ones except the ``keep`` newest. Follow no symbolic links."""
+    """Delete unfinished checkpoints, and all complete ones except the ``keep`` newest. Follow no symbolic links.
+
+    A checkpoint that another job is writing is kept, and a warning is logged.
+    """
     older = [newest.parent / _name(number) for number in _numbers(newest.parent)]
     older = [folder for folder in older if folder.name < newest.name and not folder.is_symlink()]
     whole = [folder for folder in older if (folder / _MANIFEST).is_file()]
     for folder in older:
-        if folder not in whole[len(whole) - (keep - 1) :]:
+        if folder not in whole and _is_locked(folder):
+            logger.warning("another job is writing %s, and both delete old checkpoints: give each job a folder", folder)
+        elif folder not in whole[len(whole) - (keep - 1) :]:
             # The manifest is deleted first, so that a partly deleted checkpoint is not valid.
             with contextlib.suppress(FileNotFoundError), new_files.entered(folder, follows=False) as opened:
                 os.unlink(_MANIFEST, dir_fd=opened)

@@ -36,7 +36,7 @@ from asyncdist import validation
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import RankLostError
 from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state
-from asyncdist.functional.checkpoints.checkpoint_files import ModelFormat
+from asyncdist.functional.checkpoints.checkpoint_files import FolderLock, ModelFormat
 from asyncdist.functional.checkpoints.checkpoint_state import Stateful
 from asyncdist.functional.collectives import place
 from asyncdist.functional.joint_work import JointWork
@@ -223,6 +223,7 @@ class _Save:
         self._format: ModelFormat = format
         self._is_beside = is_beside
         self._state: dict[str, Any] = {}
+        self._lock: FolderLock | None = None
         self.joint: JointWork[Path] = JointWork(self._world, self._group, "save_population")
 
     def is_left_out(self) -> bool:
@@ -276,7 +277,11 @@ class _Save:
             if self._is_beside:
                 copy = functools.partial(checkpoint_state.copy_of, self._state)
                 self._state = await self._world.do_file_work(copy, model=self._model)
-            return checkpoint_files.new_folder(Path(self._path)) if self._group.index == 0 else ""
+            if self._group.index:
+                return ""
+            folder = checkpoint_files.new_folder(Path(self._path))
+            self._lock = FolderLock(folder)
+            return folder.name
 
         name: str = await self.joint.begin(prepare, self._work)
         return name
@@ -296,6 +301,8 @@ class _Save:
             raise
         finally:
             self._state = {}
+            if self._lock is not None:
+                self._lock.release()
             await self._free_survivors()
         return folder
 
