@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
 
 from asyncdist import validation
 from asyncdist.runtime.world import World, current_world
+
+
+class RestoredNumbers:
+    """Tells whether this rank's generators are still in the states that it restored from its own checkpoint.
+
+    An integration gives a training's ranks different random numbers. It must not do so if they continue a checkpoint.
+    """
+
+    def __init__(self, _: object) -> None:
+        self._restored: int | None = None
+
+    def note(self) -> None:
+        """Note the current states of the generators, which have just been restored."""
+        self._restored = _hash_of_states()
+
+    @property
+    def are_next(self) -> bool:
+        """Whether no number was drawn and no seed set since the last call of :meth:`note`."""
+        return self._restored is not None and self._restored == _hash_of_states()
+
+
+def _hash_of_states() -> int:
+    name, words, *others = np.random.get_state(legacy=True)
+    numpy_state: Any = (name, np.asarray(words).tobytes(), *others)
+    return hash((random.getstate(), numpy_state, torch.get_rng_state().numpy().tobytes()))
 
 
 def seed_all(seed: int, *, world: World | None = None) -> int:

@@ -31,6 +31,7 @@ from torch import nn
 
 from asyncdist import current_world, validation
 from asyncdist.blocking.callers import is_in_a_rank
+from asyncdist.functional.seeding import RestoredNumbers
 from asyncdist.integrations import pytorch
 from asyncdist.integrations.joining import (
     PolicyT,
@@ -103,10 +104,12 @@ def _load_states_apart(kind: Any) -> None:
     @functools.wraps(load)
     def load_for_rank(self: Any, input_dir: Any = None, *args: Any, **options: Any) -> None:
         load(self, input_dir, *args, **options)
-        if input_dir is None or self.num_processes > 1:  # without a path, the state was saved by this rank
+        if self.num_processes > 1:
             return
         world = _world()
-        if world.size > 1 and f"rank{world.rank}" not in Path(input_dir).parts:
+        if input_dir is None or f"rank{world.rank}" in Path(input_dir).parts:  # the state was saved by this rank
+            world.services.shared(RestoredNumbers).note()
+        elif world.size > 1:
             draw_apart(world.rank)
             for loader in self._dataloaders:  # loading has replaced the loaders' samplers
                 shuffle_apart(loader, world.rank)
@@ -130,8 +133,36 @@ def _save_settled_states(kind: Any) -> None:
     kind.save_state = save_settled
 
 
+class _Gradients(dict[str, Any]):
+    """State of GradientState on one of several ranks of a process."""
+
+    def __init__(self, _: object) -> None:
+        super().__init__()
+
+
+class _GradientsOfRank:
+    """Gives each rank its own state of GradientState, because accelerate has one state per process.
+
+    Otherwise the batches of one rank would determine when another rank's optimizer makes a step. Rank 0 has the
+    process's state, which a simulated script may use before it opens its world.
+    """
+
+    def __init__(self, of_process: dict[str, Any]) -> None:
+        self._of_process = of_process
+
+    def __get__(self, _: object, __: type | None = None) -> dict[str, Any]:
+        try:
+            world = current_world()
+        except RuntimeError:
+            return self._of_process
+        is_first = world.rank == world.incarnation == 0
+        if is_first or not world.services.engine.transport.capabilities.shares_process:
+            return self._of_process
+        return world.services.shared(_Gradients)
+
+
 def _world() -> Any:
-    return current_world() if is_in_a_rank() else join()
+    return current_world() if is_in_a_rank() else join().awaited
 
 
 def _note_exhausted_memory(memory: Any) -> None:
@@ -148,6 +179,7 @@ def _note_exhausted_memory(memory: Any) -> None:
     memory.should_reduce_batch_size = decide_for_rank
 
 
+accelerate.state.GradientState._shared_state = _GradientsOfRank(accelerate.state.GradientState._shared_state)
 _note_exhausted_memory(accelerate.utils.memory)
 _give_ranks_folders(accelerate.Accelerator)
 _shuffle_loaders_apart(accelerate.Accelerator)
@@ -163,7 +195,7 @@ class Averaging(pytorch.Averaging[PolicyT]):
     """
 
     def _begin(self, training: Training[PolicyT], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._gradients = accelerate.state.GradientState()  # all GradientState instances share one state
+        self._gradients = accelerate.state.GradientState()  # all GradientState instances of a rank share one state
         self._tokens: float | None = None
         super()._begin(training, model, optimizer)
 

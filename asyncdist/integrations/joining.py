@@ -21,6 +21,7 @@ from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
 from asyncdist.errors import BusyError, ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError
+from asyncdist.functional.seeding import RestoredNumbers
 from asyncdist.integrations.random_numbers import draw_apart
 from asyncdist.protocols import (
     AsyncSelectiveAveragingPolicy,
@@ -260,6 +261,8 @@ class Training(Generic[PolicyT]):
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Start the policy, together with all ranks, and make this rank's random numbers differ from other ranks'.
 
+        If this rank has just restored its random states from its own checkpoint, it continues with them.
+
         A trainer that ran out of memory may begin again with smaller batches while the other ranks train. This rank
         therefore continues with an open policy that has equal options and the same model or, after memory ran out, the
         same layout. Otherwise the open policies of this object and of interrupted trainings are ended, and a new policy
@@ -267,6 +270,7 @@ class Training(Generic[PolicyT]):
         ran out, a policy with a loaded state replaces an open policy on the model.
         """
         world = join()
+        continues_numbers = world.awaited.services.shared(RestoredNumbers).are_next
         if self._warning and world.rank == 0:
             logger.warning("%s", self._warning)
         self._warning = ""
@@ -293,7 +297,7 @@ class Training(Generic[PolicyT]):
                 self._keep(None, 0)
             else:
                 self._start(made, is_again=bool(interrupted))
-        if world.size > 1:
+        if world.size > 1 and not continues_numbers:
             draw_apart(world.rank)
 
     def _start(self, made: PolicyT, *, is_again: bool) -> None:

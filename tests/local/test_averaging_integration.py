@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,6 +140,33 @@ def test_a_saved_state_continues_to_the_same_bits(world: str) -> None:
         ad.run_local(hosted, ranks=2, strict=True)
     else:
         ad.simulate(hosted, ranks=2, seed=1, strict=True).value()
+
+
+@pytest.mark.parametrize("is_seeded", [False, True])
+def test_a_loaded_population_continues_with_its_random_states(is_seeded: bool, tmp_path: Path) -> None:
+    """Regression: starting the policy gave each rank other random numbers than without an interruption."""
+
+    def drawn(folder: Path, *, resumes: bool = False) -> tuple[list[float], list[float]]:
+        """Start a policy, possibly from a checkpoint, save a checkpoint, and return the numbers drawn before it."""
+        torch.manual_seed(0)
+        policy = made()
+        if resumes:
+            ad.blocking.load_population(folder, policy.model, policy.optimizer, policy=policy)
+            if is_seeded:  # as a program does whose seeding comes late
+                torch.manual_seed(0)
+        with Averaging(policy):
+            first = torch.rand(2).tolist()
+            ad.blocking.save_population(folder, policy.model, policy.optimizer, policy=policy)
+        return first, torch.rand(2).tolist()
+
+    def main(_: ad.blocking.World) -> list[float]:
+        after = drawn(tmp_path)[1]
+        resumed = drawn(tmp_path, resumes=True)[0]
+        assert (resumed == after) is not is_seeded
+        return resumed
+
+    numbers = ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1, strict=True).results
+    assert numbers[0] != numbers[1]
 
 
 @pytest.mark.parametrize("iteration", [0, 6])

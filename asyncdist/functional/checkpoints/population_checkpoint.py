@@ -41,6 +41,7 @@ from asyncdist.functional.checkpoints.checkpoint_state import Stateful
 from asyncdist.functional.collectives import place
 from asyncdist.functional.joint_work import JointWork
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
+from asyncdist.functional.seeding import RestoredNumbers
 from asyncdist.runtime.world import World
 from asyncdist.tensors.optimizers.loading import load_exactly
 from asyncdist.tensors.trained_models import TrainedModels
@@ -440,6 +441,7 @@ async def _load(
     await gather_from_all_ranks(apply, group=group, world=world)
     if not is_copy:
         checkpoint_state.set_random_states(loaded["random"])
+        world.services.shared(RestoredNumbers).note()
     return LoadedPopulation(folder, source, is_copy, entry["metric"], loaded["extra"])
 
 

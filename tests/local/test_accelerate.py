@@ -1,0 +1,82 @@
+"""Trains with Accelerate, with ranks in one process."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import asyncdist as ad
+from asyncdist.integrations import joining
+from protocols import AverageAllPolicy, DiLoCoPolicy
+
+
+@pytest.fixture
+def integration(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import the integration without hiding this process's rank."""
+    pytest.importorskip("accelerate")
+    monkeypatch.setattr(joining, "hide_ranks", lambda: None)
+    return importlib.import_module("asyncdist.integrations.accelerate")
+
+
+def train(
+    integration: Any, kind: Any, epochs: int, folder: Path | None = None, *, resumes: bool = False, **of: Any
+) -> Any:
+    """Train for some epochs of 5 batches, from and to a checkpoint in ``folder``, and return the policy."""
+    import accelerate  # type: ignore[import-untyped]
+
+    accelerator = accelerate.Accelerator(cpu=True, **of)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(10, 2)), batch_size=2, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    policy = kind(model, optimizer, average_every=1)
+    accelerator.register_for_checkpointing(policy)
+    if resumes:
+        accelerator.load_state(str(folder))
+    averaging = integration.Averaging(policy)
+    for _ in range(epochs):
+        for (inputs,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                averaging.step()
+    if folder is not None:
+        accelerator.save_state(str(folder))
+    averaging.close()
+    return policy
+
+
+@pytest.mark.slow  # imports accelerate
+def test_ranks_of_a_process_accumulate_gradients_apart(integration: Any) -> None:
+    """Regression: at the end of a rank's loader, its optimizer made no step while another rank's loader was open."""
+
+    def main(_: ad.blocking.World) -> int:
+        return int(train(integration, AverageAllPolicy, 2, gradient_accumulation_steps=3).iteration)
+
+    assert ad.run_local(ad.blocking.hosted(main), ranks=3, strict=True) == [4] * 3, "after batches 3 and 5 of an epoch"
+
+
+@pytest.mark.slow  # imports accelerate
+def test_a_rank_continues_with_its_own_random_state(integration: Any, tmp_path: Path) -> None:
+    """Regression: starting the policy after loading a state drew other rows and other dropout than without a pause."""
+
+    def main(world: ad.blocking.World) -> list[float]:
+        def weights(epochs: int, name: str, *, resumes: bool = False) -> list[float]:
+            folder = tmp_path / name / f"rank{world.rank}"
+            policy = train(integration, DiLoCoPolicy, epochs, folder, resumes=resumes)
+            return torch.nn.utils.parameters_to_vector(policy.model.parameters()).tolist()
+
+        whole = weights(2, "whole")
+        weights(1, "half")
+        assert weights(1, "half", resumes=True) == whole
+        return torch.rand(2).tolist()
+
+    numbers = ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1, strict=True).results
+    assert numbers[0] != numbers[1]
