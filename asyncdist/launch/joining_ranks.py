@@ -86,8 +86,13 @@ def build_environments(
     threads: int | None,
     secret: str = "",
 ) -> dict[int, dict[str, str]]:
-    """Return each rank's environment, keyed by rank, for the ``job`` description from :func:`place_claims.claim`."""
+    """Return each rank's environment, keyed by rank, for the ``job`` description from :func:`place_claims.claim`.
+
+    On the host of the job's launcher, a rank's number on the host is its rank, so that it uses another GPU and port
+    than the job's other ranks. On another host, each launcher counts its ranks from 0.
+    """
     places: list[tuple[int, int]] = job["places"]
+    is_at_job = local_host.is_loopback(host)
     shared = environment.for_ranks(environ, ranks=len(places), threads=threads)
     shared |= {
         environment.SECRET_VARIABLE: secret,
@@ -100,8 +105,8 @@ def build_environments(
             **local_ranks.rank_variables(
                 rank,
                 job["size"],
-                local_rank=local_rank,
-                local_size=len(places),
+                local_rank=rank if is_at_job else local_rank,
+                local_size=job["size"] if is_at_job else len(places),
                 address=host,
                 port=port,
                 run_id=job["job"],

@@ -198,6 +198,9 @@ def test_ranks_of_a_world_with_places_know_its_size_and_starters() -> None:
     assert list(coming) == [1, 3]
     assert {(place.address, place.port, place.job) for place in coming.values()} == {("localhost", 123, job["job"])}
     assert environment.detect(joined[3]).rank == 3
+    assert [environment.local_rank(each) for each in joined.values()] == [1, 3], "no two ranks of a host share a GPU"
+    elsewhere = joining_ranks.build_environments({}, job, host="host1", port=123, threads=None)
+    assert [environment.local_rank(each) for each in elsewhere.values()] == [0, 1]
 
 
 @pytest.mark.parametrize(
