@@ -268,11 +268,11 @@ class _Record:
         of a killed rank is therefore a failure only on ranks whose main has not returned. A rank's exit because of a
         simulated signal is not a failure, nor is its loss on other ranks.
         """
-        from asyncdist.simulation import Kill
+        from asyncdist.simulation.faults import KILLING
 
         errors = self.errors()
         interrupted = self.report.interrupted_ranks() if self.report is not None else set()
-        has_kill = any(isinstance(fault, Kill) for fault in self.faults)
+        has_kill = any(isinstance(fault, KILLING) for fault in self.faults)
 
         def is_failure(rank: int, error: BaseException) -> bool:
             if isinstance(error, (SystemExit, KeyboardInterrupt)) and rank in interrupted:

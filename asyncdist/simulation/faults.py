@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from asyncdist import validation
 from asyncdist.simulation.distributions import check_number
@@ -177,6 +177,8 @@ class Join:
 #: Faults of one rank's process, which happen at a time. :class:`Kill` may instead happen at a turn or message.
 RankFault: TypeAlias = Kill | Restart | Join | Interrupt | Stall | SlowRank
 Fault: TypeAlias = RankFault | SlowLink | Partition | Delay | Corrupt
+#: Faults that end a rank's process without an exception. They explain a RankLostError on the other ranks.
+KILLING: Final = (Kill,)
 
 
 def _check(fault: Fault, *names: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from asyncdist.errors import LateError, RankLostError, is_consequence
 from asyncdist.runtime.world import WorldStatistics
-from asyncdist.simulation.faults import Fault, Interrupt, Join, Kill, Restart
+from asyncdist.simulation.faults import KILLING, Fault, Interrupt, Join, Restart
 from asyncdist.simulation.trace import TraceEvent, unpack
 
 T_co = TypeVar("T_co", covariant=True)
@@ -93,7 +93,7 @@ class SimReport(Generic[T_co]):
     def _is_explained(self, rank: int, error: BaseException) -> bool:
         kinds = {type(fault) for fault, count in zip(self.faults, self.faults_fired, strict=True) if count}
         if isinstance(error, RankLostError):
-            return not kinds.isdisjoint((Kill, Interrupt))
+            return not kinds.isdisjoint((*KILLING, Interrupt))
         if isinstance(error, LateError):
             return not kinds.isdisjoint((Restart, Join))
         return self.is_exit_by_signal(rank)

@@ -41,6 +41,7 @@ from asyncdist.simulation import (
     Uniform,
     simulate,
 )
+from asyncdist.simulation.faults import KILLING
 from protocols import OneSidedSelectiveAveragingPolicy, StepInfo
 from protocols.one_sided import base as one_sided_averaging
 from protocols.one_sided.selection import REPLACEMENT_MODES
@@ -214,7 +215,7 @@ async def _main(world: ad.World, watch: Watch) -> int:
             )
             await stack.enter_async_context(policy)
         except (ad.ClosedError, ad.RankLostError, ad.StartTimeoutError, ad.LateError):
-            assert any(isinstance(fault, (Kill, Corrupt)) for fault in plan.faults)
+            assert any(isinstance(fault, (*KILLING, Corrupt)) for fault in plan.faults)
             watch.seen["starts that a loss ended"] += 1
             return 0
         watch.seen["came back"] += bool(world.incarnation)
@@ -292,10 +293,10 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Wa
             network=plan.network,
             compute=plan.compute,
             faults=plan_faults,
-            strict=not any(isinstance(fault, (Kill, Corrupt)) for fault in plan_faults),
+            strict=not any(isinstance(fault, (*KILLING, Corrupt)) for fault in plan_faults),
             until_s=LIMIT_S,
         )
-    killed = {fault.rank for fault in plan_faults if isinstance(fault, Kill)}
+    killed = {fault.rank for fault in plan_faults if isinstance(fault, KILLING)}
     for rank, result in enumerate(report.results):
         if isinstance(result, BaseException) and not (rank in plan.exits and isinstance(result, SystemExit)):
             raise AssertionError(f"seed {seed}: rank {rank} ended by {result!r}") from result

@@ -26,6 +26,7 @@ from asyncdist.simulation import (
     Stall,
     Uniform,
 )
+from asyncdist.simulation.faults import KILLING
 from protocols.ranking import STRATEGIES
 
 #: In a second phase, the start waits for ranks that are a hundred times slower.
@@ -74,7 +75,7 @@ class Plan:
     @property
     def loses_nothing(self) -> bool:
         """Return whether no rank is late, dies or gets a damaged frame: then every operation must end cleanly."""
-        return not any(isinstance(fault, (Kill, Corrupt, Join)) for fault in self.faults)
+        return not any(isinstance(fault, (*KILLING, Corrupt, Join)) for fault in self.faults)
 
 
 def draw_plan(seed: int) -> Plan:

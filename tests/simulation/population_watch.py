@@ -18,8 +18,8 @@ import asyncdist as ad
 from asyncdist.messaging.streams import WINDOW_COUNT
 from asyncdist.simulation import (
     Corrupt,
-    Kill,
 )
+from asyncdist.simulation.faults import KILLING
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageApplied,
@@ -354,7 +354,7 @@ class Watch:
         self.heard_at: list[list[float]] = [[] for _ in range(plan.ranks)]
         self.violation: AssertionError | None = None
         self._loops: dict[int, asyncio.AbstractEventLoop] = {}
-        self._may_die = [fault.rank for fault in plan.faults if isinstance(fault, Kill)]
+        self._may_die = [fault.rank for fault in plan.faults if isinstance(fault, KILLING)]
         self._first = 0
         self._turn = 0
         self._is_thorough = plan.seed % 8 == 0

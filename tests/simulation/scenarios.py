@@ -36,13 +36,13 @@ from asyncdist.simulation import (
     Exponential,
     Fault,
     Join,
-    Kill,
     SimReport,
     SlowLink,
     Uniform,
     simulate,
 )
 from asyncdist.simulation.exploration.repro_command import repeat_line
+from asyncdist.simulation.faults import KILLING
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
@@ -295,7 +295,7 @@ def examine(seed: int, faults: Sequence[Fault] | None = None) -> Examined:
 
 def _check_end(watch: Watch, report: SimReport[Any]) -> None:
     plan = watch.plan
-    killed = {fault.rank for fault in plan.faults if isinstance(fault, (Kill, Join))}  # or it has not joined yet
+    killed = {fault.rank for fault in plan.faults if isinstance(fault, (*KILLING, Join))}  # or it has not joined yet
     for rank, result in enumerate(report.results):
         who = f"seed {plan.seed}: rank {rank}"
         if result is None:
