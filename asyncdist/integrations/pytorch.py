@@ -28,7 +28,15 @@ from torch import nn
 from asyncdist import validation
 from asyncdist.blocking.policies import Policy
 from asyncdist.integrations import replicas
-from asyncdist.integrations.joining import PolicyT, Selective, Training, join, refuse_copy, selective_averaging
+from asyncdist.integrations.joining import (
+    PolicyT,
+    Selective,
+    Training,
+    join,
+    refuse_copy,
+    selective_averaging,
+    unwrapped,
+)
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.protocols import SpawnPolicy, StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
@@ -51,7 +59,7 @@ class Averaging(Generic[PolicyT]):
         if not isinstance(given, SpawnPolicy):
             allowed = "a policy, such as protocols.DiLoCoPolicy(model, optimizer, average_every=100)"
             validation.refuse("policy", policy, allowed, TypeError)
-        policy.optimizer = getattr(policy.optimizer, "optimizer", policy.optimizer)  # unwraps Accelerate's wrapper
+        policy.optimizer = unwrapped(policy.optimizer)
         self._begin(Training(lambda *_: policy), policy.model, policy.optimizer)
 
     def _begin(self, training: Training[PolicyT], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -154,7 +162,7 @@ class SelectiveAveraging(Averaging[Selective]):
         **options: Unpack[SelectiveOptions],
     ) -> None:
         training = selective_averaging(average_every, mode, options, replica_size=replica_size, swap_every=swap_every)
-        self._begin(training, model, getattr(optimizer, "optimizer", optimizer))
+        self._begin(training, model, unwrapped(optimizer))
 
 
 def new_replica_group(replica_size: int, backend: str | None = None) -> torch.distributed.ProcessGroup:

@@ -42,6 +42,7 @@ from asyncdist.integrations.joining import (
     log_once_that_rank_0_pushes,
     refuse_copy,
     selective_averaging,
+    unwrapped,
     warn_of_iterable,
     warn_of_unlabelled_lines,
 )
@@ -323,7 +324,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
             self._warn("eval_strategy is 'no', so only the program's own evaluations report %r", self.monitor)
         if args.disable_tqdm:
             warn_of_unlabelled_lines(self._world, "with disable_tqdm=False only rank 0 prints")
-        self._training.begin(model, getattr(optimizer, "optimizer", optimizer))
+        self._training.begin(model, unwrapped(optimizer))
         if self.monitor is None:
             self._training.judge_by_training_loss()
         if self._world.size > 1:
@@ -333,7 +334,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Do a step of the policy after an optimizer step."""
-        self._training.use(getattr(of["optimizer"], "optimizer", of["optimizer"]))
+        self._training.use(unwrapped(of["optimizer"]))
         self._loss.add(0.0)
         tokens = self._token_count if self._counts_tokens else None
         self._token_count = 0.0

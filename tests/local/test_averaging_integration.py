@@ -313,3 +313,31 @@ def test_an_assigned_optimizer_is_that_of_the_policy(is_integration: bool) -> No
         return made_policy.optimizer is new, len(new.state)
 
     assert ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True) == [(True, 0)] * 2
+
+
+@pytest.mark.parametrize("chooses_policy", [True, False])
+@pytest.mark.parametrize("wrapper", ["Lookahead", "ScheduleFreeWrapper"])
+def test_a_wrapper_that_keeps_weights_is_the_optimizer(wrapper: str, chooses_policy: bool) -> None:
+    """Regression: its inner optimizer was given to the policy, so slow weights and z undid a part of each average."""
+    pytorch_optimizer = pytest.importorskip("pytorch_optimizer", reason="the test extra brings pytorch-optimizer")
+
+    def main(world: ad.blocking.World) -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = getattr(pytorch_optimizer, wrapper)(torch.optim.SGD(model.parameters(), lr=0.1))
+        if wrapper == "ScheduleFreeWrapper":
+            optimizer.train()
+        if chooses_policy:
+            averages: Any = SelectiveAveraging(model, optimizer, average_every=100)
+            assert averages.policy.awaited.optimizer is optimizer
+            return []
+        averages = Averaging(AverageAllPolicy(model, optimizer, average_every=4))
+        for step in range(15):  # Lookahead mixes its slow weights in after steps 5, 10 and 15
+            optimizer.zero_grad()
+            (model.weight.sum() * (world.rank + 1 if step < 8 else 0)).backward()
+            optimizer.step()
+            averages.step()
+        return model.weight.flatten().tolist()
+
+    ranks = ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
+    assert ranks[0] == ranks[1]
