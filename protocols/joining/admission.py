@@ -21,7 +21,7 @@ from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.messages import Declined, Waiting
 from asyncdist.protocols.joining.newcomers import ASK_AGAIN_S, Application, Refusal, Request, Welcome, digest_of, key_of
 from asyncdist.protocols.joining.scopes import PolicyScopes
-from asyncdist.protocols.joining.state_transfer import StateTransfer, packed, state_nbytes_max, unpacked
+from asyncdist.protocols.joining.state_transfer import StateTransfer, copied, state_nbytes_max, unpacked
 from asyncdist.waits import WaitId, WaitKind
 
 
@@ -66,12 +66,17 @@ class Admission:
         return next(((rank, *identity) for rank, identity in waiting), None) if self._applicants else None
 
     def admit(self, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Admit the next restarted rank that is not lost. Offer it the present ``state()`` of this rank."""
+        """Admit the next restarted rank that is not lost. Offer it the present ``state()`` of this rank.
+
+        If the state cannot be copied, no rank is admitted. The restarted ranks then end at their timeout.
+        """
         while (newcomer := self._next()) is not None:
             rank, incarnation, _ = newcomer
             del self._applicants[rank]
             if rank not in self._services.gone and self._services.restarted.get(rank, 0) == incarnation:
-                data = packed(state())
+                data = copied(state)
+                if data is None:
+                    continue
                 self._states.admit(rank)
                 self._states.offer(self._membership.admit(newcomer, self._states.withdraw), data)
                 return

@@ -16,7 +16,7 @@ from asyncdist.protocols.joining.admission import Admission, newest_left, welcom
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.replicas import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
-from asyncdist.protocols.joining.state_transfer import cloned
+from asyncdist.protocols.joining.state_transfer import check_sendable, cloned
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.starting.without_lost import lost_members
 from asyncdist.tensors.optimizers.loading import load_named, named_state
@@ -88,6 +88,7 @@ class JoinablePolicy(SpawnPolicy):
             )
         # The other ranks must not count this rank as a member before they admit it.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
+        check_sendable(self.model, self.optimizer)
         deadline = self._world.time() + self._start_timeout_s
         values = self._shared_values()
         left = newest_left(self._services, self._members, values)  # first, since a failed attempt also leaves a policy

@@ -8,11 +8,13 @@ then the state.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
+from torch import nn
 
 from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, tags
 from asyncdist.messaging.channels import Channel
@@ -22,6 +24,7 @@ from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant
 from asyncdist.protocols.step_info import StepInfo
 from asyncdist.tensors import serialization
 from asyncdist.tensors.byte_views import byte_view, split
+from asyncdist.tensors.optimizers.loading import named_state
 
 logger = logging.getLogger("protocols.joining.state_transfer")
 
@@ -155,13 +158,23 @@ class Heir(Protocol):
         """Adopt the state after the weights were loaded, and complete ``info``, the result of the step."""
 
 
-def copied(whole: WholeState) -> torch.Tensor | None:
-    """Copy a member's state to bytes. If it cannot be copied, log a warning and return None."""
+def copied(state: Callable[[], Mapping[str, Any]]) -> torch.Tensor | None:
+    """Copy a member's ``state()`` to bytes. If it cannot be copied, log a warning and return None."""
     try:
-        return packed(whole.whole_state())
-    except (TypeError, ValueError) as error:
-        logger.warning("other ranks cannot get this rank's state, since it cannot be copied: %s", error)
+        return packed(state())
+    except (TypeError, ValueError, RuntimeError) as error:  # torch raises RuntimeError for tensors without a dense copy
+        _warn_not_copied(str(error))
         return None
+
+
+@functools.cache  # one warning per process, because each round repeats the attempt
+def _warn_not_copied(why: str) -> None:
+    logger.warning("other ranks cannot get this rank's state, since it cannot be copied: %s", why)
+
+
+def check_sendable(model: nn.Module, optimizer: Any) -> None:
+    """Raise TypeError or ValueError if an optimizer's state has a value that no rank could send to a restarted rank."""
+    packed({"optimizer": named_state(model, optimizer)})
 
 
 class StateTransfer:

@@ -29,7 +29,7 @@ from asyncdist import ClosedError, current_world, validation
 from asyncdist.messaging import wire
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.joining.scopes import PolicyScopes
-from asyncdist.protocols.joining.state_transfer import StateTransfer
+from asyncdist.protocols.joining.state_transfer import StateTransfer, check_sendable
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import (
     AveragingOptions,
@@ -336,6 +336,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._own.begin()
         # Other ranks must not count this rank as a member before it is admitted.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
+        check_sendable(self.model, self.optimizer)
         Leadership.listen(self._services)
         values = self._agreed_values()
         application = Leadership.apply(self._services, values, self._members, self._start_timeout_s)

@@ -127,6 +127,45 @@ def test_a_newcomer_with_other_parameters_is_refused_alone() -> None:
     assert simulate(main, ranks=3, seed=1, faults=faults, strict=True).results == (END, END, 0)
 
 
+class Remembering(torch.optim.SGD):
+    """An optimizer with a value in its state, from its first step on, that cannot be sent."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            self.state[group["params"][0]]["history"] = functools.partial(int)
+
+
+@pytest.mark.parametrize("kind", ["diloco", "selective"])
+@pytest.mark.parametrize("begins", ["at once", "with a step"])
+def test_a_state_that_cannot_be_sent_ends_the_newcomer_alone(kind: str, begins: str) -> None:
+    """Regression: the leader's step raised TypeError, and all ranks ended. Selective averaging warned in each round."""
+    make = functools.partial(ORDERED[kind], start_timeout_s=0.5)
+    is_late = begins == "with a step"
+
+    async def main(world: ad.World) -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = Remembering([{"params": list(model.parameters()), "own": None if is_late else int}], lr=0.0)
+        policy = make(model, optimizer)
+        if world.incarnation:
+            with pytest.raises((ad.AsyncdistError, TypeError)) as raised:
+                await policy.__aenter__()
+            return type(raised.value)
+        async with policy:
+            while policy.iteration < 120:
+                model(torch.ones(2)).sum().backward()
+                policy.optimizer.step()
+                await asyncio.sleep(0.01)
+                await policy.step(**({"score": world.rank} if policy.takes_metric else {}))
+        return policy.iteration
+
+    faults = (Kill(2, at_s=0.2), Restart(2, at_s=0.3))
+    *others, newcomer = simulate(main, ranks=3, seed=1, faults=faults, strict=True).results
+    assert others == [120, 120]
+    assert newcomer in ((ad.StartTimeoutError, ad.LateError) if is_late else (TypeError,))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lingers_s", [0.0, 100.0], ids=["and ends", "and stays"])
 def test_newcomers_do_not_wait_for_a_leader_that_leaves(lingers_s: float) -> None:

@@ -89,7 +89,7 @@ class Donor:
 
     def _offer_state(self, round: int) -> int:
         assert self._states is not None, "a rank without a state transfer is asked for its state"
-        state = copied(self._resources.state)
+        state = copied(self._resources.state.whole_state)
         if state is None:
             return 0
         self._states.offer(round, state)
