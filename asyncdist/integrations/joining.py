@@ -273,7 +273,8 @@ class Training(Generic[PolicyT]):
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Start the policy, together with all ranks, and make this rank's random numbers differ from other ranks'.
 
-        If this rank has just restored its random states from its own checkpoint, it continues with them.
+        If the policy has made steps before a checkpoint from which this rank has just restored its random states, the
+        rank continues with these states, because they already differ between ranks.
 
         A trainer that ran out of memory may begin again with smaller batches while the other ranks train. This rank
         therefore continues with an open policy that has equal options and the same model or, after memory ran out, the
@@ -282,7 +283,7 @@ class Training(Generic[PolicyT]):
         ran out, a policy with a loaded state replaces an open policy on the model.
         """
         world = join()
-        continues_numbers = world.awaited.services.shared(RestoredNumbers).are_next
+        are_restored = world.awaited.services.shared(RestoredNumbers).are_next
         if self._warning and world.rank == 0:
             logger.warning("%s", self._warning)
         self._warning = ""
@@ -290,6 +291,7 @@ class Training(Generic[PolicyT]):
         if (error := sys.exception()) is not None and is_out_of_memory(error):
             note_out_of_memory()
         made = self.kind(model, optimizer, **self._options)
+        continues_numbers = are_restored and made.iteration > 0
         self.is_judged = made.takes_metric and made._metric is None
         if self.is_judged and made.calls_metric:
             raise TypeError(

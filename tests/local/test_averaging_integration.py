@@ -142,27 +142,32 @@ def test_a_saved_state_continues_to_the_same_bits(world: str) -> None:
         ad.simulate(hosted, ranks=2, seed=1, strict=True).value()
 
 
-@pytest.mark.parametrize("is_seeded", [False, True])
-def test_a_loaded_population_continues_with_its_random_states(is_seeded: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("step_count", "is_seeded"), [(1, False), (1, True), (0, False)])
+def test_a_resumed_policy_continues_with_its_random_states(step_count: int, is_seeded: bool, tmp_path: Path) -> None:
     """Regression: starting the policy gave each rank other random numbers than without an interruption."""
 
-    def drawn(folder: Path, *, resumes: bool = False) -> tuple[list[float], list[float]]:
-        """Start a policy, possibly from a checkpoint, save a checkpoint, and return the numbers drawn before it."""
+    def run(*, resumes: bool = False) -> tuple[list[float], list[float]]:
+        """Start a policy, possibly from a checkpoint, and return numbers drawn at the beginning and the end."""
         torch.manual_seed(0)
         policy = made()
+        if step_count == 0:  # the checkpoint is from before the first start, after which the ranks' numbers differ
+            ad.blocking.save_population(tmp_path, policy.model, policy.optimizer, policy=policy)
         if resumes:
-            ad.blocking.load_population(folder, policy.model, policy.optimizer, policy=policy)
+            ad.blocking.load_population(tmp_path, policy.model, policy.optimizer, policy=policy)
             if is_seeded:  # as a program does whose seeding comes late
                 torch.manual_seed(0)
-        with Averaging(policy):
+        with Averaging(policy) as averages:
             first = torch.rand(2).tolist()
-            ad.blocking.save_population(folder, policy.model, policy.optimizer, policy=policy)
+            for _ in range(step_count):
+                averages.step()
+                ad.blocking.save_population(tmp_path, policy.model, policy.optimizer, policy=policy)
         return first, torch.rand(2).tolist()
 
     def main(_: ad.blocking.World) -> list[float]:
-        after = drawn(tmp_path)[1]
-        resumed = drawn(tmp_path, resumes=True)[0]
-        assert (resumed == after) is not is_seeded
+        first, after = run()
+        resumed = run(resumes=True)[0]
+        assert (resumed == after) is (step_count == 1 and not is_seeded)
+        assert (resumed == first) is (step_count == 0)
         return resumed
 
     numbers = ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1, strict=True).results
