@@ -165,12 +165,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         words = ["run", *own]
     elif words[:1] == ["sim"]:
         own, rest = split_words(words[1:], _SIM_OPTIONS)
+        if "--" not in words[: len(words) - len(rest)]:
+            _report_similar_option(rest)
         words = ["sim", *own]
     elif words[:1] == ["replay"]:
         own, rest = split_words(words[1:], _REPLAY_OPTIONS, ("--pdb",), names=2)
         words = ["replay", *own]
+    if not words:
+        _Parser(prog="asyncdist").error("a command is missing; asyncdist --help lists the commands")
     _check_names(words)
-    options, unknown = _parser(words[0] if words else "").parse_known_args(words)
+    options, unknown = _parser(words[0]).parse_known_args(words)
     if unknown:  # argparse's error would not name the subcommand
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command in ("sim", "replay") and arguments is None:  # this process can be restarted with sys.argv
@@ -183,6 +187,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(beside.run([*(word for word in own if word != "--live"), *rest]))
     with local_host.heeding_children():
         sys.exit(_main(options, rest))
+
+
+def _report_similar_option(rest: Sequence[str]) -> None:
+    """Print a note if the first of the script's words is almost an option of ``asyncdist sim``."""
+    import difflib
+
+    option = rest[0].partition("=")[0] if rest else ""
+    near = difflib.get_close_matches(option, _SIM_OPTIONS, n=1, cutoff=0.85) if option.startswith("--") else []
+    if near:
+        note = f"{option} is passed to the script; did you mean {near[0]}? If not, write -- before {option}"
+        print(f"asyncdist sim: {note}", file=sys.stderr)
 
 
 def _check_names(words: Sequence[str]) -> None:

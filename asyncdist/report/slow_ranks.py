@@ -23,7 +23,7 @@ def slow_ranks_in_words(step_s: Mapping[int, float]) -> str | None:
     least, most = min(slow.values()), max(slow.values())
     factor = f"{most:.1f}" if most - least < 0.05 else f"{least:.1f} to {most:.1f}"
     typical = seconds_in_words(typical_s)
-    return f"{ranks_at_start(slow)} took {factor} times as long per step as the other ranks, {typical} each."
+    return f"{ranks_at_start(slow)} took {factor} times as long per step as the other ranks ({typical})."
 
 
 def ranks_at_start(ranks: Collection[int]) -> str:

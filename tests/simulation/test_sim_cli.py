@@ -151,6 +151,15 @@ def test_a_run_has_its_arguments_its_modules_and_a_summary(sim: Sim, script: str
     assert len(lines) == 10
 
 
+def test_a_misspelled_option_after_the_script_is_reported(sim: Sim, script: str) -> None:
+    result = sim(script, "-n", 2, "--sed", 7)
+    note = "asyncdist sim: --sed is passed to the script; did you mean --seed? If not, write -- before --sed\n"
+    assert (result.code, result.err) == (0, note)
+    assert result.out.splitlines()[0] == "arguments ['--sed', '7'] found"
+    assert sim("-n", 2, "--", script, "--sed", 7).err == ""
+    assert sim(script, "-n", 2, "--other", 7).err == ""
+
+
 def test_options_may_stand_before_the_script(sim: Sim, script: str) -> None:
     result = sim("--ranks=5", script, "--seed=7", "ranks")
     assert (result.code, result.digest) == (0, sim(script, "-n", 5, "--seed", 7, "ranks").digest)

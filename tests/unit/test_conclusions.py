@@ -47,7 +47,7 @@ def test_a_job_that_went_well() -> None:
     summary.populations.append(population(-0.5, -0.25, -0.4, -0.3, shares=shares))
     assert conclusions(summary) == [
         "Every rank returned from main.",
-        "Rank 1 took 2.0 times as long per step as the other ranks, 500 ms each.",
+        "Rank 1 took 2.0 times as long per step as the other ranks (500 ms).",
         "The last metrics were between -0.5 (rank 0) and -0.25 (rank 1).",
         "73 of 73 rounds were applied by all ranks that they replaced, with 73 replacements in total.",
         "The last weights descend from 2.0 of 4 ranks, most of them from rank 0, 50%.",
@@ -60,7 +60,10 @@ def test_a_job_that_went_well() -> None:
     [
         ((0.5, 0.5), "No rank was slow: the median step took 500 ms on each rank."),
         ((0.5, 0.6), "No rank was slow: the median step took 500 ms, 1.20 times as long on rank 1."),
-        ((0.01, 0.03, 0.01, 0.05), "Ranks 1, 3 took 3.0 to 5.0 times as long per step as the other ranks, 10 ms each."),
+        (
+            (0.01, 0.03, 0.01, 0.05),
+            "Ranks 1, 3 took 3.0 to 5.0 times as long per step as the other ranks (10 ms).",
+        ),
         ((2.0,), "The median step took 2.0 s."),
     ],
 )

@@ -171,7 +171,7 @@ def test_slow_ranks_are_named_as_in_the_report(server: PageServer, ranks: Served
     ]
     assert snapshots._step_s(rows) == {0: 0.1, 1: 0.1, 2: 0.25}
     assert slow_ranks_in_words(snapshots._step_s(rows)) == (
-        "Rank 2 took 2.5 times as long per step as the other ranks, 100 ms each."
+        "Rank 2 took 2.5 times as long per step as the other ranks (100 ms)."
     )
 
 

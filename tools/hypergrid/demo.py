@@ -29,6 +29,7 @@ from verify import VerificationError, Verifier
 
 from asyncdist.recording.reader import RecordingError, read_recording
 from asyncdist.report.page import render
+from asyncdist.wording import plural
 
 HERE = Path(__file__).resolve().parent
 TOP = HERE.parent.parent
@@ -104,7 +105,7 @@ def output_file(*suffixes: str) -> Callable[[str], Path]:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line; exit with code 2 if an argument is wrong."""
     parser = Parser(prog="./tools/demo", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--ranks", type=whole_number(1, RANKS_MAX), default=4, metavar="N", help="that train (4)")
+    parser.add_argument("--ranks", type=whole_number(1, RANKS_MAX), default=4, metavar="N", help="ranks that train (4)")
     parser.add_argument(
         "--buffer-ranks", type=whole_number(0, RANKS_MAX), default=0, metavar="K",
         help="number of further ranks that store the others' states, and return samples to learn from (0)",
@@ -122,9 +123,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--policy",
         choices=CHOICES,
         default="selective",
-        help="how models are averaged",
+        help="averaging policy (selective)",
     )
-    parser.add_argument("--seed", type=whole_number(0, 10**9), default=0, metavar="N", help="of weights and draws (0)")
+    parser.add_argument("--seed", type=whole_number(0, 10**9), default=0, metavar="N", help="random seed (0)")
     parser.add_argument(
         "--slow-rank", type=slow_rank, metavar="R:FACTOR", help="rank R takes FACTOR times as long for a training step"
     )
@@ -138,14 +139,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--verify", action="store_true", help="recompute every average from its donors, bit for bit")
     parser.add_argument("--json", type=output_file(), metavar="PATH", help="write the results there")
     parser.add_argument(
-        "--chart", type=output_file(".png"), default=Path("hypergrid.png"), metavar="PATH", help="(hypergrid.png)"
+        "--chart",
+        type=output_file(".png"),
+        default=Path("hypergrid.png"),
+        metavar="PATH",
+        help="the chart (hypergrid.png)",
     )
     parser.add_argument(
         "--report",
         type=output_file(".html"),
         default=Path("hypergrid.html"),
         metavar="PATH",
-        help="what asyncdist report draws of the job's recording (hypergrid.html)",
+        help="file for the report of asyncdist report (hypergrid.html)",
     )
     options = parser.parse_args(arguments)
     if options.slow_rank is not None and options.slow_rank[0] >= options.ranks:
@@ -409,8 +414,9 @@ def closing_line(result: dict[str, Any], verify: bool) -> str:
         f"The ranks found {result['modes_found']} of {result['modes_total']} modes in {result['wall_s']:.1f} s.",
         f"Rank {best}, best by its metric, samples within an L1 distance of {result['l1_distance']:.3f} of the true "
         "distribution (0 is perfect, 2 the worst).",
-        f"{count} averages applied, {result['rounds']} rounds. Together the ranks spent {result['stall_s']:.2f} s in "
-        "policy.step" + ("." if overhead_us is None else f", {overhead_us:.1f} us (median) where nothing was applied."),
+        f"{plural(count, 'average')} applied, {plural(result['rounds'], 'round')}. "
+        f"Together the ranks spent {result['stall_s']:.2f} s in policy.step"
+        + ("." if overhead_us is None else f", {overhead_us:.1f} us (median) where nothing was applied."),
     ]
     if killed:
         rest = f"the other {result['ranks']}" if result["ranks"] > 1 else "the other one"
