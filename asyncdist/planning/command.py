@@ -78,6 +78,8 @@ def plan_lines(
     yield ""
     yield from _notes(job, every)
     yield ""
+    if speeds is not None:
+        yield "If all ranks were equally fast:"
     yield from _recommendation(job, wishes, chosen)
     if speeds is not None:
         yield ""
