@@ -266,7 +266,6 @@ class DiLoCoOptions(ExchangeOptions):
         outer = "None" if self.outer_optimizer is None else described(self.outer_optimizer)
         return {
             **ExchangeOptions.agreed(self),
-            "optimizer_state": self.optimizer_state,
             "wire": repr(self.wire),
             "outer_optimizer": outer,
         }

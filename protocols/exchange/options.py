@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from asyncdist import validation
 from asyncdist.protocols.declared import Options, function, like, option
@@ -35,6 +36,10 @@ class ExchangeOptions(Options):
         default=60.0,
         group="members and timeouts",
     )
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the options that must be equal on all members, by name, as JSON values."""
+        return {**Options.agreed(self), "optimizer_state": self.optimizer_state}
 
     @property
     def resets_optimizer(self) -> bool:

@@ -47,7 +47,7 @@ class SimplePolicy(ExchangePolicy):
         self._has_warned = False
 
     def _options(self) -> Mapping[str, Any]:
-        return {**self._rule.agreed(), "optimizer_state": self._rule.optimizer_state}
+        return self._rule.agreed()
 
     def _make_fragments(self) -> Sequence[Fragment]:
         entries, exact, count = self._flat.entries, find_codec("float32"), len(self._members)
