@@ -156,7 +156,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             TypeError, ValueError: The object is not an optimizer of this model, or only one of the old and new
                 optimizers is schedule-free.
         """
-        self._change_optimizer(optimizer)
+        if optimizer is not self.optimizer:  # else, the policy's knowledge of it, such as its scheduler, is kept
+            self._change_optimizer(optimizer)
 
     async def __aenter__(self) -> Self:
         """Start the policy together with all other members.

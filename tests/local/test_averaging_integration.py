@@ -21,6 +21,7 @@ from protocols import (
     DiLoCoPolicy,
     GossipPolicy,
     OneSidedSelectiveAveragingPolicy,
+    PopulationTrainingPolicy,
     ReplicaAveragingPolicy,
     SelectiveDiLoCoPolicy,
     SpawnPolicy,
@@ -346,3 +347,24 @@ def test_a_wrapper_that_keeps_weights_is_the_optimizer(wrapper: str, chooses_pol
 
     ranks = ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
     assert ranks[0] == ranks[1]
+
+
+def test_a_scheduled_population_trains_in_a_plain_loop() -> None:
+    """Regression: the policy was given its optimizer again, and then raised that it had no scheduler."""
+
+    def main(world: ad.blocking.World) -> tuple[float, float]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        policy = PopulationTrainingPolicy(
+            model, optimizer, average_every=2, hyperparameters={"lr": (0.1, 1.0)}, lr_scheduler=scheduler
+        )
+        with Averaging(policy) as averages:
+            for step in range(4):
+                optimizer.step()
+                scheduler.step()
+                averages.step(loss=float(step + world.rank))
+        return policy.hyperparameters["lr"], scheduler.base_lrs[0]
+
+    ranks = ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
+    assert all(own == base != 0.1 for own, base in ranks)
