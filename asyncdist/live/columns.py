@@ -169,7 +169,9 @@ COLUMNS: Final = (
     _of_policy("round", "round", "the newest round (exchange of weights) in which the rank had a role", (3, 5)),
     _of_policy("role", "role", "current role of the rank", (2, 8)),
     _of_policy("replaced", "replacement_count", "number of times that the rank has taken an average", (1, 8)),
-    _of_policy("stale", "staleness_steps", "age of the oldest snapshot in the last average, in steps", (4, 5)),
+    _of_policy(
+        "stale", "staleness_steps", "this rank's step minus the step of the oldest snapshot in the last average", (4, 5)
+    ),
     _of_policy("part", "fragment", "the part of the model (fragment) in the last average", (5, 4), is_optional=True),
     _of_policy(
         *("behind", "staleness_versions", "age of the oldest contribution to the last average, in averages", (4, 6)),

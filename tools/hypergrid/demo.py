@@ -43,6 +43,10 @@ RECORDING = "recording"
 QUICK_ITERATIONS, QUICK_AVERAGE_EVERY, QUICK_SECONDS = 300, 20, 18.0
 
 
+DESCRIPTION = """Train a GFlowNet on several ranks, show the training live, and end with a table, a chart and a report.
+The chart and the report are files in the current folder."""
+
+
 class DemoError(Exception):
     """Raised if the demo cannot continue; the message is for the user."""
 
@@ -104,7 +108,7 @@ def output_file(*suffixes: str) -> Callable[[str], Path]:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line; exit with code 2 if an argument is wrong."""
-    parser = Parser(prog="./tools/demo", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="./tools/demo", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--ranks", type=whole_number(1, RANKS_MAX), default=4, metavar="N", help="ranks that train (4)")
     parser.add_argument(
         "--buffer-ranks", type=whole_number(0, RANKS_MAX), default=0, metavar="K",
