@@ -160,13 +160,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if arguments is None else arguments)
     own: list[str] = []
     rest: list[str] = []
+    is_ended = False  # by "--" before the words of the script of asyncdist sim
     if words[:1] == ["run"]:
         own, rest = run_command.split(words[1:])
         words = ["run", *own]
     elif words[:1] == ["sim"]:
         own, rest = split_words(words[1:], _SIM_OPTIONS)
-        if "--" not in words[: len(words) - len(rest)]:
-            _report_similar_option(rest)
+        is_ended = "--" in words[: len(words) - len(rest)]
         words = ["sim", *own]
     elif words[:1] == ["replay"]:
         own, rest = split_words(words[1:], _REPLAY_OPTIONS, ("--pdb",), names=2)
@@ -181,6 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         from asyncdist import environment
 
         environment.fix_hash_seed()
+    if options.command == "sim" and not is_ended:  # after the restart, which would print the note again
+        _report_similar_option(rest)
     if options.command == "run" and options.live:
         from asyncdist.live import beside  # imported only here, because it loads msgspec
 

@@ -160,6 +160,16 @@ def test_a_misspelled_option_after_the_script_is_reported(sim: Sim, script: str)
     assert sim(script, "-n", 2, "--other", 7).err == ""
 
 
+@pytest.mark.workers
+@pytest.mark.slow
+def test_the_note_about_an_option_is_printed_once(script: str) -> None:
+    """Regression: the process restarts to fix the hash seed, and printed the note before and after."""
+    words = [sys.executable, "-m", "asyncdist", "sim", script, "-n", "2", "--sed", "7"]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True, env=environ)
+    assert ended.stderr.count("did you mean --seed?") == 1
+
+
 def test_options_may_stand_before_the_script(sim: Sim, script: str) -> None:
     result = sim("--ranks=5", script, "--seed=7", "ranks")
     assert (result.code, result.digest) == (0, sim(script, "-n", 5, "--seed", 7, "ranks").digest)
