@@ -7,6 +7,7 @@ A frozen subclass of :class:`Options` declares each option as a field. Its insta
 
 from __future__ import annotations
 
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
@@ -93,9 +94,10 @@ def among(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
     return {name: options[name] for name in kind.__annotations__ if name in options}
 
 
-def declared(kind: type[Options]) -> list[Field[Any]]:
+@functools.cache  # each rank of a simulation makes policies of the same classes
+def declared(kind: type[Options]) -> tuple[Field[Any], ...]:
     """Return the fields of ``kind`` that were declared with :func:`option` or :func:`like`."""
-    return [each for each in fields(kind) if _KEY in each.metadata]
+    return tuple(each for each in fields(kind) if _KEY in each.metadata)
 
 
 def with_options(options: type, *kinds: type[Options]) -> Callable[[type[T]], type[T]]:

@@ -383,17 +383,16 @@ class FlatState:
         return list(zip(self.tensors(buffers), buffers.views, strict=True))
 
     def tensors(self, buffers: FlatBuffers) -> list[Tensor]:
-        """Return each entry's current tensor in the model; for a DTensor, this rank's shard without gradient tracking.
-
-        Raises:
-            ValueError: The buffers were made for a different layout, or the model's layout has changed.
-        """
+        """Return :meth:`own_tensors`. Raise ValueError if the buffers were made for a different layout."""
         if buffers.entries is not self.entries and buffers.entries != self.entries:
             raise ValueError("the flat buffers must be made for a model of this layout, got buffers of another layout")
-        return self._present()
+        return self.own_tensors()
 
-    def _present(self) -> list[Tensor]:
-        """Return each entry's current tensor in the model. Raise ValueError if the model's layout has changed."""
+    def own_tensors(self) -> list[Tensor]:
+        """Return each entry's current tensor in the model; for a DTensor, this rank's shard without gradient tracking.
+
+        Raise ValueError if the model's layout has changed.
+        """
         keys: list[str | None] = []
         found: list[Tensor] = []
         gather(self._model, keys, found)
@@ -443,7 +442,7 @@ class FlatState:
     def sample_checksum(self) -> int:
         """Return a checksum over a few values of each averaged entry, with one transfer per device."""
         by_device: dict[torch.device, list[Tensor]] = {}
-        for entry, tensor in zip(self.entries, self._present(), strict=True):
+        for entry, tensor in zip(self.entries, self.own_tensors(), strict=True):
             if entry.averaged and tensor.numel():
                 by_device.setdefault(tensor.device, []).append(_sample(tensor))
         samples = (torch.cat(some).cpu().numpy().tobytes() for some in by_device.values())

@@ -24,7 +24,6 @@ class KnownInfinities:
 
     def __init__(self, state: FlatState) -> None:
         self._state = state
-        self._layout = state.new_buffers(device="meta")
         trained = state.trained()  # names of trained entries; a shard's own requires_grad is False
         self._known = {
             entry.names: _infinities(tensor)
@@ -50,7 +49,7 @@ class KnownInfinities:
         return set(names).difference(*self._known)
 
     def _own(self) -> Iterable[tuple[Entry, Tensor]]:
-        return zip(self._state.entries, self._state.tensors(self._layout), strict=True)
+        return zip(self._state.entries, self._state.own_tensors(), strict=True)
 
     def _first_unsound(self, pairs: Iterable[tuple[Entry, Tensor]]) -> str | None:
         for entry, tensor in pairs:
