@@ -125,7 +125,7 @@ class Services:
         self._demultiplexers: dict[int, TagDemultiplexer] = {}
         self._credits: Channel[Credit] | None = None  # opened with the first channel of the user's program
         self._tags = tags.TagRegistry()
-        self._scope_counts: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self._scope_counts: Counter[tuple[str, str]] = Counter()
         self._gone_listeners: list[tuple[Callable[[int], None], RankSet | None]] = []
         self._returned_listeners: list[Callable[[int], None]] = []
         self._defect_listeners: list[Callable[[BaseException], None]] = []
@@ -222,9 +222,10 @@ class Services:
 
     def next_scope(self, ranks: Sequence[int], name: str) -> int:
         """Return a new number for messages about ``name`` among ``ranks``. Its nth value is equal on all ranks."""
-        key = (tuple(ranks), name)
+        group = tuple(ranks)
+        key = (wire.text_of(group), name)
         self._scope_counts[key] += 1
-        return wire.scope_of(key[0], name, self._scope_counts[key])
+        return wire.scope_of(group, name, self._scope_counts[key])
 
     def _demultiplexer(self, tag: int, *, is_users: bool) -> TagDemultiplexer:
         found = self._demultiplexers.get(tag)

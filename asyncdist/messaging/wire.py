@@ -15,7 +15,7 @@ import types
 import typing
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -39,6 +39,7 @@ _PAYLOAD_NBYTES_MAX: Final = PAYLOAD_NBYTES_MAX
 #: Largest payload, in bytes, for which a compiled loop is faster than a slice assignment.
 _COPY_LOOP_NBYTES_MAX: Final = _crc32.LOOP_NBYTES_MAX
 
+T = TypeVar("T")
 Decode: TypeAlias = Callable[[Any], Any]
 
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -210,7 +211,7 @@ class Codec:
         classes = typing.get_args(message_types) if union else (message_types,)
         #: Decoders in the order of the message types.
         self.decoders: tuple[Decode, ...] = tuple(map(_decoder, classes))
-        self._by_type = {cls: (kind, _plain_fields(cls)) for kind, cls in enumerate(classes)}
+        self._by_type = _kinds_of(classes)
         self._last_type: type[Any] | None = None
         self._kind = -1
         self._plain_fields: tuple[tuple[str, type[Any]], ...] | None = None
@@ -322,6 +323,12 @@ def _plain_fields(cls: type[Any]) -> tuple[tuple[str, type[Any]], ...] | None:
     return fields if is_plain else None
 
 
+@functools.cache  # the channels of all ranks of a simulation share this
+def _kinds_of(classes: tuple[type[Any], ...]) -> dict[type[Any], tuple[int, Any]]:
+    """Return the index and the plain fields of each message type."""
+    return {cls: (kind, _plain_fields(cls)) for kind, cls in enumerate(classes)}
+
+
 def _check_fields(cls: type[Any], holders: tuple[type[Any], ...] = ()) -> None:
     """Raise TypeError if a field's type cannot be sent. ``holders`` are the classes that contain ``cls``."""
     if cls in holders:  # Compiled code would recurse without Python's recursion limit.
@@ -350,11 +357,36 @@ def _check_type(annotation: Any, where: str, holders: tuple[type[Any], ...]) -> 
         )
 
 
+def cached_for_ranks(function: Callable[[tuple[int, ...]], T]) -> Callable[[tuple[int, ...]], T]:
+    """Cache a function of a tuple of ranks. The latest tuple is recognised by identity.
+
+    Hashing thousands of ranks takes 0.1 ms, and each of a simulation's ranks would do it several times.
+    """
+    cached = functools.lru_cache(64)(function)
+    latest: tuple[tuple[int, ...], T] | None = None
+
+    @functools.wraps(function)
+    def find(ranks: tuple[int, ...]) -> T:
+        nonlocal latest
+        found = latest
+        if found is None or found[0] is not ranks:
+            latest = found = ranks, cached(ranks)
+        return found[1]
+
+    return find
+
+
+@cached_for_ranks
+def text_of(group: tuple[int, ...]) -> str:
+    """Return the group as a string, whose hash Python stores."""
+    return repr(group)
+
+
 def scope_of(group: Sequence[int], name: str, index: int) -> int:
     """Return a 32-bit hash of a group, a name and an index, which identifies a channel equally on all ranks."""
-    return _scope_of(tuple(group), name, index)
+    return _scope_of(text_of(tuple(group)), name, index)
 
 
-@functools.lru_cache(1024)  # Formatting a group of thousands of ranks takes a millisecond.
-def _scope_of(group: tuple[int, ...], name: str, index: int) -> int:
-    return zlib.crc32(repr((group, name, index)).encode())
+@functools.lru_cache(1024)  # Encoding a group of thousands of ranks is slow.
+def _scope_of(group: str, name: str, index: int) -> int:
+    return zlib.crc32(f"({group}, {name!r}, {index!r})".encode())

@@ -43,7 +43,8 @@ class Scheduler:
     Args:
         rng: Random generator for the order of simultaneous events.
         many_rank_count: Number of ranks, or 0 if there are few. With many ranks, garbage collections are rarer, and
-            their survivors are frozen each time the number of collections has doubled.
+            their survivors are frozen each time the number of collections has doubled. In place of the first
+            collection, all objects are frozen, because almost all were created by the starts of the ranks.
 
     Attributes:
         ahead_s: Virtual seconds for which the running callback has blocked, in addition to ``now``.
@@ -168,7 +169,8 @@ class Scheduler:
         is_full = is_power_of_four or number % 1024 == 0
         if is_full and self._freezes:
             gc.unfreeze()
-        gc.collect(2 if is_full else int(number % _MIDDLE_EVERY == 0))
+        if number > 1 or not self._freezes:
+            gc.collect(2 if is_full else int(number % _MIDDLE_EVERY == 0))
         if self._freezes and (is_full or is_power_of_two):
             gc.freeze()
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from asyncdist.errors import RemoteProtocolError
+from asyncdist.messaging.wire import cached_for_ranks
 
 #: Compressed list of numbers, such as ranks: the first and the last of each run of consecutive numbers.
 Runs: TypeAlias = tuple[tuple[int, int], ...]
@@ -330,7 +331,7 @@ class Agreed:
     marks: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
 
-@functools.lru_cache(64)
+@cached_for_ranks
 def runs_of(ranks: tuple[int, ...]) -> Runs:
     """Compress a list of ranks to runs: the first and the last of each sequence of consecutive ranks."""
     runs: list[tuple[int, int]] = []
