@@ -324,7 +324,7 @@ def _plain_fields(cls: type[Any]) -> tuple[tuple[str, type[Any]], ...] | None:
 
 
 @functools.cache  # the channels of all ranks of a simulation share this
-def _kinds_of(classes: tuple[type[Any], ...]) -> dict[type[Any], tuple[int, Any]]:
+def _kinds_of(classes: tuple[Any, ...]) -> dict[type[Any], tuple[int, Any]]:
     """Return the index and the plain fields of each message type."""
     return {cls: (kind, _plain_fields(cls)) for kind, cls in enumerate(classes)}
 

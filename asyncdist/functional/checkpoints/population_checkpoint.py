@@ -225,6 +225,7 @@ class _Save:
         self._is_beside = is_beside
         self._state: dict[str, Any] = {}
         self._lock: FolderLock | None = None
+        self._is_writing = False
         self.joint: JointWork[Path] = JointWork(self._world, self._group, "save_population")
 
     def is_left_out(self) -> bool:
@@ -284,11 +285,22 @@ class _Save:
             self._lock = FolderLock(folder)
             return folder.name
 
-        name: str = await self.joint.begin(prepare, self._work)
+        try:
+            name: str = await self.joint.begin(prepare, self._work)
+        except BaseException:
+            if not self._is_writing:  # a save whose caller is cancelled may still begin
+                self._unlock()
+            raise
         return name
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     async def _work(self, own: Group, name: str) -> Path:
         folder, world = Path(self._path) / name, self._world
+        self._is_writing = True
         try:
             entries = await gather_from_all_ranks(lambda: self._write(folder), group=own, world=world)
             await compute_and_broadcast(lambda: self._finish(folder, entries or []), group=own, world=world)
@@ -302,8 +314,7 @@ class _Save:
             raise
         finally:
             self._state = {}
-            if self._lock is not None:
-                self._lock.release()
+            self._unlock()
             await self._free_survivors()
         return folder
 
