@@ -12,7 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Final, Self, TypeAlias, TypeVar, get_args
+from typing import Any, Final, Self, TypeAlias, TypeVar, cast, get_args
 
 from asyncdist import validation
 
@@ -94,9 +94,13 @@ def among(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
     return {name: options[name] for name in kind.__annotations__ if name in options}
 
 
-@functools.cache  # each rank of a simulation makes policies of the same classes
 def declared(kind: type[Options]) -> tuple[Field[Any], ...]:
     """Return the fields of ``kind`` that were declared with :func:`option` or :func:`like`."""
+    return _declared(cast(Any, kind))  # mypy considers a class unhashable if its instances are
+
+
+@functools.cache  # each rank of a simulation makes policies of the same classes
+def _declared(kind: type[Options]) -> tuple[Field[Any], ...]:
     return tuple(each for each in fields(kind) if _KEY in each.metadata)
 
 
