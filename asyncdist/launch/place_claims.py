@@ -72,6 +72,11 @@ def claim(store: Any, count: int, version: str) -> dict[str, Any]:
         time.sleep(_PAUSE_S * secrets.randbelow(100) / 100)  # a random pause, in case two claimants have collided
     else:
         return {**job, "places": places}
+    if not places:
+        raise ClaimError(
+            f"none of the job's {job['size']} places is free: wait until a joined rank fails, or start a job with more "
+            "--places"
+        )
     raise ClaimError(f"-n must be <= {len(places)}, the number of free places of the job's {job['size']}, got {count}")
 
 

@@ -169,7 +169,7 @@ def test_a_place_is_taken_lost_and_taken_again(tmp_path: Path) -> None:
             assert told.until(f"{rank}.0")["absent"] == [2], "main knows it from its first line on"
         refused = told.launch("refused", elsewhere, "--join", address)
         assert told.code(refused) == 2
-        refusal = rf"asyncdist run: --join {address}: -n must be <= 0, the number of free places .*\n"
+        refusal = rf"asyncdist run: --join {address}: none of the job's 3 places is free.*\n"
         assert re.fullmatch(refusal, told.said("refused"))
 
         os.kill(newcomer["pid"], signal.SIGKILL)

@@ -70,6 +70,10 @@ def test_lowest_free_places_are_taken_even_if_given_up_before() -> None:
     [
         (job_of(["held", "free 4", "left"]), "-n must be <= 1, the number of free places of the job's 3, got 2"),
         (
+            job_of(["held", "left"]),
+            "none of the job's 2 places is free: wait until a joined rank fails, or start a job with more --places",
+        ),
+        (
             job_of(["free 1"] * 3, "1.1"),
             "this asyncdist must have the job's version 1.1, got 1.2; install that version",
         ),

@@ -152,7 +152,7 @@ def test_a_job_that_goes_on_is_started_otherwise() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "COMMAND"),
+        ([], "asyncdist: a command is missing; asyncdist --help lists the commands\n"),
         (["run", "script.py"], "-n/--ranks"),
         (["run", "-n", "2"], "required: script\n"),
         (["run", "-n", "0", "script.py"], "'0'"),
