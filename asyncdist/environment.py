@@ -488,7 +488,7 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
 def for_ranks(
     environ: Mapping[str, str], *, ranks: int, threads: int | None, cores: int | None = None
 ) -> dict[str, str]:
-    """Return the variables that ``ranks`` ranks of a new job on one host share, without those of an outer launcher.
+    """Return the variables that ``ranks`` ranks of a new job on one host share, without an outer launcher's variables.
 
     OMP_NUM_THREADS is ``threads`` if not None, else the user's value, else a rank's share of the host's ``cores``.
     """

@@ -18,7 +18,7 @@ ReportT_co = TypeVar("ReportT_co", covariant=True)
 PolicyT_co = TypeVar("PolicyT_co", bound="_Awaited[Any]", covariant=True)
 
 
-#: Names of the attributes that :class:`Policy` keeps itself. All other attributes are those of the wrapped policy.
+#: Names of the attributes that :class:`Policy` keeps itself. All other attributes belong to the wrapped policy.
 _OWN: Final = ("awaited", "_caller", "_exits")
 
 

@@ -457,7 +457,7 @@ class _GlobalStep:
 def _steps_of(trainer: pl.Trainer) -> Any:
     """Return an object whose attribute ``completed`` is the number of optimizer steps.
 
-    It is faster than the trainer's ``global_step``, which is used only if there is no other way.
+    It is faster than the trainer's ``global_step``, which is used only if the loop has no such counter.
     """
     try:
         loop: Any = trainer.fit_loop.epoch_loop

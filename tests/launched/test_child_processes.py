@@ -7,10 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+from torch.distributed import HashStore
 
+from asyncdist.transports.torch_distributed.gloo_groups import make_gloo_groups
 from asyncdist.transports.torch_distributed.inheritance import kept_from_children
+from asyncdist.transports.torch_distributed.keepalive import open_descriptors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no procfs")
 
@@ -68,3 +73,20 @@ def test_a_descriptor_used_again_stays_open_in_a_child() -> None:
     os.waitpid(child, 0)
     for descriptor in (read, write, number):
         os.close(descriptor)
+
+
+def test_the_groups_of_a_rank_have_no_inheritable_descriptors() -> None:
+    earlier, store = set(open_descriptors()), HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        ranks = [
+            threads.submit(make_gloo_groups, store, rank, 2, timedelta(seconds=60), is_loopback=True)
+            for rank in range(2)
+        ]
+        groups = [rank.result() for rank in ranks]
+    sockets = [each for each in open_descriptors() if each not in earlier and is_socket(each)]
+    assert len(groups) == 2 and len(sockets) >= 4, "each rank has a connection in each of its two groups"
+    assert not any(map(os.get_inheritable, sockets))
+
+
+def is_socket(descriptor: int) -> bool:
+    return os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
