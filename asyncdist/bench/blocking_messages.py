@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 import asyncdist as ad
-from asyncdist import environment
+from asyncdist.launchers import job_rendezvous
 
 _TAG: Final = 99
 
@@ -94,7 +94,7 @@ async def rival_of(world: ad.World) -> Rival:
     dist: Any = distributed
     if not dist.is_initialized():
         # Uses a new store, because the launcher's variables may be missing (srun), and their port may be in use.
-        address, size = environment.torch_rendezvous().address, world.size
+        address, size = job_rendezvous.torch_rendezvous().address, world.size
         served = dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False) if world.rank == 0 else None
         port = torch.tensor(served.port if served is not None else 0, device="cpu")
         port = await ad.broadcast(port, root=0)

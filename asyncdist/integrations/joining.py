@@ -23,6 +23,7 @@ from asyncdist.blocking.world import World
 from asyncdist.errors import BusyError, ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError
 from asyncdist.functional.seeding import RestoredNumbers
 from asyncdist.integrations.random_numbers import draw_apart
+from asyncdist.launchers import child_environment, detection
 from asyncdist.protocols import (
     AsyncSelectiveAveragingPolicy,
     EvolutionStrategyPolicy,
@@ -53,11 +54,11 @@ _chosen_from: int = 0
 def hide_ranks() -> None:
     """Hide the launcher's variables and other ranks' GPUs, so that libraries imported later train in one process."""
     global _chosen_from
-    number = environment.local_rank()
+    number = detection.local_rank()
     if number is not None and "CUDA_VISIBLE_DEVICES" not in environment.VARIABLES and torch.cuda.device_count() > 1:
         _chosen_from = torch.cuda.device_count()
         choose_gpus([number])
-    environment.hide_ranks()
+    child_environment.hide_ranks()
 
 
 def choose_gpus(numbers: Sequence[int]) -> None:
@@ -69,7 +70,7 @@ def choose_gpus(numbers: Sequence[int]) -> None:
 
 def join() -> World:
     """Return this process's world. If the process trains alone, log a warning once."""
-    if environment.is_started_by_trainer():  # a trainer started this process for one of its devices
+    if detection.is_started_by_trainer():  # a trainer started this process for one of its devices
         with environment.variable_set(environment.TRANSPORT_VARIABLE, "local"):
             return process_world()
     if is_in_a_rank():
@@ -82,7 +83,7 @@ def join() -> World:
         _told.add("alone")
         started = (
             "without --multi_gpu, accelerate launch ignores --num_processes and starts only one process; "
-            if environment.is_started_by_accelerate()
+            if detection.is_started_by_accelerate()
             else ""
         )
         logger.warning(

@@ -43,6 +43,7 @@ from asyncdist.integrations.joining import (
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.integrations.random_numbers import draw, draw_apart, saves_order, shuffle_apart, with_seeds_apart
 from asyncdist.integrations.replicas import Replica, show_replica, state_of_rank, states_of_replica
+from asyncdist.launchers import detection
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.metrics import NOT_MEASURED
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
@@ -163,7 +164,7 @@ class Averaging(Callback, Generic[PolicyT]):
 
     def _prepare(self, trainer: pl.Trainer) -> None:
         if trainer.world_size != self._replica_size and not (self._world.size == 1 < self._replica_size):
-            if environment.is_started_by_trainer():  # the trainer's own process raises this error too
+            if detection.is_started_by_trainer():  # the trainer's own process raises this error too
                 raise SystemExit(0)
             raise ValueError(self._refusal(trainer.world_size))
         self._give_folder(trainer)

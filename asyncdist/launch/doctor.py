@@ -24,20 +24,20 @@ from typing import Final
 
 from asyncdist import compiled, environment, local_host, rank_program, validation
 from asyncdist._version import __version__
-from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
 from asyncdist.host_memory import cross_memory_attach
 from asyncdist.launch import mpirun
 from asyncdist.launch.mpirun import Installation
-from asyncdist.launchers import slurm
+from asyncdist.launchers import detection, job_rendezvous, slurm
 from asyncdist.launchers.backends import BACKENDS
+from asyncdist.launchers.variables import Launch
 from asyncdist.transports import mpi_launchers
 from asyncdist.wording import aligned, plural
 
 #: Launchers, keyed by the variable that identifies them.
 _STARTERS: Final = {key: title for backend in BACKENDS.values() for key, title in backend.launchers.items()}
 #: Functions that read a transport's rendezvous from variables. They raise ValueError if the ranks cannot meet.
-RENDEZVOUS: Final[Mapping[str, Callable[[Mapping[str, str]], object]]] = {"torch": environment.torch_rendezvous}
+RENDEZVOUS: Final[Mapping[str, Callable[[Mapping[str, str]], object]]] = {"torch": job_rendezvous.torch_rendezvous}
 #: Names of the programs with which Open MPI and MPICH start ranks.
 _LAUNCHERS: Final = re.compile(r"(mpirun|mpiexec|orterun|prterun|prte)(\..*)?")
 _PROBE: Final = "from asyncdist.launch import doctor; doctor.tell_of_mpi()"
@@ -346,7 +346,7 @@ def run() -> int:
     problems = find_problems(facts)
     if facts.started.rank == 0:
         print(format_report(facts, problems), flush=True)
-    elif problems and not environment.local_rank(environ):  # the local rank is 0 or unknown
+    elif problems and not detection.local_rank(environ):  # the local rank is 0 or unknown
         head = f"rank {facts.started.rank} on {socket.gethostname()}: "
         print(head + "\n".join(format_problems(problems)), flush=True)
     return 1 if problems else 0
@@ -356,7 +356,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
     """Gather all facts. MPI is tested by starting it in a child process."""
     started, detection_error = Launch("local", 1, 0, "no launcher"), None
     try:
-        started = environment.detect(environ)
+        started = detection.detect(environ)
     except ValueError as error:
         detection_error = str(error)
     installation = mpirun.find_installation(environ)
@@ -368,7 +368,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
     )
     local_size = None
     with contextlib.suppress(ValueError):  # ``detection_error`` already reports the error
-        local_size = environment.local_size(environ)
+        local_size = detection.local_size(environ)
     return Facts(
         started=started,
         detection_error=detection_error,
@@ -429,7 +429,7 @@ def _find_starter(installation: mpirun.Installation) -> str | None:
 
 def _restarts_ranks(environ: Mapping[str, str]) -> bool:
     try:
-        return environment.torch_rendezvous(environ).admits_restarted
+        return job_rendezvous.torch_rendezvous(environ).admits_restarted
     except ValueError:  # ``_check_place`` reports the error
         return False
 
@@ -551,7 +551,7 @@ def _check_place(transport: str, environ: Mapping[str, str]) -> str | None:
 
 def _check_secret(environ: Mapping[str, str]) -> str | None:
     try:
-        environment.given_secret(environ)
+        job_rendezvous.given_secret(environ)
     except ValueError as error:
         return str(error)
     return None

@@ -23,6 +23,7 @@ from asyncdist import environment, local_host
 from asyncdist._version import __version__
 from asyncdist.launch import local_ranks, place_claims
 from asyncdist.launch.supervision.restarts import Restarts
+from asyncdist.launchers import child_environment
 from asyncdist.trust import secret_files
 
 #: Timeout in seconds for connecting to the job's address.
@@ -93,7 +94,7 @@ def build_environments(
     """
     places: list[tuple[int, int]] = job["places"]
     is_at_job = local_host.is_loopback(host)
-    shared = environment.for_ranks(environ, ranks=len(places), threads=threads)
+    shared = child_environment.for_ranks(environ, ranks=len(places), threads=threads)
     shared |= {
         environment.SECRET_VARIABLE: secret,
         environment.LOOPBACK_VARIABLE: "0" if job["is_open"] else "1",

@@ -36,6 +36,7 @@ from asyncdist._version import __version__
 from asyncdist.launch import guardians, place_claims, store_server
 from asyncdist.launch.supervision import endings
 from asyncdist.launch.supervision.restarts import Restarts
+from asyncdist.launchers import child_environment, job_rendezvous
 from asyncdist.trust import job_secret, secret_files
 from asyncdist.wording import ranks_in_words
 
@@ -184,7 +185,7 @@ def _store(
 def given_secret(environ: Mapping[str, str]) -> str | None:
     """Return the user's secret for this job, or None. Raise LaunchError if the secret cannot be used."""
     try:
-        return environment.given_secret(environ)
+        return job_rendezvous.given_secret(environ)
     except ValueError as error:
         raise local_host.LaunchError(str(error)) from error
 
@@ -226,7 +227,7 @@ def build_environments(
     is_open: bool = False,
 ) -> list[dict[str, str]]:
     """Return the environment of each rank. If ``is_open``, ranks on other hosts may join the job."""
-    shared = environment.for_ranks(environ, ranks=ranks, threads=threads, cores=cores)
+    shared = child_environment.for_ranks(environ, ranks=ranks, threads=threads, cores=cores)
     newcomers = newcomer_variables(0, 0 if places is None else places - ranks)
     own = newcomers if restarts or places is not None else {}
     port, run_id = local_host.find_free_port(), local_host.new_run_id()

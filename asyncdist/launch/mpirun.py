@@ -24,6 +24,7 @@ from asyncdist.launch.hosts import remote_hosts
 from asyncdist.launch.hosts.remote_hosts import Host
 from asyncdist.launch.supervision import mpirun_process
 from asyncdist.launch.supervision.endings import JobEnds
+from asyncdist.launchers import child_environment
 from asyncdist.transports import mpi_launchers
 from asyncdist.trust import mpi_folders
 
@@ -100,7 +101,7 @@ def run(
     if ranks is not None and not hosts:
         local_host.check_script(script)
         local_host.check_ranks(ranks)
-    environ = mpi_folders.without_outer(environment.without_launchers(environ))
+    environ = mpi_folders.without_outer(child_environment.without_launchers(environ))
     installation = find_installation(environ)
     flavour = choose_flavour(installation, mpi)
     if survives:

@@ -122,12 +122,12 @@ def main(host: str, port: int, count: int, version: str) -> None:
     """Reserve places, and keep them until the launcher has ended."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from asyncdist import environment
+    from asyncdist.launchers import job_rendezvous
     from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
     from asyncdist.trust.job_secret import JobSecret
 
     is_store = False
-    secret = JobSecret((environment.given_secret() or "").encode()).at_port(port)
+    secret = JobSecret((job_rendezvous.given_secret() or "").encode()).at_port(port)
     try:
         common = TCPStore(host, port, None, False, timedelta(seconds=_CONNECT_S), wait_for_workers=False)
         is_store = True

@@ -28,6 +28,7 @@ from asyncdist.errors import is_consequence
 from asyncdist.functional.parallel_groups import new_parallel_groups
 from asyncdist.launch import guardians, local_ranks, process_groups
 from asyncdist.launch.config import MultiprocessConfig
+from asyncdist.launchers import detection
 from asyncdist.runtime import run
 from asyncdist.runtime.failing.failure_report import told_elsewhere
 from asyncdist.runtime.failing.tracebacks import format_error
@@ -183,7 +184,7 @@ def be_child(
     multiprocessing.util.Finalize(None, guardians.end_children, exitpriority=_LAST)
     _end_with_launcher()
     pipe.send_bytes(b"")
-    threads = environment.threads_per_rank({**environment.environment(), "LOCAL_WORLD_SIZE": str(cfg.local_world_size)})
+    threads = detection.threads_per_rank({**environment.environment(), "LOCAL_WORLD_SIZE": str(cfg.local_world_size)})
     if threads is not None:
         torch.set_num_threads(threads)
     story = _Story(pipe)

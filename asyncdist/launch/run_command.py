@@ -154,6 +154,7 @@ def ranks_missing(command: str, script: str, arguments: Sequence[str]) -> str:
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run the command, and return the job's exit code. Raise LaunchError for options that are invalid."""
     from asyncdist import environment
+    from asyncdist.launchers import detection
 
     script = _script(options)
     if options.ranks is None and options.hosts is None and options.join is None:
@@ -162,7 +163,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     environ = environment.environment()
     try:
         named = "torch" if options.transport is None and options.join is not None else options.transport
-        transport, environ = environment.choose_transport(named, environ)
+        transport, environ = detection.choose_transport(named, environ)
         if options.stall_s is not None:
             environment.seconds(options.stall_s, "--stall-s")
             environ = {**environ, environment.STALL_VARIABLE: options.stall_s}

@@ -31,12 +31,12 @@ def tell(process: subprocess.Popen[bytes], line: str) -> None:
 
 def main(address: str, port: int, *, is_open: bool) -> None:
     """Serve the store until standard input is closed."""
-    from asyncdist import environment
+    from asyncdist.launchers import job_rendezvous
     from asyncdist.transports.torch_distributed.meeting import serving
     from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
     from asyncdist.trust.job_secret import JobSecret
 
-    secret = JobSecret((environment.given_secret() or "").encode()).at_port(port)
+    secret = JobSecret((job_rendezvous.given_secret() or "").encode()).at_port(port)
     carry_out(SealedStore(serving.serve(address, port, is_open=is_open), secret), sys.stdin)
 
 

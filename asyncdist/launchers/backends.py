@@ -74,3 +74,5 @@ BACKENDS: Final[Mapping[str, Backend]] = {
 }
 #: Names of the transports on which ``asyncdist run`` starts ranks.
 RUN_NAMES: Final = tuple(name for name, backend in BACKENDS.items() if backend.is_run)
+#: Prefixes of variables that MPI's launchers set for their ranks, except users' settings like OMPI_MCA_*.
+MPI_PREFIXES: Final = tuple(BACKENDS["mpi"].prefixes)

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from asyncdist import environment
+from asyncdist.launchers import detection
 
 #: Modules built with nanobind, which prints all its objects that still exist at the interpreter's exit. GPU builds of
 #: torch import triton.
@@ -19,7 +19,7 @@ _COUNT_AT_THE_END: Final = ("triton", "jaxlib")
 
 def limit_threads() -> None:
     """Limit torch to this rank's share of the host's cores. By default, every rank would use all cores."""
-    threads = environment.threads_per_rank()
+    threads = detection.threads_per_rank()
     if threads is not None:
         torch.set_num_threads(threads)
 

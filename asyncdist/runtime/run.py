@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypedDict, TypeVar,
 
 from asyncdist import environment, validation
 from asyncdist.errors import AsyncdistError, LateError, is_consequence
+from asyncdist.launchers import child_environment, detection
 from asyncdist.live.destinations import destinations
 from asyncdist.live.population import PopulationView
 from asyncdist.recording.writer import LIMIT_NBYTES, RecordOptions
@@ -201,7 +202,7 @@ def _warn_if_alone(words: Sequence[str]) -> None:
 
 def _open_here(transport: TransportName, ranks: int | None) -> Transport | None:
     """Open the transport of this process, or return None if this process must host all ranks itself."""
-    with environment.ranks_shown():
+    with child_environment.ranks_shown():
         return _open_launched(transport, ranks)
 
 
@@ -446,7 +447,7 @@ def rank_options(
 
 
 def _check_options(transport: str, ranks: int | None, loop: str | None, grace_s: float) -> None:
-    environment.check_transport(transport)
+    detection.check_transport(transport)
     if ranks is not None:
         validation.count("ranks", ranks)
     if ranks is not None and transport != "local":

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncdist import environment
+from asyncdist.launchers import detection
 from asyncdist.story.facts import RankStory, from_bytes
 from asyncdist.trust import private_folders
 
@@ -127,7 +128,7 @@ def listen(job: str, rank: int) -> tuple[socket.socket, Path] | None:
             refused.append(str(error))
         if opened is not None:
             break
-    if refused and (rank == 0 or environment.local_rank() == 0):
+    if refused and (rank == 0 or detection.local_rank() == 0):
         other = "no other folder can hold it" if opened is None else f"it is in {opened[1].parents[1]} instead"
         logger.warning("%s; the socket for asyncdist story is not created there: %s", "; ".join(refused), other)
     return opened

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
-from asyncdist import environment
+from asyncdist.launchers import detection
 from asyncdist.transports.doorbell import Doorbell
 from asyncdist.transports.persistent_send import PersistentSend
 
@@ -205,7 +205,7 @@ class Transport(abc.ABC):
     @property
     def local_rank(self) -> int:
         """Index of this rank among the ranks of its host, or the rank itself if the index is unknown."""
-        number = environment.local_rank()
+        number = detection.local_rank()
         return self.rank if number is None else number
 
     @property

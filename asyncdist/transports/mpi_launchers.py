@@ -9,9 +9,10 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 from asyncdist import environment, rank_program
-from asyncdist.environment import Flavour, Launch
+from asyncdist.environment import Flavour
 from asyncdist.errors import TransportError
 from asyncdist.launchers import slurm
+from asyncdist.launchers.variables import Launch
 
 
 def list_plugins() -> list[str]:

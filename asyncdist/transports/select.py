@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from asyncdist import environment, tags
+from asyncdist import tags
 from asyncdist.errors import TransportError
+from asyncdist.launchers import child_environment, detection, job_rendezvous
+from asyncdist.launchers.variables import NO_LAUNCHER, Launch
 from asyncdist.transports import mpi_launchers
 from asyncdist.transports.base import Transport
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncdist.transports.select")
 
 
-def detect(transport: str) -> environment.Launch:
+def detect(transport: str) -> Launch:
     """Return how this process was started, including any process group that the program has initialised.
 
     Raises:
@@ -37,14 +39,14 @@ def detect(transport: str) -> environment.Launch:
     group = None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         group = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    started = environment.detect(wanted=transport, group=group)
-    if started.source == environment.NO_LAUNCHER and transport == "auto":
+    started = detection.detect(wanted=transport, group=group)
+    if started.source == NO_LAUNCHER and transport == "auto":
         _refuse_child_of_rank()
     return started
 
 
 def _refuse_child_of_rank() -> None:
-    rank_pid = environment.rank_above()
+    rank_pid = child_environment.rank_above()
     if rank_pid is not None:
         raise TransportError(
             f"asyncdist cannot start in this process, because it is a child of the rank with pid {rank_pid}, which has "
@@ -52,23 +54,23 @@ def _refuse_child_of_rank() -> None:
         )
 
 
-def open_transport(name: str, started: environment.Launch) -> Transport:
+def open_transport(name: str, started: Launch) -> Transport:
     """Open the transport ``name`` for a process whose launch is described by ``started``.
 
     Raises:
         TransportError: The transport cannot be used in a process that was started this way.
     """
-    environment.hide_secret()
+    child_environment.hide_secret()
     return OPENERS[name](started)
 
 
-def _open_mpi(started: environment.Launch) -> MpiMessages:
+def _open_mpi(started: Launch) -> MpiMessages:
     """Initialise MPI and return its transport, after checking that the launcher and the library match."""
     from asyncdist.transports.mpi import MpiTransport
     from asyncdist.transports.mpi_survival import SurvivingMpiTransport
 
     _refuse_child_of_rank()
-    is_worker = multiprocessing.parent_process() is not None and started.source != environment.NO_LAUNCHER
+    is_worker = multiprocessing.parent_process() is not None and started.source != NO_LAUNCHER
     if is_worker and started.transport == "mpi":
         raise TransportError(
             "asyncdist cannot start on MPI in this process, because it is a child of a rank and has its variables, so "
@@ -81,23 +83,23 @@ def _open_mpi(started: environment.Launch) -> MpiMessages:
         mpi_launchers.check_world_size(
             started.expected_size, transport.size, transport.describe(), source=started.source
         )
-        if transport.size == 1 and started.source == environment.NO_LAUNCHER:
-            environment.check_alone()
+        if transport.size == 1 and started.source == NO_LAUNCHER:
+            detection.check_alone()
         hint = mpi_launchers.oversubscription_hint()
         if hint is not None and transport.rank == 0:
             logger.warning("%s", hint)
-    environment.become_rank()
+    child_environment.become_rank()
     return transport
 
 
-def _open_torch(_: environment.Launch) -> Transport:
+def _open_torch(_: Launch) -> Transport:
     """Open the torch transport. Ranks meet through the user's process group or the address in the environment."""
     from asyncdist.transports.torch_distributed.meeting.rendezvous import is_group_initialised
     from asyncdist.transports.torch_distributed.transport import TorchTransport
 
-    place = None if is_group_initialised() else environment.torch_rendezvous()
+    place = None if is_group_initialised() else job_rendezvous.torch_rendezvous()
     return TorchTransport(place, granted_tags=tags.BULK)
 
 
 #: Functions that open the transports between processes, by name. They import the transport's library.
-OPENERS: Final[Mapping[str, Callable[[environment.Launch], Transport]]] = {"mpi": _open_mpi, "torch": _open_torch}
+OPENERS: Final[Mapping[str, Callable[[Launch], Transport]]] = {"mpi": _open_mpi, "torch": _open_torch}

@@ -167,7 +167,7 @@ def test_ranks_belong_to_the_innermost_launcher(tmp_path: Path) -> None:
     """Regression: in a worker of torchrun they joined torchrun's job, and with an old variable each trained alone."""
     source = (
         "from mpi4py import MPI\nfrom asyncdist import environment\n"
-        "print(MPI.COMM_WORLD.size, environment.detect().transport)\n"
+        "print(MPI.COMM_WORLD.size, detection.detect().transport)\n"
     )
     around = TORCHRUN | OPENMPI | HYDRA | {"ASYNCDIST_TRANSPORT": "local"}
     code, output, error = finish(start(tmp_path, source, options=["--transport", "mpi"], environ=around))

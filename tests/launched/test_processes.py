@@ -20,6 +20,8 @@ from support.mpi import base_environment
 from asyncdist import cli, environment, local_host
 from asyncdist.launch import guardians, local_ranks, run_command
 from asyncdist.launch.supervision.endings import how_ended
+from asyncdist.launchers import detection
+from asyncdist.launchers.variables import Launch
 
 #: Generous limits: they fail only tests that hang, not tests that are slow.
 TIMEOUT_S = 90.0
@@ -125,7 +127,7 @@ def test_ranks_get_the_variables_of_torchrun_and_are_the_script(tmp_path: Path) 
         }
         facts = {name: report[name] for name in ("arguments", "input", "main", "torch")}
         assert facts == {"arguments": arguments, "input": "", "main": "__main__", "torch": False}
-        assert environment.detect(variables) == environment.Launch("torch", 3, rank, "TORCHELASTIC_RUN_ID")
+        assert detection.detect(variables) == Launch("torch", 3, rank, "TORCHELASTIC_RUN_ID")
 
 
 def test_every_job_has_a_port_and_a_name_of_its_own() -> None:
@@ -146,11 +148,11 @@ def test_threads_are_a_share_of_the_cores_unless_the_user_chose(
 
 
 def test_the_variables_of_another_launcher_do_not_win(tmp_path: Path) -> None:
-    source = "from asyncdist import environment; print(environment.detect())"
+    source = "from asyncdist.launchers import detection; print(detection.detect())"
     around = {"RANK": "7", "WORLD_SIZE": "9", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
     with running(tmp_path, source, ranks=1, environ=around) as process:
         code, output, _ = finish(process)
-    assert (code, output) == (0, f"{environment.Launch('torch', 1, 0, 'TORCHELASTIC_RUN_ID')}\n")
+    assert (code, output) == (0, f"{Launch('torch', 1, 0, 'TORCHELASTIC_RUN_ID')}\n")
 
 
 # --------------------------------------------------------------------------------------------------------- ends
@@ -404,13 +406,13 @@ def test_a_named_transport_overrides_the_variable_of_the_ranks(
 ) -> None:
     """Regression: ASYNCDIST_TRANSPORT reached the ranks, which then trained alone, without any backend."""
     environ = {"PATH": "p"} | ({} if variable is None else {"ASYNCDIST_TRANSPORT": variable})
-    transport, chosen = environment.choose_transport(named, environ)
+    transport, chosen = detection.choose_transport(named, environ)
     assert (transport, chosen.get("ASYNCDIST_TRANSPORT"), chosen["PATH"]) == (*expected, "p")
 
 
 def test_no_ranks_are_started_for_local() -> None:
     with pytest.raises(ValueError, match=r"ASYNCDIST_TRANSPORT must be one of .*, got 'local'"):
-        environment.choose_transport(None, {"ASYNCDIST_TRANSPORT": "local"})
+        detection.choose_transport(None, {"ASYNCDIST_TRANSPORT": "local"})
 
 
 def test_every_option_with_a_value_is_known_before_the_script() -> None:

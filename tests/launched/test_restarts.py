@@ -14,9 +14,10 @@ from scripts.restarts import ROUNDS_AFTER
 from support import mpi, torchrun, warm
 from torch.distributed import HashStore
 
-from asyncdist import cli, environment
+from asyncdist import cli
 from asyncdist.errors import TransportError
 from asyncdist.launch.supervision.endings import how_ended
+from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.torch_distributed.meeting import newcomers
 
 #: Generous limits: they fail only tests that hang, not tests that are slow.
@@ -107,11 +108,11 @@ def test_newcomers_after_the_last_rank_do_not_wait() -> None:
     store = HashStore()
     for entry in ("newcomer/1", "0 1 a"), ("newcomer/2", "2 1 b"), ("newcomer/3", "2 2 c"), ("welcome/2.1", ""):
         store.set(*entry)
-    place = environment.TorchRendezvous(1, 4, "127.0.0.1", 29500, True, incarnation=1)
+    place = TorchRendezvous(1, 4, "127.0.0.1", 29500, True, incarnation=1)
     with pytest.raises(TransportError, match="rank 1 was restarted, but within 0 s no other rank noticed"):
         newcomers.come(store, place, 0.0)
     store.set("closed/3.0", "")
-    place = environment.TorchRendezvous(1, 4, "127.0.0.1", 29500, True, incarnation=2)
+    place = TorchRendezvous(1, 4, "127.0.0.1", 29500, True, incarnation=2)
     assert not newcomers.come(store, place, 0.0)
     store.set("welcome/2.2", "")
     with pytest.raises(TransportError, match=r"ASYNCDIST_INCARNATION must be larger than 2, .*, got 2"):
@@ -122,7 +123,7 @@ def test_newcomers_begin_the_next_world_when_the_last_is_dead() -> None:
     store, exited = HashStore(), {(0, 0), (2, 0)}
 
     def come(incarnation: int) -> list[int] | None:
-        place = environment.TorchRendezvous(1, 3, "127.0.0.1", 29500, True, incarnation=incarnation)
+        place = TorchRendezvous(1, 3, "127.0.0.1", 29500, True, incarnation=incarnation)
         return newcomers.come(store, place, 0.0, lambda *process: process in exited)
 
     assert come(1) is None

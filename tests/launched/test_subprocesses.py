@@ -23,6 +23,8 @@ from asyncdist.errors import LocalProtocolError
 from asyncdist.functional.parallel_groups import ParallelLayout
 from asyncdist.launch import local_ranks, process_groups, spawn
 from asyncdist.launch.config import MultiprocessConfig
+from asyncdist.launchers import detection
+from asyncdist.launchers.variables import Launch
 from asyncdist.runtime import run
 
 # ----------------------------------------------------------------------------------------------------------- configs
@@ -373,12 +375,12 @@ def test_a_coroutine_function_gets_a_world_on_torch(tmp_path: Path, monkeypatch:
     asked = []
 
     def stand_in(main: Any, *args: Any, transport: str) -> None:
-        asked.append((transport, environment.detect()))
+        asked.append((transport, detection.detect()))
         run.run_local(main, *args, ranks=1)
 
     monkeypatch.setattr(run, "run", stand_in)
     ad.init_and_run(coroutine, MultiprocessConfig(world_size=1, master_port=7777), str(tmp_path), name="x")
-    assert asked == [("torch", environment.Launch("torch", 1, 0, "TORCHELASTIC_RUN_ID"))]
+    assert asked == [("torch", Launch("torch", 1, 0, "TORCHELASTIC_RUN_ID"))]
     assert reports(tmp_path) == [["x", 0, [0], "0", "0", "1", "1", "127.0.0.1", "False"]]
 
 

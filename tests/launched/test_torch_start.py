@@ -17,8 +17,10 @@ from support.torchrun import rank_environment, run_ranks, run_source, run_torchr
 from torch import distributed as dist
 
 import asyncdist as ad
-from asyncdist import cli, environment, local_host
+from asyncdist import cli, local_host
 from asyncdist.errors import TransportError
+from asyncdist.launchers import detection, job_rendezvous
+from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.torch_distributed.meeting import rendezvous
 from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering as Gathering
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
@@ -284,7 +286,7 @@ def test_one_rank_of_each_host_says_what_it_waits_for(
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(rendezvous, "NOTICE_S", 0.0)
     port = local_host.find_free_port()
-    place = environment.TorchRendezvous(1, 2, "127.0.0.1", port, False, why_missing="It may be elsewhere")
+    place = TorchRendezvous(1, 2, "127.0.0.1", port, False, why_missing="It may be elsewhere")
     with pytest.raises(TransportError, match=r"rank 1 .*\brank 0\b.*It may be elsewhere"):
         rendezvous._await_server(place, time.monotonic() + 0.1, "rank 0")
     said = (
@@ -357,7 +359,7 @@ def test_sizes_that_differ_are_named() -> None:
 def test_a_store_that_is_gone_is_not_retried_beyond_the_timeout() -> None:
     """Regression: the retries took two minutes if rank 0 failed after another rank had found its listener."""
     port = local_host.find_free_port()
-    place = environment.TorchRendezvous(1, 2, "127.0.0.1", port, False)
+    place = TorchRendezvous(1, 2, "127.0.0.1", port, False)
     with pytest.raises(TransportError, match=rf"rank 1 cannot use the job's store at 127\.0\.0\.1:{port}"):
         rendezvous._reach(place, port, deadline=time.monotonic())
 
@@ -391,15 +393,15 @@ def test_one_rank_needs_no_store() -> None:
 def test_variables_that_make_no_sense_are_named(changes: dict[str, str], match: str) -> None:
     environ = {**rank_environment(1, 4, 29500), **changes}
     with pytest.raises(ValueError, match=match):
-        environment.torch_rendezvous(environ)
+        job_rendezvous.torch_rendezvous(environ)
 
 
 def test_the_rendezvous_is_what_torchrun_says() -> None:
     environ = rank_environment(1, 4, 29500)
-    assert environment.torch_rendezvous(environ) == environment.TorchRendezvous(
+    assert job_rendezvous.torch_rendezvous(environ) == TorchRendezvous(
         1, 4, "127.0.0.1", 29500, False, is_loopback=True
     )
-    assert environment.torch_rendezvous({**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}).is_store_served
+    assert job_rendezvous.torch_rendezvous({**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}).is_store_served
 
 
 # -------------------------------------------------------------------------------------------------------- the handshake
@@ -528,4 +530,4 @@ def test_the_users_group_may_have_any_backend(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("name", ["torch:", "mpi:gloo", "local:gloo", ":gloo", "Torch", ""])
 def test_a_name_that_is_not_a_transport_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"transport must be one of .*, got '{name}'"):
-        environment.detect({}, wanted=name)
+        detection.detect({}, wanted=name)

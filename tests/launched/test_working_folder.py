@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncdist import environment
-from asyncdist.environment import NO_LAUNCHER, Launch
 from asyncdist.launch import doctor, mpirun
+from asyncdist.launchers.variables import NO_LAUNCHER, Launch
 
 PLANT = "from pathlib import Path; Path(__file__).with_name('ran').touch(); raise ImportError('planted')"
 

@@ -21,6 +21,8 @@ from asyncdist.errors import LateError, TransportError
 from asyncdist.launch import joining_ranks, local_ranks, place_claims
 from asyncdist.launch.place_claims import ClaimError, claim, keep
 from asyncdist.launch.supervision.restarts import Restarts
+from asyncdist.launchers import detection, job_rendezvous
+from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.matching import CallbackQueue, Matcher
 from asyncdist.transports.torch_distributed.gloo_mesh import Mesh
 from asyncdist.transports.torch_distributed.meeting import newcomers, rendezvous
@@ -180,31 +182,31 @@ def test_places_of_a_silent_launcher_are_free_once_it_has_ended() -> None:
 
 def test_ranks_of_a_world_with_places_know_its_size_and_starters() -> None:
     made = local_ranks.build_environments({}, ranks=2, threads=None, places=4)
-    places = [environment.torch_rendezvous(each) for each in made]
+    places = [job_rendezvous.torch_rendezvous(each) for each in made]
     assert [(place.rank, place.size, place.empty_count, place.incarnation) for place in places] == [
         (0, 4, 2, 0),
         (1, 4, 2, 0),
     ]
     assert all(place.admits_restarted and place.is_store_served for place in places)
     (nested,) = local_ranks.build_environments(made[0], ranks=1, threads=None)
-    assert environment.torch_rendezvous(nested).empty_count == 0, "a job that a rank starts is another one"
+    assert job_rendezvous.torch_rendezvous(nested).empty_count == 0, "a job that a rank starts is another one"
     nested = {**made[0], "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "localhost"}  # as torchrun sets them
     nested |= {"ASYNCDIST_INCARNATION": "2", "ASYNCDIST_LOOPBACK": "0"}
-    place = environment.torch_rendezvous(nested)
+    place = job_rendezvous.torch_rendezvous(nested)
     assert (place.empty_count, place.incarnation, place.admits_restarted, place.is_loopback) == (0, 0, False, True)
     job = {"job": places[0].job, "size": 4, "empty_count": 2, "is_open": False, "places": [(1, 5), (3, 1)]}
     joined = joining_ranks.build_environments({"RANK": "9"}, job, host="localhost", port=123, threads=None)
-    coming = {rank: environment.torch_rendezvous(each) for rank, each in joined.items()}
+    coming = {rank: job_rendezvous.torch_rendezvous(each) for rank, each in joined.items()}
     assert [(place.rank, place.size, place.empty_count, place.incarnation) for place in coming.values()] == [
         (1, 4, 2, 5),
         (3, 4, 2, 1),
     ]
     assert list(coming) == [1, 3]
     assert {(place.address, place.port, place.job) for place in coming.values()} == {("localhost", 123, job["job"])}
-    assert environment.detect(joined[3]).rank == 3
-    assert [environment.local_rank(each) for each in joined.values()] == [1, 3], "no two ranks of a host share a GPU"
+    assert detection.detect(joined[3]).rank == 3
+    assert [detection.local_rank(each) for each in joined.values()] == [1, 3], "no two ranks of a host share a GPU"
     elsewhere = joining_ranks.build_environments({}, job, host="host1", port=123, threads=None)
-    assert [environment.local_rank(each) for each in elsewhere.values()] == [0, 1]
+    assert [detection.local_rank(each) for each in elsewhere.values()] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -277,8 +279,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> SealedStore:
     return sealed.part("asyncdist")
 
 
-def place(rank: int, incarnation: int = 0, *, size: int = 3, empty_count: int = 2) -> environment.TorchRendezvous:
-    return environment.TorchRendezvous(
+def place(rank: int, incarnation: int = 0, *, size: int = 3, empty_count: int = 2) -> TorchRendezvous:
+    return TorchRendezvous(
         rank, size, "127.0.0.1", 29500, True, incarnation, admits_restarted=True, job="a job", empty_count=empty_count
     )
 
@@ -286,7 +288,7 @@ def place(rank: int, incarnation: int = 0, *, size: int = 3, empty_count: int = 
 class Process:
     """One process in a world: its way into the world, and its connections."""
 
-    def __init__(self, where: environment.TorchRendezvous) -> None:
+    def __init__(self, where: TorchRendezvous) -> None:
         entrance = self.entrance = Entrance(where, TIMEOUT_S)
         self.callbacks = CallbackQueue()
         reception = Reception(

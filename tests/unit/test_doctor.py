@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from asyncdist import environment, validation
-from asyncdist.environment import Launch
 from asyncdist.launch import doctor, mpirun
 from asyncdist.launch.doctor import Facts, Mpi
 from asyncdist.launch.mpirun import Installation
+from asyncdist.launchers.variables import Launch
 from asyncdist.local_host import LaunchError
 from asyncdist.transports import mpi_launchers
 

@@ -7,12 +7,12 @@ import os
 import pytest
 from support.launchers import BY_HAND, HYDRA, OPENMPI, TORCHRUN
 
-from asyncdist import environment as launch
-from asyncdist.environment import Launch
+from asyncdist import environment
 from asyncdist.errors import TransportError
 from asyncdist.launch import doctor, run_command
-from asyncdist.launchers import slurm
+from asyncdist.launchers import child_environment as children, detection, slurm
 from asyncdist.launchers.backends import BACKENDS, RUN_NAMES
+from asyncdist.launchers.variables import Launch
 from asyncdist.transports import mpi_launchers, select
 
 # Variables that each launcher really sets, as far as they describe ranks and their places.
@@ -150,7 +150,7 @@ SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0"}
     ],
 )
 def test_launcher_is_detected(environ: dict[str, str], expected: Launch) -> None:
-    assert launch.detect(environ) == expected
+    assert detection.detect(environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_launcher_is_detected(environ: dict[str, str], expected: Launch) -> None
 def test_programs_own_process_group_counts_without_a_launcher(
     environ: dict[str, str], wanted: str, group: tuple[int, int], transport: str
 ) -> None:
-    found = launch.detect(environ, wanted=wanted, group=group)
+    found = detection.detect(environ, wanted=wanted, group=group)
     assert found.transport == transport
     if transport == "torch":
         assert (found.rank, found.expected_size, found.source) == (1, 4, "torch.distributed.init_process_group")
@@ -176,16 +176,16 @@ def test_programs_own_process_group_counts_without_a_launcher(
 @pytest.mark.parametrize("name", RECORDED)
 def test_launcher_is_detected_from_all_that_it_sets(name: str) -> None:
     environ, expected = RECORDED[name]
-    assert launch.detect(environ) == expected
-    assert name.startswith("srun") or launch.local_size(environ) == 2
-    assert launch.local_rank(environ) == 1 or "pmi2" in name
+    assert detection.detect(environ) == expected
+    assert name.startswith("srun") or detection.local_size(environ) == 2
+    assert detection.local_rank(environ) == 1 or "pmi2" in name
 
 
 def test_a_torchrun_that_mpirun_starts_counts_its_own_ranks() -> None:
     """Regression: the local size was 1, the number of torchruns that mpirun had started on this host."""
     outer = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     environ = OPENMPI | outer | TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-    assert (launch.local_size(environ), launch.local_rank(environ)) == (2, 1)
+    assert (detection.local_size(environ), detection.local_rank(environ)) == (2, 1)
 
 
 def test_each_transport_can_be_opened_and_started() -> None:
@@ -196,7 +196,7 @@ def test_each_transport_can_be_opened_and_started() -> None:
 @pytest.mark.parametrize("transport", BACKENDS)
 def test_a_job_started_in_a_rank_has_its_own_variables(transport: str) -> None:
     names = {name for each in BACKENDS[transport].variables for name in each} - {""}
-    assert launch.without_launchers({"KEPT": "1"} | dict.fromkeys(names, "1")) == {"KEPT": "1"}
+    assert children.without_launchers({"KEPT": "1"} | dict.fromkeys(names, "1")) == {"KEPT": "1"}
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -205,9 +205,9 @@ def test_a_job_started_in_a_rank_has_its_own_variables(transport: str) -> None:
 def test_the_transport_that_is_named_wins(name: str, wanted: str, by: str) -> None:
     environ, found = RECORDED[name]
     if by == "argument":
-        launched = launch.detect(environ | {"ASYNCDIST_TRANSPORT": "never looked at"}, wanted=wanted)
+        launched = detection.detect(environ | {"ASYNCDIST_TRANSPORT": "never looked at"}, wanted=wanted)
     else:
-        launched = launch.detect(environ | {"ASYNCDIST_TRANSPORT": wanted})
+        launched = detection.detect(environ | {"ASYNCDIST_TRANSPORT": wanted})
     assert launched.transport == wanted
     if wanted == found.transport:
         assert (launched.expected_size, launched.rank) == (2, 1)
@@ -215,15 +215,15 @@ def test_the_transport_that_is_named_wins(name: str, wanted: str, by: str) -> No
 
 @pytest.mark.parametrize("value", ["", "auto"])
 def test_a_variable_that_names_no_transport_changes_nothing(value: str) -> None:
-    assert launch.detect(OPENMPI | {"ASYNCDIST_TRANSPORT": value}) == launch.detect(OPENMPI)
+    assert detection.detect(OPENMPI | {"ASYNCDIST_TRANSPORT": value}) == detection.detect(OPENMPI)
 
 
 def test_named_transport_ignores_leftover_launcher_variables() -> None:
     """The variables of other launchers may have invalid values."""
     nonsense = {"RANK": "5", "PMI_SIZE": "many", "PMI_RANK": "7", "SLURM_STEP_NUM_TASKS": "x", "SLURM_PROCID": "y"}
-    assert launch.detect(nonsense, wanted="local") == Launch("local", 1, 0, "no launcher")
-    assert launch.detect(nonsense | {"WORLD_SIZE": "6"}, wanted="torch").expected_size == 6
-    assert launch.detect(BY_HAND | {"WORLD_SIZE": "1"}, wanted="mpi") == Launch("mpi", None, 0, "no launcher")
+    assert detection.detect(nonsense, wanted="local") == Launch("local", 1, 0, "no launcher")
+    assert detection.detect(nonsense | {"WORLD_SIZE": "6"}, wanted="torch").expected_size == 6
+    assert detection.detect(BY_HAND | {"WORLD_SIZE": "1"}, wanted="mpi") == Launch("mpi", None, 0, "no launcher")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_named_transport_ignores_leftover_launcher_variables() -> None:
     ids=["sbatch shell", "batch step", "srun of one task"],
 )
 def test_a_shell_or_one_task_in_slurm_is_one_process(environ: dict[str, str]) -> None:
-    assert launch.detect(environ).transport == "local"
+    assert detection.detect(environ).transport == "local"
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_a_shell_or_one_task_in_slurm_is_one_process(environ: dict[str, str]) ->
 )
 def test_bad_launcher_variables_are_named_with_their_values(environ: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
-        launch.detect(environ)
+        detection.detect(environ)
     assert [word for word in words if word not in str(caught.value)] == []
 
 
@@ -327,10 +327,10 @@ def test_mpich_under_open_mpi_is_refused_before_it_aborts() -> None:
     version = "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 2026\nMPICH ABI:          18:2:6\n\x00"
     said = r"Open MPI's mpirun started 4 ranks.*\(MPICH Version: 5\.0\.2\)"
     with pytest.raises(TransportError, match=said) as caught:
-        mpi_launchers.check_library(launch.detect(OPENMPI), version)
+        mpi_launchers.check_library(detection.detect(OPENMPI), version)
     assert "\n" not in str(caught.value)
-    mpi_launchers.check_library(launch.detect(OPENMPI), "Open MPI v5.0.11")
-    mpi_launchers.check_library(launch.detect(HYDRA), "MPICH Version: 5.0.2")
+    mpi_launchers.check_library(detection.detect(OPENMPI), "Open MPI v5.0.11")
+    mpi_launchers.check_library(detection.detect(HYDRA), "MPICH Version: 5.0.2")
 
 
 MPICH = (
@@ -357,7 +357,7 @@ def test_mpich_without_pmix_is_refused_before_it_aborts(
     environ = RECORDED["srun --mpi=pmix -n 2"][0] | tasks
     with pytest.raises(TransportError, match=started) as caught:
         mpi_launchers.check_library(
-            launch.detect(environ),
+            detection.detect(environ),
             MPICH.format(version=version, pmix=""),
             environ=environ,
             list_plugins=lambda: ["none", "pmi2"],
@@ -379,7 +379,7 @@ def test_mpich_without_pmix_is_refused_before_it_aborts(
 )
 def test_other_libraries_and_launchers_with_pmix_are_accepted(version: str, changes: dict[str, str]) -> None:
     environ = RECORDED["srun --mpi=pmix -n 2"][0] | changes
-    mpi_launchers.check_library(launch.detect(environ), version, environ=environ, list_plugins=list)
+    mpi_launchers.check_library(detection.detect(environ), version, environ=environ, list_plugins=list)
 
 
 @pytest.mark.parametrize("expected", [3, None])
@@ -403,44 +403,46 @@ def test_a_world_of_the_right_or_of_unknown_size_is_accepted(expected: int | Non
 def test_threads_are_a_share_of_the_cores_unless_the_user_chose(
     environ: dict[str, str], cores: int, threads: int | None
 ) -> None:
-    assert launch.threads_per_rank(environ, cores) == threads
+    assert detection.threads_per_rank(environ, cores) == threads
 
 
 def test_outer_launchers_variables_are_cleared_and_users_kept() -> None:
     users = {"PATH": "p", "OMPI_MCA_btl": "self", "PMIX_MCA_x": "1", "HYDRA_IFACE": "lo", "OMP_NUM_THREADS": "2"}
     meeting = {"MASTER_ADDR": "h", "MASTER_PORT": "29500"}
     for name, (environ, _) in RECORDED.items():
-        left = launch.without_launchers(environ | users)
+        left = children.without_launchers(environ | users)
         assert users.items() <= left.items()
         # Slurm's variables are examined last.
-        assert launch.detect(left).source == ("SLURM_STEP_NUM_TASKS" if "srun" in name else "no launcher")
-    assert launch.without_launchers(users | meeting | OPENMPI) == users | meeting
-    assert launch.without_launchers(users | TORCHRUN) == users
+        assert detection.detect(left).source == ("SLURM_STEP_NUM_TASKS" if "srun" in name else "no launcher")
+    assert children.without_launchers(users | meeting | OPENMPI) == users | meeting
+    assert children.without_launchers(users | TORCHRUN) == users
     survives = users | {"OMPI_MCA_mpi_ft_enable": "1"}
-    assert launch.without_launchers(survives) == survives
+    assert children.without_launchers(survives) == survives
     for rank in (OPENMPI, {"ASYNCDIST_RANK": "7 PMIX_RANK=0"}):
-        assert launch.without_launchers(survives | rank) == users, "mpirun --with-ft has started the outer job only"
+        assert children.without_launchers(survives | rank) == users, "mpirun --with-ft has started the outer job only"
 
 
 def test_lone_mpi_rank_among_torchrun_workers_is_refused() -> None:
     with pytest.raises(TransportError) as caught:
-        launch.check_alone(TORCHRUN | {"ASYNCDIST_TRANSPORT": "mpi"})
+        detection.check_alone(TORCHRUN | {"ASYNCDIST_TRANSPORT": "mpi"})
     for words in ("ASYNCDIST_TRANSPORT=mpi asks for MPI", "TORCHELASTIC_RUN_ID says", "one of 4 ranks"):
         assert words in str(caught.value)
     for environ in ({}, {"RANK": "1"}, BY_HAND | {"RANK": "0", "WORLD_SIZE": "1"}):
-        launch.check_alone(environ)
+        detection.check_alone(environ)
 
 
 def test_a_rank_of_another_job_is_no_child_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMIX_NAMESPACE", "prterun-1@1")
     monkeypatch.setenv("ASYNCDIST_RANK", "")  # so that the variable is restored afterwards
-    launch.become_rank()
-    assert launch.rank_above() is None
-    marked = launch.environment() | {"ASYNCDIST_RANK": os.environ["ASYNCDIST_RANK"].replace(str(os.getpid()), "7", 1)}
-    assert launch.rank_above(marked) == 7
-    assert launch.rank_above({name: text for name, text in marked.items() if name != "PMIX_NAMESPACE"}) == 7
-    assert launch.rank_above(marked | {"PMIX_NAMESPACE": "prterun-2@1"}) is None
-    assert launch.rank_above(launch.without_launchers(marked)) is None
+    children.become_rank()
+    assert children.rank_above() is None
+    marked = environment.environment() | {
+        "ASYNCDIST_RANK": os.environ["ASYNCDIST_RANK"].replace(str(os.getpid()), "7", 1)
+    }
+    assert children.rank_above(marked) == 7
+    assert children.rank_above({name: text for name, text in marked.items() if name != "PMIX_NAMESPACE"}) == 7
+    assert children.rank_above(marked | {"PMIX_NAMESPACE": "prterun-2@1"}) is None
+    assert children.rank_above(children.without_launchers(marked)) is None
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from support.facts import naming
 
-from asyncdist import environment
-from asyncdist.launchers import slurm
+from asyncdist.launchers import detection, job_rendezvous, slurm
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -50,7 +49,7 @@ def test_the_first_host_of_a_list(nodelist: str, first: str) -> None:
 )
 def test_the_number_of_tasks_on_a_host(text: str, node: str, size: int | None) -> None:
     environ = {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": node}
-    assert slurm.local_size(environ) == size == environment.local_size(environ)
+    assert slurm.local_size(environ) == size == detection.local_size(environ)
 
 
 def test_successive_steps_have_ports_outside_the_kernels_range() -> None:
@@ -59,21 +58,21 @@ def test_successive_steps_have_ports_outside_the_kernels_range() -> None:
 
 
 def test_task_without_a_plugin_meets_others_on_the_first_host() -> None:
-    found = environment.torch_rendezvous({**STEP, "SLURM_STEP_NODELIST": "localhost,host[1-2]"})
+    found = job_rendezvous.torch_rendezvous({**STEP, "SLURM_STEP_NODELIST": "localhost,host[1-2]"})
     assert (found.rank, found.size, found.address, found.port) == (2, 3, "localhost", slurm.port(7, 2))
     assert not found.is_store_served and found.job == "slurm 7.2"
-    assert environment.local_size(STEP) == 1 and environment.local_rank(STEP) == 0
+    assert detection.local_size(STEP) == 1 and detection.local_rank(STEP) == 0
 
 
 def test_where_ranks_meet_is_the_users_to_say() -> None:
     own = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "77"}
-    found = environment.torch_rendezvous({**STEP, **own})
+    found = job_rendezvous.torch_rendezvous({**STEP, **own})
     assert (found.rank, found.size, found.address, found.port) == (2, 3, "localhost", 29500)
 
 
 def test_a_first_host_that_is_not_known_is_named() -> None:
     with pytest.raises(ValueError, match=naming("MASTER_ADDR", "no.such.host.invalid")):
-        environment.torch_rendezvous({**STEP, "SLURM_STEP_NODELIST": "no.such.host.invalid"})
+        job_rendezvous.torch_rendezvous({**STEP, "SLURM_STEP_NODELIST": "no.such.host.invalid"})
 
 
 ELSEWHERE = (
@@ -103,15 +102,15 @@ def test_rank_0_known_to_be_off_the_first_host_is_reported(node: str, tasks: str
     environ = {**STEP, **places, "SLURM_STEP_NODELIST": "localhost,host[1-2]"}
     if is_known:
         with pytest.raises(ValueError, match=f"{ELSEWHERE}.*--distribution=arbitrary.*set MASTER_ADDR to its host"):
-            environment.torch_rendezvous(environ)
+            job_rendezvous.torch_rendezvous(environ)
     else:
-        assert environment.torch_rendezvous(environ).why_missing.startswith(
+        assert job_rendezvous.torch_rendezvous(environ).why_missing.startswith(
             "The ranks meet on localhost, the first host of"
         )
-    found = environment.torch_rendezvous({**environ, "MASTER_ADDR": "127.0.0.1"})
+    found = job_rendezvous.torch_rendezvous({**environ, "MASTER_ADDR": "127.0.0.1"})
     assert (found.address, found.why_missing) == ("127.0.0.1", "")
 
 
 def test_what_slurm_says_must_fit_together() -> None:
     with pytest.raises(ValueError, match=r"SLURM_PROCID must be from 0 to 2 .*, got 3"):
-        environment.torch_rendezvous({**STEP, "SLURM_PROCID": "3"})
+        job_rendezvous.torch_rendezvous({**STEP, "SLURM_PROCID": "3"})

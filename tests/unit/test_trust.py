@@ -23,6 +23,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from asyncdist import environment
 from asyncdist.errors import TransportError
+from asyncdist.launchers import child_environment, detection, job_rendezvous
+from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.torch_distributed import gloo_groups, transport
 from asyncdist.transports.torch_distributed.meeting import rendezvous, sealed_store, serving
 from asyncdist.transports.torch_distributed.meeting.sealed_store import Refusals, SealedStore
@@ -58,7 +60,7 @@ def test_proof_holds_for_one_process_pair_on_one_connection() -> None:
 
 
 def test_no_representation_shows_a_secret() -> None:
-    place = environment.TorchRendezvous(0, 2, "127.0.0.1", 1, False, secret=OURS)
+    place = TorchRendezvous(0, 2, "127.0.0.1", 1, False, secret=OURS)
     assert "secret of this job" not in f"{OURS!r} {place!r}"
 
 
@@ -145,7 +147,7 @@ def test_a_rank_with_another_secret_than_rank_0_says_so(
     monkeypatch.setenv("LOCAL_RANK", "1")
     served = serving.serve("127.0.0.1", 0)
     SealedStore(served, OTHER).set(rendezvous._PORT, "1")
-    place = environment.TorchRendezvous(1, 2, "127.0.0.1", served.port, False, secret=OURS)
+    place = TorchRendezvous(1, 2, "127.0.0.1", served.port, False, secret=OURS)
     with pytest.raises(TransportError, match=r"another secret than this rank's: .* ASYNCDIST_JOB_SECRET_FILE"):
         rendezvous._announced_port(place, time.monotonic() + 0.5)
     assert "this rank's secret differs from the others'" in caplog.text
@@ -182,10 +184,10 @@ def test_rank_0_says_that_other_hosts_do_not_reach_it(
     local_size: int | None, says: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: rank 0 did not report that its launcher's MASTER_ADDR=localhost keeps other hosts from connecting."""
-    monkeypatch.setattr(environment, "local_size", lambda: local_size)
+    monkeypatch.setattr(detection, "local_size", lambda: local_size)
     monkeypatch.setattr(rendezvous._Place, "_find", lambda *_: HashStore())
     rendezvous._place_of.cache_clear()
-    place = environment.TorchRendezvous(0, 2, "localhost", 1, False, secret=OURS, is_loopback=True)
+    place = TorchRendezvous(0, 2, "localhost", 1, False, secret=OURS, is_loopback=True)
     with pytest.raises(TransportError, match="waits for ranks \\[1\\]") as error:
         rendezvous.join_world(place, 0.05)
     assert ("since its MASTER_ADDR is localhost: if ranks are on other hosts" in str(error.value)) is says
@@ -227,7 +229,7 @@ def written(path: Path, mode: int, text: str = "0123456789abcdef") -> str:
 )
 def test_a_file_that_is_no_secret_is_refused_in_words(write: Callable[[Path], str], says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as refused:
-        environment.given_secret({environment.SECRET_FILE_VARIABLE: write(tmp_path / "secret")})
+        job_rendezvous.given_secret({environment.SECRET_FILE_VARIABLE: write(tmp_path / "secret")})
     assert says in str(refused.value) and "0123456789abcdef" not in str(refused.value)
 
 
@@ -237,13 +239,13 @@ def test_a_file_of_random_bytes_is_refused_in_words(tmp_path: Path) -> None:
     path.write_bytes(bytes(range(256)))
     path.chmod(0o600)
     with pytest.raises(ValueError, match="must be one line of printable text"):
-        environment.given_secret({environment.SECRET_FILE_VARIABLE: str(path)})
+        job_rendezvous.given_secret({environment.SECRET_FILE_VARIABLE: str(path)})
 
 
 def test_a_named_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "secret", 0o600)
     with pytest.raises(ValueError, match="is not a regular file"):
-        environment.given_secret({environment.SECRET_FILE_VARIABLE: str(tmp_path / "secret")})
+        job_rendezvous.given_secret({environment.SECRET_FILE_VARIABLE: str(tmp_path / "secret")})
 
 
 @pytest.mark.parametrize(
@@ -275,39 +277,39 @@ def test_a_secret_is_read_through_links_to_it(tmp_path: Path) -> None:
     (tmp_path / "..data").symlink_to("..2026")
     (tmp_path / "secret").symlink_to("..data/secret")
     environ = {environment.SECRET_FILE_VARIABLE: str(tmp_path / "secret")}
-    assert environment.given_secret(environ) == "0123456789abcdef"
+    assert job_rendezvous.given_secret(environ) == "0123456789abcdef"
 
 
 def test_a_variable_comes_before_a_file_and_neither_is_needed(tmp_path: Path) -> None:
     environ = {environment.SECRET_FILE_VARIABLE: written(tmp_path / "secret", 0o600, " from a file of mine \n")}
-    assert environment.given_secret(environ) == "from a file of mine"
+    assert job_rendezvous.given_secret(environ) == "from a file of mine"
     environ[environment.SECRET_VARIABLE] = "from a variable of mine"
-    assert environment.given_secret(environ) == "from a variable of mine"
-    assert environment.given_secret({}) is None
+    assert job_rendezvous.given_secret(environ) == "from a variable of mine"
+    assert job_rendezvous.given_secret({}) is None
 
 
 def test_the_variable_is_taken_out_of_the_own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_hidden", {})
+    monkeypatch.setattr(child_environment, "hidden", {})
     monkeypatch.setenv(environment.SECRET_VARIABLE, "a secret of some length")
-    assert environment.given_secret() == environment.given_secret() == "a secret of some length"
+    assert job_rendezvous.given_secret() == job_rendezvous.given_secret() == "a secret of some length"
     assert environment.SECRET_VARIABLE not in os.environ
-    with environment.ranks_shown():  # as in the second call of ``run``
+    with child_environment.ranks_shown():  # as in the second call of ``run``
         assert environment.SECRET_VARIABLE not in os.environ
-    assert environment.SECRET_VARIABLE not in environment.without_launchers({environment.SECRET_VARIABLE: "x"})
+    assert environment.SECRET_VARIABLE not in child_environment.without_launchers({environment.SECRET_VARIABLE: "x"})
 
 
 def test_a_task_of_srun_takes_the_secret_out_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: processes that such a rank started later inherited the secret."""
-    monkeypatch.setattr(environment, "_hidden", {})
+    monkeypatch.setattr(child_environment, "hidden", {})
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     task = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "localhost"}
     for name, text in {**task, environment.SECRET_VARIABLE: "a secret of some length"}.items():
         monkeypatch.setenv(name, text)
-    first = environment.torch_rendezvous().secret
+    first = job_rendezvous.torch_rendezvous().secret
     assert not first.is_missing
     assert environment.SECRET_VARIABLE not in os.environ
-    assert environment.torch_rendezvous().secret == first
+    assert job_rendezvous.torch_rendezvous().secret == first
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
@@ -329,7 +331,7 @@ def test_ranks_of_one_host_share_the_secret_of_their_user(
 ) -> None:
     monkeypatch.setattr(environment, "secret_directories", lambda _: [str(tmp_path)])
     environ = {**TORCHRUN, **environ}
-    found, again = environment.torch_rendezvous(environ), environment.torch_rendezvous(environ)
+    found, again = job_rendezvous.torch_rendezvous(environ), job_rendezvous.torch_rendezvous(environ)
     assert (not found.secret.is_missing, found.is_loopback) == (shares, is_loopback)
     assert found.secret == again.secret
     files = list(tmp_path.glob("*/*"))
@@ -342,12 +344,12 @@ def test_one_job_ignores_values_of_the_users_other_job(tmp_path: Path, monkeypat
     given = {environment.SECRET_VARIABLE: "a secret of some length"}
     for own in ({}, given):
         jobs = [
-            environment.torch_rendezvous({**TORCHRUN, **own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).secret
+            job_rendezvous.torch_rendezvous({**TORCHRUN, **own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).secret
             for port in ("29500", "29500", "29501")
         ]
         sealed = jobs[0].seal("asyncdist/port", b"4711")
         assert [job.unseal("asyncdist/port", sealed) for job in jobs] == [b"4711", b"4711", None]
-        groups = [environment.secret_of_group("127.0.0.1", port, 2, own) for port in (29500, 29501)]
+        groups = [job_rendezvous.secret_of_job("127.0.0.1", port, 2, own) for port in (29500, 29501)]
         assert groups[0] != groups[1]
     assert JobSecret().at_port(29500).is_missing
 
@@ -382,7 +384,7 @@ def test_secret_is_in_the_home_if_others_took_all_other_names(tmp_path: Path, mo
     for path in private_folders.candidates([str(shared)]):
         path.mkdir(mode=0o755)
     environ = {**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "HOME": str(home)}
-    secrets = {environment.torch_rendezvous({**environ, "RANK": rank}).secret for rank in "01"}
+    secrets = {job_rendezvous.torch_rendezvous({**environ, "RANK": rank}).secret for rank in "01"}
     assert len(secrets) == 1 and not secrets.pop().is_missing
     assert [path.name for path in home.glob("*/*")] == ["secret"]
 
@@ -395,7 +397,7 @@ def test_a_start_is_refused_if_others_took_all_names(tmp_path: Path, monkeypatch
         os.chown(path, 65534, -1) if os.getuid() == 0 else path.chmod(0o755)
     environ = {**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "HOME": "/no/home", "RANK": "0"}
     with pytest.raises(ValueError, match=r"cannot be stored: .*/asyncdist-\d+-8 .*ASYNCDIST_JOB_SECRET_FILE") as raised:
-        environment.torch_rendezvous(environ)
+        job_rendezvous.torch_rendezvous(environ)
     assert str(raised.value).count(" belongs to " if os.getuid() == 0 else "must have mode 0700") == 8
 
 
@@ -437,8 +439,8 @@ def test_a_programs_own_process_group_says_where_its_store_is(
     found, port = rendezvous._place_of_store(store())
     assert (found, port > 0) == (address, address != "")
     monkeypatch.setattr(environment, "secret_directories", lambda _: [str(tmp_path)])
-    assert environment.secret_of_group(address, port, 2, {}).is_missing is (address == "")
-    assert environment.secret_of_group(address, port, 1, {}).is_missing
+    assert job_rendezvous.secret_of_job(address, port, 2, {}).is_missing is (address == "")
+    assert job_rendezvous.secret_of_job(address, port, 1, {}).is_missing
 
 
 def test_processes_that_draw_the_users_secret_at_once_agree(tmp_path: Path) -> None:
@@ -610,6 +612,6 @@ def test_a_process_that_comes_second_leaves_no_folder(tmp_path: Path) -> None:
 
 def test_a_rank_in_another_container_is_not_named_process_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LivingRank, "other", lambda _: 0)
-    place = environment.TorchRendezvous(1, 2, "127.0.0.1", 1, False, secret=OURS)
+    place = TorchRendezvous(1, 2, "127.0.0.1", 1, False, secret=OURS)
     with pytest.raises(TransportError, match="a process of another container of this host runs as that rank"):
         transport._claim(place)

@@ -26,7 +26,7 @@ from harness import Results, Row, arguments, compute, elapsed_us
 from rivals import spin
 
 import asyncdist as ad
-from asyncdist import environment
+from asyncdist.launchers import detection
 
 RANKS: Final = (2,)
 TARGET_RATIO: Final = {"mpi": 1.2, "torch": 3.0}
@@ -189,6 +189,6 @@ def rows(results: Results) -> list[Row]:
 
 if __name__ == "__main__":
     out, quick = arguments()
-    found = measure("torch" if environment.detect().transport == "torch" else "mpi", QUICK if quick else FULL)
+    found = measure("torch" if detection.detect().transport == "torch" else "mpi", QUICK if quick else FULL)
     if found is not None:
         out.write_text(json.dumps(found))

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from asyncdist import Group, environment, validation
+from asyncdist import Group, validation
 from asyncdist.blocking.callers import find_caller
 from asyncdist.blocking.world import World
 from asyncdist.integrations.joining import join
+from asyncdist.launchers import detection
 
 _HERE = "asyncdist.integrations.torchgfn"
 
@@ -40,7 +41,7 @@ def _check_is_of_all(group: Any, size: int) -> None:
     """Raise ValueError if ``group`` lacks ranks of the job. Opening the world would wait for them forever."""
     is_torchs = torch.distributed.is_available() and torch.distributed.is_initialized()
     found = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_torchs else None
-    job_size = environment.detect(group=found).expected_size or 1
+    job_size = detection.detect(group=found).expected_size or 1
     if size < job_size:
         raise ValueError(
             f"group must have all {job_size} ranks of the job when the world is opened, got {group!r:.80} with {size} "

@@ -38,6 +38,7 @@ from asyncdist import environment, local_host  # noqa: E402
 from asyncdist._version import __version__  # noqa: E402
 from asyncdist.launch import local_ranks  # noqa: E402
 from asyncdist.launch.supervision.guardian_reports import GuardianReports  # noqa: E402
+from asyncdist.launchers import child_environment  # noqa: E402
 from asyncdist.trust.mpi_folders import MpiFolders  # noqa: E402
 
 
@@ -136,7 +137,7 @@ class _Agent:
         try:
             self._ranks[rank] = local_ranks.start(
                 command,
-                {**environment.without_launchers(environment.environment()), **environ, **self._told},
+                {**child_environment.without_launchers(environment.environment()), **environ, **self._told},
                 rank=rank,
                 ended=lambda: events.put(("ended", rank)),
             )

@@ -13,6 +13,7 @@ from asyncdist.launch import local_ranks
 from asyncdist.launch.hosts import remote_hosts
 from asyncdist.launch.hosts.remote_hosts import Agent, Host, RemoteRank
 from asyncdist.launch.supervision.restarts import Restarts
+from asyncdist.launchers import child_environment
 from asyncdist.trust import job_secret
 
 
@@ -60,7 +61,7 @@ def build_environments(
     user = remote_hosts.travelling(environ)
     environments: list[dict[str, str]] = []
     for group, agent in enumerate(agents):
-        shared = environment.for_ranks(user, ranks=agent.host.slots, threads=threads, cores=agent.cores)
+        shared = child_environment.for_ranks(user, ranks=agent.host.slots, threads=threads, cores=agent.cores)
         shared[environment.SECRET_VARIABLE] = secret
         for local_rank in range(agent.host.slots):
             own = local_ranks.rank_variables(

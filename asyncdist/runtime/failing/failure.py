@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Final, NoReturn
 
-from asyncdist import environment, rank_program
+from asyncdist import rank_program
 from asyncdist.errors import DisagreementError, LateError, RankLostError, RemoteError, has_cause_here, is_consequence
+from asyncdist.launchers import child_environment, detection
 from asyncdist.messaging.engine import Timer
 from asyncdist.runtime.failing.failure_report import FailureReport, is_termination, peer_failed, summarise
 from asyncdist.runtime.failing.process_ends import exit_immediately
@@ -197,8 +198,8 @@ def refuse(error: BaseException, caller: FrameType) -> None:
     All ranks detect such an error, for example an invalid option. Only the first rank of a host prints a traceback. The
     others print one line.
     """
-    local_rank = environment.local_rank()
-    is_child = multiprocessing.parent_process() is not None or environment.rank_above() is not None
+    local_rank = detection.local_rank()
+    is_child = multiprocessing.parent_process() is not None or child_environment.rank_above() is not None
     if local_rank or is_child:
         place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
         who = f"{'a child of ' * is_child}local rank {local_rank or 0}"

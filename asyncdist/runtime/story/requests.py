@@ -10,7 +10,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, Self
 
-from asyncdist import environment, rank_program
+from asyncdist import rank_program
+from asyncdist.launchers import detection
 from asyncdist.runtime.stall_warnings import is_library
 
 #: Number of the signal, or None if the operating system has no SIGUSR1.
@@ -69,7 +70,7 @@ def _is_of_rank_program(handler: Any) -> bool:
 
 def _is_lightnings() -> bool:
     """Return whether Lightning would requeue the job on SIGUSR1 if no other handler is set."""
-    return environment.is_slurm_job() and not {"lightning", "pytorch_lightning"}.isdisjoint(sys.modules)
+    return detection.is_slurm_job() and not {"lightning", "pytorch_lightning"}.isdisjoint(sys.modules)
 
 
 def _answer(_number: int, frame: FrameType | None) -> None:

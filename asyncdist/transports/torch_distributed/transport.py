@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from asyncdist import environment
 from asyncdist.errors import TransportError
+from asyncdist.launchers import detection
 from asyncdist.transports.base import Buffer, Capabilities, Request
 from asyncdist.transports.matching import CallbackQueue, MatchedTransport, Receive, Send
 from asyncdist.transports.torch_distributed import gloo_groups, gloo_mesh
@@ -106,7 +107,7 @@ class TorchTransport(MatchedTransport):
             rings_from_threads=True,
             shares_memory=True,
             written_share=1.0,
-            logs_losses=not environment.names_lost_ranks(),
+            logs_losses=not detection.names_lost_ranks(),
         )
         super().__init__(rank, size, callbacks, capabilities)
         if self._living is not None:

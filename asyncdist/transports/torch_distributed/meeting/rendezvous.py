@@ -29,8 +29,8 @@ from typing import Any, Final, Protocol
 from torch import distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from asyncdist import environment
 from asyncdist.errors import TransportError
+from asyncdist.launchers import detection, job_rendezvous
 from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.meeting import serving
 from asyncdist.transports.torch_distributed.meeting.sealed_store import Refusals, SealedStore
@@ -111,7 +111,7 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
     if rendezvous is not None:
         return join_world(rendezvous, timeout_s)[0]
     of_group = dist.distributed_c10d._get_default_store()
-    store = SealedStore(of_group, environment.secret_of_group(*_place_of_store(of_group), size))
+    store = SealedStore(of_group, job_rendezvous.secret_of_job(*_place_of_store(of_group), size))
     gathering = _Gathering(store, rank, size, time.monotonic() + timeout_s)
     gathering.come()
     gathering.let_go()
@@ -155,7 +155,7 @@ def open_store(rendezvous: Rendezvous, deadline: float) -> SealedStore:
 
 def _loopback_hint(rendezvous: Rendezvous) -> str:
     """Return a sentence for errors that explains why ranks on other hosts may be missing, or an empty string."""
-    if rendezvous.rank or not rendezvous.is_loopback or environment.local_size() == rendezvous.size:
+    if rendezvous.rank or not rendezvous.is_loopback or detection.local_size() == rendezvous.size:
         return ""
     return (
         f". Rank 0 listens only on the loopback interface, since its MASTER_ADDR is {rendezvous.address}: if ranks "
@@ -305,7 +305,7 @@ class _Gathering:
 
     def _tell_who_is_missing(self) -> None:
         """Log the missing ranks on rank 0, or on one or two ranks of each host if rank 0 is missing."""
-        if self._rank == 0 or (not self.token and environment.local_rank() in (None, 0, 1)):
+        if self._rank == 0 or (not self.token and detection.local_rank() in (None, 0, 1)):
             logger.warning(
                 "rank %d waits for ranks %s, which have not arrived at the start of the world and may have ended; it "
                 "waits up to %.0f s longer%s",
@@ -457,7 +457,7 @@ def _await_server(rendezvous: Rendezvous, deadline: float, whose: str) -> None:
         except OSError as error:
             if until == deadline:
                 raise TransportError(f"{waits}, but {place}: {error}{cause}", port=rendezvous.port) from error
-            if environment.local_rank() in (None, 0):
+            if detection.local_rank() in (None, 0):
                 left_s = deadline - until
                 logger.warning(
                     "%s: %s yet; the rank waits up to %.0f s longer (%s)%s", waits, place, left_s, error, cause

@@ -16,6 +16,7 @@ from typing import Any, Final
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from asyncdist import environment
+from asyncdist.launchers import detection
 from asyncdist.trust.job_secret import JobSecret
 from asyncdist.validation import printable
 
@@ -55,7 +56,7 @@ class Refusals:
                 return
             count, self._count, self._quiet_until = self._count, 0, now + _REPORT_PERIOD_S
         # One other rank warns too, because rank 0 refuses nothing if only the others cannot read its port.
-        level = logging.WARNING if environment.local_rank() in (None, 0, 1) else logging.INFO
+        level = logging.WARNING if detection.local_rank() in (None, 0, 1) else logging.INFO
         more = f" and {count - 1} more" if count > 1 else ""
         logger.log(
             level,

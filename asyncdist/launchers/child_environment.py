@@ -1,0 +1,114 @@
+"""Chooses the variables that a rank's child processes, training libraries and new jobs see.
+
+A training library or a child process that sees a launcher's variables would take itself for a rank of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from asyncdist import local_host
+from asyncdist.environment import OF_RUN, RUN_VARIABLE, SECRET_VARIABLE
+from asyncdist.launchers.backends import BACKENDS, MPI_PREFIXES
+from asyncdist.launchers.variables import TORCH_NAMES
+from asyncdist.rank_program import SURVIVAL_VARIABLE
+
+#: Variable that passes an MPI rank's pid and launcher variables to the rank's child processes.
+_RANK_VARIABLE: Final = "ASYNCDIST_RANK"
+#: Prefix of users' settings that also begin with the launchers' prefix PMIX_.
+_MPI_SETTINGS: Final = "PMIX_MCA_"
+#: Prefixes of variables from which a training library would conclude that it may use all ranks for one training.
+_RANKS_OF_LAUNCHERS: Final = (
+    *("OMPI_COMM_WORLD_", "PMI_SIZE", "PMI_RANK", "MPI_LOCAL", "PALS_", "MV2_COMM_WORLD_"),
+    *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_TASKS_PER_NODE"),
+)
+_RANKS_OF_TORCH: Final = (*TORCH_NAMES, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "TORCHELASTIC_")
+#: The launcher's variables that :func:`hide_ranks` has removed from the environment.
+hidden: dict[str, str] = {}
+
+
+def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environ`` for a new job, without the launcher's variables if this process is a rank of another job.
+
+    Variables that users set for libraries are removed only if the launcher may have set them. Examples are MASTER_ADDR
+    in a torch rank, and the variable of ``mpirun --with-ft`` in an MPI rank.
+    """
+    is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
+    is_mpi_rank = any(name.startswith((_RANK_VARIABLE, "OMPI_COMM_WORLD_")) for name in environ)
+    own = (_RANK_VARIABLE, RUN_VARIABLE, SECRET_VARIABLE, *OF_RUN)
+    backends = [backend for name, backend in BACKENDS.items() if name != "torch" or is_torch_rank]
+    of_launchers = [prefix for backend in backends for prefix in backend.prefixes]
+    outer = (*own, *of_launchers, *((SURVIVAL_VARIABLE,) if is_mpi_rank else ()))
+    return {
+        name: text for name, text in environ.items() if not name.startswith(outer) or name.startswith(_MPI_SETTINGS)
+    }
+
+
+def for_ranks(
+    environ: Mapping[str, str], *, ranks: int, threads: int | None, cores: int | None = None
+) -> dict[str, str]:
+    """Return the variables that ``ranks`` ranks of a new job on one host share, without an outer launcher's variables.
+
+    OMP_NUM_THREADS is ``threads`` if not None, else the user's value, else a rank's share of the host's ``cores``.
+    """
+    share = max(1, (cores or local_host.available_cores()) // ranks)
+    chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return {"OMP_NUM_THREADS": str(share), **without_launchers(environ), **chosen}
+
+
+def hide_secret() -> None:
+    """Remove the job's secret from this process's environment, so that no child inherits it and no log shows it."""
+    if SECRET_VARIABLE in os.environ:
+        hidden[SECRET_VARIABLE] = os.environ.pop(SECRET_VARIABLE)
+
+
+def hide_ranks() -> None:
+    """Remove the variables that would make a training library use all ranks. :func:`ranks_shown` restores them."""
+    is_torch_rank = any(os.environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
+    names = _RANKS_OF_LAUNCHERS + (_RANKS_OF_TORCH if is_torch_rank else ())
+    for name in [name for name in os.environ if name.startswith(names)]:
+        hidden[name] = os.environ.pop(name)
+
+
+@contextlib.contextmanager
+def ranks_shown() -> Iterator[None]:
+    """Restore the launcher's hidden variables, but not the secret, during the ``with`` block."""
+    shown = {name: text for name, text in hidden.items() if name not in (*os.environ, SECRET_VARIABLE)}
+    os.environ.update(shown)
+    try:
+        yield
+    finally:
+        for name in shown:
+            os.environ.pop(name, None)
+
+
+def show_as_ranks(variables: Mapping[str, str]) -> None:
+    """Set launcher variables for a training library, instead of the hidden ones."""
+    os.environ.update(variables)
+
+
+def become_rank() -> None:
+    """Hide the variables that would make MPI mistake child processes for this rank.
+
+    ``os.environ`` keeps them for libraries in this process, but children do not inherit them. A data loader worker that
+    imports mpi4py.MPI, which initializes MPI, is then a world of one rank.
+    """
+    os.environ[_RANK_VARIABLE] = f"{os.getpid()} {' '.join(_place(os.environ))}"
+    for name in os.environ:
+        if name.startswith(MPI_PREFIXES) and not name.startswith(_MPI_SETTINGS):
+            os.unsetenv(name)
+
+
+def rank_above(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the pid of the MPI rank that is an ancestor of this process, or None."""
+    pid, *place = environ.get(_RANK_VARIABLE, "").split(" ")
+    return int(pid) if pid.isdecimal() and int(pid) != os.getpid() and _place(environ) <= set(place) else None
+
+
+def _place(environ: Mapping[str, str]) -> set[str]:
+    """Return the variables that identify an MPI rank, even among the ranks of a job that it starts."""
+    names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_SIZE", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
+    return {f"{name}={environ[name]}" for name in names if environ.get(name)}
