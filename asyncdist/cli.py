@@ -187,7 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         from asyncdist.live import beside  # imported only here, because it loads msgspec
 
         sys.exit(beside.run([*(word for word in own if word != "--live"), *rest]))
-    with local_host.heeding_children():
+    from asyncdist.launchers import launcher_signals
+
+    with launcher_signals.heeding_children():
         sys.exit(_main(options, rest))
 
 

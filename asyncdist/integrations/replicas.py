@@ -10,12 +10,12 @@ import torch
 from torch import distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from asyncdist import Group, LocalProtocolError, local_host, validation
+from asyncdist import Group, LocalProtocolError, validation
 from asyncdist.blocking import all_gather, gather
 from asyncdist.blocking.callers import SwitchingCaller
 from asyncdist.blocking.world import World
 from asyncdist.integrations.joining import choose_gpus
-from asyncdist.launchers import child_environment
+from asyncdist.launchers import addresses, child_environment
 from asyncdist.protocols.joining.state_transfer import packed, unpacked
 
 #: Key in a checkpoint for the policy states of a replica's ranks.
@@ -40,7 +40,7 @@ def show_replica(world: World, size: int) -> Replica:
     replica = replica_of(world, size)
     if world.size == 1:
         return replica
-    places = _gather_places(world, replica, local_host.find_free_port())
+    places = _gather_places(world, replica, addresses.find_free_port())
     if any(place.hostname != places[0].hostname for place in places):
         first = world.rank - replica.place
         raise ValueError(f"the ranks {first} to {first + size - 1} of one replica must be on one host")

@@ -8,9 +8,10 @@ from typing import Final
 
 import torch
 
-from asyncdist import local_host, validation
+from asyncdist import validation
 from asyncdist.functional.parallel_groups import ParallelLayout
 from asyncdist.launch import process_groups
+from asyncdist.launchers import addresses
 
 LAUNCH_METHODS: Final = ("forkserver", "spawn")
 
@@ -119,7 +120,7 @@ class MultiprocessConfig:
                 "same port on all hosts"
             )
         if size > 1 and self.init_method == "env://":
-            local_host.check_address("master_addr", self.master_addr)
+            addresses.check_address("master_addr", self.master_addr)
         rank = 0 if size == 1 else self.rank
         return dataclasses.replace(
             self,
@@ -127,5 +128,5 @@ class MultiprocessConfig:
             local_rank=rank % local_size if self.local_rank is None and rank is not None else self.local_rank,
             world_size=size,
             local_world_size=local_size,
-            master_port=self.master_port or local_host.find_free_port(),
+            master_port=self.master_port or addresses.find_free_port(),
         )

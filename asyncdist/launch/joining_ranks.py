@@ -23,7 +23,7 @@ from asyncdist import environment, local_host
 from asyncdist._version import __version__
 from asyncdist.launch import local_ranks, place_claims
 from asyncdist.launch.supervision.restarts import Restarts
-from asyncdist.launchers import child_environment
+from asyncdist.launchers import addresses, child_environment
 from asyncdist.trust import secret_files
 
 #: Timeout in seconds for connecting to the job's address.
@@ -93,7 +93,7 @@ def build_environments(
     than the job's other ranks. On another host, each launcher counts its ranks from 0.
     """
     places: list[tuple[int, int]] = job["places"]
-    is_at_job = local_host.is_loopback(host)
+    is_at_job = addresses.is_loopback(host)
     shared = child_environment.for_ranks(environ, ranks=len(places), threads=threads)
     shared |= {
         environment.SECRET_VARIABLE: secret,

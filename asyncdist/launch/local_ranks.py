@@ -36,7 +36,7 @@ from asyncdist._version import __version__
 from asyncdist.launch import guardians, place_claims, store_server
 from asyncdist.launch.supervision import endings
 from asyncdist.launch.supervision.restarts import Restarts
-from asyncdist.launchers import child_environment, job_rendezvous
+from asyncdist.launchers import addresses, child_environment, job_rendezvous, launcher_signals
 from asyncdist.trust import job_secret, secret_files
 from asyncdist.wording import ranks_in_words
 
@@ -100,7 +100,7 @@ def run(
         places: Size of the world if ranks may join later, or None.
     """
     local_host.check_ranks(ranks)
-    local_host.check_loopback()
+    addresses.check_loopback()
     given = given_secret(environ)
     is_open = places is not None and given is not None
     secret = given or job_secret.draw()
@@ -230,7 +230,7 @@ def build_environments(
     shared = child_environment.for_ranks(environ, ranks=ranks, threads=threads, cores=cores)
     newcomers = newcomer_variables(0, 0 if places is None else places - ranks)
     own = newcomers if restarts or places is not None else {}
-    port, run_id = local_host.find_free_port(), local_host.new_run_id()
+    port, run_id = addresses.find_free_port(), local_host.new_run_id()
     shared |= {
         environment.SECRET_VARIABLE: secret,
         environment.LOOPBACK_VARIABLE: "0" if is_open else "1",
@@ -292,7 +292,7 @@ def _popen(command: Sequence[str], variables: Mapping[str, str], what: str, *, s
 @contextlib.contextmanager
 def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
     """Put the signals that arrive during the ``with`` block into the queue ``events``."""
-    with local_host.signals_received(lambda number, is_key: events.put(("key" if is_key else "signal", number))):
+    with launcher_signals.signals_received(lambda number, is_key: events.put(("key" if is_key else "signal", number))):
         yield
 
 
@@ -350,10 +350,10 @@ class _Supervision(Generic[P]):
             self._stop_after(_explain(self._victims, 1, others=True))
 
     def _take_signal(self, number: int, *, is_key: bool) -> None:
-        if number not in local_host.ENDING_SIGNALS:
+        if number not in launcher_signals.ENDING_SIGNALS:
             self._passed_on.add(number)
             self._send(number, is_key=is_key)
-            local_host.stop_with_ranks(number)
+            launcher_signals.stop_with_ranks(number)
             return
         if not self._code:
             if self._victims:  # report the failure before the ranks are stopped

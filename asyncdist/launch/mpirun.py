@@ -24,7 +24,7 @@ from asyncdist.launch.hosts import remote_hosts
 from asyncdist.launch.hosts.remote_hosts import Host
 from asyncdist.launch.supervision import mpirun_process
 from asyncdist.launch.supervision.endings import JobEnds
-from asyncdist.launchers import child_environment
+from asyncdist.launchers import addresses, child_environment
 from asyncdist.transports import mpi_launchers
 from asyncdist.trust import mpi_folders
 
@@ -121,7 +121,7 @@ def run(
         else:
             assert ranks is not None
             if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # Open MPI could use any other interface
-                local_host.check_loopback()
+                addresses.check_loopback()
             on_one, cores = ranks, local_host.available_cores()
             environ = {**_ON_ONE_HOST[flavour], **environ}
         environ = build_environment(flavour, environ, ranks=on_one, cores=cores, threads=threads, survives=survives)

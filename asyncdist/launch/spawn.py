@@ -35,7 +35,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, ParamSpec, cast
 
-from asyncdist import environment, local_host
+from asyncdist import environment
 from asyncdist.launch import guardians, process_groups, rank_process
 from asyncdist.launch.config import MultiprocessConfig
 from asyncdist.launch.rank_process import (
@@ -49,6 +49,7 @@ from asyncdist.launch.rank_process import (
     check_call,
     check_process_group,
 )
+from asyncdist.launchers import addresses, launcher_signals
 from asyncdist.runtime.signals import interrupt_error
 
 P = ParamSpec("P")
@@ -99,7 +100,7 @@ def launch_subprocesses(
         for local_rank in range(size)
     ]
     ranks: list[_Child] = []
-    with local_host.heeding_children(), _passing_signals_on(ranks):
+    with launcher_signals.heeding_children(), _passing_signals_on(ranks):
         try:
             _start_all(ranks, func, configs, args, kwargs)
             _wait_for_all(ranks)
@@ -112,14 +113,14 @@ def _passing_signals_on(ranks: Sequence[_Child]) -> Iterator[None]:
     """Forward signals that have no handler to the ranks. Raise SystemExit after a signal that ends the job."""
 
     def take(number: int, _: FrameType | None) -> None:
-        if number in local_host.ENDING_SIGNALS:
+        if number in launcher_signals.ENDING_SIGNALS:
             raise interrupt_error(number)
         for child in ranks:
             child.send_signal(number)
-        local_host.stop_with_ranks(number)
+        launcher_signals.stop_with_ranks(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    numbers = local_host.PASSED_ON_SIGNALS if is_main else ()
+    numbers = launcher_signals.PASSED_ON_SIGNALS if is_main else ()
     taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
     for number in taken:
         signal.signal(number, take)
@@ -170,7 +171,7 @@ def _resolve_for(cfg: MultiprocessConfig, rank_offset: int) -> MultiprocessConfi
 
 def _check_port_is_free(port: int) -> None:
     try:
-        local_host.probe_port(port)
+        addresses.probe_port(port)
     except OSError as error:
         raise ValueError(
             f"master_port must be a port of this host on which rank 0 can listen, got {port} ({error.strerror}); pass "

@@ -1,1 +1,1 @@
-"""Reads the environment variables by which launchers describe ranks."""
+"""Facts about launchers and the ranks that they start: variables, signals, and the addresses at which ranks meet."""

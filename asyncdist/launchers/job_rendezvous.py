@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from asyncdist import environment, local_host
-from asyncdist.launchers import child_environment, detection, slurm
+from asyncdist import environment
+from asyncdist.launchers import addresses, child_environment, detection, slurm
 from asyncdist.launchers.variables import TORCH_NAMES, TorchRendezvous, Variables
 from asyncdist.trust import job_secret, secret_files
 from asyncdist.trust.job_secret import JobSecret
@@ -34,13 +34,13 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
     variables.check()
     assert launch is not None and launch.expected_size is not None and port is not None
     if launch.expected_size > 1:
-        local_host.check_address("MASTER_ADDR", environ["MASTER_ADDR"])
+        addresses.check_address("MASTER_ADDR", environ["MASTER_ADDR"])
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
     if environ.get(environment.RUN_VARIABLE, run_id) != run_id:  # a rank of another job has started this job
         environ = {name: text for name, text in environ.items() if name not in environment.OF_RUN}
         variables = Variables(environ)
     is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the same comparison as in torch.distributed
-    is_loopback = environ.get(environment.LOOPBACK_VARIABLE) != "0" and local_host.is_loopback(environ["MASTER_ADDR"])
+    is_loopback = environ.get(environment.LOOPBACK_VARIABLE) != "0" and addresses.is_loopback(environ["MASTER_ADDR"])
     return TorchRendezvous(
         launch.rank,
         launch.expected_size,
@@ -75,7 +75,7 @@ def secret_of_job(address: str, port: int, size: int, environ: Mapping[str, str]
     For a job on one host, the default is derived from the secret that the user's processes share.
     """
     text = given_secret(None if environ is os.environ else environ)
-    is_on_one_host = local_host.is_loopback(address) or detection.local_size(environ) == size
+    is_on_one_host = addresses.is_loopback(address) or detection.local_size(environ) == size
     if text is None and is_on_one_host and size > 1:
         text = secret_files.shared(environment.secret_directories(environ))
     return JobSecret((text or "").encode()).at_port(port)

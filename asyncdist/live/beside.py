@@ -13,7 +13,8 @@ import threading
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Final
 
-from asyncdist import environment, local_host
+from asyncdist import environment
+from asyncdist.launchers import launcher_signals
 from asyncdist.live import last_counters, top
 from asyncdist.story import sockets
 from asyncdist.story.finding import job_of_process
@@ -38,7 +39,7 @@ def run(words: Sequence[str]) -> int:
         why = top.NEEDS_RICH if shown else "the output is not a terminal"
         print(f"asyncdist run: --live: {why}; the job runs without the table", file=sys.stderr, flush=True)
         os.execv(sys.executable, command)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*local_host.PASSED_ON_SIGNALS, signal.SIGCHLD})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*launcher_signals.PASSED_ON_SIGNALS, signal.SIGCHLD})
     with tempfile.TemporaryDirectory(prefix="asyncdist-live-") as folder:
         child = subprocess.Popen(
             command,
@@ -81,11 +82,11 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
                     live.update(view.drawn(console), refresh=True)
                 except OSError:  # the terminal was closed, which usually also ends the child
                     is_gone = True
-            came = signal.sigtimedwait({*local_host.PASSED_ON_SIGNALS, signal.SIGCHLD}, top.PERIOD_S)
+            came = signal.sigtimedwait({*launcher_signals.PASSED_ON_SIGNALS, signal.SIGCHLD}, top.PERIOD_S)
             if came is not None and came.si_signo != signal.SIGCHLD:
-                if not local_host.has_reached_foreground(came):
+                if not launcher_signals.has_reached_foreground(came):
                     child.send_signal(came.si_signo)
-                local_host.stop_with_ranks(came.si_signo)
+                launcher_signals.stop_with_ranks(came.si_signo)
         if not is_gone:
             live.update(view.drawn_at_end(console, last_counters.collect(folder, own)), refresh=True)
         for copier in copiers:

@@ -12,8 +12,8 @@ import pytest
 from support import hosts, mpi
 from support.torchrun import run_jobs
 
-from asyncdist import local_host
 from asyncdist.launch import mpirun
+from asyncdist.launchers import addresses
 
 PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -65,7 +65,7 @@ def test_ranks_with_the_variables_of_the_job_sets_pods_meet(manifests: dict[str,
     assert program == "python"
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(local_host.find_free_port())}
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(addresses.find_free_port())}
     ended = run_jobs([([sys.executable, str(script)], {**each, **here}) for each in environments], 100.0).check()
     assert ended.reports == {rank: [4, 6.0] for rank in range(4)}
 

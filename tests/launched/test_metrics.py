@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import mpi, torchrun
 
-from asyncdist import local_host
+from asyncdist.launchers import addresses
 
 #: Each rank requests the other rank's counters while that rank computes and its loop does not run.
 ASKED = """
@@ -55,7 +55,7 @@ def check(told: str, rank: int) -> None:
 @pytest.mark.mpi
 def test_ranks_of_mpi_serve_while_they_compute() -> None:
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
-    port = local_host.find_free_port()
+    port = addresses.find_free_port()
     result = mpi.run_source(2, ASKED, env={"PORT": str(port), "ASYNCDIST_METRICS": str(port)}).check()
     for rank, told in result.reports.items():
         check(told, 1 - rank)
@@ -63,7 +63,7 @@ def test_ranks_of_mpi_serve_while_they_compute() -> None:
 
 def test_ranks_of_torch_serve_while_they_compute() -> None:
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
-    port = local_host.find_free_port()
+    port = addresses.find_free_port()
     result = torchrun.run_source(2, ASKED, env={"PORT": str(port), "ASYNCDIST_METRICS": str(port)}).check()
     for rank, told in result.reports.items():
         check(told, 1 - rank)

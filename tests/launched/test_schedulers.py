@@ -20,7 +20,7 @@ from support import pages, slurm
 from support.mpi import ROOT, base_environment
 from support.torchrun import run_jobs
 
-from asyncdist import local_host
+from asyncdist.launchers import addresses
 
 PAGE = ROOT / "docs" / "schedulers.md"
 LOOP = "            loss = (model(torch.randn(64, 8)) - 1).square().mean()\n"
@@ -149,7 +149,7 @@ def test_the_commands_for_skypilot_start_ranks_on_two_nodes(tmp_path: Path) -> N
     (tmp_path / "main.py").write_text(
         "import sys, asyncdist as ad\nfrom train import train\nprint(ad.run(train, sys.argv[1], 40))\n"
     )
-    run = task["run"].replace("29500", str(local_host.find_free_port())).replace("/shared/population", "population")
+    run = task["run"].replace("29500", str(addresses.find_free_port())).replace("/shared/population", "population")
     assert run != task["run"]
     bin_folder = str(Path(sys.executable).parent)
     nodes = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}

@@ -25,10 +25,11 @@ from support.processes import is_alive
 from support.subprocesses import METHODS, TIMEOUT_S, config, launch_here, note_rank, reports
 
 import asyncdist as ad
-from asyncdist import local_host, rank_program
+from asyncdist import rank_program
 from asyncdist.errors import RankLostError, TransportError
 from asyncdist.launch import guardians, local_ranks, rank_process, spawn
 from asyncdist.launch.config import MultiprocessConfig
+from asyncdist.launchers import addresses
 
 # ------------------------------------------------------------------------------------------------------------ failures
 
@@ -262,7 +263,7 @@ def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(
     for name in local_ranks.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(rank_process, "START_TIMEOUT_S", 1.0)
-    port = local_host.find_free_port()
+    port = addresses.find_free_port()
     cfg = MultiprocessConfig(rank=1, world_size=2, local_world_size=1, master_port=port)
     with pytest.raises(
         TransportError, match=f"rank 1 did not reach the other 1 ranks at 127.0.0.1:{port} within 1 s: "
@@ -285,7 +286,7 @@ def test_a_taken_master_port_is_named_before_a_rank_starts(monkeypatch: pytest.M
             match=f"master_port must be a port of this host on which rank 0 can listen, got {port} ",
         ):
             launch_here(note_rank, config(master_port=port), "folder")
-    local_host.probe_port(port)
+    addresses.probe_port(port)
 
 
 def await_signal(folder: str) -> None:

@@ -23,7 +23,7 @@ from asyncdist.errors import LocalProtocolError
 from asyncdist.functional.parallel_groups import ParallelLayout
 from asyncdist.launch import local_ranks, process_groups, spawn
 from asyncdist.launch.config import MultiprocessConfig
-from asyncdist.launchers import detection
+from asyncdist.launchers import addresses, detection
 from asyncdist.launchers.variables import Launch
 from asyncdist.runtime import run
 
@@ -289,7 +289,7 @@ def test_two_hosts_make_one_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Two launchers make one world, each with its offset; a backend that was set reaches the ranks of both."""
     monkeypatch.setenv("ASYNCDIST_BACKEND", "")
     ad.set_distributed_backend("cpu:gloo")
-    cfg = MultiprocessConfig(world_size=4, local_world_size=2, master_port=local_host.find_free_port())
+    cfg = MultiprocessConfig(world_size=4, local_world_size=2, master_port=addresses.find_free_port())
     first = threading.Thread(target=ad.launch_subprocesses, args=(note_rank, cfg, None, 0, str(tmp_path)))
     first.start()
     ad.launch_subprocesses(note_rank, cfg, None, 2, str(tmp_path))
@@ -340,7 +340,7 @@ def test_processes_of_ones_own_make_a_process_group() -> None:
         report(rank, [dist.get_rank(), dist.get_world_size(), dist.get_backend(), total.item(), os.environ["RANK"]])
         dist.destroy_process_group()
         """,
-        local_host.find_free_port(),
+        addresses.find_free_port(),
     ).check()
     assert done.reports == {rank: [2 - rank, 3, "gloo", 111, str(2 - rank)] for rank in range(3)}
 

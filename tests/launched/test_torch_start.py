@@ -17,9 +17,9 @@ from support.torchrun import rank_environment, run_ranks, run_source, run_torchr
 from torch import distributed as dist
 
 import asyncdist as ad
-from asyncdist import cli, local_host
+from asyncdist import cli
 from asyncdist.errors import TransportError
-from asyncdist.launchers import detection, job_rendezvous
+from asyncdist.launchers import addresses, detection, job_rendezvous
 from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.torch_distributed.meeting import rendezvous
 from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering as Gathering
@@ -151,7 +151,7 @@ def test_a_group_of_the_users_that_no_launcher_made_is_found() -> None:
             torch.multiprocessing.spawn(work, (sys.argv[1], 2), nprocs=2)
     """
     unset = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
-    result = run_source(1, source, f"tcp://127.0.0.1:{local_host.find_free_port()}", env=unset).check()
+    result = run_source(1, source, f"tcp://127.0.0.1:{addresses.find_free_port()}", env=unset).check()
     assert result.reports == {rank: ["torch", rank, 2, 2.0] for rank in range(2)}
 
 
@@ -285,7 +285,7 @@ def test_one_rank_of_each_host_says_what_it_waits_for(
     """Regression: all ranks waited silently if MASTER_ADDR, or Slurm's first host, was not the host of rank 0."""
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(rendezvous, "NOTICE_S", 0.0)
-    port = local_host.find_free_port()
+    port = addresses.find_free_port()
     place = TorchRendezvous(1, 2, "127.0.0.1", port, False, why_missing="It may be elsewhere")
     with pytest.raises(TransportError, match=r"rank 1 .*\brank 0\b.*It may be elsewhere"):
         rendezvous._await_server(place, time.monotonic() + 0.1, "rank 0")
@@ -358,7 +358,7 @@ def test_sizes_that_differ_are_named() -> None:
 
 def test_a_store_that_is_gone_is_not_retried_beyond_the_timeout() -> None:
     """Regression: the retries took two minutes if rank 0 failed after another rank had found its listener."""
-    port = local_host.find_free_port()
+    port = addresses.find_free_port()
     place = TorchRendezvous(1, 2, "127.0.0.1", port, False)
     with pytest.raises(TransportError, match=rf"rank 1 cannot use the job's store at 127\.0\.0\.1:{port}"):
         rendezvous._reach(place, port, deadline=time.monotonic())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import asyncdist as ad
-from asyncdist import local_host
+from asyncdist.launchers import addresses
 from asyncdist.live.counters import PolicyCounters, RankCounters
 from protocols import AsyncSelectiveAveragingPolicy
 
@@ -52,7 +52,7 @@ def test_each_rank_serves_its_counters_at_its_port() -> None:
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     from prometheus_client.parser import text_string_to_metric_families
 
-    port = local_host.find_free_port()
+    port = addresses.find_free_port()
     told = ad.run_local(train, port, ranks=2, metrics=port)[0]
     found = {
         sample.name: (sample.value, sample.labels)
@@ -71,7 +71,7 @@ def test_reply_needs_no_name_resolution_and_its_server_stops() -> None:
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     from asyncdist.live.prometheus import PrometheusServer
 
-    port = local_host.find_free_port()
+    port = addresses.find_free_port()
     for _ in range(2):  # the port is free again
         server = PrometheusServer(lambda: AFTER, "127.0.0.1", port)
         assert 'asyncdist_role{policy="mine",rank="1",role="idle"} 1.0' in page(port)
@@ -83,7 +83,7 @@ def test_who_never_completes_a_question_is_left(monkeypatch: pytest.MonkeyPatch)
     from asyncdist.live import prometheus
 
     monkeypatch.setattr(prometheus, "_TIMEOUT_S", 0.05)
-    port = local_host.find_free_port()
+    port = addresses.find_free_port()
     server = prometheus.PrometheusServer(lambda: AFTER, "127.0.0.1", port)
     with socket.create_connection(("127.0.0.1", port), timeout=5.0) as client:
         client.sendall(b"GET /metrics HTTP/1.0\r\n")
@@ -95,7 +95,7 @@ def test_malformed_requests_are_logged_once(caplog: pytest.LogCaptureFixture) ->
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     from asyncdist.live.prometheus import PrometheusServer
 
-    port = local_host.find_free_port()
+    port = addresses.find_free_port()
     server = PrometheusServer(lambda: AFTER, "127.0.0.1", port)
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", port), timeout=5.0) as client:

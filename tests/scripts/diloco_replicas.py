@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import asyncdist as ad
-from asyncdist import local_host
+from asyncdist.launchers import addresses
 from protocols import AsyncDiLoCoPolicy, DiLoCoPolicy, SelectiveDiLoCoPolicy
 
 SIZE, EVERY, STEPS, KILLED_AT = 2, 4, 20, 10
@@ -169,7 +169,7 @@ def survive(world: ad.World, model: nn.Module, killed: int, kind: str) -> dict[s
 
 with ad.blocking.open_world() as world:
     torch.set_num_threads(1)
-    port = int(ad.blocking.all_gather(torch.tensor(local_host.find_free_port(), device="cpu"))[0])
+    port = int(ad.blocking.all_gather(torch.tensor(addresses.find_free_port(), device="cpu"))[0])
     if "MASTER_PORT" not in os.environ:  # the ranks were not started by a launcher of torch
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=world.rank, world_size=world.size)

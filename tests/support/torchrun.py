@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncdist import local_host
+from asyncdist.launchers import addresses
 from support import warm
 from support.mpi import REPORTS, ROOT, base_environment
 
@@ -87,7 +87,7 @@ def run_ranks(
         env: Variables to add to this process's environment.
         missing: Ranks that are not started.
     """
-    port = local_host.find_free_port()
+    port = addresses.find_free_port()
     command = [sys.executable, *warm.command(script, args, base_environment(), env or {})]
     started = [rank for rank in range(ranks) if rank not in missing]
     return run_jobs([(command, {**rank_environment(rank, ranks, port), **(env or {})}) for rank in started], timeout_s)
@@ -124,7 +124,7 @@ def run_torchruns(
         env: Variables to add to this process's environment.
     """
     where = ["--nnodes", str(agents), "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
-    where += ["--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{local_host.find_free_port()}"]
+    where += ["--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{addresses.find_free_port()}"]
     where += ["--local-addr", "127.0.0.1"]
     with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder:
         script = Path(folder, "program.py")

@@ -14,6 +14,7 @@ import pytest
 from asyncdist import cli, environment as launch, local_host, rank_program
 from asyncdist.launch import mpirun
 from asyncdist.launch.mpirun import Installation
+from asyncdist.launchers import addresses
 
 # -- finding an MPI ----------------------------------------------------------------------------------------------------
 
@@ -213,12 +214,12 @@ def test_a_host_without_loopback_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: object, **__: object) -> NoReturn:
         raise OSError(101, "Network is unreachable")
 
-    local_host.check_loopback()
+    addresses.check_loopback()
     monkeypatch.setattr("socket.create_connection", refuse)
     with pytest.raises(
         local_host.LaunchError, match=r"127\.0\.0\.1 \(Network is unreachable\), because the loopback interface is down"
     ):
-        local_host.check_loopback()
+        addresses.check_loopback()
 
 
 # -- ports and output --------------------------------------------------------------------------------------------------
@@ -230,25 +231,25 @@ def test_free_port_is_outside_the_kernels_range_for_connections(
 ) -> None:
     """Regression: a port that the kernel had given to a connection meanwhile prevented a job from starting."""
     (tmp_path / "range").write_text(given)
-    monkeypatch.setattr(local_host, "_PORT_RANGE", tmp_path / "range")
-    assert all(first <= local_host.find_free_port() <= last for _ in range(50))
+    monkeypatch.setattr(addresses, "_PORT_RANGE", tmp_path / "range")
+    assert all(first <= addresses.find_free_port() <= last for _ in range(50))
 
 
 def test_a_port_at_which_a_process_listens_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    lowest = local_host._lowest_ephemeral_port()
-    taken = local_host.find_free_port()
+    lowest = addresses._lowest_ephemeral_port()
+    taken = addresses.find_free_port()
     with socket.create_server(("", taken)):
         draws = itertools.chain([lowest - 1 - taken], itertools.count(7))
         monkeypatch.setattr("secrets.randbelow", lambda _: next(draws))
-        assert taken != local_host.find_free_port() <= lowest - 8
+        assert taken != addresses.find_free_port() <= lowest - 8
 
 
 def test_where_the_kernel_gives_all_ports_it_gives_this_one_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "range").write_text("1024\t65535\n")
-    monkeypatch.setattr(local_host, "_PORT_RANGE", tmp_path / "range")
-    assert local_host.find_free_port() >= 1024
+    monkeypatch.setattr(addresses, "_PORT_RANGE", tmp_path / "range")
+    assert addresses.find_free_port() >= 1024
 
 
 def test_a_rank_waits_until_what_it_has_printed_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

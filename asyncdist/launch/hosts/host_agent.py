@@ -38,7 +38,7 @@ from asyncdist import environment, local_host  # noqa: E402
 from asyncdist._version import __version__  # noqa: E402
 from asyncdist.launch import local_ranks  # noqa: E402
 from asyncdist.launch.supervision.guardian_reports import GuardianReports  # noqa: E402
-from asyncdist.launchers import child_environment  # noqa: E402
+from asyncdist.launchers import addresses, child_environment  # noqa: E402
 from asyncdist.trust.mpi_folders import MpiFolders  # noqa: E402
 
 
@@ -128,7 +128,7 @@ class _Agent:
         self._tell(
             hello=versions(),
             cores=local_host.available_cores(),
-            port=local_host.find_free_port(),
+            port=addresses.find_free_port(),
             folders={"files": self._folders.files, "memory": self._folders.memory},
         )
 

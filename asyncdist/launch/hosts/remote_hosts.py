@@ -24,6 +24,7 @@ from typing import IO, Any, Final
 
 from asyncdist import environment, local_host
 from asyncdist.launch.hosts import host_agent
+from asyncdist.launchers import launcher_signals
 from asyncdist.trust.mpi_folders import MpiFolders
 from asyncdist.wording import ranks_in_words
 
@@ -260,7 +261,7 @@ class Agent:
 
     @staticmethod
     def _reading(read: Callable[[IO[bytes]], None], pipe: IO[bytes]) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, local_host.PASSED_ON_SIGNALS)  # another thread handles signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, launcher_signals.PASSED_ON_SIGNALS)  # another thread handles signals
         with pipe:
             read(pipe)
 

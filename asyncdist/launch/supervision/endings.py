@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Final
 
-from asyncdist import local_host
+from asyncdist.launchers import launcher_signals
 from asyncdist.wording import ranks_in_words
 
 #: Return codes of ranks that were stopped by another rank or by mpirun, and are not the cause.
@@ -24,7 +24,7 @@ def how_ended(returncode: int, *, was_passed_on: bool = False) -> str:
     """Describe how a process has ended. ``was_passed_on`` is true if the launcher sent the signal that killed it."""
     if returncode > 0:
         return f"ended with exit code {returncode}"
-    how = f"was killed by {local_host.signal_name(-returncode)}"
+    how = f"was killed by {launcher_signals.signal_name(-returncode)}"
     if was_passed_on:
         return f"{how}, which asyncdist run passed on: the script has no handler for it"
     return how + " (the kernel kills processes when memory is short: see dmesg)" * (returncode == -signal.SIGKILL)

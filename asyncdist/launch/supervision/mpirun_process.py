@@ -33,6 +33,7 @@ from asyncdist.launch import guardians
 from asyncdist.launch.hosts.remote_hosts import Agent
 from asyncdist.launch.supervision.endings import JobEnds
 from asyncdist.launch.supervision.mpirun_words import MpirunWords
+from asyncdist.launchers import launcher_signals
 
 #: Maximum seconds for ranks to end before mpirun ends them.
 STOP_S: Final = 10.0
@@ -50,7 +51,7 @@ _SILENCE_S: Final = 30.0
 _HOLD_S: Final = 0.2
 #: Signals that Open MPI's mpirun passes on to its ranks. Other signals would end it.
 _FOR_MPIRUN: Final = frozenset(
-    {*local_host.ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT, signal.SIGALRM}
+    {*launcher_signals.ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT, signal.SIGALRM}
 ) - {signal.SIGQUIT}
 
 
@@ -103,7 +104,7 @@ class _Job:
         self._have_met = threading.Event()
         self._has_silent_hosts = False
         self._at_terminal = {0} if is_on_this_host and os.isatty(0) else set()
-        self._signals = local_host.signals_received(
+        self._signals = launcher_signals.signals_received(
             lambda number, is_key: self._events.put(("signal", (number, is_key)))
         )
         self._reports, self._reported = os.pipe()
@@ -216,7 +217,7 @@ class _Job:
             return ("late", None)
 
     def _take_signal(self, number: int, *, is_key: bool) -> None:
-        is_ending = number in local_host.ENDING_SIGNALS
+        is_ending = number in launcher_signals.ENDING_SIGNALS
         if is_ending and self._ends.asked_to_end is None:
             self._ends.asked_to_end = number
             self._stop_at = time.monotonic() + STOP_S
@@ -227,7 +228,7 @@ class _Job:
         if self._agents and self._guarded_count < self._ends.ranks:
             if number in _FOR_MPIRUN:
                 self._process.send_signal(number)
-        elif number == local_host.STORY_SIGNAL and not self._guarded_count:
+        elif number == launcher_signals.STORY_SIGNAL and not self._guarded_count:
             _say("no rank has started yet")
         else:
             for rank, guardian in self._guarded.items():
@@ -235,7 +236,7 @@ class _Job:
                     guardian.send(number)
             if self._guarded_count < self._ends.ranks:
                 self._missed.add(number)
-        local_host.stop_with_ranks(number)
+        launcher_signals.stop_with_ranks(number)
 
     def _take_report(self, rank: int, what: str, number: int, agent: Agent | None) -> None:
         if what == "guarded":

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from asyncdist import local_host
+from asyncdist.launchers import addresses
 
 TIMEOUT: Final = timedelta(seconds=60)
 
@@ -21,7 +21,7 @@ def serve(address: str, port: int, *, size: int | None = None, is_open: bool = F
         size: Number of processes, or None if unknown.
         is_open: Whether to listen on all addresses, because processes know the host by different addresses.
     """
-    listener = None if is_open else local_host.listen_at(address, port)
+    listener = None if is_open else addresses.listen_at(address, port)
     shares_process = port != 0  # Share a store that the user's program serves on this port.
     if listener is None:
         return TCPStore(address, port, size, True, TIMEOUT, wait_for_workers=False, multi_tenant=shares_process)
