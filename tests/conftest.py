@@ -19,9 +19,12 @@ pytest_plugins = ["pytester"]
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
 pytest.register_assert_rewrite("support", "conformance", "helpers")
-# A shell's background jobs ignore SIGINT, and jobs that are started and interrupted here would inherit that.
+# A shell's background jobs ignore SIGINT, and those of nohup SIGHUP. Jobs that are started and signalled here would
+# inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 # During the imports, a third of the time would go into collections that find no garbage; see pytest_collection_finish.

@@ -248,7 +248,9 @@ async def main(world: ad.World) -> None:
         shared_memory_reduce.PIECE_NBYTES = 4096 if story is the_same_bits else 1 << 16
         await story(world)
         await ad.barrier()
-    named = {name for name in set(os.listdir("/dev/shm")) - names_before if "asyncdist" in name}
+    new = set(os.listdir("/dev/shm")) - names_before
+    # Another job that starts meanwhile on this host has a folder of MPI's files.
+    named = {name for name in new if "asyncdist" in name and not name.startswith("asyncdist-mpi-")}
     assert not named, named
     report(world.rank, [story.__name__ for story in STORIES])
 
