@@ -245,6 +245,7 @@ class Training(Generic[PolicyT]):
 
     Attributes:
         kind: The argument ``kind``.
+        options: The argument ``options``.
         name: The policy's option ``name``, or "" if it has none.
         policy: Open policy; None before and after the training.
         is_judged: Whether the policy's steps need this rank's metric. Policies that use no metric, or have the option
@@ -260,7 +261,7 @@ class Training(Generic[PolicyT]):
     ) -> None:
         self.kind = kind
         self.name = str(options.get("name", ""))
-        self._options = options
+        self.options = options
         self._warning = warning
         self.is_judged = True
         self._saved: Mapping[str, Any] | None = None
@@ -291,7 +292,7 @@ class Training(Generic[PolicyT]):
         # A user may begin the training again in the except clause that handles the exhausted memory.
         if (error := sys.exception()) is not None and is_out_of_memory(error):
             note_out_of_memory()
-        made = self.kind(model, optimizer, **self._options)
+        made = self.kind(model, optimizer, **self.options)
         continues_numbers = are_restored and made.iteration > 0
         self.is_judged = made.takes_metric and made._metric is None
         if self.is_judged and made.calls_metric:

@@ -103,10 +103,11 @@ class Averaging(Callback, Generic[PolicyT]):
         **options: Any,
     ) -> None:
         training = averaging(policy, options, monitor=monitor)
-        size = options.get("replica_size", 1)
+        # LightningCLI would pass the default in options.get("weights", "equal") to every policy.
+        size = training.options.get("replica_size", 1)
         self._set_up(training, monitor, optimizer_index, size)
         self._count_name = "averages"
-        self._counts_examples = options.get("weights", "equal") != "equal"
+        self._counts_examples = training.options.get("weights", "equal") != "equal"
         self._policy_name = policy.__name__ if size == 1 else f"{policy.__name__}, replicas of {size}"
 
     def _set_up(

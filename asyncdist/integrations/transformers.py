@@ -96,9 +96,9 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
     def __init__(self, policy: type[PolicyT], *, monitor: str | None = None, **options: Any) -> None:
         training = averaging(policy, options, monitor=monitor)
-        self._set_up(training, monitor, options.get("replica_size", 1))
+        self._set_up(training, monitor, training.options.get("replica_size", 1))
         self._count_name = "averages"
-        self._counts_tokens = options.get("weights", "equal") != "equal"
+        self._counts_tokens = training.options.get("weights", "equal") != "equal"
 
     def _set_up(self, training: Training[PolicyT], monitor: str | None, replica_size: int) -> None:
         self.monitor = monitor

@@ -397,7 +397,7 @@ def test_lightning_goes_on_from_the_last_checkpoint_of_each_rank(library: str, t
 
 
 LIGHTNING_CLI = """
-    from asyncdist.integrations.lightning import SelectiveAveraging
+    from asyncdist.integrations.lightning import Averaging, SelectiveAveraging
     import contextlib, io, os, sys, torch
     from lightning.pytorch import LightningModule
     from lightning.pytorch.cli import LightningCLI
@@ -429,7 +429,9 @@ LIGHTNING_CLI = """
     cli = LightningCLI(Module, args=["fit", "--config", "run.yaml"])
     (averaging,) = [each for each in cli.trainer.callbacks if isinstance(each, SelectiveAveraging)]
     rank = int(cli.trainer.default_root_dir[-1])
-    report(rank, [cli.trainer.global_step, averaging.last_info is not None, refusals])
+    other = LightningCLI(Module, run=False, args=["--config", "gossip.yaml"])
+    (gossip,) = [each for each in other.trainer.callbacks if isinstance(each, Averaging)]
+    report(rank, [cli.trainer.global_step, averaging.last_info is not None, refusals, gossip._training.options])
 """
 CLI_CONFIG = """
 trainer:
@@ -450,6 +452,17 @@ trainer:
         name: from the file
         start_timeout_s: 100
 """
+CLI_CONFIG_OF_GOSSIP = """
+trainer:
+  devices: 1
+  accelerator: cpu
+  callbacks:
+    - class_path: asyncdist.integrations.lightning.Averaging
+      init_args:
+        policy: protocols.GossipPolicy
+      dict_kwargs:
+        average_every: 5
+"""
 
 
 @pytest.mark.mpi
@@ -459,12 +472,14 @@ def test_lightning_cli_reads_the_options_from_a_file(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(LIGHTNING_CLI))
     (tmp_path / "run.yaml").write_text(CLI_CONFIG)
+    (tmp_path / "gossip.yaml").write_text(CLI_CONFIG_OF_GOSSIP)
     reports = torchrun.run_ranks(2, program, tmp_path, timeout_s=240, env=warm_environment()).check().reports
     for rank in range(2):
-        steps, has_stepped, (misspelled, mistyped) = reports[rank]
+        steps, has_stepped, (misspelled, mistyped), options_of_gossip = reports[rank]
         assert steps == 32 and has_stepped
         assert "replacment_ratio" in misspelled and "not accepted" in misspelled, misspelled
         assert "replacement_ratio" in mistyped and "half" in mistyped, mistyped
+        assert options_of_gossip == {"average_every": 5}
 
 
 @pytest.mark.mpi
