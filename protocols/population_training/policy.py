@@ -32,7 +32,7 @@ from asyncdist.protocols.population_training.exploring import Explorer, donor_fo
 from asyncdist.protocols.population_training.hyperparameters import Value
 from asyncdist.protocols.population_training.lineage import Lineage, LineageEntry
 from asyncdist.protocols.population_training.options import ELSEWHERE, ExploringOptions, PopulationTrainingOptions
-from asyncdist.protocols.population_training.settings import OptimizerSettings, load_moments
+from asyncdist.protocols.population_training.settings import OptimizerSettings, load_moments, schedules
 from asyncdist.protocols.ranking import replacer_count
 from asyncdist.protocols.selective.messages import REPLACER, Assign, Frozen
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
@@ -223,7 +223,9 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         return self
 
     def _change_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        settings = OptimizerSettings(optimizer, self._own_options.hyperparameters, None)
+        own = self._own_options
+        scheduler = own.lr_scheduler if schedules(own.lr_scheduler, optimizer) else None
+        settings = OptimizerSettings(optimizer, own.hyperparameters, scheduler)
         super()._change_optimizer(optimizer)
         self._settings = settings
         self._settings.write(self._values)

@@ -53,7 +53,7 @@ class OptimizerSettings:
                 "from Lightning's configure_optimizers"
             )
         for each in self._schedulers:
-            if getattr(each, "optimizer", None) is not self._optimizer or not hasattr(each, "base_lrs"):
+            if not hasattr(each, "base_lrs") or not _is_schedule_of(each, self._optimizer):
                 raise TypeError(
                     "lr_scheduler must be a scheduler of torch.optim.lr_scheduler with base_lrs, for the policy's "
                     f"optimizer, got {lr_scheduler!r:.80}"
@@ -121,10 +121,26 @@ class OptimizerSettings:
         return [_number_in(group, key) for group in self._groups(name)]
 
 
+def schedules(scheduler: Any, optimizer: Any) -> bool:
+    """Return whether a scheduler, or a scheduler that it contains, changes the learning rates of an optimizer."""
+    return any(_is_schedule_of(each, optimizer) for each in _schedulers_in(scheduler))
+
+
+def _is_schedule_of(scheduler: Any, optimizer: Any) -> bool:
+    # Accelerate and Fabric wrap optimizers, but a wrapper has the parameter groups of its optimizer.
+    scheduled = getattr(scheduler, "optimizer", None)
+    return scheduled is not None and scheduled.param_groups is optimizer.param_groups
+
+
 def _schedulers_in(scheduler: Any) -> list[Any]:
-    """Return a scheduler and those that it contains, as SequentialLR does, if they have a base learning rate."""
+    """Return a scheduler and those that it contains, as SequentialLR does, if they have a base learning rate.
+
+    For a scheduler that Accelerate has prepared, return the schedulers inside the wrapper.
+    """
     if scheduler is None:
         return []
+    if not hasattr(scheduler, "base_lrs") and hasattr(scheduler, "scheduler"):
+        return _schedulers_in(scheduler.scheduler)
     inner = [each for part in getattr(scheduler, "_schedulers", ()) for each in _schedulers_in(part)]
     has_base = hasattr(scheduler, "base_lrs") or not inner
     return [*([scheduler] if has_base else []), *inner]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import asyncdist as ad
 from asyncdist.integrations import joining
-from protocols import AverageAllPolicy, DiLoCoPolicy
+from protocols import AverageAllPolicy, DiLoCoPolicy, PopulationTrainingPolicy
 
 
 @pytest.fixture
@@ -51,6 +51,31 @@ def train(
         accelerator.save_state(str(folder))
     averaging.close()
     return policy
+
+
+@pytest.mark.slow  # imports accelerate
+def test_a_population_has_a_prepared_scheduler(integration: Any) -> None:
+    """Regression: the policy refused a scheduler that was prepared, or whose optimizer was."""
+    import accelerate
+
+    def main(world: ad.blocking.World) -> tuple[float, float]:
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inner = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, inner)
+        policy = PopulationTrainingPolicy(
+            model, optimizer, average_every=2, hyperparameters={"lr": (0.1, 1.0)}, lr_scheduler=scheduler
+        )
+        with integration.Averaging(policy) as averages:
+            for step in range(4):
+                optimizer.step()
+                scheduler.step()
+                averages.step(loss=float(step + world.rank))
+        return policy.hyperparameters["lr"], inner.base_lrs[0]
+
+    ranks = ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
+    assert all(own == base != 0.1 for own, base in ranks)
 
 
 @pytest.mark.slow  # imports accelerate
