@@ -75,6 +75,13 @@ def open_standard_files() -> None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
+def print_line(text: str) -> None:
+    """Print a line on standard error. Do nothing if its disk is full or its reader has ended, so that jobs continue."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError is raised if the file is closed
+        sys.stderr.write(f"{text}\n")  # one call, so that lines of several processes do not mix
+        sys.stderr.flush()
+
+
 def available_cores() -> int:
     """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):  # macOS lacks this function

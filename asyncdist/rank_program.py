@@ -130,7 +130,8 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     except SystemExit as error:
         code = error.code
         if code is not None and not isinstance(code, int):  # the argument of sys.exit was a message
-            print(code, file=sys.stderr)
+            with contextlib.suppress(OSError):  # raised if the disk is full, or no process reads the output
+                print(code, file=sys.stderr, flush=True)
         code = ending.code = exit_code(code)
         if code and os.getpid() == process_id:  # a child forked by the script must not end the job
             _leave_world(error)
@@ -139,7 +140,8 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     except BaseException as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # drops this function's frame
         told = _leave_world(error) if os.getpid() == process_id else error
-        with contextlib.suppress(KeyboardInterrupt):  # raised if Ctrl-C ended a peer before it reached this rank
+        # KeyboardInterrupt is raised if Ctrl-C ended a peer before it reached this rank, and OSError by a full disk.
+        with contextlib.suppress(KeyboardInterrupt, OSError):
             _tell_error(told)
         code = ending.code = 130 if isinstance(error, KeyboardInterrupt) else 1
         if os.getpid() == process_id:

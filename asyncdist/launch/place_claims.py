@@ -14,6 +14,7 @@ launcher has ended, and places whose ranks were not reported as ended become fre
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -139,13 +140,19 @@ def main(host: str, port: int, count: int, version: str) -> None:
     except (ClaimError, RuntimeError) as error:
         has_closed = is_store or not _listens(host, port)
         unsaid = "the job has ended" if has_closed else "the process at this address is not a job's store"
-        print(json.dumps({"error": str(error) if isinstance(error, ClaimError) else unsaid}), flush=True)
+        _tell({"error": str(error) if isinstance(error, ClaimError) else unsaid})
         return
-    print(json.dumps(found), flush=True)
+    _tell(found)
     try:
         keep(store, found["places"], sys.stdin)
     except RuntimeError:  # the store has been closed
         return
+
+
+def _tell(news: dict[str, Any]) -> None:
+    """Print one line of JSON. Do nothing if the launcher has just ended. :func:`keep` then frees the places."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(1, json.dumps(news).encode() + b"\n")
 
 
 def _listens(host: str, port: int) -> bool:

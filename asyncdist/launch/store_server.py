@@ -42,9 +42,11 @@ def main(address: str, port: int, *, is_open: bool) -> None:
 
 def carry_out(store: Any, lines: Iterable[str]) -> None:
     """Process the launcher's lines: set a key for ``KEY VALUE``, and print the text of ``!TEXT``."""
+    from asyncdist import local_host
+
     for line in lines:
         if line.startswith("!"):
-            print(line[1:].rstrip("\n"), file=sys.stderr, flush=True)
+            local_host.print_line(line[1:].rstrip("\n"))
             continue
         key, _, value = line.rstrip("\n").partition(" ")
         store.set(key, value)

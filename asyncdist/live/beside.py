@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Final
 
-from asyncdist import environment
+from asyncdist import environment, local_host
 from asyncdist.launchers import launcher_signals
 from asyncdist.live import last_counters, top
 from asyncdist.story import sockets
@@ -37,7 +37,7 @@ def run(words: Sequence[str]) -> int:
     shown = [number for number in (1, 2) if os.isatty(number)]
     if not shown or not top.has_rich():
         why = top.NEEDS_RICH if shown else "the output is not a terminal"
-        print(f"asyncdist run: --live: {why}; the job runs without the table", file=sys.stderr, flush=True)
+        local_host.print_line(f"asyncdist run: --live: {why}; the job runs without the table")
         os.execv(sys.executable, command)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*launcher_signals.PASSED_ON_SIGNALS, signal.SIGCHLD})
     with tempfile.TemporaryDirectory(prefix="asyncdist-live-") as folder:

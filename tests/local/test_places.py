@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import queue
 import signal
 import socket
@@ -159,12 +161,35 @@ class Refuses:
 
 @pytest.mark.parametrize("kind", [Closes, Refuses])
 def test_store_that_closes_during_the_call_means_the_job_is_over(
-    kind: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: type, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Regression: the error said that the address is not a store's."""
     monkeypatch.setattr("torch.distributed.TCPStore", kind)
     place_claims.main("127.0.0.1", 1, 1, VERSION)  # no process listens at this address
-    assert json.loads(capsys.readouterr().out) == {"error": "the job has ended"}
+    assert json.loads(capfd.readouterr().out) == {"error": "the job has ended"}
+
+
+def test_places_of_a_launcher_killed_during_the_claim_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the process that had claimed a place failed to report it, and no rank could take the place again."""
+    common = HashStore()
+    store = SealedStore(common, JobSecret(b"k" * 16).at_port(1)).part("asyncdist")
+    for rank, state in enumerate(["held", "free 1"]):
+        store.set(f"place/{rank}", state)
+    store.set(place_claims.JOB, place_claims.describe("a job", 2, 1, VERSION))
+    monkeypatch.setenv("ASYNCDIST_JOB_SECRET", "k" * 16)
+    monkeypatch.setattr("torch.distributed.TCPStore", lambda *_, **__: common)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    before, (unread, written) = os.dup(1), os.pipe()
+    os.close(unread)
+    os.dup2(written, 1)
+    try:
+        monkeypatch.setattr("sys.stdout", os.fdopen(1, "w", closefd=False))
+        place_claims.main("127.0.0.1", 1, 1, VERSION)
+    finally:
+        os.dup2(before, 1)
+    os.close(before)
+    os.close(written)
+    assert states_of(store) == ["held", "free 2"]
 
 
 def test_places_of_a_silent_launcher_are_free_once_it_has_ended() -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import bdb
+import errno
+import io
 import itertools
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
 
 from asyncdist import cli, environment as launch, local_host, rank_program
-from asyncdist.launch import mpirun
+from asyncdist.launch import mpirun, store_server
+from asyncdist.launch.hosts import remote_hosts
 from asyncdist.launch.mpirun import Installation
+from asyncdist.launch.supervision import mpirun_process
+from asyncdist.launch.supervision.restarts import Restarts
 from asyncdist.launchers import addresses
 
 # -- finding an MPI ----------------------------------------------------------------------------------------------------
@@ -324,3 +330,24 @@ def test_a_debugger_without_input_says_where_there_is_one() -> None:
         os.dup2(before, 0)
         os.close(before)
     assert len(error.__notes__) == 1 and "asyncdist replay DIR --rank RANK --pdb" in error.__notes__[0]
+
+
+class FullDisk(io.StringIO):
+    """A file on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, text)
+
+
+def test_a_launcher_continues_if_its_lines_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: no killed rank was restarted, and the ranks of a job with --places waited for its store."""
+    keys: dict[str, str] = {}
+    full = os.open("/dev/full", os.O_WRONLY)
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.stderr", FullDisk())
+        Restarts.say("rank 1 was killed")
+        mpirun_process._say("rank 1 was killed")
+        remote_hosts._write(full, b"a rank's output")
+        store_server.carry_out(SimpleNamespace(set=keys.__setitem__), ["!to join, run\n", "places 4\n"])
+    os.close(full)
+    assert keys == {"places": "4"}

@@ -142,7 +142,7 @@ class _Agent:
                 ended=lambda: events.put(("ended", rank)),
             )
         except local_host.LaunchError as error:
-            print(f"asyncdist run: {error}", file=sys.stderr, flush=True)
+            local_host.print_line(f"asyncdist run: {error}")
             self._tell(ended=rank, code=127)
 
     def _tell(self, **news: Any) -> None:

@@ -297,11 +297,9 @@ class Agent:
             code = self._process.wait()
             self._readers[1].join(_CLOSE_S)
             why = f"; {self._last_words}" * bool(self._last_words)
-            print(
+            local_host.print_line(
                 f"asyncdist run: the connection to {self.host.name} has ended (exit code {code}{why}), and with it "
-                f"{ranks_in_words(self._ranks)}",
-                file=sys.stderr,
-                flush=True,
+                f"{ranks_in_words(self._ranks)}"
             )
         for rank in sorted(self._ranks):
             self._ranks.pop(rank).note_end(255)
@@ -315,7 +313,7 @@ class Agent:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):  # raised if no process reads this process's output
+    with contextlib.suppress(OSError):  # raised if no process reads this process's output, or its disk is full
         while data:
             data = data[os.write(descriptor, data) :]
 

@@ -22,7 +22,6 @@ import secrets
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -349,7 +348,7 @@ class _RemoteGuardian:
 
 
 def _say(text: str) -> None:
-    print(f"asyncdist run: {text}", file=sys.stderr, flush=True)
+    local_host.print_line(f"asyncdist run: {text}")
 
 
 def _write(data: bytes) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
-from asyncdist import environment
+from asyncdist import environment, local_host
 from asyncdist.launch import store_server
 from asyncdist.launch.supervision import endings
 
@@ -90,4 +89,4 @@ class Restarts(Generic[P]):
     @staticmethod
     def say(text: str) -> None:
         """Print ``text`` as one line of the launcher's output."""
-        print(f"asyncdist run: {text}", file=sys.stderr, flush=True)
+        local_host.print_line(f"asyncdist run: {text}")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import multiprocessing
-import sys
 from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Final, NoReturn
 
-from asyncdist import rank_program
+from asyncdist import local_host, rank_program
 from asyncdist.errors import DisagreementError, LateError, RankLostError, RemoteError, has_cause_here, is_consequence
 from asyncdist.launchers import child_environment, detection
 from asyncdist.messaging.engine import Timer
@@ -134,12 +133,11 @@ async def fail(
             _uncancel()
     if not settled() and not in_process:
         silent = sorted(set(range(world.size)) - world.peers.answered - {world.rank})
-        sys.stderr.write(
-            f"asyncdist: rank {world.rank}: ranks {silent} did not stop within {grace_s:g} s; aborting the job\n"
+        local_host.print_line(
+            f"asyncdist: rank {world.rank}: ranks {silent} did not stop within {grace_s:g} s; aborting the job"
         )
         if tell_story is not None:
-            sys.stderr.write(f"asyncdist: {tell_story()}\n")
-        sys.stderr.flush()
+            local_host.print_line(f"asyncdist: {tell_story()}")
         transport.abort(1)
         exit_immediately(1)
     world.close()
@@ -235,7 +233,7 @@ def _print_failure(rank: int, error: BaseException, heard: BaseException | None)
 
 def end_late(error: LateError) -> NoReturn:
     """End this restarted process successfully, because the other ranks have already ended."""
-    print(f"asyncdist: {error.message}, so nothing is left to do", file=sys.stderr, flush=True)
+    local_host.print_line(f"asyncdist: {error.message}, so nothing is left to do")
     raise SystemExit(0) from error
 
 

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Final
 
+from asyncdist import local_host
 from asyncdist.errors import RankLostError
 from asyncdist.runtime.failing.tracebacks import format_error
 from asyncdist.tensors.serialization import cut_text, words_of
@@ -39,11 +40,11 @@ class FailureReport:
 
     def print_traceback(self, error: BaseException, rank: int) -> None:
         """Print the traceback on stderr, beginning with the user's first frame."""
-        self._print(f"asyncdist: rank {rank} failed:\n{format_error(error)}", error)
+        self._print(f"asyncdist: rank {rank} failed:\n{format_error(error).rstrip()}", error)
 
     def print_line(self, line: str, error: BaseException) -> None:
         """Print one line about an error, instead of its traceback."""
-        self._print(f"asyncdist: {line}\n", error)
+        self._print(f"asyncdist: {line}", error)
 
     def shorten(self, error: BaseException, line: str) -> None:
         """Make the interpreter print ``line`` instead of a traceback if ``error`` ends the program."""
@@ -57,8 +58,7 @@ class FailureReport:
             return
         self._set_hook()
         self._printed.append(error)
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        local_host.print_line(text)
 
     def _set_hook(self) -> None:
         if not self._has_hook:
@@ -80,7 +80,7 @@ class FailureReport:
         if id(error) not in told:
             previous(kind, value, trace)
         elif line := told[id(error)]:
-            sys.stderr.write(f"asyncdist: {line}\n")
+            local_host.print_line(f"asyncdist: {line}")
 
 
 def _let_interrupts_kill() -> None:

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from asyncdist import rank_program
+from asyncdist import local_host, rank_program
 from asyncdist.errors import LocalProtocolError
 
 
@@ -97,9 +97,9 @@ def end_at_next_turn(loop: asyncio.AbstractEventLoop, rank: int) -> None:
 
 
 def _end_in_loop(rank: int) -> None:
-    sys.stderr.write(
+    local_host.print_line(
         f"asyncdist: process {os.getpid()} ends: it is a forked child of rank {rank} and has awaited in the rank's "
-        "event loop, which only the rank may do; end such a process with sys.exit() or os._exit()\n"
+        "event loop, which only the rank may do; end such a process with sys.exit() or os._exit()"
     )
     exit_immediately(1)
 

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from asyncdist import local_host
 from asyncdist.live import counters
 from asyncdist.runtime.story.collecting import collect, job_name
 from asyncdist.runtime.story.signs import Signs
@@ -222,7 +223,7 @@ class WaitReporter:
             time.sleep(_ASKED_TOGETHER_S)
             lower = (place for place in self._places() if place.rank < self._world.rank)
             if not any(sockets.was_asked(place) for place in lower):
-                _write(tell_job(*self._ask_all(own)))
+                local_host.print_line(f"asyncdist: {tell_job(*self._ask_all(own))}")
         except Exception as error:  # A report must never end a run.
             logger.debug("rank %d could not report the waits of all ranks", self._world.rank, exc_info=error)
 
@@ -259,7 +260,7 @@ class WaitReporter:
         self._note_told(text)
         for count, place in enumerate(self._places()):
             sockets.say_told(place, text if count < _KEEPER_COUNT else "")
-        _write(text)
+        local_host.print_line(f"asyncdist: {text}")
 
     def _note_told(self, text: str) -> None:
         """Record that the reports were printed. If ``text`` is not empty, make the loop add it to the rank's events."""
@@ -284,11 +285,6 @@ class WaitReporter:
         stories = {own.rank: own, **sockets.ask(others)}
         silent = [Silent(each.rank, each.pid, each.is_alive, each.state) for each in others if each.rank not in stories]
         return dict(sorted(stories.items())), silent
-
-
-def _write(text: str) -> None:
-    sys.stderr.write(f"asyncdist: {text}\n")
-    sys.stderr.flush()
 
 
 def _read_all(client: socket.socket) -> str:
