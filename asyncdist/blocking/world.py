@@ -199,8 +199,8 @@ def open_world(
     Under ``asyncdist sim``, each simulated rank runs the whole script. The arguments are the same as for
     :func:`asyncdist.run`.
 
-    The first SIGINT raises KeyboardInterrupt in the body, and the first SIGTERM raises SystemExit. A second signal ends
-    the process.
+    The first SIGINT raises KeyboardInterrupt in the body, and the first SIGTERM or SIGHUP raises SystemExit. A second
+    SIGINT or SIGTERM ends the process.
 
     Raises:
         LocalProtocolError: This rank already has an open world.

@@ -1,7 +1,8 @@
-"""Ends a rank after Ctrl-C (SIGINT) or SIGTERM.
+"""Ends a rank after Ctrl-C (SIGINT), SIGTERM or SIGHUP.
 
 The first signal asks the rank to stop at its next await, and the second ends the process. The handlers are plain signal
-handlers, because those of an event loop do not run while torch blocks the loop.
+handlers, because those of an event loop do not run while torch blocks the loop. When a terminal closes, its ranks
+receive SIGHUP, often twice, so a second SIGHUP is ignored.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from asyncdist import rank_program
 from asyncdist.runtime.failing.process_ends import exit_immediately
 from asyncdist.runtime.story.requests import StoryRequests, forget_in_child
 
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Context manager that cancels tasks at the first SIGINT or SIGTERM, and ends the process at the second.
+    """Context manager that cancels tasks at the first signal of :data:`SIGNALS`, and ends the process at the second.
 
-    Outside the main thread, it does nothing. In a forked process, the previous handlers are restored.
+    Outside the main thread, it does nothing. In a forked process, the previous handlers are restored. SIGHUP has no
+    effect if it is ignored, as under ``nohup``, or if the program handles it.
 
     Args:
         spares_process: Whether the second signal raises KeyboardInterrupt or SystemExit instead of ending the process,
@@ -91,8 +93,12 @@ class Interrupts:
         self._story_requests.__enter__()
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                self._previous[number] = signal.signal(number, self._handle)
+                if number != signal.SIGHUP or self._heeds_hangup():
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
+
+    def _heeds_hangup(self) -> bool:
+        return signal.getsignal(signal.SIGHUP) is signal.SIG_DFL and not self._spares_process
 
     def __exit__(self, *_: object) -> None:
         self._story_requests.__exit__()
@@ -104,8 +110,10 @@ class Interrupts:
         return self._previous[number]
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self.received is not None:
+            return
         rank_program.write_past_mpirun()
-        if number == signal.SIGTERM and not self._spares_process:
+        if number != signal.SIGINT and not self._spares_process:
             _forget_workers()
         if self.received is not None and not self._spares_process:
             rank_program.abort_over_pmi(128 + number)

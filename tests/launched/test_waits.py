@@ -37,6 +37,7 @@ STANDS = """
     [
         ("SIGINT", "KeyboardInterrupt", "was interrupted"),
         pytest.param("SIGTERM", "SystemExit: 143 (SIGTERM)", "was terminated (SIGTERM)", marks=pytest.mark.long),
+        pytest.param("SIGHUP", "SystemExit: 129 (SIGHUP)", "was terminated (SIGHUP)", marks=pytest.mark.long),
     ],
 )
 def test_at_a_signal_every_rank_says_what_it_was_waiting_for(number: str, told: str, said_by_2: str) -> None:

@@ -481,6 +481,30 @@ def test_signal_while_main_blocks_until_its_return_is_raised(
         ad.run_local(main, ranks=ranks)
 
 
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN, print], ids=["default", "ignored", "handled"])
+def test_a_hangup_ends_main_unless_ignored_or_handled(handler: Any) -> None:
+    """Regression: ranks whose terminal closed were killed: they neither left the job nor reported their waits."""
+
+    async def main(world: ad.World) -> str:
+        for _ in range(2):  # a shell sends it again
+            signal.raise_signal(signal.SIGHUP)
+        await world.sleep(0.01)
+        return "slept"
+
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        if handler is signal.SIG_DFL:
+            with pytest.raises(SystemExit) as ended:
+                ad.run_local(main, ranks=1)
+            assert ended.value.code == 128 + signal.SIGHUP
+            assert ended.value.__notes__[0].startswith("rank 0 was waiting for World.sleep")
+        else:
+            assert ad.run_local(main, ranks=1) == ["slept"]
+        assert signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_main_that_catches_its_signals_cancellation_returns() -> None:
     async def main(world: ad.World) -> str:
         signal.raise_signal(signal.SIGINT)

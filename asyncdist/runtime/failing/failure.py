@@ -13,7 +13,7 @@ from asyncdist import local_host, rank_program
 from asyncdist.errors import DisagreementError, LateError, RankLostError, RemoteError, has_cause_here, is_consequence
 from asyncdist.launchers import child_environment, detection
 from asyncdist.messaging.engine import Timer
-from asyncdist.runtime.failing.failure_report import FailureReport, is_termination, peer_failed, summarise
+from asyncdist.runtime.failing.failure_report import FailureReport, peer_failed, summarise, termination_of
 from asyncdist.runtime.failing.process_ends import exit_immediately
 from asyncdist.runtime.failing.replica_mates import ReplicaMates, end_as_lost
 from asyncdist.runtime.peers import Failed, FailureAcknowledged
@@ -225,8 +225,8 @@ def _print_failure(rank: int, error: BaseException, heard: BaseException | None)
         _report.print_line(f"rank {rank} stopped: {error}", error)
     elif isinstance(error, KeyboardInterrupt):
         _report.print_line(_with_notes(f"rank {rank} was interrupted", error), error)
-    elif is_termination(error):
-        _report.print_line(_with_notes(f"rank {rank} was terminated (SIGTERM)", error), error)
+    elif name := termination_of(error):
+        _report.print_line(_with_notes(f"rank {rank} was terminated ({name})", error), error)
     elif not isinstance(error, SystemExit | LateError):
         _report.print_traceback(error, rank)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Final
@@ -21,6 +21,8 @@ from asyncdist.tensors.serialization import cut_text, words_of
 
 #: Maximum size of a rank's failure summary, in bytes.
 _SUMMARY_NBYTES_MAX: Final = 1200
+#: Names of the signals that end a rank with SystemExit, by exit code.
+_TERMINATIONS: Final[Mapping[object, str]] = {128 + number: number.name for number in (signal.SIGTERM, signal.SIGHUP)}
 
 #: Function that receives the exception that ends this rank, for a program that starts ranks and reports their failures
 #: itself.
@@ -99,14 +101,17 @@ def _summary(error: BaseException) -> str:
         return "; ".join(map(_summary, error.exceptions))
     _, text = words_of(error)
     first = text.splitlines()[0] if text else ""
-    if is_termination(error):
-        first += " (SIGTERM)"
+    if name := termination_of(error):
+        first += f" ({name})"
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def is_termination(error: BaseException) -> bool:
-    """Return whether the error ends this rank because of SIGTERM, or of ``sys.exit`` with the corresponding code."""
-    return isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
+def termination_of(error: BaseException) -> str:
+    """Return the signal because of which ``error`` ends this rank, SIGTERM or SIGHUP, or "" for another error.
+
+    The error of ``sys.exit`` with the corresponding exit code is the same.
+    """
+    return _TERMINATIONS.get(error.code, "") if isinstance(error, SystemExit) else ""
 
 
 def peer_failed(rank: int, summary: str) -> RankLostError:

@@ -17,7 +17,7 @@ from asyncdist.recording.events import Event
 from asyncdist.simulation.replay.log import Key
 
 #: Errors with which a signal ended the user's ``main``.
-_SIGNALS: Final = (f"SystemExit: {128 + signal.SIGTERM}", "KeyboardInterrupt")
+_SIGNALS: Final = (f"SystemExit: {128 + signal.SIGTERM}", f"SystemExit: {128 + signal.SIGHUP}", "KeyboardInterrupt")
 
 
 def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence[Event]]:
