@@ -42,7 +42,7 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
-from asyncdist.tensors.byte_views import byte_view, split
+from asyncdist.tensors.byte_views import byte_view, new_memory, split
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.collectives.one_sided")
@@ -342,7 +342,7 @@ class _StreamedWindow(VersionedWindow):
         self._others = tuple(rank for rank in ranks if rank != services.rank)
         self._nbytes = nbytes
         self._chunk_nbytes = chunk_nbytes
-        self._slots = [torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
+        self._slots = [new_memory(nbytes).zero_() for _ in range(2)]
         # Number the versions so that a record of the process before a restart never describes a version of this
         # process.
         self.version = self.first = services.incarnation % _INCARNATION_COUNT * _VERSION_COUNT

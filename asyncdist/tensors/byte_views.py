@@ -97,6 +97,12 @@ def write(tensor: Tensor, values: Tensor) -> None:
         tensor.copy_(values)
 
 
+@torch.inference_mode(False)  # the tensor is used after the caller's inference mode has ended
+def new_memory(nbytes: int) -> Tensor:
+    """Allocate uninitialised memory as a uint8 tensor."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
 def empty_stack(like: Tensor, count: int) -> Tensor:
     """Return an uninitialised CPU tensor that can stack ``count`` tensors of the shape and dtype of ``like``."""
     return torch.empty((count, *like.shape), dtype=like.dtype, device="cpu")

@@ -204,6 +204,7 @@ def _unpack_dict(flat: list[Any]) -> dict[Any, Any]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
+@torch.inference_mode(False)  # the tensor is used after the caller's inference mode has ended
 def _unpack_tensor(content: list[Any]) -> torch.Tensor:
     name, shape, data = content
     dtype = _DTYPES[name]

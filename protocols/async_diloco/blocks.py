@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from asyncdist import RemoteProtocolError
-from asyncdist.protocols.exchange.fetch import new_bytes
-from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, new_memory, norm_of, scatter, subtract
+from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, norm_of, scatter, subtract
 from asyncdist.protocols.joining.state_transfer import state_nbytes_max
+from asyncdist.tensors.byte_views import new_memory
 from asyncdist.tensors.codecs import Codec, ErrorFeedback, find_codec
 from asyncdist.tensors.flat_state import Entry
 
@@ -66,7 +66,7 @@ class Layouts:
                 f"the outer optimizer's state of rank {source} must have from 1 to {limit} bytes, got {nbytes}",
                 rank=source,
             )
-        return new_bytes(nbytes)
+        return new_memory(nbytes)
 
     def loaded_anchor(self, values: Sequence[Tensor]) -> Block:
         """Copy saved values of an anchor into a new block. Raise ValueError if they have other shapes."""

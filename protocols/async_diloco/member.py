@@ -31,9 +31,9 @@ from asyncdist.protocols.async_diloco.messages import (
 from asyncdist.protocols.async_diloco.options import ServerOptions
 from asyncdist.protocols.async_diloco.server import Server
 from asyncdist.protocols.exchange.catching_up.offers import SECOND, Offers
-from asyncdist.protocols.exchange.fetch import new_bytes
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.scopes import PolicyScopes
+from asyncdist.tensors.byte_views import new_memory
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.async_diloco")
@@ -320,7 +320,7 @@ class AsyncMember:
 
     async def _take_answer(self, leader: int, number: int, report: Applied) -> None:
         """Fetch the anchor that contains this rank's contribution, and the outer optimizer's state if it is offered."""
-        block, outer, nbytes = self._layouts.new_block(), new_bytes(0), report.outer_nbytes
+        block, outer, nbytes = self._layouts.new_block(), new_memory(0), report.outer_nbytes
         try:
             if nbytes:
                 outer = self._layouts.new_outer(nbytes, leader)

@@ -45,9 +45,9 @@ from asyncdist.protocols.async_diloco.options import ServerOptions
 from asyncdist.protocols.async_diloco.timing.grace import SyncTimes, grace_period
 from asyncdist.protocols.async_diloco.timing.pace import steps_at_speed
 from asyncdist.protocols.exchange.catching_up.offers import SECOND, Offers
-from asyncdist.protocols.exchange.fetch import new_bytes
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.state_transfer import packed, unpacked
+from asyncdist.tensors.byte_views import new_memory
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.async_diloco.server")
@@ -381,7 +381,7 @@ class Server:
         if rank not in self._membership.living:
             return
         block = self._block()
-        outer = new_bytes(0)
+        outer = new_memory(0)
         if self._regional is not None and rank != me and self._regional.needs_mirror(rank, anchor.version):
             is_mirror = True
         if is_mirror:

@@ -154,8 +154,3 @@ class Fetch:
 def as_buffers(part: Tensor) -> FlatBuffers:
     """Return a uint8 tensor as buffers that a :class:`SnapshotServer` can offer."""
     return FlatBuffers((), {torch.uint8: part}, ())
-
-
-def new_bytes(nbytes: int) -> Tensor:
-    """Allocate uninitialised memory for received bytes."""
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -21,13 +21,14 @@ from asyncdist.host_memory.shared_memory import SharedMemory
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
-from asyncdist.protocols.exchange.fetch import REQUEST_COUNT_MAX, Fetch, as_buffers, new_bytes
+from asyncdist.protocols.exchange.fetch import REQUEST_COUNT_MAX, Fetch, as_buffers
 from asyncdist.protocols.exchange.messages import RoundState, Verdict
-from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, new_memory
+from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout
 from asyncdist.protocols.parameter_stream import neighbours
 from asyncdist.protocols.parameter_stream.messages import PART_CHUNK_COUNT
 from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.protocols.parameter_stream.server import Offer, SnapshotServer
+from asyncdist.tensors.byte_views import new_memory
 from asyncdist.tensors.flat_state import FlatBuffers
 
 logger = logging.getLogger("protocols.exchange.rounds")
@@ -363,7 +364,7 @@ class RoundTransfers:
             for each in owned:
                 for donor in verdict.donors:
                     if donor != me:
-                        into = new_bytes(layout.nbytes_of(each))
+                        into = new_memory(layout.nbytes_of(each))
                         given[each, donor] = self._fetch(own, donor, into, _label(0, each, layout))
             for each in others:
                 into = layout.part(own.mean, each, of_mean=True)
@@ -433,9 +434,9 @@ class RoundTransfers:
 
     def _scratch_of(self, count: int, nbytes: int) -> list[Tensor]:
         if not self._scratch or len(self._scratch[0]) < nbytes:
-            self._scratch = [new_bytes(nbytes)]
+            self._scratch = [new_memory(nbytes)]
         while len(self._scratch) < count:
-            self._scratch.append(new_bytes(len(self._scratch[0])))
+            self._scratch.append(new_memory(len(self._scratch[0])))
         return self._scratch[:count]
 
     def _fetch(self, own: MemberRound, source: int, into: Tensor, label: Part) -> Fetch:

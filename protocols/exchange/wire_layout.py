@@ -25,7 +25,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from asyncdist.tensors.byte_views import byte_view, flat_bytes
+from asyncdist.tensors.byte_views import byte_view, flat_bytes, new_memory
 from asyncdist.tensors.codecs import Codec, codec_of_means, find_codec
 from asyncdist.tensors.flat_state import Entry, accumulate_dtype, is_finite
 from asyncdist.tensors.means import mean_into, weighted_mean_into
@@ -302,6 +302,7 @@ class WireLayout:
         """Return the size in bytes of the memory for all encoded vectors, including gaps between them."""
         return sum(_aligned(_encoding(vector, of_mean).nbytes(0, vector.count)) for vector in self.vectors)
 
+    @torch.inference_mode(False)  # views of another dtype would otherwise belong to the caller's inference mode
     def encoded_in(self, memory: Tensor, *, of_mean: bool = False) -> list[Tensor]:
         """Return a view of ``memory``, which has at least :meth:`memory_nbytes` bytes, for each encoded vector.
 
@@ -326,6 +327,7 @@ class WireLayout:
         """Allocate memory for each encoded vector. Only the gaps are initialised."""
         return self.encoded_in(new_memory(self.memory_nbytes(of_mean=of_mean)), of_mean=of_mean)
 
+    @torch.inference_mode(False)
     def part(self, encoded: Sequence[Tensor], each: Slice, *, of_mean: bool = False) -> Tensor:
         """Return a slice of encoded vectors as a uint8 tensor."""
         encoding = _encoding(self.vectors[each.vector], of_mean)
@@ -408,12 +410,6 @@ def _piece_count(vector: Vector) -> int:
     """Return the number of elements in a piece, a multiple of the codec's block."""
     block = 1 if vector.codec is None else vector.codec.block
     return max(1, _PIECE_COUNT // block) * block
-
-
-@torch.inference_mode(False)  # the tensor is used after the caller's inference mode has ended
-def new_memory(nbytes: int) -> Tensor:
-    """Allocate uninitialised memory as a uint8 tensor."""
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _aligned(size: int, alignment: int = _ALIGNMENT_NBYTES) -> int:

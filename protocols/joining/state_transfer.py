@@ -23,7 +23,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant
 from asyncdist.protocols.step_info import StepInfo
 from asyncdist.tensors import serialization
-from asyncdist.tensors.byte_views import byte_view, split
+from asyncdist.tensors.byte_views import byte_view, new_memory, split
 from asyncdist.tensors.optimizers.loading import named_state
 
 logger = logging.getLogger("protocols.joining.state_transfer")
@@ -57,7 +57,7 @@ def packed(value: Any) -> torch.Tensor:
 
     description = serialization.encode(place(value))
     head = -(-(_LENGTH_NBYTES + len(description)) // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-    data = torch.zeros(head + end, dtype=torch.uint8, device="cpu")
+    data = new_memory(head + end).zero_()
     bytes_of = byte_view(data)
     bytes_of[:_LENGTH_NBYTES] = len(description).to_bytes(_LENGTH_NBYTES, "little")
     bytes_of[_LENGTH_NBYTES : _LENGTH_NBYTES + len(description)] = description
@@ -74,6 +74,7 @@ def state_nbytes_max(model_nbytes: int) -> int:
     return _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * model_nbytes
 
 
+@torch.inference_mode(False)  # views of another dtype would otherwise belong to the caller's inference mode
 def unpacked(data: torch.Tensor) -> Any:
     """Restore a tree that :func:`packed` has packed. Its tensors are views of ``data``.
 
@@ -220,7 +221,7 @@ class StateTransfer:
             TimeoutError: The deadline has passed.
             RemoteProtocolError: The donor offers no state, has aborted, or has a state larger than ``nbytes_max``.
         """
-        size = torch.empty(_LENGTH_NBYTES, dtype=torch.uint8, device="cpu")
+        size = new_memory(_LENGTH_NBYTES)
         await self._receive(size, donor, round, deadline)
         nbytes = int.from_bytes(bytes(byte_view(size)), "little")
         if not _LENGTH_NBYTES < nbytes <= nbytes_max:
@@ -229,7 +230,7 @@ class StateTransfer:
                 f"{nbytes}",
                 rank=donor,
             )
-        state = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        state = new_memory(nbytes)
         await self._receive(state, donor, round, deadline)
         return state
 

@@ -13,7 +13,7 @@ import torch
 
 from asyncdist.messaging.streams import WINDOW_COUNT
 from asyncdist.protocols.parameter_stream.messages import parts_of
-from asyncdist.tensors.byte_views import byte_view
+from asyncdist.tensors.byte_views import byte_view, new_memory
 from asyncdist.tensors.flat_state import FlatBuffers
 
 #: Maximum number of concurrently requested snapshots. Each iteration of the event loop tests all their receives.
@@ -51,7 +51,7 @@ class ChunkRing:
         place = number % WINDOW_COUNT
         found = self._buffers.get(place)
         if found is None:
-            found = torch.empty(self.chunk_nbytes, dtype=torch.uint8, device="cpu")
+            found = new_memory(self.chunk_nbytes)
             self._buffers[place] = found
         return found
 
@@ -59,7 +59,7 @@ class ChunkRing:
         """Return a buffer of ``count`` elements of ``dtype``, whose memory the next call reuses."""
         nbytes = count * dtype.itemsize
         if self._scratch is None or self._scratch.nbytes < nbytes:
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            self._scratch = new_memory(nbytes)
         return self._scratch[:nbytes].view(dtype)
 
     @property

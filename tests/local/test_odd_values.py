@@ -17,9 +17,11 @@ from torch import nn
 import asyncdist as ad
 from asyncdist.tensors.infinities import all_finite
 from protocols import (
+    AsyncDiLoCoPolicy,
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     OneSidedSelectiveAveragingPolicy,
+    PopulationTrainingPolicy,
     SpawnPolicy,
     StepInfo,
 )
@@ -304,3 +306,34 @@ def test_inference_mode_buffer_is_refused_by_name(policy: str) -> None:
         POLICIES[policy](model, sgd(model))
     with torch.inference_mode():
         POLICIES[policy](model, sgd(model))
+
+
+#: Policies whose ranks write to tensors that they have kept since an earlier step.
+KEEPING: dict[str, Callable[..., SpawnPolicy]] = {
+    "async diloco": lambda *of, **options: AsyncDiLoCoPolicy(*of, quorum=2, **options),
+    "one-sided": lambda *of, **options: OneSidedSelectiveAveragingPolicy(*of, age_range=(2, 4), **options),
+    "population": lambda *of, **options: PopulationTrainingPolicy(
+        *of, hyperparameters={"lr": (0.001, 0.1)}, quantile=0.5, **options
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_some_steps_are_in_inference_mode(kind: str) -> None:
+    """Regression: tensors that these policies keep were made in inference mode, and then written outside it."""
+
+    async def train(world: ad.World) -> list[bool]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        async with KEEPING[kind](model, optimizer, average_every=2) as policy:
+            for step in range(24):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                with torch.inference_mode(step % 6 != 5):
+                    await policy.step(-float(world.rank))
+        kept = [*model.state_dict().values(), *(each for state in optimizer.state.values() for each in state.values())]
+        return [tensor.is_inference() for tensor in kept]
+
+    assert not any(map(any, ad.run_local(train, ranks=2, strict=True)))

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 logger = logging.getLogger("asyncdist.tensors.optimizers.loading")
@@ -117,6 +118,7 @@ def _difference(names: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) ->
     return "some parameters are in other groups"
 
 
+@torch.inference_mode(False)  # the state is used after the caller's inference mode has ended
 def load_exactly(optimizer: Any, state: Mapping[str, Any]) -> None:
     """Call ``optimizer.load_state_dict(state)``, but keep the dtype of each tensor in the state.
 

@@ -46,6 +46,7 @@ def _has_slow_weights(optimizer: Any) -> bool:
     return any(isinstance(state, Mapping) and SLOW.intersection(state) for state in optimizer.state.values())
 
 
+@torch.inference_mode(False)  # the state is used after the caller's inference mode has ended
 def _reset_adagrad(optimizer: torch.optim.Adagrad) -> None:
     """Restore the state that the constructor created. Up to torch 2.12, Adagrad's step needs it."""
     for group in optimizer.param_groups:

@@ -15,10 +15,10 @@ from asyncdist import RankLostError, RemoteProtocolError
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.exchange.catching_up.offers import Offers
-from asyncdist.protocols.exchange.fetch import new_bytes
 from asyncdist.protocols.exchange.messages import ExchangeMessage, StateOffer, StateRequest, StateTaken
 from asyncdist.protocols.exchange.wire_layout import WireLayout
 from asyncdist.protocols.joining.state_transfer import packed, state_nbytes_max, unpacked
+from asyncdist.tensors.byte_views import new_memory
 
 logger = logging.getLogger("protocols.exchange.catching_up")
 
@@ -104,7 +104,7 @@ class CatchUp:
                 f"the state of rank {source} after round {number} must have from 1 to {limit} bytes, got {nbytes}",
                 rank=source,
             )
-        block = new_bytes(nbytes)
+        block = new_memory(nbytes)
         try:
             await self._offers.fetch(source, number, block)
             if own.version * len(self._fragments) < number:
