@@ -39,6 +39,7 @@ from asyncdist.integrations.joining import (
     Training,
     below,
     hide_ranks,
+    hide_ranks_from,
     join,
     note_out_of_memory,
     settle_open_trainings,
@@ -179,6 +180,7 @@ def _note_exhausted_memory(memory: Any) -> None:
     memory.should_reduce_batch_size = decide_for_rank
 
 
+hide_ranks_from(accelerate.state.PartialState)
 accelerate.state.GradientState._shared_state = _GradientsOfRank(accelerate.state.GradientState._shared_state)
 _note_exhausted_memory(accelerate.utils.memory)
 _give_ranks_folders(accelerate.Accelerator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -59,6 +60,25 @@ def hide_ranks() -> None:
         _chosen_from = torch.cuda.device_count()
         choose_gpus([number])
     child_environment.hide_ranks()
+
+
+def hide_ranks_from(state: Any) -> None:
+    """Patch accelerate's ``PartialState`` to hide variables that a launcher has set after the integration's import.
+
+    ``notebook_launcher`` forks its ranks from a process that may have imported the integration, and sets their
+    variables afterwards.
+    """
+    make = state.__init__
+    if hasattr(make, "__wrapped__"):  # another integration has patched it
+        return
+
+    @functools.wraps(make)
+    def make_hidden(self: Any, *args: Any, **options: Any) -> None:
+        if not state._shared_state:
+            hide_ranks()
+        make(self, *args, **options)
+
+    state.__init__ = make_hidden
 
 
 def choose_gpus(numbers: Sequence[int]) -> None:

@@ -29,6 +29,7 @@ from urllib.parse import quote
 import torch
 
 from asyncdist import validation
+from asyncdist.blocking.callers import find_caller
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.world import World
 from asyncdist.integrations.joining import (
@@ -38,6 +39,7 @@ from asyncdist.integrations.joining import (
     averaging,
     below,
     hide_ranks,
+    hide_ranks_from,
     join,
     log_once_that_rank_0_pushes,
     refuse_copy,
@@ -117,8 +119,6 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
             replica = _show_replica_once(self._world, replica_size)
             self._number, self._place = replica.number, replica.place
             self._folder = f"replica{self._number}"
-        if self._world.rank:  # the trainer's constructor adds the progress bar before it calls any callback
-            transformers.trainer.DEFAULT_PROGRESS_CALLBACK = TrainerCallback  # type: ignore[assignment]
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
@@ -478,6 +478,23 @@ def _attach_to_trainers() -> None:
     Trainer.train = train_with_averages  # type: ignore[method-assign]
 
 
+def _show_progress_only_on_rank_0() -> None:
+    """Patch ``Trainer.add_callback``, which the constructor calls, to add no progress bar on the other ranks.
+
+    The rank is determined for each trainer, because ranks may share a process, which may run another job later.
+    """
+    add: Callable[..., None] = Trainer.add_callback
+
+    @functools.wraps(add)
+    def add_if_shown(self: Trainer, callback: Any) -> None:
+        caller = find_caller()
+        is_other_rank = caller is not None and caller.world.rank > 0
+        if not (is_other_rank and callback is transformers.trainer.DEFAULT_PROGRESS_CALLBACK):
+            add(self, callback)
+
+    Trainer.add_callback = add_if_shown  # type: ignore[method-assign]
+
+
 def _push_only_from_rank_0(name: str) -> None:
     """Patch a ``Trainer`` method that uses the hub, so that it does nothing on ranks that may not push.
 
@@ -493,6 +510,8 @@ def _push_only_from_rank_0(name: str) -> None:
     setattr(Trainer, name, push_if_allowed)
 
 
+hide_ranks_from(PartialState)
 _attach_to_trainers()
+_show_progress_only_on_rank_0()
 for _name in ("init_hf_repo", "_push_from_checkpoint", "push_to_hub"):
     _push_only_from_rank_0(_name)

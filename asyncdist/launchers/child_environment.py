@@ -28,6 +28,8 @@ _RANKS_OF_LAUNCHERS: Final = (
 _RANKS_OF_TORCH: Final = (*TORCH_NAMES, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "TORCHELASTIC_")
 #: The launcher's variables that :func:`hide_ranks` has removed from the environment.
 hidden: dict[str, str] = {}
+#: The variables of a replica's rank that :func:`show_as_ranks` has set.
+_shown: dict[str, str] = {}
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
@@ -66,7 +68,12 @@ def hide_secret() -> None:
 
 
 def hide_ranks() -> None:
-    """Remove the variables that would make a training library use all ranks. :func:`ranks_shown` restores them."""
+    """Remove the variables that would make a training library use all ranks. :func:`ranks_shown` restores them.
+
+    Variables that :func:`show_as_ranks` has set remain.
+    """
+    if _shown:
+        return
     is_torch_rank = any(os.environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     names = _RANKS_OF_LAUNCHERS + (_RANKS_OF_TORCH if is_torch_rank else ())
     for name in [name for name in os.environ if name.startswith(names)]:
@@ -87,6 +94,7 @@ def ranks_shown() -> Iterator[None]:
 
 def show_as_ranks(variables: Mapping[str, str]) -> None:
     """Set launcher variables for a training library, instead of the hidden ones."""
+    _shown.update(variables)
     os.environ.update(variables)
 
 

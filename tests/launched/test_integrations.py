@@ -92,6 +92,36 @@ def test_one_process_of_accelerate_launch_says_why_it_is_alone(tmp_path: Path) -
     assert "without --multi_gpu, accelerate launch ignores --num_processes" in ended.stderr
 
 
+NOTEBOOK_LAUNCHER = """
+    from asyncdist.integrations.accelerate import SelectiveAveraging
+    from asyncdist.local_host import find_free_port
+    from accelerate import Accelerator, notebook_launcher
+    import torch
+
+    def train():
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        averaging = SelectiveAveraging(model, optimizer, average_every=2)
+        print(accelerator.num_processes, "of", averaging.policy.world.size)
+
+    if __name__ == "__main__":
+        notebook_launcher(train, num_processes=2, use_port=str(find_free_port()))
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_ranks_of_notebook_launcher_average(tmp_path: Path) -> None:
+    """Regression: if the notebook had imported the integration before, Accelerate wrapped the model in DDP."""
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(NOTEBOOK_LAUNCHER))
+    ended = torchrun.run_alone(script).check()
+    assert [line for line in ended.stdout.splitlines() if " of " in line] == ["1 of 2"] * 2, ended.output()
+
+
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
 def test_diloco_resumes_in_each_library_to_the_same_bits(tmp_path: Path) -> None:

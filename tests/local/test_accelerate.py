@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import asyncdist as ad
+from asyncdist import environment
 from asyncdist.integrations import joining
+from asyncdist.launchers import child_environment
 from protocols import AverageAllPolicy, DiLoCoPolicy, PopulationTrainingPolicy
 
 
@@ -51,6 +53,26 @@ def train(
         accelerator.save_state(str(folder))
     averaging.close()
     return policy
+
+
+def test_variables_that_a_launcher_sets_later_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: in the ranks of notebook_launcher, which sets them after the import, Accelerate saw all ranks."""
+    monkeypatch.setattr(child_environment, "hidden", {})
+    monkeypatch.setattr(child_environment, "_shown", {})
+
+    class State:
+        _shared_state: ClassVar[dict[str, Any]] = {}
+
+        def __init__(self) -> None:
+            self.size = environment.VARIABLES.get("WORLD_SIZE")
+
+    joining.hide_ranks_from(State)
+    joining.hide_ranks_from(State)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    assert State().size is None
+    child_environment.show_as_ranks({"RANK": "0", "WORLD_SIZE": "2"})  # of a replica
+    assert State().size == "2"
 
 
 @pytest.mark.slow  # imports accelerate

@@ -57,8 +57,6 @@ def test_only_rank_0_of_a_trainer_pushes_to_the_hub(
     monkeypatch.setattr(joining, "_told", set())
     integration = importlib.import_module("asyncdist.integrations.transformers")
     monkeypatch.setattr(integration, "join", lambda: SimpleNamespace(rank=rank, size=2))
-    progress = transformers.trainer.DEFAULT_PROGRESS_CALLBACK
-    monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", progress)  # rank 1 replaces the callback
     hub = Hub()
     monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub, raising=False)
     for name in ("create_repo", "upload_folder"):  # as in transformers 4
@@ -87,8 +85,6 @@ def test_arguments_belong_to_one_rank(tmp_path: Path, monkeypatch: pytest.Monkey
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(joining, "hide_ranks", lambda: None)
     integration = importlib.import_module("asyncdist.integrations.transformers")
-    progress = transformers.trainer.DEFAULT_PROGRESS_CALLBACK
-    monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", progress)
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path / "mine"), use_cpu=True, report_to=[])
 
     def train(rank: int, given: Any) -> str:
@@ -104,14 +100,28 @@ def test_arguments_belong_to_one_rank(tmp_path: Path, monkeypatch: pytest.Monkey
         train(1, arguments)
 
 
+@pytest.mark.slow
+def test_rank_0_of_each_job_in_a_process_shows_its_progress(integration: Any, tmp_path: Path) -> None:
+    """Regression: ranks that share a process printed no losses, and neither did any later trainer of the process."""
+    import transformers
+
+    def is_shown(world: ad.blocking.World) -> bool:
+        arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+        averaging = integration.SelectiveAveraging(average_every=2)
+        ad.blocking.barrier()  # all ranks have made their callbacks
+        trainer = transformers.Trainer(Model(), arguments, callbacks=[averaging])
+        return any(isinstance(each, transformers.ProgressCallback) for each in trainer.callback_handler.callbacks)
+
+    for _ in range(2):
+        assert ad.run_local(ad.blocking.hosted(is_shown), ranks=3) == [True, False, False]
+
+
 @pytest.fixture
 def integration(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Import the integration without hiding this process's rank, and restore what ranks change in the process."""
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     monkeypatch.setattr(joining, "hide_ranks", lambda: None)
     monkeypatch.setattr(joining, "_told", set())
-    progress = transformers.trainer.DEFAULT_PROGRESS_CALLBACK
-    monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", progress)
     accelerate = sys.modules.get("asyncdist.integrations.accelerate")
     # importing accelerate, in another test, has patched the trainer's functions: they would open a world
     if accelerate is not None:
