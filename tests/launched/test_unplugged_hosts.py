@@ -23,10 +23,11 @@ sys.exit(mpirun_process.run(sys.executable, command, os.environ, endings.JobEnds
 #: The same, with an agent that sends nothing, in a job whose ranks survive losses.
 SILENT = """
 import os, sys, types
+from asyncdist.launch.hosts import remote_hosts
 from asyncdist.launch.supervision import endings, mpirun_process
-mpirun_process._PROBE_S = mpirun_process._SILENCE_S = 0.1
+remote_hosts.PROBE_S = remote_hosts.SILENCE_S = 0.1
 host = types.SimpleNamespace(name="host2")
-agent = types.SimpleNamespace(host=host, heard_at=0.0, say=lambda **_: None, close=lambda _: None)
+agent = types.SimpleNamespace(host=host, is_silent=True, probe=lambda: None, close=lambda _: None)
 command = [sys.executable, "-c", sys.argv[1]]
 ends = endings.JobEnds(1, survives=True)
 sys.exit(mpirun_process.run(sys.executable, command, os.environ, ends, agents=[agent]))
@@ -184,6 +185,48 @@ def test_a_silent_host_ends_a_job_whose_ranks_have_not_met() -> None:
         "asyncdist run: host2 has not answered for 0.1 s, and not all ranks are connected yet, so the job ends: check "
         "that it runs and that the network is up\n"
     )
+
+
+#: Runs ranks on two hosts, which are this one. The agent of rank 1's host is stopped.
+FROZEN = """
+import os, sys
+from asyncdist import cli
+from asyncdist.launch.hosts import remote_hosts
+remote_hosts.PROBE_S, remote_hosts.SILENCE_S = 0.5, 2.0
+hosts = ["--hosts", "localhost:1,127.0.0.1:1", "--ssh", sys.argv[1]]
+cli.main(["run", *hosts, "--transport", "torch", sys.argv[2], sys.argv[3], str(os.getpid())])
+"""
+FREEZES = """
+import os, pathlib, signal, sys, time
+frozen = pathlib.Path(__file__).with_name("frozen")
+if os.environ["RANK"] == "1":
+    guardian = int(pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+    agent = int(pathlib.Path(f"/proc/{guardian}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGSTOP)
+    frozen.touch()
+    time.sleep(600)
+while not frozen.exists():
+    time.sleep(0.01)
+if sys.argv[1] == "stopped":
+    os.kill(int(sys.argv[2]), signal.SIGTERM)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the script finds its agent through procfs")
+@pytest.mark.parametrize(("how", "code"), [("trained", 255), ("stopped", 128 + signal.SIGTERM)])
+def test_a_frozen_host_is_given_up_when_the_others_have_ended(how: str, code: int, tmp_path: Path) -> None:
+    """Regression: the command waited until ssh noticed, which may take hours, and ignored Ctrl-C and SIGTERM."""
+    ssh, script = tmp_path / "ssh", tmp_path / "freezes.py"
+    ssh.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    ssh.chmod(0o755)
+    script.write_text(FREEZES)
+    command = [sys.executable, "-c", FROZEN, str(ssh), str(script), how]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == code, ended.stderr
+    lost = "the connection to 127.0.0.1 has ended (exit code -9; the host has not answered for 2 s), and with it rank 1"
+    assert ended.stderr.count(lost) == 1, ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -3,6 +3,10 @@
 On each host, ssh runs :mod:`asyncdist.launch.hosts.host_agent` with this process's interpreter and working directory,
 so all hosts of a job need the same files at the same paths. All hosts are checked before the first rank starts, so that
 one error reports all problems. When this process ends, the ssh processes and all processes started by agents end.
+
+A host may freeze or be unplugged, and ssh notices this only after many minutes. The launcher therefore probes the
+agents. A silent host does not end a job on torch, because the ranks of the other hosts notice the loss and continue.
+When only ranks of silent hosts are left, the launcher stops waiting for them.
 """
 
 from __future__ import annotations
@@ -32,6 +36,10 @@ from asyncdist.wording import ranks_in_words
 SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 #: Maximum seconds for hosts to respond to the check.
 HELLO_S: Final = 30.0
+#: Seconds between probes of an agent.
+PROBE_S: Final = 5.0
+#: Seconds without an answer to the probes after which a host is silent.
+SILENCE_S: Final = 30.0
 #: Maximum seconds for ssh to end after the agent was asked to end.
 _CLOSE_S: Final = 15.0
 #: Prefixes of variables that describe a host, a login or a terminal, and are not passed to other hosts.
@@ -162,7 +170,6 @@ class Agent:
         on_report: Function called in a thread with each report of a guardian.
         port: Free port on the host.
         folders: Private folders for Open MPI on the host.
-        heard_at: :func:`time.monotonic` time of the agent's last message.
     """
 
     def __init__(self, host: Host, ssh: Sequence[str], script: str, needs: Sequence[str], reports: str = "") -> None:
@@ -170,7 +177,8 @@ class Agent:
         self.host = host
         self.cores = self.port = 0
         self.folders = MpiFolders("", "")
-        self.heard_at = time.monotonic()
+        self._unanswered_count = 0  # probes since the agent's last message
+        self._printing: set[int] = set()  # descriptors to which a thread is writing the host's output
         self._token = secrets.token_hex(8)
         self._ranks: dict[int, RemoteRank] = {}
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -243,6 +251,33 @@ class Agent:
             self._process.stdin.write(json.dumps(news).encode() + b"\n")
             self._process.stdin.flush()
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether ranks run on the host."""
+        return bool(self._ranks)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the agent has not answered the last probes."""
+        # The probes are counted, because the clock does not stop while this process is stopped (Ctrl-Z).
+        return self._unanswered_count * PROBE_S > SILENCE_S
+
+    def probe(self) -> None:
+        """Ask the agent for an answer, unless it is silent, because many requests would fill the pipe to ssh.
+
+        If this process's output is blocked, as by Ctrl-S in a terminal, the answers cannot be read and do not count.
+        """
+        if not self.is_silent and not self._printing:
+            self._unanswered_count += 1
+            self.say(probe=True)
+
+    def give_up(self) -> None:
+        """Kill ssh, so that the ranks of a silent host count as lost."""
+        if self._process.poll() is None:
+            self._last_words = f"the host has not answered for {SILENCE_S:g} s"
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self, patience_s: float = _CLOSE_S) -> None:
         """End the remaining ranks on the host, and close the connection. Kill ssh after ``patience_s`` seconds."""
         assert self._process.stdin is not None
@@ -270,19 +305,19 @@ class Agent:
         while data := stdout.read1(1 << 16):  # type: ignore[attr-defined]
             rest += data
             while (place := rest.find(mark)) >= 0 and (end := rest.find(b"\n", place)) >= 0:
-                _write(1, rest[:place])
+                self._print(1, rest[:place])
                 self._hear(json.loads(rest[place + len(mark) : end]))
                 rest = rest[end + 1 :]
             kept = rest.rfind(mark[:1])  # the agent's next line may begin here
             if kept < 0 or (len(rest) - kept > len(mark) and not rest.startswith(mark, kept)):
                 kept = len(rest)
             if self._is_ready:  # earlier output is the host's login message
-                _write(1, rest[:kept])
+                self._print(1, rest[:kept])
             rest = rest[kept:]
         self._lose()
 
     def _hear(self, news: dict[str, Any]) -> None:
-        self.heard_at = time.monotonic()
+        self._unanswered_count = 0
         if "ended" in news:
             self._ranks.pop(news["ended"]).note_end(news["code"])
         elif "report" in news:
@@ -308,8 +343,13 @@ class Agent:
         """Print the host's standard error. Until the agent is ready, only store the last line, to explain a failure."""
         for line in stderr:
             if self._is_ready:
-                _write(2, line)
+                self._print(2, line)
             self._last_words = " ".join(line.decode(errors="replace").split()) or self._last_words
+
+    def _print(self, descriptor: int, data: bytes) -> None:
+        self._printing.add(descriptor)
+        _write(descriptor, data)
+        self._printing.discard(descriptor)
 
 
 def _write(descriptor: int, data: bytes) -> None:
@@ -348,3 +388,29 @@ def connected(
             thread.start()
         for thread in closing:
             thread.join()
+
+
+def silences(agents: Sequence[Agent], is_over: threading.Event) -> Iterator[list[Agent]]:
+    """Probe the agents regularly until ``is_over`` is set. Yield the silent agents after each probe."""
+    while not is_over.wait(PROBE_S):
+        for agent in agents:
+            agent.probe()
+        yield [agent for agent in agents if agent.is_silent]
+
+
+@contextlib.contextmanager
+def giving_up_silent_hosts(agents: Sequence[Agent]) -> Iterator[None]:
+    """During the ``with`` block, give up the silent hosts as soon as no rank of another host is left."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        for silent in silences(agents, is_over):
+            if silent and all(agent in silent for agent in agents if agent.has_ranks):
+                for agent in silent:
+                    agent.give_up()
+
+    threading.Thread(target=watch, name="probes", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()

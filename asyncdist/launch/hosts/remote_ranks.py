@@ -41,7 +41,11 @@ def run(
     events: queue.SimpleQueue[local_ranks.Event] = queue.SimpleQueue()
     processes: dict[int, RemoteRank] = {}
 
-    with remote_hosts.connected(hosts, ssh, script) as agents, local_ranks.signals_as_events(events):
+    with (
+        remote_hosts.connected(hosts, ssh, script) as agents,
+        local_ranks.signals_as_events(events),
+        remote_hosts.giving_up_silent_hosts(agents),
+    ):
         where = [agent for agent in agents for _ in range(agent.host.slots)]
         environments = dict(enumerate(build_environments(environ, agents, threads=threads, secret=secret)))
 

@@ -29,6 +29,7 @@ from typing import IO, Any, Final
 
 from asyncdist import local_host, rank_program
 from asyncdist.launch import guardians
+from asyncdist.launch.hosts import remote_hosts
 from asyncdist.launch.hosts.remote_hosts import Agent
 from asyncdist.launch.supervision.endings import JobEnds
 from asyncdist.launch.supervision.mpirun_words import MpirunWords
@@ -42,10 +43,6 @@ _MPIRUN_STOP_S: Final = 5.0
 _LAST_WORDS_S: Final = 1.0
 #: Maximum seconds for an agent, whose host may be unplugged, to forward its last reports.
 _AGENT_END_S: Final = 3.0
-#: Seconds between probes of hosts.
-_PROBE_S: Final = 5.0
-#: Maximum seconds without a response from a host.
-_SILENCE_S: Final = 30.0
 #: Maximum seconds to hold back the beginning of an mpirun message before printing it incomplete.
 _HOLD_S: Final = 0.2
 #: Signals that Open MPI's mpirun passes on to its ranks. Other signals would end it.
@@ -271,8 +268,8 @@ class _Job:
         self._has_silent_hosts = True
         have, run = ("has", "it runs") if len(hosts) == 1 else ("have", "they run")
         _say(
-            f"{', '.join(hosts)} {have} not answered for {_SILENCE_S:g} s, and not all ranks are connected yet, so the "
-            f"job ends: check that {run} and that the network is up"
+            f"{', '.join(hosts)} {have} not answered for {remote_hosts.SILENCE_S:g} s, and not all ranks are connected "
+            f"yet, so the job ends: check that {run} and that the network is up"
         )
         self._end_late()
 
@@ -283,13 +280,9 @@ class _Job:
         self._events.put(("ended", None))
 
     def _probe_hosts(self) -> None:
-        while not self._have_met.wait(_PROBE_S):
-            for agent in self._agents:
-                agent.say(probe=True)
-            since = time.monotonic() - _SILENCE_S
-            silent = [agent.host.name for agent in self._agents if agent.heard_at < since]
+        for silent in remote_hosts.silences(self._agents, self._have_met):
             if silent:
-                self._events.put(("silent", silent))
+                self._events.put(("silent", [agent.host.name for agent in silent]))
                 return
 
     def _read_reports(self, pipe: int) -> None:
