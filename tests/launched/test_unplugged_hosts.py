@@ -32,6 +32,7 @@ command = [sys.executable, "-c", sys.argv[1]]
 ends = endings.JobEnds(1, survives=True)
 sys.exit(mpirun_process.run(sys.executable, command, os.environ, ends, agents=[agent]))
 """
+KILLED = "asyncdist run: mpirun was killed by SIGKILL (the kernel kills processes when memory is short: see dmesg)\n"
 ENDS = "asyncdist run: mpirun has lost a host, and ended the job early\n"
 
 
@@ -164,7 +165,7 @@ def test_a_network_that_is_lost_as_ranks_meet_ends_the_job(
     [
         ("import sys; sys.exit('no')", 1, "no\n"),
         ("import sys; sys.exit(7)", 7, ""),
-        ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL, ""),
+        ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL, KILLED),
         ("import sys; print('PRTE has lost communication with a remote daemon.', file=sys.stderr)", 1, ENDS),
         ("import sys; print('A daemon failed to report back after being spawned.', file=sys.stderr)", 1, ENDS),
         ("import sys; sys.exit('PRTE has lost communication with a remote daemon.')", 1, ""),

@@ -83,7 +83,12 @@ def test_a_signal_to_the_launcher_decides_the_exit_code() -> None:
 
 def test_a_job_of_which_nothing_is_known_ends_as_its_mpirun() -> None:
     assert JobEnds(2).conclude(213) == (213, [])
-    assert JobEnds(2).conclude(-9) == (137, [])
+
+
+@pytest.mark.parametrize("survives", [False, True])
+def test_a_killed_mpirun_is_named(survives: bool) -> None:
+    """Regression: the command ended with 137 and printed nothing."""
+    assert JobEnds(2, survives=survives).conclude(-9) == (137, [f"mpirun {KILLED}"])
 
 
 def test_a_surviving_job_whose_last_rank_was_killed_has_failed() -> None:
@@ -91,6 +96,13 @@ def test_a_surviving_job_whose_last_rank_was_killed_has_failed() -> None:
     ends = JobEnds(2, survives=True)
     assert [ends.note(rank, -9) for rank in (1, 0)] == [None, None]
     assert ends.conclude(0) == (137, [f"rank 0 {KILLED}", f"rank 1 {KILLED}", "no rank is left"])
+
+
+def test_a_surviving_job_says_which_signal_was_passed_on() -> None:
+    ends = JobEnds(1, survives=True, passed_on={signal.SIGUSR2})
+    ends.note(0, -signal.SIGUSR2)
+    passed_on = "killed by SIGUSR2, which asyncdist run passed on: the script has no handler for it"
+    assert ends.conclude(0) == (140, [f"rank 0 was {passed_on}", "no rank is left"])
 
 
 @pytest.mark.parametrize("codes", [{0: -9, 1: 0}, {1: 3, 0: 0}, {1: -9}, {1: 0, 0: -9}])

@@ -76,6 +76,8 @@ class JobEnds:
         code = exit_code(mpirun_code)
         if self.asked_to_end is not None:
             return 128 + self.asked_to_end, []
+        if mpirun_code < 0 and self.cause is None:
+            return code, [f"mpirun {how_ended(mpirun_code)}"]
         if self.survives:
             return self._conclude_survivors(code)
         if self.cause is not None:
@@ -94,5 +96,8 @@ class JobEnds:
         codes = list(self.codes.values())
         if code or len(codes) < self.ranks or 0 in codes:
             return code, []
-        lines = [f"rank {rank} {how_ended(theirs)}" for rank, theirs in sorted(self.codes.items())]
+        lines = [
+            f"rank {rank} {how_ended(theirs, was_passed_on=-theirs in self.passed_on)}"
+            for rank, theirs in sorted(self.codes.items())
+        ]
         return exit_code(codes[-1]), [*lines, "no rank is left"]
