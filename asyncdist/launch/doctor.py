@@ -32,6 +32,7 @@ from asyncdist.launchers import detection, job_rendezvous, slurm
 from asyncdist.launchers.backends import BACKENDS
 from asyncdist.launchers.variables import Launch
 from asyncdist.transports import mpi_launchers
+from asyncdist.trust import mpi_folders
 from asyncdist.wording import aligned, plural
 
 #: Launchers, keyed by the variable that identifies them.
@@ -471,8 +472,15 @@ def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str
     """Start MPI in a child process, because a failing MPI_Init may end its process, and return the result."""
     if installation.library is None:
         return Mpi()
-    is_rank = started.transport == "mpi" and started.source != "no launcher"
-    place = f"under {_STARTERS.get(started.source, started.source)}" if is_rank else "in a single process"
+    if started.transport == "mpi" and started.source != "no launcher":
+        return _probe_mpi(started, environ, f"under {_STARTERS.get(started.source, started.source)}")
+    # Without mpirun, Open MPI does not remove its files and shared memory.
+    with mpi_folders.kept(mpi_folders.draw_token()) as folders:
+        own = {"TMPDIR": folders.files} if folders.files else {}
+        return _probe_mpi(started, {**environ, **own, **mpi_folders.settings(folders)}, "in a single process")
+
+
+def _probe_mpi(started: Launch, environ: Mapping[str, str], place: str) -> Mpi:
     try:
         probe = subprocess.run(
             [sys.executable, "-P", "-c", _PROBE, json.dumps(asdict(started))],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import tomllib
 from dataclasses import replace
 from importlib.util import find_spec
@@ -284,3 +285,19 @@ def test_a_torch_that_is_too_old_is_refused_in_words(version: str, is_refused: b
 def test_the_oldest_torch_is_the_one_that_is_declared() -> None:
     project = tomllib.loads((Path(doctor.__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
     assert f"torch>={'.'.join(map(str, validation.TORCH_MIN))}" in project["dependencies"]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Open MPI has no files in /dev/shm")
+def test_the_files_of_a_started_mpi_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each asyncdist doctor left a file in /dev/shm and a folder in /tmp, which only mpirun removes."""
+    used: list[Path] = []
+
+    def start(_: object, *, env: dict[str, str], **__: object) -> subprocess.CompletedProcess[str]:
+        used.extend(Path(env[name]) for name in ("TMPDIR", "OMPI_MCA_btl_sm_backing_directory"))
+        for folder in used:
+            (folder / "left").touch()
+        return subprocess.CompletedProcess([], 0, '{"level": 1}\n')
+
+    monkeypatch.setattr(doctor.subprocess, "run", start)
+    assert doctor._start_mpi(WELL.started, WELL.installation, {}) == Mpi(level=1)
+    assert len(used) == 2 and not any(folder.exists() for folder in used)
