@@ -73,6 +73,7 @@ class RankProcess(subprocess.Popen[bytes]):
         """Kill the rank and all processes that it has started."""
         if guardians.ARE_HERE:
             self.send_signal(guardians.end_signal())
+            self.send_signal(signal.SIGCONT)  # a stopped guardian would not react
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a signal to a group of zombies
             os.killpg(self.pid, signal.SIGKILL)

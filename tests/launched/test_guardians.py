@@ -8,13 +8,14 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from asyncdist.launch import guardians
+from asyncdist.launch import guardians, local_ranks
 
 pytestmark = pytest.mark.skipif(not guardians.ARE_HERE, reason="there are no subreapers")
 
@@ -146,6 +147,16 @@ def test_a_launchers_signals_are_passed_on_and_end_all_processes(tmp_path: Path)
         process.send_signal(guardians.end_signal())
         assert process.wait(TIMEOUT_S) == -signal.SIGKILL
         assert living(tmp_path) == []
+
+
+def test_a_stopped_guardian_ends_its_rank() -> None:
+    """Regression: after SIGSTOP to a guardian, the first process that ps shows, Ctrl-C did not end asyncdist run."""
+    ended = threading.Event()
+    command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    process = local_ranks.start(command, dict(os.environ), rank=0, ended=ended.set)
+    process.send_signal(signal.SIGSTOP)
+    process.end()
+    assert ended.wait(TIMEOUT_S)
 
 
 def test_signals_of_mpirun_reach_the_rank_once_by_its_group(tmp_path: Path) -> None:
