@@ -119,6 +119,10 @@ class Neighbours:
         """Drop the pending request with this slot, so that its answer is ignored."""
         self._asked.pop(slot, None)
 
+    def release(self) -> None:
+        """Unmap the donors' shared memory when the policy ends. A reading in progress keeps the memory that it uses."""
+        self._mapped.clear()
+
     def forget(self, rank: int) -> None:
         """Forget what is known about a restarted rank's previous process, and drop pending requests to that process."""
         self._readable.discard(rank)

@@ -242,8 +242,9 @@ class SnapshotServer:
         self.channel.enter_epoch(epoch)
 
     def close(self) -> None:
-        """Close the channel. Late requests are still answered, usually with an abort."""
+        """Close the channel, and unmap other ranks' memory. Late requests are still answered, usually with an abort."""
         self.channel.close(afterwards=self.on_message)
+        self.neighbours.release()
         self._services.off_returned(self._forget)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from asyncdist.errors import RankLostError
 from asyncdist.host_memory.cross_memory_attach import AttachToken, PeerProcess
 from asyncdist.host_memory.shared_memory import SharedMemory
 from asyncdist.messaging.streams import StreamAborted
-from protocols.exchange.fetch import Fetch, as_buffers, new_bytes
+from protocols.exchange.fetch import Fetch, as_buffers
 from protocols.parameter_stream import messages, neighbours, receiver
 from protocols.parameter_stream.messages import LocateRequest, Location
 from protocols.parameter_stream.neighbours import TRIAL_COUNT
@@ -246,7 +247,8 @@ async def test_a_part_in_shared_memory_is_used_where_it_is() -> None:
             offer = party.desks[1].offer(
                 number, buffers, lambda _: None, mean_of=part, ends_earlier=False, memory=shared
             )
-            fetch = Fetch(party.worlds[0].services, party.desks[0], number, 1, new_bytes(128), part, 1)
+            into = torch.empty(128, dtype=torch.uint8)
+            fetch = Fetch(party.worlds[0].services, party.desks[0], number, 1, into, part, 1)
             fetch.ask()
             found = await fetch.whole(in_place=True)
             assert torch.equal(found, memory.tensor[64:192])
@@ -274,6 +276,18 @@ async def test_shared_memory_that_cannot_be_mapped_is_copied() -> None:
         others = [SharedMemory(64) for _ in range(8)]
         assert all(of.memory_of(1, other.address.pack()) is not None for other in others)
         assert of.memory_of(1, packed) is not first
+
+
+async def test_a_closed_desk_unmaps_the_memory_of_others() -> None:
+    """Regression: a closed policy of 4 MB kept up to 8 blocks per donor until 64 later policies had closed."""
+    memory = SharedMemory(256)
+    async with parties() as party:
+        mapped = party.desks[0].neighbours.memory_of(1, memory.address.pack())
+        assert mapped is not None
+        reference = weakref.ref(mapped)
+        del mapped
+        party.desks[0].close()
+        assert reference() is None
 
 
 def test_an_address_of_shared_memory_has_its_size() -> None:
