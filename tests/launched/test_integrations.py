@@ -94,7 +94,7 @@ def test_one_process_of_accelerate_launch_says_why_it_is_alone(tmp_path: Path) -
 
 NOTEBOOK_LAUNCHER = """
     from asyncdist.integrations.accelerate import SelectiveAveraging
-    from asyncdist.local_host import find_free_port
+    from asyncdist.launchers.addresses import find_free_port
     from accelerate import Accelerator, notebook_launcher
     import torch
 
