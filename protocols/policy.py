@@ -214,11 +214,16 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         is_of_all = self._group is self._world.group
         if is_of_all and self._world.incarnation:
             await self._join()
-        elif is_of_all and self.admits_restarted and self._services.survives_loss:
+        elif is_of_all and self._starts_without_lost:
             await start_without_lost(self._services, self._members, self._start_with, self._start_timeout_s)
         else:
             self._world.peers.attendance.check_whole(self._group)
             await self._start_with(self._members)
+
+    @property
+    def _starts_without_lost(self) -> bool:
+        """Whether a start on all ranks survives the loss of ranks."""
+        return self.admits_restarted and not self.keeps_replicas and self._services.survives_loss
 
     async def _start_with(self, members: tuple[int, ...]) -> None:
         self._stage = "starting"
@@ -233,7 +238,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
                 self._end,
                 name=START,
                 leader=leader,
-                outlives_leader=self.admits_restarted and self._services.survives_loss,
+                outlives_leader=self._starts_without_lost,
             )
 
     async def _start_among_newcomers(self) -> None:

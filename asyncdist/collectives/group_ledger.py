@@ -112,11 +112,11 @@ class GroupLedger:
             self._note(entry, source, started)
         return group
 
-    def free(self, group: Group) -> Freed:
-        """Record that this rank has freed the group. Return the message to send to the other members."""
+    def free(self, group: Group, lost: Losses) -> Freed:
+        """Record that this rank has freed the group. Return the message to the other members, with ``lost``."""
         started = self._membership.started_of(group)
         self._note(self._entries[_key_of(group)], group.ranks[group.index], started)
-        return Freed(runs_of(group.ranks), group.lease.serial, started, self._membership.lost)
+        return Freed(runs_of(group.ranks), group.lease.serial, started, lost)
 
     def on_freed(self, message: Freed, source: int) -> None:
         """Record that another member has freed a group, which this rank may not have opened yet."""

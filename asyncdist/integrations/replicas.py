@@ -20,6 +20,8 @@ from asyncdist.protocols.joining.state_transfer import packed, unpacked
 
 #: Key in a checkpoint for the policy states of a replica's ranks.
 _STATES: Final = "states of a replica's ranks"
+#: Seconds in which all ranks of a replica must ask for a group, as in :meth:`World.new_group`.
+_GROUP_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,4 +182,5 @@ def _gather_places(world: World, replica: Replica, port: int) -> list[_Place]:
 
 def _new_group(world: World, replica: Replica) -> Group:
     first = world.rank - replica.place
-    return world.new_group(range(first, first + replica.size))
+    groups = world.awaited.peers.groups
+    return world.call(groups.replica_group, range(first, first + replica.size), _GROUP_TIMEOUT_S)

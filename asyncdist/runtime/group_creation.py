@@ -15,6 +15,7 @@ from typing import Any, Final
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, assemble, start_together
 from asyncdist.collectives.agreement.agreements import Agreements
+from asyncdist.collectives.agreement.messages import Losses
 from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.group_ledger import GroupLedger
 from asyncdist.collectives.groups import Group, check_ranks, free_all, short
@@ -120,6 +121,36 @@ class GroupCreation:
                 until = min(give_up_at, services.time() + _NOTICED_AFTER_S)
                 await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until)
 
+    async def replica_group(self, ranks: Sequence[int], timeout_s: float, *, subject: str = _SUBJECT) -> Group:
+        """Make a group of the ranks of a replica. On a restarted rank, first wait until the other ranks are back.
+
+        If a rank of a replica is lost, the others end as well, and all of them are restarted at different times. A rank
+        may also be lost again while it starts.
+        """
+        services = self._services
+        if not services.incarnation:
+            return await self.new_group(ranks, timeout_s, subject=subject)
+        others = [rank for rank in ranks if rank != services.rank]
+
+        def are_back() -> bool:
+            is_back = (rank not in services.gone and services.restarted.get(rank) for rank in others)
+            return all(is_back)
+
+        def is_one_lost() -> bool:
+            return not are_back()
+
+        give_up_at = services.time() + timeout_s
+        while True:
+            await services.engine.until(are_back, WaitId(WaitKind.LOSSES), deadline=give_up_at)
+            try:
+                left_s = max(round(give_up_at - services.time(), 3), 0.001)
+                return await self.new_group(ranks, left_s, subject=subject)
+            except (RankLostError, ClosedError, DisagreementError):
+                if services.engine.failure is not None or services.time() >= give_up_at:
+                    raise
+                until = min(give_up_at, services.time() + _NOTICED_AFTER_S)
+                await services.engine.until(is_one_lost, WaitId(WaitKind.LOSSES), deadline=until)
+
     async def new_group(
         self,
         ranks: Sequence[int],
@@ -165,6 +196,10 @@ class GroupCreation:
             services, self._agreements, members, subject, make, Group.free, name=name, part_of=part_of
         )
 
+    def losses(self) -> Losses:
+        """Return the lost ranks, except ranks that this restarted rank has not connected to, which may be alive."""
+        return tuple(each for each in self._attendance.lost if not self._services.is_unmet(each[0]))
+
     async def _free(self, group: Group) -> None:
         """Free a group. If the caller is cancelled, continue in the background."""
         if group.lease.is_freed or self._services.engine.failure is not None:
@@ -176,7 +211,7 @@ class GroupCreation:
     async def _end(self, group: Group) -> None:
         what = WaitId(WaitKind.GROUP_COLLECTIVES, name=short(group.ranks))
         await self._services.engine.until(lambda: not self._collectives.is_busy(group), what)
-        freed = self.ledger.free(group)
+        freed = self.ledger.free(group, self.losses())
         for rank in group.ranks:
             if rank != self._services.rank and rank not in self._services.gone:
                 with contextlib.suppress(RankLostError):

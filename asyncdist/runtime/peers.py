@@ -146,6 +146,7 @@ class Peers:
             admits_restarted=True,
         )
         self.agreements = Agreements(services.engine, self._system, services.rank)
+        self.agreements.is_unmet = services.is_unmet
         self.collectives = Collectives(services.engine, services.rank, services.spawn_service, self.attendance)
         self.turns = Turns(services, self.agreements)
         self.groups = GroupCreation(
@@ -319,14 +320,14 @@ class Peers:
         self._services.stop_reading()
         self.agreements.leave()
         self.attendance.leave()
-        self.announce(Leave(self.attendance.started(), self._losses()))
+        self.announce(Leave(self.attendance.started(), self.groups.losses()))
         if self.announcements is not None:
             self._services.watch_contacts(self._tell_contact)
             self.announcements.depart(self._departure(Stage.LEFT))
 
     def finalize(self) -> None:
         """Notify every peer that this rank has ended."""
-        self.announce(Finalize(self.attendance.started(), self._losses()))
+        self.announce(Finalize(self.attendance.started(), self.groups.losses()))
         if self.announcements is not None:
             self.announcements.depart(self._departure(Stage.ENDED))
 
@@ -363,13 +364,9 @@ class Peers:
         if self.announcements is not None:
             self.announcements.close()
 
-    def _losses(self) -> Losses:
-        """Return the lost ranks, except ranks that this restarted rank has not connected to, which may be alive."""
-        return tuple(each for each in self.attendance.lost if not self._services.is_unmet(each[0]))
-
     def _departure(self, stage: Stage) -> Departure:
         told = runs_of(tuple(sorted(self._services.sent_to - self._services.received_from)))
-        return Departure.of(self._services.rank, stage, self.attendance.started(), self._losses(), told)
+        return Departure.of(self._services.rank, stage, self.attendance.started(), self.groups.losses(), told)
 
     def _tell_contact(self, rank: int) -> None:
         """Notify a rank whose first message arrived after main had returned on this rank."""

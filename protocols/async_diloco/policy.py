@@ -196,7 +196,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
     def _prepare(self) -> None:
         self._replicas = Replicas(self._members, 1 if self.is_alone else self._own_options.replica_size)
         self._island = self._own_options.layout.island_of(self._world.rank, self._members, self._services.hosts)
-        self.admits_restarted = self.admits_restarted and self._island is None
+        self.admits_restarted = not self.keeps_replicas and self._island is None
         self._own_options.check_members(len(self._member_ranks()) if self._island is None else self._island.size)
         self._known_infinities = KnownInfinities(self._flat)
         if self._replicas.size == 1:

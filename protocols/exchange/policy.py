@@ -29,7 +29,7 @@ from asyncdist.protocols.exchange.fragment import ENTRIES, Fragment, Mean, check
 from asyncdist.protocols.exchange.ledger import Chosen, Quorum, Report, reported_weights, verdict_alone
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.options import ExchangeOptions
-from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, joined_replica
+from asyncdist.protocols.exchange.replicas.group import Readiness, joined_replica
 from asyncdist.protocols.exchange.replicas.parts import ReplicaParts, write_parts
 from asyncdist.protocols.exchange.rounds import Exchanged, copy_encoded, has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
@@ -106,7 +106,6 @@ class ExchangePolicy(ReplicatedPolicy):
         self._given_quorum, self._grace_s = quorum, grace_s
         self._quorum: Quorum | None = None  # None if a round waits for all members
         self._was_loaded = False  # whether a saved state was loaded; its versions may differ by rank
-        self._replica: ReplicaGroup | None = None  # None if each rank is a replica or this rank is alone
         self._is_compared = False  # whether the replica's ranks were found to have equal weights
         self._parts: ReplicaParts | None = None  # parts of the replica's ranks, under DDP
         self._known_infinities: KnownInfinities
@@ -246,6 +245,7 @@ class ExchangePolicy(ReplicatedPolicy):
         start = self._joint_start
         left_s, weights = start.left_s(self._start_timeout_s), self._first_weights()
         facts = self._world, start, self._replicas, self._flat, self._group.ranks, weights
+        await self._free_replica()  # of a restarted rank that has found no running policy
         self._replica = await joined_replica(*facts, left_s)
 
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
@@ -283,8 +283,7 @@ class ExchangePolicy(ReplicatedPolicy):
             if self._replica is not None and is_orderly:
                 await self._replica.leave(self.iteration)
         finally:
-            if self._replica is not None:
-                await self._replica.free()
+            await self._free_replica()
 
     # -- joining a running policy -----------------------------------------------------------------------------------
 
@@ -309,11 +308,14 @@ class ExchangePolicy(ReplicatedPolicy):
             await self._exchange.shared()
         # A rank may have been lost during the wait. No newcomer is admitted during the resulting census.
         if (has_quorum or not self._exchange.holds_means) and self._admission.is_asked:
-            self._is_admitting = True
-            try:
-                self._admission.admit(self._whole_state)
-            finally:
-                self._is_admitting = False
+            self._admission.admit(self._whole_state)
+
+    def _whole_state(self) -> dict[str, Any]:
+        self._is_admitting = True
+        try:
+            return super()._whole_state()
+        finally:
+            self._is_admitting = False
 
     # -- continuing later -------------------------------------------------------------------------------------------
 
@@ -425,8 +427,7 @@ class ExchangePolicy(ReplicatedPolicy):
                 while flights.can_begin():
                     applied += await self._begin_round(step)
                 applied += await self._apply_due(step)
-        if self._admission is not None and self._admission.is_asked:
-            await self._admit()
+        await (self._admit() if self._replica is None else self._admit_replica(self._replica))
         return together(applied) if applied else NOTHING
 
     def _has(self, number: int) -> bool:
@@ -527,7 +528,7 @@ class ExchangePolicy(ReplicatedPolicy):
             own = own._replace(norm=mean.norm, norms=mean.verdict.norms, has_cosine=mean.cosine is not None)
         if self._parts is not None and not own.trouble and not self._is_compared:
             own = own._replace(checksum=self._parts.checksum(fragment, self._tensors()))
-        return own if self._replica is None else await self._replica.agree(own)
+        return own if self._replica is None else await self._agree_in_replica(self._replica, own)
 
     async def _apply(self, fragment: int, flight: Flight, began_at: float, ready: Readiness) -> StepInfo:
         """Write a fragment's merged mean into the model, in the same step as the other ranks of the replica."""

@@ -3,6 +3,9 @@
 A newcomer finds the policy through the board that all policies of a rank share (:mod:`protocols.joining.newcomers`).
 The leader copies its state inside its next ``step``, and admits the newcomer at the same moment. The newcomer's first
 round is therefore the round after this state. Newcomers are admitted one at a time.
+
+If replicas have several ranks, a restarted replica is admitted as a whole, when all its ranks wait. Each of its ranks
+gets the state of its counterpart in the leader's replica, whose ranks copy their states at the end of the same step.
 """
 
 from __future__ import annotations
@@ -58,61 +61,91 @@ class Admission:
     @property
     def is_asked(self) -> bool:
         """True if this rank leads the policy, and can now admit a restarted rank that waits."""
-        return self._next() is not None and self._membership.can_admit
+        return bool(self._applicants) and self._membership.can_admit and bool(self._next())
 
-    def _next(self) -> tuple[int, int, int] | None:
-        """Return the rank, incarnation and attempt of the next restarted rank to admit, or None if none waits."""
-        waiting = (each for each in sorted(self._applicants.items()) if self._waiting.get(each[0]) == each[1])
-        return next(((rank, *identity) for rank, identity in waiting), None) if self._applicants else None
+    def _next(self) -> list[tuple[int, int, int]]:
+        """Return the rank, incarnation and attempt of each rank of the next restarted replica whose ranks all wait."""
+        found, waiting = self._applicants, self._waiting
+        for mates in map(self._membership.replicas.mates, sorted(found)):
+            if all(rank in found and waiting.get(rank) == found[rank] for rank in mates):
+                return [(rank, *found[rank]) for rank in mates]
+        return []
 
-    def admit(self, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Admit the next restarted rank that is not lost. Offer it the present ``state()`` of this rank.
+    def admit(self, state: Callable[[], Mapping[str, Any]]) -> int:
+        """Admit the next restarted replica of which no rank is lost. Offer it the present ``state()`` of this rank.
 
-        If the state cannot be copied, no rank is admitted. The restarted ranks then end at their timeout.
+        If the state cannot be copied, no rank is admitted. The restarted rank then ends at its timeout. A replica of
+        several ranks has no timeout, so it is admitted, and its requests for the state are answered with an abort.
+
+        Returns:
+            The number of the admission, or 0 if no rank was admitted.
         """
-        while (newcomer := self._next()) is not None:
-            rank, incarnation, _ = newcomer
-            del self._applicants[rank]
-            if rank not in self._services.gone and self._services.restarted.get(rank, 0) == incarnation:
+        gone, restarted = self._services.gone, self._services.restarted
+        while newcomers := self._next():
+            for rank, *_ in newcomers:
+                del self._applicants[rank]
+            if all(rank not in gone and restarted.get(rank, 0) == incarnation for rank, incarnation, _ in newcomers):
                 data = copied(state)
-                if data is None:
+                if data is None and self._membership.replicas.size == 1:
                     continue
-                self._states.admit(rank)
-                self._states.offer(self._membership.admit(newcomer, self._states.withdraw), data)
-                return
+                for rank, *_ in newcomers:
+                    self._states.admit(rank)
+                number = self._membership.admit(newcomers, self._states.withdraw)
+                if data is not None:
+                    self._states.offer(number, data)
+                return number
+        return 0
 
-    async def take_state(self, nbytes: int, timeout_s: float, deadline: float) -> Any:
-        """Wait until the leader has admitted this restarted rank, and return the leader's state.
+    async def lend(self, number: int, state: Callable[[], Mapping[str, Any]]) -> None:
+        """Offer the present ``state()`` of this rank of the leader's replica in the leader's admission ``number``."""
+        if await self._membership.is_asked_to_lend(number):
+            data = copied(state)
+            if data is not None:  # otherwise the newcomer's request is answered with an abort
+                self._states.offer(number, data)
+            self._membership.lend(self._states.withdraw)
+
+    async def take_state(self, nbytes: int, timeout_s: float, deadline: float | None) -> Any:
+        """Wait until the leader has admitted this restarted rank, and return the state of this rank's donor.
 
         Args:
             nbytes: Size of the model in bytes, which limits the size of the state.
-            timeout_s: Time limit of the start in seconds, for the error message. The limit ends at ``deadline``.
+            timeout_s: Time limit of the start in seconds.
+            deadline: End of this limit. None to begin it at the admission, for which this rank waits without a limit.
 
         Raises:
             StartTimeoutError: The leader did not admit this rank before the deadline.
-            RankLostError: The leader was lost or has left.
+            RankLostError: The leader was lost or has left, or another rank of this rank's replica was lost.
         """
         membership, leader = self._membership, self._membership.leader
         services, wait = self._services, WaitId(WaitKind.POLICY_ADMISSION)
 
         def has_news() -> bool:
-            return membership.admission > 0 or has_left()
+            return has_left() or (membership.admission > 0 and membership.is_reachable(membership.donor))
 
         def has_left() -> bool:
-            return self._has_declined or leader in services.gone or leader not in membership.members()
+            is_over = self._has_declined or membership.is_broken
+            return is_over or leader in services.gone or leader not in membership.members()
 
         while not has_news():
-            if services.time() >= deadline:
+            if deadline is not None and services.time() >= deadline:
                 raise StartTimeoutError(
                     f"rank {leader} did not admit this rank within {timeout_s:g} s; it admits ranks only inside "
                     "step(), so pass a start_timeout_s above the longest time between two of its steps",
                     missing=(),
                 )
             self._board.send(Waiting(self._scopes.policy, *membership.me[1:]), leader)
-            await services.engine.until(has_news, wait, deadline=min(deadline, services.time() + ASK_AGAIN_S))
+            ask_again_at = services.time() + ASK_AGAIN_S
+            until = ask_again_at if deadline is None else min(deadline, ask_again_at)
+            await services.engine.until(has_news, wait, deadline=until)
+        if membership.is_broken:
+            raise RankLostError("another rank of this rank's replica is lost", rank=services.rank)
+        if has_left():
+            raise RankLostError(f"rank {leader} left before it sent its state", rank=leader)
+        deadline = services.time() + timeout_s if deadline is None else deadline
         try:
             number, limit = membership.admission, state_nbytes_max(nbytes)
-            data: torch.Tensor = await self._states.take(leader, number, nbytes_max=limit, deadline=deadline)
+            donor = membership.donor
+            data: torch.Tensor = await self._states.take(donor, number, nbytes_max=limit, deadline=deadline)
         except AsyncdistError as error:
             if isinstance(error, StreamAborted):  # the leader's Left message has another tag and may arrive later
                 await services.engine.until(has_left, wait, deadline=deadline)
@@ -180,19 +213,21 @@ async def welcomed(
     *,
     left: int,
     attempt: int,
+    mates: Sequence[int] = (),
 ) -> tuple[Welcome, int]:
     """Ask all members to admit this restarted rank. Return the leader's answer and rank.
 
     Args:
         left: Result of :func:`newest_left` before the first attempt to join.
         attempt: Number of this attempt to join, from 1.
+        mates: Ranks of this rank's replica, which are not asked.
 
     Raises:
         ClosedError: All other ranks were restarted as well, so the policy is not running on any rank.
         AsyncdistError: The policy has other values or has ended, or no leader has answered in time.
     """
     board = services.shared(Board)
-    application = Application(services, board, ranks, values, timeout_s, left=left, attempt=attempt)
+    application = Application(services, board, ranks, values, timeout_s, left=left, attempt=attempt, mates=mates)
     board.apply(application)
     try:
         return await application.welcomed()

@@ -9,7 +9,8 @@ abdicating leaders arrive.
 The leader admits restarted ranks (*newcomers*) one at a time. It copies its whole state at the moment when the newcomer
 becomes a member. The newcomer gets this state when all other members count it as a member. If the leader is lost, the
 next leader therefore knows every newcomer that has a state. Other newcomers repeat their requests
-(:mod:`protocols.joining.admission`).
+(:mod:`protocols.joining.admission`). The ranks of a restarted replica are admitted at the same moment, and each of them
+gets the state of its counterpart in the leader's replica.
 
 Before the members save their states, they can wait for each other (:meth:`Membership.settle`). No member makes a step
 during this wait, so the saved states are consistent.
@@ -104,9 +105,10 @@ class Membership:
         self._left: dict[int, tuple[int, int]] = {}
         self._admission_count = 0
         self._is_welcoming = False  # whether a newcomer was answered but is not admitted yet
-        self._newcomer: tuple[int, int, int] | None = None  # the newcomer that this leader is admitting
-        self._unacquainted: set[int] = set()  # members that do not know the newcomer; then the newcomer itself
+        self._newcomers: tuple[tuple[int, int, int], ...] = ()  # the newcomers that this leader is admitting
+        self._unacquainted: set[int] = set()  # members that do not know the newcomers; then the newcomers themselves
         self._on_admission_end: Callable[[], None] = lambda: None
+        self._borrower = -1  # newcomer to which this mate of the leader lends its state, or -1
         self._on_leading: Callable[[], None] = lambda: None
         self._attempt = attempt
         self._settling = Settling(0)  # this member's last call of settle()
@@ -119,7 +121,7 @@ class Membership:
         self.leader = self._order[0] if leader is None else leader
         self.living = set(members)
         self.known = frozenset(known or members)
-        self._replicas = replicas
+        self.replicas = replicas
         self.is_broken = False
         self.is_joining = leader is not None
         self.admission = 0
@@ -131,11 +133,12 @@ class Membership:
         self._channel = services.open_channel(
             MembershipMessage, tag=tags.CONTROL, scope=self._scope, name="membership", handler=self._on_message
         )
-        needed = {mate for rank in self.known for mate in self._replicas.mates(rank)}
+        needed = {mate for rank in self.known for mate in self.replicas.mates(rank)}
         services.on_gone(self._on_gone, among=frozenset(needed))
         services.on_returned(self._on_returned)
         for rank in sorted(needed.intersection(services.gone)):
-            self._on_gone(rank)
+            if not (self.replicas.size > 1 and services.is_unmet(rank)):  # the leader's mates may be unmet
+                self._on_gone(rank)
         early, self._early = self._early or [], None
         for envelope in early:
             self._on_message(envelope)
@@ -242,7 +245,7 @@ class Membership:
     @property
     def can_admit(self) -> bool:
         """True if this rank leads, is admitting no other rank, and a restarted rank could continue from its state."""
-        return self.leads and self._newcomer is None and not self._is_closed and self._concerned.may_admit()
+        return self.leads and not self._newcomers and not self._is_closed and self._concerned.may_admit()
 
     def dismiss(self, rank: int, incarnation: int, attempt: int) -> bool:
         """Count a member's earlier process as lost, because the member has asked for admission again.
@@ -257,56 +260,91 @@ class Membership:
         self._is_welcoming = True
         return True
 
-    def admit(self, newcomer: tuple[int, int, int], on_end: Callable[[], None]) -> int:
-        """Admit a restarted rank. Return the number of the state to offer to it.
+    def admit(self, newcomers: Sequence[tuple[int, int, int]], on_end: Callable[[], None]) -> int:
+        """Admit a restarted rank, or all ranks of a restarted replica. Return the number of the state to offer.
 
         Args:
-            newcomer: Rank, number of restarts, and number of the attempt to join.
-            on_end: Function that is called when the restarted rank has the state or is lost.
+            newcomers: Rank, number of restarts, and number of the attempt to join, of each rank.
+            on_end: Function that is called when the restarted ranks have their states or one of them is lost.
         """
-        me, rank = self._services.rank, newcomer[0]
+        me, ranks = self._services.rank, [rank for rank, *_ in newcomers]
         assert self.can_admit, "only a leader that is not busy admits"
         self._admission_count += 1
-        self._order = [*self.members(), rank]
+        self._order = [*self.members(), *ranks]
         self._abdications.clear()
         self._is_welcoming = False
-        self.living.add(rank)
-        self._admitted[rank] = newcomer[1:]
-        self._make_reachable(rank)
-        self._newcomer, self._on_admission_end = newcomer, on_end
-        self._unacquainted = self.living - {me, rank}
+        self._unacquainted = self.living - {me}
+        self.living.update(ranks)
+        for rank, *identity in newcomers:
+            self._admitted[rank] = (identity[0], identity[1])
+            self._make_reachable(rank)
+        self._newcomers, self._on_admission_end = tuple(newcomers), on_end
         for member in sorted(self._unacquainted):
-            self._post(self._admitted_message(newcomer), member, self._admission_count)
-        self._concerned.on_admitted(rank)
+            self._post(self._admitted_message(), member, self._admission_count)
+        for rank in ranks:
+            self._concerned.on_admitted(rank)
         self._note_acquainted(me)
         return self._admission_count
 
     def _note_acquainted(self, member: int) -> None:
-        """As the leader, continue the admission in progress if no member's answer is missing any longer."""
-        if self._newcomer is None:
+        """Continue the admission in progress if no member's answer is missing any longer."""
+        if not self._newcomers:
             return
-        rank, is_given = self._newcomer[0], self._newcomer[0] in self._unacquainted
+        ranks = {rank for rank, *_ in self._newcomers}
+        are_given = not ranks.isdisjoint(self._unacquainted)
         self._unacquainted.discard(member)
-        if rank not in self.living or (is_given and not self._unacquainted):
-            self._newcomer = None
+        if not ranks <= self.living or (are_given and not self._unacquainted):
+            self._newcomers = ()
             self._on_admission_end()
         elif not self._unacquainted:
-            self._unacquainted = {rank}
-            self._post(self._admitted_message(self._newcomer), rank, self._admission_count)
+            self._unacquainted = ranks
+            for rank in sorted(ranks):
+                self._post(self._admitted_message(), rank, self._admission_count)
 
-    def _admitted_message(self, newcomer: tuple[int, int, int]) -> Admitted:
+    def _admitted_message(self) -> Admitted:
         order = tuple((rank, *self._identity_of(rank)) for rank in self.members())
-        return Admitted(order, newcomer, self._settling.count)
+        return Admitted(order, self._newcomers[0], self._settling.count)
+
+    # -- admission by a mate of the leader ----------------------------------------------------------------------------
+
+    async def is_asked_to_lend(self, number: int) -> bool:
+        """Wait for the leader's message about admission ``number``. Return False if a rank of the replica is lost.
+
+        The leader retires no round between this message and the newcomers' answers. Therefore the ranks of its replica
+        have merged the same rounds as the leader when it copied its state.
+        """
+        wait = WaitId(WaitKind.POLICY_ADMISSION)
+        await self._services.engine.until(lambda: self.admission >= number or self.is_broken, wait)
+        return not self.is_broken
+
+    def lend(self, on_end: Callable[[], None]) -> None:
+        """Acknowledge the leader's last admission, because this rank now offers its state to its counterpart.
+
+        Args:
+            on_end: Function that is called when the counterpart has the state or is lost.
+        """
+        self._on_admission_end = on_end
+        self._look_at(self._borrower)
+
+    def _end_loan(self) -> None:
+        self._borrower = -1
+        self._on_admission_end()
 
     # -- this newcomer ----------------------------------------------------------------------------------------------
 
+    @property
+    def donor(self) -> int:
+        """The member whose state this restarted rank gets: its counterpart in the leader's replica."""
+        return self.replicas.mates(self.leader)[self.replicas.index(self._services.rank)]
+
     def complete_joining(self) -> None:
-        """Record that this restarted rank has loaded the leader's state, and notify the leader.
+        """Record that this restarted rank has loaded its donor's state, and notify the donor and the leader.
 
         If the leader has left since it sent the state, the next member leads.
         """
         self.is_joining = False
-        self._post(Acquainted(self.me), self.leader)
+        for rank in sorted({self.donor, self.leader}):
+            self._post(Acquainted(self.me), rank)
         if self.leader not in self.living:
             self._services.engine.loop.call_soon(self._follow_next)
 
@@ -318,7 +356,13 @@ class Membership:
     # -- events -----------------------------------------------------------------------------------------------------
 
     def _on_gone(self, rank: int) -> None:
-        self._services.engine.loop.call_soon(self._note_gone, rank)
+        is_mate = rank in self.replicas.mates(self._services.rank)
+        self._services.engine.loop.call_soon(self._note_broken if is_mate else self._note_gone, rank)
+
+    def _note_broken(self, _: int) -> None:
+        if not self._is_closed:
+            self.is_broken = True
+            self._services.engine.recheck()
 
     def _note_gone(self, rank: int) -> None:
         """Handle the departure of a rank, or its loss. A loss removes all ranks of the lost rank's replica.
@@ -326,15 +370,16 @@ class Membership:
         After a departure, the other ranks of the replica remain members until they leave as well. If one of them leads,
         some members may still wait for its decisions.
         """
-        mates = self._replicas.mates(rank)
+        mates = self.replicas.mates(rank)
         gone = self.living.intersection([rank] if self._has_left(rank) else mates)
         if not gone or self._is_closed:
             return
         if self._services.rank in mates:
-            self.is_broken = True
-            self._services.engine.recheck()
+            self._note_broken(rank)
             return
         self.living -= gone
+        if self._borrower in gone:
+            self._end_loan()
         for each in gone:
             self._settlings.pop(each, None)
         if self.leader not in gone:
@@ -364,7 +409,7 @@ class Membership:
     def abdicate(self) -> None:
         """Let the next member lead, unless this rank is the only member or is admitting a restarted rank."""
         me, others = self._services.rank, self.living - {self._services.rank}
-        if not self.leads or not others or self._newcomer is not None or self._is_welcoming or self._is_closed:
+        if not self.leads or not others or self._newcomers or self._is_welcoming or self._is_closed:
             return
         count = self._abdications[me] + 1
         for rank in sorted(others):
@@ -390,8 +435,11 @@ class Membership:
                     self._note_gone(source)
             case Abdicated(count) if source in self.living:
                 self._note_abdicated(source, count)
-            case Acquainted() if message.newcomer == self._newcomer:
-                self._note_acquainted(source)
+            case Acquainted((rank, *_)) if source == rank == self._borrower:
+                self._end_loan()
+            case Acquainted(newcomer) if newcomer in self._newcomers:
+                if newcomer[0] == source or source not in self.replicas.mates(newcomer[0]):
+                    self._note_acquainted(source)
             case Admitted() if source == self.leader:
                 self._note_admitted(envelope.round, message)
             case Settling() if source in self.living:
@@ -401,7 +449,7 @@ class Membership:
 
     def _note_admitted(self, number: int, message: Admitted) -> None:
         rank, *_ = message.newcomer
-        ranks = [each for each, *_ in message.order]
+        mates, ranks = self.replicas.mates(rank), [each for each, *_ in message.order]
         is_sound = message.newcomer in message.order and len(set(ranks)) == len(ranks) and self.known.issuperset(ranks)
         if not is_sound or self._services.rank not in ranks:
             logger.warning("rank %d sent an invalid list of members, which is ignored: %.300r", self.leader, message)
@@ -409,27 +457,40 @@ class Membership:
         self._order = ranks
         self._abdications.clear()
         self._admission_count = max(self._admission_count, number)
-        if message.newcomer == self.me:
+        if self.me in message.order and self._services.rank in mates:
             self.admission = number
             self._settling, self._settled = Settling(message.settle_count), Settled(message.settle_count)
             self._admitted.update({each: (incarnation, attempt) for each, incarnation, attempt in message.order})
-            self.living = {each for each in self._order if each not in self._services.gone and not self._has_left(each)}
-            for each in self.living - {rank}:
+            gone, is_unmet = self._services.gone, self._services.is_unmet
+            lost = {each for each in gone if not (self._has_left(each) or is_unmet(each))}
+            present = {each for each in self._order if each not in gone and not self._has_left(each)}
+            self.living = {each for each in present if lost.isdisjoint(self.replicas.mates(each))}
+            for each in self.living - {self._services.rank}:
                 self._look_at(each)
             self._services.engine.recheck()
+            return
+        self._admitted.update({each: (inc, attempt) for each, inc, attempt in message.order if each in mates})
+        if self._services.rank in self.replicas.mates(self.leader):  # this rank has to lend its state first
+            self.admission, self._borrower = number, mates[self.replicas.index(self._services.rank)]
+            self._services.engine.recheck()
         else:
-            self._admitted[rank] = message.newcomer[1:]
             self._look_at(rank)
 
     def _on_returned(self, rank: int) -> None:
         self._services.engine.loop.call_soon(self._look_at, rank)
 
     def _look_at(self, rank: int) -> None:
-        """Count a restarted rank as a member if this rank is connected to the process that the leader has admitted."""
-        is_closed = self._is_closed or self._has_left(rank)
-        if rank in self._admitted and self.is_reachable(rank) and not is_closed:
-            self.living.add(rank)
-            self._make_reachable(rank)
+        """Count a restarted rank as a member if this rank is connected to the process that the leader has admitted.
+
+        The ranks of a restarted replica become members together.
+        """
+        mates = self.replicas.mates(rank)
+        is_closed = self._is_closed or any(map(self._has_left, mates))
+        if self._admitted.keys() >= set(mates) and all(map(self.is_reachable, mates)) and not is_closed:
+            self.living.update(mates)
+            for each in mates:
+                if each != self._services.rank:
+                    self._make_reachable(each)
             if not self.leads:
                 self._post(Acquainted((rank, *self._admitted[rank])), self.leader)
 

@@ -118,11 +118,11 @@ class Waiting:
 class Admitted:
     """Leader to all members, and then to the restarted rank: this rank is now a member.
 
-    The frame's round is the number of the admission.
+    All ranks of a restarted replica are admitted with one message. The frame's round is the number of the admission.
 
     Attributes:
         order: Rank, incarnation and attempt of each member, including the sender, in the order in which they may lead.
-        newcomer: Rank, incarnation and attempt of the admitted member.
+        newcomer: Rank, incarnation and attempt of the admitted member, or of the first rank of the admitted replica.
         settle_count: Number of the sender's `settle` calls.
     """
 
@@ -134,6 +134,8 @@ class Admitted:
 @dataclass(frozen=True, slots=True)
 class Acquainted:
     """Member to leader: the sender counts ``newcomer`` as a member, or is this rank and has loaded the state.
+
+    A restarted rank also sends this message to the rank that has lent it the state.
 
     Attributes:
         newcomer: Rank, number of restarts and attempt of the admitted rank.

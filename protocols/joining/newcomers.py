@@ -112,6 +112,7 @@ class Application:
     Args:
         timeout_s: Seconds to wait for each answer of the coordinator.
         left: Number of the policy with this class and name that this process has left, or 0 if there is none.
+        mates: Ranks of this rank's replica. They were restarted as well, so they are not asked.
     """
 
     def __init__(
@@ -124,11 +125,12 @@ class Application:
         *,
         left: int = 0,
         attempt: int = 0,
+        mates: Sequence[int] = (),
     ) -> None:
         self.key = key_of(ranks, values)
         self._request = Request(self.key, services.incarnation, digest_of(ranks, values), left, attempt)
         self._values = values
-        self._ranks = [rank for rank in ranks if rank != services.rank]
+        self._ranks = [rank for rank in ranks if rank != services.rank and rank not in mates]
         self._services = services
         self._board = board
         self._timeout_s = timeout_s

@@ -9,11 +9,12 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
-from asyncdist import ClosedError, LocalProtocolError, RankLostError
+from asyncdist import AsyncdistError, ClosedError, LateError, LocalProtocolError, RankLostError
 from asyncdist.protocols.joining.admission import Admission, newest_left, welcomed
 from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.newcomers import Welcome
 from asyncdist.protocols.joining.replicas import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import check_sendable, cloned
@@ -22,6 +23,11 @@ from asyncdist.protocols.starting.without_lost import lost_members
 from asyncdist.tensors.optimizers.loading import load_named, named_state
 
 logger = logging.getLogger("protocols.joining.policy")
+
+#: What a restarted rank tells the other ranks of its replica if no leader has answered: no policy is running, or the
+#: rank ends with an error.
+_NO_POLICY: Final = -1
+_REFUSED: Final = -2
 
 
 class JoinablePolicy(SpawnPolicy):
@@ -56,12 +62,20 @@ class JoinablePolicy(SpawnPolicy):
     def _take_whole(self) -> None:
         """Complete the loading of the leader's state, and drop the parts that only a leader keeps."""
 
+    async def _meet_mates(self) -> None:
+        """Before this restarted rank joins, wait for the other ranks of its replica, which were restarted as well."""
+
+    async def _said_by_mates(self, own: int) -> tuple[int, ...]:
+        """Return the numbers that the ranks of this restarted rank's replica pass to this method."""
+        return (own,)
+
     # -- starting and joining ---------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
         agreed = await self._agree()
         meeting = self._joint_start.meeting
-        lost = lost_members(self._world, self._members, meeting)
+        gone = lost_members(self._world, self._members, meeting)
+        lost = {mate for rank in gone for mate in self._replicas.mates(rank)}
         known = self._member_ranks()
         members = [rank for rank in self._leading_order() if rank not in lost]
         scopes = PolicyScopes(meeting.ranks, agreed)
@@ -89,7 +103,8 @@ class JoinablePolicy(SpawnPolicy):
         # The other ranks must not count this rank as a member before they admit it.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
         check_sendable(self.model, self.optimizer)
-        deadline = self._world.time() + self._start_timeout_s
+        # The leader admits a replica of several ranks only when it applies an average, which has no time limit.
+        deadline = self._world.time() + self._start_timeout_s if self._replicas.size == 1 else None
         values = self._shared_values()
         left = newest_left(self._services, self._members, values)  # first, since a failed attempt also leaves a policy
         attempt = 1
@@ -103,18 +118,31 @@ class JoinablePolicy(SpawnPolicy):
         self._services.is_admitted = True
 
     async def _has_joined(
-        self, deadline: float, values: Mapping[str, str], left: int, attempt: int, *, may_start: bool
+        self, deadline: float | None, values: Mapping[str, str], left: int, attempt: int, *, may_start: bool
     ) -> bool:
-        """Try to join once. Return False if the leader is lost while it sends its state."""
+        """Try to join once. Return False if the leader is lost while it sends its state.
+
+        The ranks of a restarted replica join together: they ask the same leader, and either all get a state or none.
+        """
+        await self._meet_mates()
         try:
-            welcome, leader = await welcomed(
-                self._services, self._members, values, self._start_timeout_s, left=left, attempt=attempt
-            )
-        except ClosedError:  # all other ranks were restarted as well, so no policy is running
-            if not may_start:
+            facts, mates = (self._services, self._members, values), self._replicas.mates(self._world.rank)
+            welcome, leader = await welcomed(*facts, self._start_timeout_s, left=left, attempt=attempt, mates=mates)
+        except AsyncdistError as error:
+            # If all other ranks were restarted as well, no policy is running.
+            is_startable = may_start and isinstance(error, ClosedError)
+            if set(await self._said_by_mates(_NO_POLICY if is_startable else _REFUSED)) != {_NO_POLICY}:
                 raise
             await self._start_among_newcomers()
             return True
+        leaders = set(await self._said_by_mates(leader))
+        if _REFUSED in leaders or _NO_POLICY in leaders:
+            raise LateError("another rank of this rank's replica could not join the policy")
+        return leaders == {leader} and await self._has_joined_leader(welcome, leader, deadline, values, attempt)
+
+    async def _has_joined_leader(
+        self, welcome: Welcome, leader: int, deadline: float | None, values: Mapping[str, str], attempt: int
+    ) -> bool:
         scopes = PolicyScopes.of_running(welcome, values)
         members = [rank for rank, _ in welcome.members]
         membership = Membership(
@@ -125,19 +153,28 @@ class JoinablePolicy(SpawnPolicy):
             admitted=dict(welcome.members),
             leader=leader,
             attempt=attempt,
+            replicas=self._replicas,
         )
         self._open(membership, scopes)
+        state: Any = None
+        lost: RankLostError | None = None
         try:
-            admission = self._opened_admission()
-            self._restore_whole(await admission.take_state(self._flat.nbytes, self._start_timeout_s, deadline))
-        except RankLostError as error:
-            await self._stop(error)  # no wait: no other rank needs a newcomer without a state
-            return False
+            try:
+                state = await self._opened_admission().take_state(self._flat.nbytes, self._start_timeout_s, deadline)
+            except RankLostError as error:
+                if membership.is_broken:
+                    raise
+                lost = error
+            if all(await self._said_by_mates(state is not None)):
+                self._restore_whole(state)
+                self._begin_joined()
+                return True
         except BaseException as error:
             await self._stop(error)
             raise
-        self._begin_joined()
-        return True
+        # Do not wait, since no other rank needs a newcomer without a state.
+        await self._stop(lost or RankLostError("the leader was lost before all ranks had its state", rank=leader))
+        return False
 
     def _whole_state(self) -> dict[str, Any]:
         """Return this rank's state after the current step, from which a restarted rank can continue."""

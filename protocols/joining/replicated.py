@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncdist import validation
+from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, rejoined_replica
 from asyncdist.protocols.joining.policy import JoinablePolicy
 from asyncdist.protocols.options import MemberOptions
 from asyncdist.protocols.starting.differences import LEFT_OUT
 from asyncdist.protocols.step_info import AverageApplied, PolicyEvent, StepInfo
-from asyncdist.protocols.wrappers import reshard
+from asyncdist.protocols.wrappers import check_replica_group, reshard
 from asyncdist.tensors.flat_state import SnapshotPool
 
 
@@ -39,12 +40,13 @@ class ReplicatedPolicy(JoinablePolicy):
     ) -> None:
         self._replica_size = replica_size
         self.keeps_replicas = replica_size > 1
-        self.admits_restarted = not self.keeps_replicas
         if self.keeps_replicas and isinstance(model, DistributedDataParallel):
             model = model.module
         super().__init__(model, optimizer, average_every=average_every, resets_optimizer=resets_optimizer, **options)
         self._layout_buffers = self._flat.new_buffers(device="meta")
         self._snapshots = SnapshotPool(self._flat)  # memory for the weights in AverageApplied events
+        self._replica: ReplicaGroup | None = None  # None if each rank is a replica or this rank is alone
+        self._admits_replica = False  # whether the leader's replica may admit another replica after this step
 
     @abc.abstractmethod
     def _first_weights(self) -> dict[str, str]:
@@ -75,6 +77,46 @@ class ReplicatedPolicy(JoinablePolicy):
             values["model"] = "sharded"
             values.pop(LEFT_OUT, None)
         return values
+
+    async def _join(self) -> None:
+        try:
+            await super()._join()
+        except BaseException:
+            await self._free_replica()
+            raise
+
+    async def _meet_mates(self) -> None:
+        if self._replicas.size > 1 and self._replica is None:
+            check_replica_group(self.model, self._replicas.mates(self._world.rank), self._world)
+            facts = self._world, self._replicas, self._flat, self._group.ranks
+            self._replica = await rejoined_replica(*facts, self._start_timeout_s)
+            self._services.is_admitted = False  # the new group has set it
+
+    async def _said_by_mates(self, own: int) -> tuple[int, ...]:
+        return (own,) if self._replica is None else await self._replica.gathered(own)
+
+    async def _agree_in_replica(self, replica: ReplicaGroup, own: Readiness) -> Readiness:
+        """Return the joint report of the replica's ranks, and record whether the leader among them admits a replica."""
+        joint = await replica.agree(own._replace(admits=not self.is_alone and self._opened_admission().is_asked))
+        self._admits_replica = self._admits_replica or joint.admits
+        return joint
+
+    async def _admit_replica(self, replica: ReplicaGroup) -> None:
+        """After a step in which the leader's replica has agreed to it, offer the ranks' states to a restarted replica.
+
+        Do nothing if the leader admits no replica, for example because a rank was lost meanwhile.
+        """
+        if self._admits_replica:
+            self._admits_replica, admission = False, self._opened_admission()
+            own = admission.admit(self._whole_state) if admission.is_asked else 0
+            number = max(await replica.gathered(own))
+            if number and not own:
+                await admission.lend(number, self._whole_state)
+
+    async def _free_replica(self) -> None:
+        replica, self._replica = self._replica, None
+        if replica is not None:
+            await replica.free()
 
     def _announce_average(
         self, on_event: Callable[[PolicyEvent], None] | None, info: StepInfo, weights: Sequence[float]

@@ -95,7 +95,7 @@ async def admit(world: ad.World, membership: Membership, rank: int, attempt: int
         world.services.engine.recheck()
 
     await until(world, lambda: newcomer in concerned.waiting and membership.can_admit)
-    membership.admit(newcomer, end)
+    membership.admit([newcomer], end)
     assert not membership.can_admit, "one newcomer is admitted at a time"
     await until(world, lambda: ended)
 

@@ -431,7 +431,7 @@ EXCHANGE_MUTANTS: Final = (
         "replicas",
         "the ranks of a replica apply a mean in different steps",
         "protocols/exchange/policy.py",
-        "        return own if self._replica is None else await self._replica.agree(own)\n",
+        "        return own if self._replica is None else await self._agree_in_replica(self._replica, own)\n",
         "        return own if self._replica is None or own.trouble else own\n",
         REPLICAS,
     ),

@@ -99,6 +99,7 @@ class Agreements:
         self._forsaken: set[AgreementKey] = set()
         self._is_failing = False
         self.is_interrupted: Callable[[], bool] = lambda: False
+        self.is_unmet: Callable[[int], bool] = lambda _: False  # see :meth:`Services.is_unmet`
 
     async def agree(
         self,
@@ -291,7 +292,8 @@ class Agreements:
         key = self.incarnations.key_of(subject, ranks)
         self.led.withdrawn.add(key)
         self.led.send_stored(key)  # Sent first, so that members that join later raise the refusal, not ClosedError.
-        message = Withdraw(key.text, self.incarnations.losses(self._absences.lost))
+        lost = (rank for rank in self._absences.lost if not self.is_unmet(rank))
+        message = Withdraw(key.text, self.incarnations.losses(lost))
         for rank in ranks:
             if rank != self._rank:
                 self._send(message, rank)

@@ -39,11 +39,21 @@ class Incarnations:
         """Return the members of agreement ``key`` that have been restarted since the key was made."""
         if not self._known:
             return ()
-        found = _QUALIFIED.search(key.subject)
-        words = found[1].split() if found else []
+        named = _named(key)
         members = (rank for rank in sorted(self._known) if key.has_member(rank))
-        return tuple(rank for rank in members if f"{rank}.{self._known[rank]}" not in words)
+        return tuple(rank for rank in members if self._known[rank] > named.get(rank, 0))
+
+    def unmet(self, key: AgreementKey) -> set[int]:
+        """Return the members of agreement ``key`` whose restart is not known here yet: only their old processes are."""
+        return {rank for rank, incarnation in _named(key).items() if incarnation > self._known.get(rank, 0)}
 
     def losses(self, lost: Iterable[int]) -> Losses:
         """Return each lost rank with the number of restarts of its lost process."""
         return tuple((rank, self._known.get(rank, 0)) for rank in sorted(lost))
+
+
+def _named(key: AgreementKey) -> dict[int, int]:
+    """Return the incarnation of each restarted member, as named by the subject of ``key``."""
+    found = _QUALIFIED.search(key.subject)
+    words = (word.split(".") for word in found[1].split()) if found else ()
+    return {int(rank): int(incarnation) for rank, incarnation in words}

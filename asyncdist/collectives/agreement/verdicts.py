@@ -161,8 +161,12 @@ class Absences:
         return self.lost.union(self._incarnations.replaced(key))
 
     def gone_from(self, key: AgreementKey) -> tuple[int, ...]:
-        """Return the members of agreement ``key`` that have left or are lost, in ascending order."""
-        return tuple(sorted({*filter(key.has_member, self.gone), *self._incarnations.replaced(key)}))
+        """Return the members of agreement ``key`` that have left or are lost, in ascending order.
+
+        The loss of a process does not concern the agreements of a later process of the same rank.
+        """
+        found = {*filter(key.has_member, self.gone), *self._incarnations.replaced(key)}
+        return tuple(sorted(found - self._incarnations.unmet(key))) if found else ()
 
     def may_join(self, key: AgreementKey, ranks: Iterable[int]) -> set[int]:
         """Return those of ``ranks`` that may still join agreement ``key``."""

@@ -9,14 +9,18 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from asyncdist.tensors.model_tensors import is_sharded, local_part
+
 logger = logging.getLogger("asyncdist.tensors.optimizers.loading")
 
-_ALLOWED = "the optimizer must have the same parameters in its groups as the optimizer whose state it loads"
+#: Key that marks this rank's shard of a DTensor in a state.
+_SHARD: Final = "asyncdist shard"
+_ALLOWED: Final = "the optimizer must have the same parameters in its groups as the optimizer whose state it loads"
 
 
 def parameter_names(model: nn.Module, optimizer: Any) -> list[list[str]]:
@@ -27,8 +31,10 @@ def parameter_names(model: nn.Module, optimizer: Any) -> list[list[str]]:
 
 def named_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Return an optimizer's state with its class and the names of its parameters, for :func:`load_named`."""
-    names = parameter_names(model, optimizer)
-    return {"class": type(optimizer).__qualname__, "state": optimizer.state_dict(), "names": names}
+    names, state = parameter_names(model, optimizer), optimizer.state_dict()
+    if any(map(is_sharded, _parameters(optimizer))):
+        state = _with_marked_shards(state)
+    return {"class": type(optimizer).__qualname__, "state": state, "names": names}
 
 
 def load_named(model: nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> None:
@@ -36,7 +42,38 @@ def load_named(model: nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> No
     own, theirs = type(optimizer).__qualname__, saved["class"]
     if own != theirs:  # torch would load the state, and a later step would fail or compute something else
         raise ValueError(f"the optimizer must have the class {theirs} of the optimizer whose state it loads, got {own}")
-    load_exactly(optimizer, arranged(saved["state"], saved["names"], parameter_names(model, optimizer)))
+    state = arranged(saved["state"], saved["names"], parameter_names(model, optimizer))
+    parameters = _parameters(optimizer)
+    if any(map(is_sharded, parameters)):
+        entries = {place: _with_own_shards(own, parameters[place]) for place, own in state["state"].items()}
+        state = {**state, "state": entries}
+    load_exactly(optimizer, state)
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _with_marked_shards(node: Any) -> Any:
+    """Replace each DTensor in an optimizer's state with this rank's shard, in a dict that marks it."""
+    if isinstance(node, Tensor):
+        return {_SHARD: local_part(node)} if is_sharded(node) else node
+    if isinstance(node, Mapping):
+        return {key: _with_marked_shards(value) for key, value in node.items()}
+    return [_with_marked_shards(value) for value in node] if isinstance(node, list) else node
+
+
+def _with_own_shards(entries: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
+    """Convert the marked shards in a parameter's state to DTensors that are sharded like the parameter."""
+
+    def restored(value: Any) -> Any:
+        if not isinstance(value, Mapping) or _SHARD not in value:
+            return value
+        layout = parameter.device_mesh, parameter.placements
+        shard = value[_SHARD].to(parameter.device)
+        return type(parameter.data).from_local(shard, *layout, shape=parameter.shape, stride=parameter.stride())
+
+    return {name: restored(value) for name, value in entries.items()}
 
 
 def arranged(
@@ -126,7 +163,7 @@ def load_exactly(optimizer: Any, state: Mapping[str, Any]) -> None:
     float32 moments of bfloat16 weights.
     """
     optimizer.load_state_dict(dict(state))
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = _parameters(optimizer)
     for place, entries in state["state"].items():
         held = optimizer.state.get(parameters[place]) if isinstance(place, int) and place < len(parameters) else None
         if not isinstance(held, dict) or not isinstance(entries, Mapping):

@@ -41,6 +41,7 @@ class Readiness(NamedTuple):
         norms: L2 norms of the donors' contributions. Empty without a mean.
         has_cosine: Whether ``norms`` belong to the contributions that were sent, so that the cosine is known.
         checksum: Checksum of the weights, which must be equal on all ranks of the replica. None if it is not compared.
+        admits: Whether this rank leads the policy, and can admit a restarted replica.
     """
 
     has_mean: bool
@@ -49,6 +50,7 @@ class Readiness(NamedTuple):
     norms: tuple[float, ...] = ()
     has_cosine: bool = False
     checksum: int | None = None
+    admits: bool = False
 
 
 class ReplicaGroup:
@@ -195,7 +197,8 @@ def _joint(each: Sequence[Readiness], ranks: Sequence[int]) -> tuple[Any, ...]:
     trouble = next(filter(None, (own.trouble for own in each)), "")
     whole = math.hypot(*norms) if norms else None
     of_donors = tuple(math.hypot(*parts) for parts in zip(*(own.norms for own in each), strict=False))
-    return all(own.has_mean for own in each), trouble, whole, of_donors, any(own.has_cosine for own in each)
+    has_mean, has_cosine = all(own.has_mean for own in each), any(own.has_cosine for own in each)
+    return has_mean, trouble, whole, of_donors, has_cosine, None, any(own.admits for own in each)
 
 
 async def joined_replica(
@@ -227,6 +230,27 @@ async def joined_replica(
         await replica.free()
         raise
     world.services.shared(ReplicaMates).ranks = frozenset(mates) - {world.rank}
+    return replica
+
+
+async def rejoined_replica(
+    world: World, replicas: Replicas, flat: FlatState, ranks: Sequence[int], timeout_s: float
+) -> ReplicaGroup:
+    """Create the group of this restarted rank's replica. Collective among its ranks, which were restarted as well.
+
+    Args:
+        ranks: All ranks of the policy's group.
+    """
+    mates = replicas.mates(world.rank)
+    world.services.shared(ReplicaMates).ranks = frozenset(mates) - {world.rank}
+    groups = world.peers.groups
+    replica = ReplicaGroup(world, await groups.replica_group(mates, timeout_s, subject="restarted replica"))
+    try:
+        if flat.mesh_ranks:
+            await replica.check_sharding(flat.mesh_ranks, ranks)
+    except BaseException:
+        await replica.free()
+        raise
     return replica
 
 
