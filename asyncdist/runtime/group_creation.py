@@ -25,6 +25,7 @@ from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError,
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
+from asyncdist.runtime.failing.replica_mates import ReplicaMates
 from asyncdist.waits import WaitId, WaitKind
 
 #: Seconds that this rank waits to detect a loss that has ended its request for a group, before it repeats the request.
@@ -125,12 +126,13 @@ class GroupCreation:
         """Make a group of the ranks of a replica. On a restarted rank, first wait until the other ranks are back.
 
         If a rank of a replica is lost, the others end as well, and all of them are restarted at different times. A rank
-        may also be lost again while it starts.
+        may also be lost again while it starts. From this call on, an error then ends this restarted rank as lost.
         """
         services = self._services
         if not services.incarnation:
             return await self.new_group(ranks, timeout_s, subject=subject)
         others = [rank for rank in ranks if rank != services.rank]
+        services.shared(ReplicaMates).ranks = frozenset(others)
 
         def are_back() -> bool:
             is_back = (rank not in services.gone and services.restarted.get(rank) for rank in others)

@@ -241,9 +241,7 @@ async def rejoined_replica(
     Args:
         ranks: All ranks of the policy's group.
     """
-    mates = replicas.mates(world.rank)
-    world.services.shared(ReplicaMates).ranks = frozenset(mates) - {world.rank}
-    groups = world.peers.groups
+    mates, groups = replicas.mates(world.rank), world.peers.groups
     replica = ReplicaGroup(world, await groups.replica_group(mates, timeout_s, subject="restarted replica"))
     try:
         if flat.mesh_ranks:
