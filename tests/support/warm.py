@@ -160,7 +160,8 @@ def be_warm() -> None:
         return
     if name == "rank_program.py":
         be_rank(paths[0], arguments)
-    elif name.endswith(".py") and "RANK" in os.environ:
+    # The process that serves a job's store has the variables of rank 0.
+    elif name.endswith(".py") and name != "store_server.py" and "RANK" in os.environ:
         be_rank(paths[0], [program, *arguments])
     elif name == "asyncdist" and arguments[:1] == ["sim"] and HASHES.items() <= asked.items():
         be_rank(paths[0], [SIMULATION, *arguments])
