@@ -184,9 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if options.command == "sim" and not is_ended:  # after the restart, which would print the note again
         _report_similar_option(rest)
     if options.command == "run" and options.live:
-        from asyncdist.live import beside  # imported only here, because it loads msgspec
+        from asyncdist.launch import live_table  # imported only here, because it loads msgspec
 
-        sys.exit(beside.run([*(word for word in own if word != "--live"), *rest]))
+        sys.exit(live_table.run([*(word for word in own if word != "--live"), *rest]))
     from asyncdist.launchers import launcher_signals
 
     with launcher_signals.heeding_children():

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support import mpi
-from support.processes import wait_until
+from support.processes import is_alive, wait_until
 
 from asyncdist.story import sockets
 from asyncdist.story.finding import job_of_process
@@ -224,6 +224,30 @@ def test_a_signal_to_the_command_ends_the_job(tmp_path: Path) -> None:
         assert terminal.ended() == 128 + signal.SIGTERM, terminal.said
     finally:
         (tmp_path / "stop").touch()
+
+
+@pytest.mark.long
+def test_no_rank_outlives_a_killed_command(tmp_path: Path) -> None:
+    """Regression: the job continued without a launcher, a terminal and output."""
+    terminal = Terminal(command(tmp_path, "--live", transport="torch"), tmp_path)
+    try:
+        assert wait_until(lambda: terminal.shows(r"^ +0 +mine")), terminal.said
+        script = str(tmp_path / "script.py").encode()
+        running = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if script in command_line(pid)]
+        assert len(running) >= 4, "the command, its child and two ranks"
+        terminal.job.kill()
+        assert terminal.job.wait(60) == -signal.SIGKILL
+        assert wait_until(lambda: not any(map(is_alive, running)))
+    finally:
+        (tmp_path / "stop").touch()
+
+
+def command_line(pid: int) -> bytes:
+    """Return the words of a process, or b"" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 @pytest.mark.long

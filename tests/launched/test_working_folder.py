@@ -51,7 +51,7 @@ def test_the_start_of_mpi_by_doctor_runs_no_planted_module(planted: Path) -> Non
 
 
 def test_a_live_job_runs_no_planted_module(planted: Path) -> None:
-    begin = "from asyncdist.live import beside; beside.run(['-n', '1', '--transport', 'torch', 'missing.py'])"
+    begin = "from asyncdist.launch import live_table; live_table.run(['-n', '1', '--transport', 'torch', 'missing.py'])"
     ended = subprocess.run([sys.executable, "-P", "-c", begin], capture_output=True, text=True, timeout=60, check=False)
     assert "the script 'missing.py' does not exist" in ended.stderr
     assert not planted.exists()

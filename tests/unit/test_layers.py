@@ -30,7 +30,7 @@ FOLDERS: dict[str, set[str]] = {
     "runtime": {"tensors", "transports", "recording", "messaging", "collectives", "live", "story"},
     "spmd": {"tensors", "transports", "messaging", "collectives", "runtime"},
     "functional": {"tensors", "transports", "messaging", "collectives", "runtime", "spmd"},
-    "launch": {"tensors", "transports", "messaging", "collectives", "live", "runtime", "spmd", "functional"},
+    "launch": {"tensors", "transports", "messaging", "collectives", "live", "story", "runtime", "spmd", "functional"},
     "blocking": {"recording", "collectives", "runtime", "spmd", "functional"},
     "integrations": {"functional", "blocking"},
     "bench": {"messaging"},

@@ -17,7 +17,8 @@ import pytest
 from rich.console import Console
 from support.facts import names
 
-from asyncdist.live import beside, destinations as places, exporting, last_counters
+from asyncdist.launch import live_table
+from asyncdist.live import destinations as places, exporting, last_counters
 from asyncdist.live.columns import Readings, Row, amount
 from asyncdist.live.counters import (
     EXPORTED,
@@ -378,7 +379,7 @@ def test_amounts_have_five_characters(nbytes: float, text: str) -> None:
 def copied(parts: list[bytes], to: Any) -> None:
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as pipe:
-        copier = threading.Thread(target=beside._copy, args=(pipe, Console(file=to, width=200)), daemon=True)
+        copier = threading.Thread(target=live_table._copy, args=(pipe, Console(file=to, width=200)), daemon=True)
         copier.start()
         with os.fdopen(writer, "wb", buffering=0) as into:
             for part in parts:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Final
 
 from asyncdist import environment, local_host
+from asyncdist.launch import guardians
 from asyncdist.launchers import launcher_signals
 from asyncdist.live import last_counters, top
 from asyncdist.story import sockets
@@ -39,6 +40,12 @@ def run(words: Sequence[str]) -> int:
         why = top.NEEDS_RICH if shown else "the output is not a terminal"
         local_host.print_line(f"asyncdist run: --live: {why}; the job runs without the table")
         os.execv(sys.executable, command)
+    own_pid = os.getpid()
+
+    def prepare() -> None:
+        guardians.die_with_parent(own_pid)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*launcher_signals.PASSED_ON_SIGNALS, signal.SIGCHLD})
     with tempfile.TemporaryDirectory(prefix="asyncdist-live-") as folder:
         child = subprocess.Popen(
@@ -47,7 +54,7 @@ def run(words: Sequence[str]) -> int:
             stdin=subprocess.DEVNULL,  # a prompt of the child could not be shown
             stdout=subprocess.PIPE if 1 in shown else None,
             stderr=subprocess.PIPE if 2 in shown else None,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+            preexec_fn=prepare,
         )
         _show(child, folder, is_on_stderr=1 not in shown)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
