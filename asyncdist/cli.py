@@ -143,7 +143,7 @@ def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="repeat a recorded job in the simulator, with the recorded messages",
         usage="asyncdist replay DIR [--job JOB] [--rank RANK --pdb | --to-test FILE] [script.py [arguments]]",
         description="Replay a recorded job on simulated ranks, with the same decisions and the same weights.",
-        epilog="The script and its arguments are the recorded ones by default.",
+        epilog="Without a script, the recorded script and its arguments are used.",
         allow_abbrev=False,
     )
     replay.add_argument("folder", metavar="DIR", help="the folder that was passed to --record")

@@ -372,6 +372,22 @@ def test_another_users_script_is_run_only_if_it_is_named(tmp_path: Path) -> None
     assert replay_scripts._why_foreign(script, tmp_path, owner) == "belongs to another user than the current folder"
 
 
+@pytest.mark.parametrize(("given", "expected"), [((), ""), (("--mine",), "--mine")])
+def test_a_named_script_gets_only_the_given_arguments(
+    tmp_path: Path, given: tuple[str, ...], expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: a recording of another user could choose the arguments of a script that its reader had named."""
+    script, seen, run = tmp_path / "script.py", tmp_path / "seen", str(tmp_path / "run")
+    told = f"import pathlib, sys; pathlib.Path({str(seen)!r}).write_text(' '.join(sys.argv[1:]))"
+    script.write_text(told + SCRIPT.replace("BROKEN", "False"))
+    simulate(train, ranks=2, seed=0, record=run)
+    edit_headers(tmp_path / "run", lambda header: header.update(arguments=["--theirs", "a b"]))
+    with contextlib.suppress(DivergenceError):  # the recording is of another function
+        replay_script(run, script, *given)
+    assert seen.read_text() == expected
+    assert ("--theirs 'a b'" in caplog.text) == (not given), "the user is told what was recorded"
+
+
 def test_nothing_of_a_recording_becomes_code_of_a_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import contextvars
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -139,7 +140,15 @@ def _script_of(
         )
     if header.script_digest != hashlib.sha256(Path(name).read_bytes()).hexdigest():
         logger.warning("%s is not the recorded script, or has changed since the recording", name)
-    words = tuple(arguments) or tuple(header.arguments)
+    words, recorded = tuple(arguments), tuple(header.arguments)
+    if path is None:
+        words = words or recorded
+    elif recorded and not words:  # somebody else may have chosen the recorded arguments
+        logger.warning(
+            "%s runs without arguments, because it was named and they were not. The recorded ones are: %s",
+            name,
+            shlex.join(map(printable, recorded)),
+        )
     return _ReplayedScript(name, words, recording.size, recording=recording, debugger=debugger, ended=[])
 
 
@@ -157,7 +166,7 @@ def replay_script(
     Args:
         folder: Folder of the recording, as passed to ``record=``.
         script: Path of the script; by default the recorded path, which must be in or below the current folder.
-        arguments: Arguments of the script; by default the recorded arguments.
+        arguments: Arguments of the script. Without ``script``, the recorded arguments are the default.
         job: Name of the job, if the folder has recordings of several jobs.
 
     Returns:
