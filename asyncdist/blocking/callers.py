@@ -242,6 +242,10 @@ class LoopCaller(Caller):
         if self._interrupts.withdraw():
             self._interrupts.check()
 
+    def signalled(self) -> BaseException | None:
+        """Return the exception that a received signal has raised or will raise, or None."""
+        return self._interrupts.error(self.world.rank)
+
     def _close_at_exit(self) -> None:
         logger.warning(
             "the world of rank %d was never left: open it in a block, with asyncdist.blocking.open_world() as world, "

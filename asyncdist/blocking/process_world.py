@@ -9,8 +9,10 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
+from asyncdist import rank_program
 from asyncdist.blocking.callers import LoopCaller, find_caller, set_process_caller
 from asyncdist.blocking.world import World, open_world
+from asyncdist.runtime.failing.process_ends import ProgramEnd, exit_immediately
 from asyncdist.runtime.failing.tracebacks import user_traceback
 from asyncdist.runtime.world import refuse_inside_a_world, set_world_of_process
 
@@ -19,7 +21,8 @@ def process_world() -> World:
     """Return the open world, or open a world that lasts until the process ends if none is open.
 
     When the interpreter exits, this rank leaves that world and waits for the other ranks. If an exception ends the
-    program, this rank fails with that exception.
+    program, this rank fails with that exception. Exceptions include the SystemExit of ``sys.exit(3)``, SIGTERM and
+    SIGHUP. Only ``asyncdist run`` also detects ``exit(3)`` and ``raise SystemExit(3)``.
 
     Raises:
         LocalProtocolError: Called in a rank's coroutine.
@@ -36,7 +39,7 @@ def process_world() -> World:
     if isinstance(world._caller, LoopCaller):
         set_process_caller(world._caller)
         set_world_of_process(world.awaited)
-        _until_exit = _UntilExit(block)
+        _until_exit = _UntilExit(block, world._caller)
     return world
 
 
@@ -52,8 +55,10 @@ def end_process_world() -> None:
 class _UntilExit:
     """Exits an entered context manager when the interpreter exits or an exception ends the program."""
 
-    def __init__(self, block: AbstractContextManager[Any]) -> None:
+    def __init__(self, block: AbstractContextManager[Any], caller: LoopCaller) -> None:
         self._block: AbstractContextManager[Any] | None = block
+        self._caller = caller
+        self._end = ProgramEnd()
         self._process_id = os.getpid()
         self._hook_before = sys.excepthook
         sys.excepthook = self._on_exception
@@ -75,12 +80,12 @@ class _UntilExit:
 
     def _on_exit(self) -> None:
         try:
-            self.leave(getattr(sys, "last_value", None))  # the program's exception, if a different hook has printed it
+            self.leave(self._end.error(self._caller.signalled()))
+        except SystemExit as error:  # raised for a signal, and already reported
+            exit_immediately(rank_program.exit_code(error.code))
         except BaseException as error:  # at this point, only os._exit can change the exit code
             sys.excepthook(type(error), error, error.__traceback__)  # prints only errors not yet reported
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            exit_immediately(1)
 
     def leave(self, error: BaseException | None) -> None:
         """Exit the context manager with the error that ends the program, or None."""

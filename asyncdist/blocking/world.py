@@ -200,7 +200,7 @@ def open_world(
     :func:`asyncdist.run`.
 
     The first SIGINT raises KeyboardInterrupt in the body, and the first SIGTERM or SIGHUP raises SystemExit. A second
-    SIGINT or SIGTERM ends the process.
+    SIGINT or SIGTERM, at least one second later, ends the process.
 
     Raises:
         LocalProtocolError: This rank already has an open world.

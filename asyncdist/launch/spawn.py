@@ -36,7 +36,7 @@ from types import FrameType
 from typing import Any, Final, ParamSpec, cast
 
 from asyncdist import environment
-from asyncdist.launch import guardians, process_groups, rank_process
+from asyncdist.launch import guardians, process_groups
 from asyncdist.launch.config import MultiprocessConfig
 from asyncdist.launch.rank_process import (
     CAUSE,
@@ -50,12 +50,14 @@ from asyncdist.launch.rank_process import (
     check_process_group,
 )
 from asyncdist.launchers import addresses, launcher_signals
-from asyncdist.runtime.signals import interrupt_error
+from asyncdist.runtime.signals import StopRequest, interrupt_error
 
 P = ParamSpec("P")
 
 #: Maximum seconds for children to end after SIGTERM.
 STOP_S: Final = 5.0
+#: Module that only the fork server imports.
+_FORK_SERVER: Final = "asyncdist.launch.fork_server"
 
 
 def launch_subprocesses(
@@ -110,25 +112,32 @@ def launch_subprocesses(
 
 @contextlib.contextmanager
 def _passing_signals_on(ranks: Sequence[_Child]) -> Iterator[None]:
-    """Forward signals that have no handler to the ranks. Raise SystemExit after a signal that ends the job."""
+    """Forward signals that have no handler to the ranks. Raise an exception after a signal that ends the job.
+
+    Copies of that signal are ignored, because a second exception would keep the ranks from stopping on their own.
+    """
+    request = StopRequest()
 
     def take(number: int, _: FrameType | None) -> None:
         if number in launcher_signals.ENDING_SIGNALS:
-            raise interrupt_error(number)
+            if not request.is_copy():
+                raise interrupt_error(number)
+            return
         for child in ranks:
             child.send_signal(number)
         launcher_signals.stop_with_ranks(number)
 
     is_main = threading.current_thread() is threading.main_thread()
     numbers = launcher_signals.PASSED_ON_SIGNALS if is_main else ()
-    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    unhandled = (signal.SIG_DFL, signal.default_int_handler)
+    taken = {number: handler for number in numbers if (handler := signal.getsignal(number)) in unhandled}
     for number in taken:
         signal.signal(number, take)
     try:
         yield
     finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in taken.items():
+            signal.signal(number, handler)
 
 
 def _checked_config(
@@ -299,7 +308,7 @@ def _start_all(
     context = multiprocessing.get_context(configs[0].launch_method)
     # The server imports torch once for all ranks, so 4 ranks on 2 busy cores start in 4 s instead of 15 s. It does not
     # import the script, which may start threads that do not survive a fork.
-    context.set_forkserver_preload([rank_process.__name__])
+    context.set_forkserver_preload([_FORK_SERVER])
     environ = environment.environment()
     for cfg in configs:
         ours, theirs = context.Pipe(duplex=False)

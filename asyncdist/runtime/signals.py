@@ -1,8 +1,8 @@
 """Ends a rank after Ctrl-C (SIGINT), SIGTERM or SIGHUP.
 
-The first signal asks the rank to stop at its next await, and the second ends the process. The handlers are plain signal
-handlers, because those of an event loop do not run while torch blocks the loop. When a terminal closes, its ranks
-receive SIGHUP, often twice, so a second SIGHUP is ignored.
+The first signal asks the rank to stop at its next await, and a second one, ``COPIES_S`` later, ends the process. The
+handlers are plain signal handlers, because those of an event loop do not run while torch blocks the loop. When a
+terminal closes, its ranks receive SIGHUP, often twice, so a second SIGHUP is ignored.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Final
@@ -20,6 +21,27 @@ from asyncdist.runtime.failing.process_ends import exit_immediately
 from asyncdist.runtime.story.requests import StoryRequests, forget_in_child
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Seconds after the first signal in which further signals count as copies of the first.
+COPIES_S: Final = 1.0
+
+
+class StopRequest:
+    """Distinguishes a user's second stop signal from copies of the first.
+
+    Service managers, batch systems and ``timeout`` send one signal to all processes of a job. The launcher and the
+    guardians forward it as well, possibly as SIGTERM, so that a rank receives several copies of the same request.
+    """
+
+    def __init__(self) -> None:
+        self._first_at_s: float | None = None
+
+    def is_copy(self) -> bool:
+        """Record a stop signal. Return whether it is a copy of the first signal."""
+        now_s = time.monotonic()
+        if self._first_at_s is None:
+            self._first_at_s = now_s
+            return False
+        return now_s - self._first_at_s < COPIES_S
 
 
 class Interrupts:
@@ -29,8 +51,8 @@ class Interrupts:
     effect if it is ignored, as under ``nohup``, or if the program handles it.
 
     Args:
-        spares_process: Whether the second signal raises KeyboardInterrupt or SystemExit instead of ending the process,
-            as required in a notebook.
+        spares_process: Whether the second signal raises KeyboardInterrupt or SystemExit, without waiting for
+            ``COPIES_S``, instead of ending the process. Required in a notebook.
 
     Attributes:
         received: Number of the first received signal, or None.
@@ -41,6 +63,7 @@ class Interrupts:
         self._spares_process = spares_process
         self.received: int | None = None
         self.raises_at_once = False
+        self._request = StopRequest()
         self._is_pending = False  # a signal was received and has not cancelled the tasks yet
         self._stopping: asyncio.Handle | None = None  # scheduled cancellation of the tasks
         self._previous: dict[int, Any] = {}
@@ -111,6 +134,8 @@ class Interrupts:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self.received is not None:
+            return
+        if self._request.is_copy() and not self._spares_process:
             return
         rank_program.write_past_mpirun()
         if number != signal.SIGINT and not self._spares_process:

@@ -27,6 +27,7 @@ from asyncdist import rank_program
 from asyncdist.messaging import wire
 from asyncdist.runtime.failing import failure
 from asyncdist.runtime.failing.failure_report import FailureReport, peer_failed, summarise
+from asyncdist.runtime.signals import COPIES_S
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 #: Seconds until a job must have reached the point at which the test acts on it.
@@ -535,7 +536,7 @@ def test_a_signal_while_mpi_starts_ends_the_job_after_the_start() -> None:
 def test_the_second_signal_ends_a_rank_that_ignores_the_first() -> None:
     def twice(job: Job) -> None:
         os.kill(job.rank_pid(1), signal.SIGINT)
-        time.sleep(0.3)  # two signals at once would count as one
+        time.sleep(COPIES_S + 0.1)
         assert is_running(job.rank_pid(1)), "the first signal ended a rank that should drain"
         os.kill(job.rank_pid(1), signal.SIGINT)
 

@@ -11,6 +11,8 @@ import pytest
 from support import mpi, torchrun
 from support.endings import stopped_by
 
+from asyncdist.launchers import addresses
+
 PROGRAM = """
 import contextvars, sys, time
 import asyncdist as ad
@@ -69,6 +71,39 @@ def test_after_its_script_a_rank_names_a_failed_one_in_one_line() -> None:
     assert ended.stdout.count("its script has ended") == 2
     assert stopped_by(ended.stderr, 1, "ZeroDivisionError: mine") == [0, 2], ended.stderr
     assert ended.stderr.count("Traceback") == 1, ended.stderr
+
+
+PLAIN = """
+import contextlib, signal, sys
+import asyncdist as ad
+
+world = ad.blocking.process_world()
+ad.blocking.barrier()
+with contextlib.suppress(SystemExit):
+    sys.exit(4)
+if {code} and world.rank == 0:
+    for _ in range(3000):
+        world.sleep(0.01)
+elif world.rank == 1:
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        pytest.param("sys.exit(3)", 3, "SystemExit: 3", marks=pytest.mark.slow),
+        pytest.param("signal.raise_signal(15)", 143, "SystemExit: 143 (SIGTERM)", marks=pytest.mark.slow),
+        pytest.param("pass", 0, "", marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_of_plain_python_fails_with_its_exit_code(tmp_path: Path, end: str, code: int, told: str) -> None:
+    """Regression: without ``asyncdist run``, the rank left the world as if it had succeeded."""
+    (tmp_path / "train.py").write_text(PLAIN.format(end=end, code=code))
+    command, port = [sys.executable, str(tmp_path / "train.py")], addresses.find_free_port()
+    ended = torchrun.run_jobs([(command, torchrun.rank_environment(rank, 2, port)) for rank in range(2)], 100)
+    ended.check(int(code > 0), code)
+    assert stopped_by(ended.stderr, 1, told) == [0] * (code > 0), ended.stderr
 
 
 def test_ctrl_c_is_one_line_of_each_rank(tmp_path: Path) -> None:

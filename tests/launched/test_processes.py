@@ -318,6 +318,34 @@ print("caught", len(caught))
     assert (code, output.splitlines()) == (130, ["caught 1"] * 3)
 
 
+@pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere the descendants are not listed")
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+def test_one_signal_to_all_processes_leaves_ranks_time(tmp_path: Path, number: signal.Signals) -> None:
+    """Regression: copies of the signal, from the guardians and the launcher, ended the ranks at once."""
+    source = """
+import os, pathlib, sys, time
+import asyncdist as ad
+
+async def main(world):
+    await ad.barrier()
+    pathlib.Path(sys.argv[1], f"{os.getpid()}.pid").touch()
+    try:
+        await world.sleep(300)
+    finally:
+        time.sleep(0.5)
+        print("saved")
+
+ad.run(main)
+"""
+    with running(tmp_path, source, str(tmp_path), ranks=2, is_warm=True) as process:
+        pidfds = [os.pidfd_open(pid) for pid in (process.pid, *pids_in(tmp_path, 2))]
+        for pidfd in (*pidfds, *guardians.open_descendants(process.pid)):
+            signal.pidfd_send_signal(pidfd, number)
+            os.close(pidfd)
+        code, output, error = finish(process)
+    assert (code, output.splitlines()) == (128 + number, ["saved"] * 2), error
+
+
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="elsewhere nothing tells a process of its parent's end"
 )

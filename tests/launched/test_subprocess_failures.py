@@ -412,6 +412,44 @@ def start_script(
     )
 
 
+SAVES = """
+import os, pathlib, signal, sys, time
+import asyncdist as ad
+
+async def work(world, folder):
+    await ad.barrier()
+    pathlib.Path(folder, f"{os.getpid()}.pid").touch()
+    try:
+        await world.sleep(300)
+    finally:
+        time.sleep(0.5)
+        pathlib.Path(folder, f"{world.rank}.saved").touch()
+
+if __name__ == "__main__":
+    ad.launch_subprocesses(work, ad.MultiprocessConfig(world_size=2), None, 0, sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere the descendants are not listed")
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+def test_one_signal_to_all_processes_leaves_ranks_time(tmp_path: Path, number: signal.Signals) -> None:
+    """Regression: the launcher's SIGTERM ended the ranks at once, and the signal also ended the fork server."""
+    (tmp_path / "script.py").write_text(SAVES)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
+    process = subprocess.Popen(command, env=mpi.base_environment(), stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        pids_in(tmp_path, 2)
+        for pidfd in (os.pidfd_open(process.pid), *guardians.open_descendants(process.pid)):
+            signal.pidfd_send_signal(pidfd, number)
+            os.close(pidfd)
+        _, error = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        mpi._kill_session(process.pid)
+        process.communicate(timeout=TIMEOUT_S)
+    assert len(list(tmp_path.glob("*.saved"))) == 2, error.decode()
+
+
 @pytest.mark.parametrize(
     ("to", "method"),
     [

@@ -12,10 +12,13 @@ import asyncio
 import atexit
 import contextlib
 import functools
+import opcode
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NoReturn
 
 from asyncdist import local_host, rank_program
@@ -34,6 +37,49 @@ def exit_immediately(code: int) -> NoReturn:
     os._exit(code)
 
 
+class ProgramEnd:
+    """Finds the exception that ends the program, because Python does not pass it to :mod:`atexit` functions.
+
+    Python keeps a printed exception in :data:`sys.last_value`, but neither prints nor keeps a SystemExit. This object
+    therefore records the exit codes passed to :func:`sys.exit`. The last code counts unless the program has caught the
+    SystemExit. In that case, the main thread's outermost frame has ended with a return instruction. The code of a
+    SystemExit that was raised in another way, such as ``raise SystemExit(3)`` or ``exit(3)``, is unknown.
+    """
+
+    def __init__(self) -> None:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and frame.f_back is not None:
+            frame = frame.f_back
+        self._outermost = frame
+        self._error_before = _last_error()
+        self._exit: SystemExit | None = None
+        sys.exit = functools.partial(self._note_exit, sys.exit)
+
+    def _note_exit(self, exit_python: Callable[[Any], NoReturn], code: Any = None, /) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():  # in another thread, sys.exit ends only the thread
+            self._exit = SystemExit(code)
+        exit_python(code)
+
+    def error(self, signalled: BaseException | None = None) -> BaseException | None:
+        """Return the exception that ends the program, or None if the program has succeeded.
+
+        Args:
+            signalled: Exception that a signal's handler has raised, which counts if :func:`sys.exit` was not called.
+        """
+        last = _last_error()
+        if last is not self._error_before:
+            return last
+        if self._outermost is None or _has_returned(self._outermost):
+            return None
+        error = self._exit or signalled
+        return None if isinstance(error, SystemExit) and not rank_program.exit_code(error.code) else error
+
+
+def _has_returned(frame: FrameType) -> bool:
+    """Return whether a frame that is no longer running has ended with a return instruction."""
+    return frame.f_lasti >= 0 and opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")
+
+
 class _Forks:
     """Records whether this process has hosted a rank, and prepares its forked children for their exit.
 
@@ -44,8 +90,6 @@ class _Forks:
     def __init__(self) -> None:
         self.abandon: dict[object, Callable[[], None]] = {}
         self.has_hosted = False  # stays True, because MPI stays open after the world is closed
-        self._code = 0
-        self._error_before: BaseException | None = None
 
     def prepare_child(self) -> None:
         """Drop the rank's state in a new child, and make the child exit without the rank's ``atexit`` functions."""
@@ -54,18 +98,14 @@ class _Forks:
         for abandon in self.abandon.values():
             abandon()
         self.abandon.clear()
-        self._error_before = _last_error()
-        # Record the exit code, which atexit functions cannot read.
-        sys.exit = functools.partial(self._note_exit, sys.exit)
-        atexit.register(self._end_child)
+        atexit.register(_end_child, ProgramEnd())
 
-    def _note_exit(self, exit_python: Callable[[Any], NoReturn], code: Any = None, /) -> NoReturn:
-        self._code = rank_program.exit_code(code)
-        exit_python(code)
 
-    def _end_child(self) -> None:
-        has_failed = _last_error() is not self._error_before
-        exit_immediately(1 if has_failed else self._code)
+def _end_child(end: ProgramEnd) -> None:
+    error = end.error()
+    if isinstance(error, SystemExit):
+        exit_immediately(rank_program.exit_code(error.code))
+    exit_immediately(0 if error is None else 1)
 
 
 def _last_error() -> BaseException | None:
