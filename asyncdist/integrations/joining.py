@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Final, Generic, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -43,9 +43,6 @@ Selective: TypeAlias = AsyncSelectiveAveragingPolicy | ReplicaAveragingPolicy
 PolicyT = TypeVar("PolicyT", bound=SpawnPolicy)
 
 _told: set[str] = set()
-
-#: Packages whose wrappers of optimizers keep no weights.
-_WRAPPING: Final = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
 
 
 _chosen_from: int = 0
@@ -112,15 +109,6 @@ def join() -> World:
             started,
         )
     return world
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside a wrapper of Accelerate or Lightning; for any other optimizer, ``optimizer``.
-
-    Other wrappers, such as Lookahead, may keep copies of the weights, which must be averaged too.
-    """
-    is_wrapper = type(optimizer).__module__.partition(".")[0] in _WRAPPING
-    return getattr(optimizer, "optimizer", optimizer) if is_wrapper else optimizer
 
 
 def below(path: Any, folder: str) -> str:

@@ -35,11 +35,11 @@ from asyncdist.integrations.joining import (
     join,
     refuse_copy,
     selective_averaging,
-    unwrapped,
 )
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.protocols import SpawnPolicy, StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
+from asyncdist.tensors.optimizers.wrapped import unwrapped
 
 
 class Averaging(Generic[PolicyT]):

@@ -44,7 +44,6 @@ from asyncdist.integrations.joining import (
     log_once_that_rank_0_pushes,
     refuse_copy,
     selective_averaging,
-    unwrapped,
     warn_of_iterable,
     warn_of_unlabelled_lines,
 )
@@ -54,6 +53,7 @@ from asyncdist.integrations.replicas import Replica, replica_of, show_replica
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.metrics import NOT_MEASURED
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
+from asyncdist.tensors.optimizers.wrapped import unwrapped
 from asyncdist.trust import torch_files
 
 with validation.optional_imports(__name__, ["transformers", "accelerate"], "transformers"):

@@ -166,7 +166,7 @@ def test_a_run_gives_each_rank_arguments_modules_and_no_input(tmp_path: Path) ->
 def test_ranks_belong_to_the_innermost_launcher(tmp_path: Path) -> None:
     """Regression: in a worker of torchrun they joined torchrun's job, and with an old variable each trained alone."""
     source = (
-        "from mpi4py import MPI\nfrom asyncdist import environment\n"
+        "from mpi4py import MPI\nfrom asyncdist.launchers import detection\n"
         "print(MPI.COMM_WORLD.size, detection.detect().transport)\n"
     )
     around = TORCHRUN | OPENMPI | HYDRA | {"ASYNCDIST_TRANSPORT": "local"}

@@ -547,6 +547,40 @@ def test_checkpoint_of_another_optimizer_is_refused_unchanged(tmp_path: Path) ->
     ad.simulate(main, ranks=1, strict=True).value()
 
 
+class Prepared:
+    """An optimizer in a wrapper, as Accelerate's."""
+
+    __module__ = "accelerate.optimizer"
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+@pytest.mark.parametrize("wraps", [(True, True), (True, False), (False, True)])
+def test_the_class_inside_a_prepared_optimizer_counts(wraps: tuple[bool, bool], tmp_path: Path) -> None:
+    """Regression: another class was loaded, and one side that was not prepared was refused."""
+
+    def prepared(optimizer: torch.optim.Optimizer, place: int) -> Any:
+        return Prepared(optimizer) if wraps[place] else optimizer
+
+    async def main(world: World) -> None:
+        model, optimizer = made()
+        train(model, optimizer)
+        await ad.save_population(tmp_path, model, prepared(optimizer, 0))
+        other, same = made(seed=1)
+        before = weights_of(other)
+        with pytest.raises(ValueError, match="an optimizer of the class SGD, got Adam"):
+            await ad.load_population(tmp_path, other, prepared(torch.optim.SGD(other.parameters(), lr=0.1), 1))
+        assert weights_of(other) == before
+        await ad.load_population(tmp_path, other, prepared(same, 1))
+        assert weights_of(other) == weights_of(model)
+
+    ad.simulate(main, ranks=1, strict=True).value()
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.* of the .* ranks begin as copies of others")  # if the survivors have saved

@@ -32,7 +32,7 @@ FOLDERS: dict[str, set[str]] = {
     "functional": {"tensors", "transports", "messaging", "collectives", "runtime", "spmd"},
     "launch": {"tensors", "transports", "messaging", "collectives", "live", "story", "runtime", "spmd", "functional"},
     "blocking": {"recording", "collectives", "runtime", "spmd", "functional"},
-    "integrations": {"functional", "blocking"},
+    "integrations": {"tensors", "functional", "blocking"},
     "bench": {"messaging"},
     "report": {"recording", "live", "story"},
     "planning": {"recording"},

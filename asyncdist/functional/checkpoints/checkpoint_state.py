@@ -16,6 +16,7 @@ from torch import nn
 
 from asyncdist.functional.checkpoints import optimizer_fit
 from asyncdist.tensors.optimizers import loading
+from asyncdist.tensors.optimizers.wrapped import class_name
 from asyncdist.trust import torch_files
 from asyncdist.validation import printable
 
@@ -43,7 +44,7 @@ def state_of(
     state = {
         "model": model.state_dict(),
         "optimizer": None if optimizer is None else _map_leaves(_plain_number, optimizer.state_dict()),
-        "optimizer_class": None if optimizer is None else type(optimizer).__qualname__,
+        "optimizer_class": None if optimizer is None else class_name(optimizer),
         "optimizer_names": None if optimizer is None else loading.parameter_names(model, optimizer),
         "policy": None if policy is None else _map_leaves(_plain_number, policy.state_dict()),
         "extra": _map_leaves(_plain_number, extra),
@@ -208,8 +209,10 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
         return
     if loaded["optimizer"] is None:
         raise ValueError("the checkpoint must have an optimizer's state, but it was saved without an optimizer")
-    kind, other = type(optimizer).__qualname__, loaded.get("optimizer_class")
-    if other not in (kind, None):  # old files lack the optimizer's class name
+    kind, other = class_name(optimizer), loaded.get("optimizer_class")
+    # Old files lack the class name, or name the class of a wrapper.
+    old = None, "AcceleratedOptimizer", "LightningOptimizer", f"Fabric{kind}", f"Lightning{kind}"
+    if other not in (kind, *old):
         raise ValueError(f"the checkpoint must be of an optimizer of the class {kind}, got {printable(str(other))}")
     optimizer_fit.check(optimizer, arranged_optimizer(model, optimizer, loaded))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist.tensors.model_tensors import is_sharded, local_part
+from asyncdist.tensors.optimizers.wrapped import class_name
 
 logger = logging.getLogger("asyncdist.tensors.optimizers.loading")
 
@@ -34,12 +35,12 @@ def named_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     names, state = parameter_names(model, optimizer), optimizer.state_dict()
     if any(map(is_sharded, _parameters(optimizer))):
         state = _with_marked_shards(state)
-    return {"class": type(optimizer).__qualname__, "state": state, "names": names}
+    return {"class": class_name(optimizer), "state": state, "names": names}
 
 
 def load_named(model: nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Load another rank's :func:`named_state`. Raise ValueError if its optimizer has another class or parameters."""
-    own, theirs = type(optimizer).__qualname__, saved["class"]
+    own, theirs = class_name(optimizer), saved["class"]
     if own != theirs:  # torch would load the state, and a later step would fail or compute something else
         raise ValueError(f"the optimizer must have the class {theirs} of the optimizer whose state it loads, got {own}")
     state = arranged(saved["state"], saved["names"], parameter_names(model, optimizer))

@@ -10,6 +10,22 @@ from torch import Tensor
 
 #: Attributes that :func:`attributes_of` leaves out.
 _OWN_ATTRIBUTES: Final = frozenset(("state", "param_groups", "defaults"))
+#: Packages whose wrappers of optimizers keep no weights.
+_PREPARING: Final = frozenset(("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"))
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside a wrapper of Accelerate or Lightning; for any other optimizer, ``optimizer``.
+
+    Other wrappers, such as Lookahead, may keep copies of the weights, which must be averaged too.
+    """
+    is_wrapper = type(optimizer).__module__.partition(".")[0] in _PREPARING
+    return getattr(optimizer, "optimizer", optimizer) if is_wrapper else optimizer
+
+
+def class_name(optimizer: Any) -> str:
+    """Return the name of an optimizer's class, without a wrapper of Accelerate or Lightning."""
+    return type(unwrapped(optimizer)).__qualname__
 
 
 def wrapped_optimizers(optimizer: Any) -> tuple[Any, ...]:
