@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from asyncdist import Envelope, RankLostError, tags
@@ -71,6 +71,7 @@ class Membership:
     Args:
         members: Members in the order in which they may lead, including this rank.
         known: All ranks that may become members; by default the members.
+        replaced: Members that were lost or restarted before this rank has opened the membership.
         admitted: Number of restarts of each restarted member.
         leader: Rank that has answered this rank's admission request if this rank was restarted; otherwise None.
         attempt: Number of this restarted rank's attempt to join; 0 on an initial member.
@@ -91,6 +92,7 @@ class Membership:
         members: Sequence[int],
         *,
         known: Sequence[int] = (),
+        replaced: Collection[int] = (),
         admitted: Mapping[int, int] | None = None,
         leader: int | None = None,
         attempt: int = 0,
@@ -121,6 +123,7 @@ class Membership:
         self.leader = self._order[0] if leader is None else leader
         self.living = set(members)
         self.known = frozenset(known or members)
+        self._replaced = frozenset(replaced).intersection(members)
         self.replicas = replicas
         self.is_broken = False
         self.is_joining = leader is not None
@@ -139,6 +142,8 @@ class Membership:
         for rank in sorted(needed.intersection(services.gone)):
             if not (self.replicas.size > 1 and services.is_unmet(rank)):  # the leader's mates may be unmet
                 self._on_gone(rank)
+        for rank in sorted(self._replaced - services.gone):
+            self._on_gone(rank)
         early, self._early = self._early or [], None
         for envelope in early:
             self._on_message(envelope)

@@ -77,9 +77,12 @@ class JoinablePolicy(SpawnPolicy):
         gone = lost_members(self._world, self._members, meeting)
         lost = {mate for rank in gone for mate in self._replicas.mates(rank)}
         known = self._member_ranks()
-        members = [rank for rank in self._leading_order() if rank not in lost]
+        # Members that begin earlier still count a rank that was restarted meanwhile, and go through the same change of
+        # leader as this rank.
+        members = [rank for rank in self._leading_order() if rank in meeting.ranks]
         scopes = PolicyScopes(meeting.ranks, agreed)
-        self._open(Membership(self._services, scopes, members, known=known, replicas=self._replicas), scopes)
+        facts = self._services, scopes, members
+        self._open(Membership(*facts, known=known, replaced=lost, replicas=self._replicas), scopes)
 
     def _leading_order(self) -> Sequence[int]:
         return self._member_ranks()

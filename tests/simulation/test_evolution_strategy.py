@@ -132,6 +132,11 @@ def test_faults_change_nothing_but_the_donors(seed: int) -> None:
     check(without_last_steps(seen, lost), options)
 
 
+def test_a_member_begins_after_the_leader_was_restarted() -> None:
+    """Regression: the new leader waited for ever for this member, which had begun without the old leader."""
+    test_faults_change_nothing_but_the_donors(634)
+
+
 def without_last_steps(seen: Mapping[int, list[Any]], lost: set[int]) -> dict[int, list[Any]]:
     """Return the steps without those that killed processes made last, if the other ranks made them with other donors.
 
