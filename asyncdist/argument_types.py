@@ -1,4 +1,4 @@
-"""Divides a command line between the command and its script, and converts the values of options for argparse."""
+"""Splits a command line into the words of the command and of its script, and converts options for argparse."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def port(text: str) -> int:
 
 
 def whole(text: str) -> int:
-    """Convert a string to an integer, which may be negative."""
+    """Convert a string to an integer, possibly negative."""
     try:
         return int(text)
     except ValueError:
@@ -41,7 +41,7 @@ def seconds(text: str) -> float:
 
 
 def folder(text: str) -> str:
-    """Return the name of a folder, which need not exist. Refuse an empty name."""
+    """Return the name of a folder, which may not exist yet. Refuse an empty name."""
     if not text:
         raise argparse.ArgumentTypeError("the folder must have a name, got ''")
     return text

@@ -1,7 +1,7 @@
 """The ``asyncdist`` command: parses arguments and calls the subcommands.
 
-Invalid input prints one line on standard error and exits with code 2. Functions import the modules of their command, so
-that ``asyncdist --help`` imports little more than argparse.
+Invalid input prints one line on standard error and exits with code 2. Each command's modules are imported only when the
+command runs, so that ``asyncdist --help`` imports little more than argparse.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from asyncdist.report import commands as report
 
 _SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes", "--until-s", "--record")
 _REPLAY_OPTIONS: Final = ("--job", "--rank", "--to-test")
+#: Commands that need no working directory, or report themselves that it has been deleted.
+_ANYWHERE: Final = ("doctor", "plan", "story", "top")
 #: Scripts that ``asyncdist init`` writes.
 _STARTERS: Final = ("plain", "lightning", "transformers", "protocol")
 
@@ -34,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
-    """Return the parser of all commands. The arguments of ``run`` are added only if ``command`` is ``run``."""
+    """Return the parser of all commands. The arguments of ``run`` are added only if that is the ``command``."""
     parser = _Parser(
         prog="asyncdist", description="Awaitable message passing for distributed PyTorch training.", allow_abbrev=False
     )
@@ -155,12 +157,12 @@ def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line ``arguments`` (by default ``sys.argv[1:]``), and exit."""
+    """Run a command line (by default ``sys.argv[1:]``), and exit."""
     local_host.open_standard_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
     own: list[str] = []
     rest: list[str] = []
-    is_ended = False  # by "--" before the words of the script of asyncdist sim
+    is_ended = False  # whether "--" precedes the words of the script of asyncdist sim
     if words[:1] == ["run"]:
         own, rest = run_command.split(words[1:])
         words = ["run", *own]
@@ -177,6 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options, unknown = _parser(words[0]).parse_known_args(words)
     if unknown:  # argparse's error would not name the subcommand
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.command not in _ANYWHERE and not local_host.has_working_directory():
+        deleted = "the working directory has been deleted: cd to an existing directory"
+        _Parser(prog=f"asyncdist {options.command}").error(deleted)
     if options.command in ("sim", "replay") and arguments is None:  # this process can be restarted with sys.argv
         from asyncdist import environment
 
@@ -194,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _report_similar_option(rest: Sequence[str]) -> None:
-    """Print a note if the first of the script's words is almost an option of ``asyncdist sim``."""
+    """Print a note if the script's first word resembles an option of ``asyncdist sim``."""
     import difflib
 
     option = rest[0].partition("=")[0] if rest else ""
@@ -205,7 +210,7 @@ def _report_similar_option(rest: Sequence[str]) -> None:
 
 
 def _check_names(words: Sequence[str]) -> None:
-    """Exit with an error that suggests the most similar name if the command or an option is unknown."""
+    """Exit with an error if the command or an option is unknown. The error suggests the most similar name."""
     if not words or words[0].startswith("-"):
         return
     name = words[0]
@@ -293,8 +298,11 @@ def _init(flavour: str, path: Path) -> int:
 def _replay(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from asyncdist.simulation.replay import script as scripts  # imported only here, because it loads torch
 
-    if options.rank is not None and not options.pdb:
-        print("asyncdist replay: --rank needs --pdb", file=sys.stderr)
+    wrong = "--rank needs --pdb" if options.rank is not None and not options.pdb else ""
+    if options.pdb and options.to_test is not None:
+        wrong = "--pdb and --to-test exclude each other: --to-test writes a test and replays nothing"
+    if wrong:
+        print(f"asyncdist replay: {wrong}", file=sys.stderr)
         return 2
     rank = (options.rank or 0) if options.pdb else None
     return scripts.run_command(

@@ -1,9 +1,10 @@
 """Lists the modules that are compiled if a C compiler is available, and checks whether they are compiled.
 
-These modules handle every small message or dominate simulation time. They are ordinary Python, and ``.pxd`` files next
-to them declare C types. ``setup.py`` compiles them with Cython into a folder named after a checksum of their sources,
-and their packages search that folder first. Compiled code therefore always matches the current source. After an edit,
-on another Python version, without a compiler, or with ``ASYNCDIST_PURE=1``, the slower source itself runs.
+These modules handle every small message, dominate simulation time, or use C code. They are ordinary Python, and
+``.pxd`` files next to them declare C types. ``setup.py`` compiles them with Cython into a folder named after a checksum
+of their sources, and their packages search that folder first. Compiled code therefore always matches the current
+source. After an edit, on another Python version, without a compiler, or with ``ASYNCDIST_PURE=1``, the slower source
+itself runs.
 
 ``setup.py`` and ``tools/setup`` run this module by its path, so it imports nothing else of asyncdist.
 """
@@ -19,6 +20,7 @@ from typing import Final
 
 #: Names of the modules to compile, relative to asyncdist. Either all of them are compiled or none are.
 MODULES: Final = (
+    "blocking.stack_bottom",
     "messaging._crc32",
     "messaging.wire",
     "transports.loop_work",
@@ -40,7 +42,7 @@ MODULES: Final = (
     "simulation.processes.memory",
 )
 PURE_VARIABLE: Final = "ASYNCDIST_PURE"
-#: File in the folder of compiled modules that records a failed attempt to compile them.
+#: File that records that the modules could not be compiled. It is in the folder for compiled modules.
 FAILED: Final = "failed"
 
 _PACKAGE: Final = Path(__file__).resolve().parent
@@ -66,14 +68,14 @@ def is_wanted() -> bool:
 
 
 def search_path(package: str = "") -> list[str]:
-    """Return the folders, at most one, that ``package`` ("" for asyncdist) must search before its own folder."""
+    """Return the folder of compiled modules that ``package`` ("" is asyncdist) must search first, or an empty list."""
     if not is_wanted() or reason_against() is not None:
         return []
     return [str(folder() / package)]
 
 
 def reason_against() -> str | None:
-    """Return the reason why compiled modules are missing, with the remedy, or None if all exist."""
+    """Return why compiled modules are missing, with the remedy, or None if all exist."""
     place = folder()
     if all(place.joinpath(*module.split(".")).with_suffix(EXTENSION_SUFFIXES[0]).is_file() for module in MODULES):
         return None
@@ -88,7 +90,7 @@ def reason_against() -> str | None:
 
 
 def is_settled() -> bool:
-    """Return whether compilation is not wanted or has run to completion, successfully or not."""
+    """Return whether the modules are compiled, cannot be compiled, or must not be compiled."""
     return not is_wanted() or reason_against() is None or (folder() / FAILED).is_file()
 
 

@@ -1,8 +1,8 @@
 """Reads the environment variables of asyncdist and of the system, and sets variables for this process.
 
-Only this module and those of :mod:`asyncdist.launchers` read environment variables, apart from modules that run before
-this one is imported, such as :mod:`asyncdist.rank_program`. This module does not import torch, so that ranks start
-fast.
+Only this module and the package :mod:`asyncdist.launchers` read environment variables, except for modules that run
+before this one is imported, such as :mod:`asyncdist.rank_program`. This module does not import torch, so that ranks
+start fast.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def last_counters(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the folders in which this user's processes on this host find each other, in order of preference.
+    """Return the folders in which this user's processes on this host can exchange files, in order of preference.
 
     Folders that do not depend on variables are first. TMPDIR and XDG_RUNTIME_DIR may differ between a job's ranks,
     because schedulers set a TMPDIR for each rank, and ``su`` keeps its caller's variables.
@@ -74,7 +74,7 @@ def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def secret_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the folders in which this user's processes on this host find secrets, in order of preference.
+    """Return the folders for secrets that this user's processes on this host share, in order of preference.
 
     The last folder is the user's home directory, because another user can occupy all file names in a shared folder.
     Unlike the folders of :func:`shared_directories`, the home directory may be shared with other hosts.
@@ -97,7 +97,7 @@ def find_program(name: str, environ: Mapping[str, str] = os.environ) -> str | No
 
 
 def home(environ: Mapping[str, str] = os.environ) -> str:
-    """Return this user's home directory, or "" if neither HOME nor the system's user database specifies one."""
+    """Return this user's home directory, or "" if neither HOME nor the system's user database contains one."""
     if not environ.get("HOME"):
         with contextlib.suppress(KeyError):  # raised if the user is not in the database, as in containers
             return pwd.getpwuid(os.getuid()).pw_dir
@@ -111,7 +111,10 @@ def stall_s(environ: Mapping[str, str] = os.environ) -> float | None:
 
 
 def seconds(text: str, name: str) -> float:
-    """Parse a number of seconds above 0, which may be infinite. Raise ValueError, which names ``name``, if invalid."""
+    """Convert ``text`` to a number of seconds above 0, possibly infinite.
+
+    Raise ValueError with ``name`` if that fails.
+    """
     try:
         number = float(text)
     except ValueError:
@@ -141,13 +144,13 @@ _HASH_SEED_AT_START: Final = os.environ.get(HASH_SEED_VARIABLE, "")
 
 
 def hash_seed() -> str | None:
-    """Return the hash seed, which determines the order of sets of strings, or None if Python chose it at random."""
+    """Return the hash seed, which determines the order of sets of strings, or None if Python chose a random one."""
     is_number = _HASH_SEED_AT_START.isdecimal()
     return _HASH_SEED_AT_START if is_number and not sys.flags.ignore_environment else None
 
 
 def fix_hash_seed() -> None:
-    """Restart this process with hash seed 0 if Python chose its seed at random."""
+    """Restart this process with hash seed 0 if Python chose a random one."""
     if hash_seed() is None and not sys.flags.ignore_environment:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, HASH_SEED_VARIABLE: "0"})
 

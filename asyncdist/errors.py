@@ -52,7 +52,10 @@ class TruncationError(AsyncdistError):
 
     @classmethod
     def of(cls, message_nbytes: int | None, buffer_nbytes: int, source: int) -> TruncationError:
-        """Return the error for a message from ``source``; ``message_nbytes`` is None if its size is unknown."""
+        """Return the error for a message from ``source``.
+
+        ``message_nbytes`` is None if the message's size is unknown.
+        """
         size = f"more than {buffer_nbytes}" if message_nbytes is None else f"{message_nbytes}"
         return cls(
             f"a message of {size} bytes arrived for a buffer of {buffer_nbytes} bytes",
@@ -63,7 +66,7 @@ class TruncationError(AsyncdistError):
 
 
 class ClosedError(AsyncdistError):
-    """The channel, policy, group or world was closed by this rank, or by a peer that the operation needs."""
+    """This rank closed the channel, policy, group or world, or a peer that the operation needs has closed it."""
 
 
 class LateError(ClosedError):
@@ -79,7 +82,7 @@ class BusyError(AsyncdistError):
 
 
 class DeadlockError(AsyncdistError):
-    """A simulation has no events left, but some tasks are still waiting.
+    """No events are left in a simulation, but some tasks are still waiting.
 
     The message lists every waiting task, and the messages for channels that their receiver has not opened.
 
@@ -124,7 +127,7 @@ class RemoteProtocolError(AsyncdistError):
 
 
 class RemoteError(AsyncdistError):
-    """A computation on another rank raised an exception, which is also raised on that rank, with its traceback.
+    """A computation on another rank raised an exception, which that rank raises too, with its traceback.
 
     Attributes:
         rank: Rank on which the exception was raised.
@@ -148,7 +151,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def has_cause_here(error: BaseException) -> bool:
-    """Return whether ``error`` includes a failure of this rank, not only another rank's failure or a cancellation."""
+    """Return whether ``error`` contains a failure of this rank, not only another rank's failure or a cancellation."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(has_cause_here, error.exceptions))
     if not isinstance(error, Exception):
@@ -171,7 +174,10 @@ def remote_error(rank: int, kind: str, text: str) -> RemoteError:
 
 
 class DisagreementError(AsyncdistError):
-    """Ranks that must agree have different classes, options or models, or are missing. The message says which."""
+    """Ranks that must agree have different classes, options or models, or some ranks are missing.
+
+    The message names the difference or the missing ranks.
+    """
 
 
 class StartTimeoutError(DisagreementError, TimeoutError):

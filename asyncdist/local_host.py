@@ -14,7 +14,7 @@ from typing import Final
 
 from asyncdist import rank_program
 
-#: Private memory of one rank and its guardian processes, in bytes.
+#: Memory that one rank and its guardian processes take before the rank imports anything, in bytes.
 _RANK_NBYTES: Final = 16 << 20
 
 
@@ -22,17 +22,24 @@ class LaunchError(Exception):
     """Raised if ``asyncdist run`` cannot start the job. The message is one line for the user."""
 
 
+def has_working_directory() -> bool:
+    """Return whether this process's working directory still exists. Without it, loading torch ends the process."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def check_script(script: str) -> None:
     """Raise ``LaunchError`` unless ``script`` is a file with a Python program."""
     path = Path(script)
     if not path.exists():
-        try:
-            place = f"looked in {Path.cwd()}"
-        except FileNotFoundError:
-            place = "the current directory has been deleted"
-        raise LaunchError(f"the script {script!r} does not exist ({place})")
+        raise LaunchError(f"the script {script!r} does not exist (looked in {Path.cwd()})")
     if path.is_dir():
         raise LaunchError(f"the script must be a file, but {script!r} is a directory")
+    if not path.is_file():  # each rank reads the script, and a pipe can be read only once
+        raise LaunchError(f"the script must be a regular file, but {script!r} is a pipe or a device")
     if not os.access(path, os.R_OK):
         raise LaunchError(f"the script {script!r} cannot be read by this user; change its permissions")
     error = rank_program.find_syntax_error(script)
@@ -41,16 +48,17 @@ def check_script(script: str) -> None:
 
 
 @contextlib.contextmanager
-def told_variables() -> Iterator[dict[str, str]]:
-    """Yield the variables by which this host's ranks share a record of printed errors, to print each error once."""
-    if not hasattr(os, "memfd_create"):
+def printed_errors_variables() -> Iterator[dict[str, str]]:
+    """Yield variables through which this host's ranks share a file of printed errors, so that each is printed once."""
+    try:
+        descriptor = os.memfd_create("asyncdist-printed-errors")
+    except (AttributeError, OSError):  # this system has no anonymous files, or the container forbids them
         yield {}
         return
-    told = os.memfd_create("asyncdist-told")
     try:
-        yield {rank_program.TOLD_VARIABLE: f"{os.getpid()} {told}"}
+        yield {rank_program.PRINTED_ERRORS_VARIABLE: f"{os.getpid()} {descriptor}"}
     finally:
-        os.close(told)
+        os.close(descriptor)
 
 
 def check_ranks(ranks: int) -> None:
@@ -76,7 +84,7 @@ def open_standard_files() -> None:
 
 
 def print_line(text: str) -> None:
-    """Print a line on standard error. Do nothing if its disk is full or its reader has ended, so that jobs continue."""
+    """Print a line on standard error. Ignore a full disk or a closed pipe, so that the job continues."""
     with contextlib.suppress(OSError, ValueError):  # ValueError is raised if the file is closed
         sys.stderr.write(f"{text}\n")  # one call, so that lines of several processes do not mix
         sys.stderr.flush()

@@ -87,7 +87,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The options of one test, merged from all its ``@pytest.mark.sim`` marks."""
+    """The options of one test, from all its ``@pytest.mark.sim`` marks."""
 
     ranks: tuple[int, ...]
     is_parametrized: bool
@@ -96,7 +96,7 @@ class _Plan:
 
 
 def _plan(item: pytest.Item) -> _Plan | None:
-    """Return the merged options of an item's ``sim`` marks, or None. Inner marks override outer marks."""
+    """Return the options of a test from its ``sim`` marks, or None if it has none. Inner marks override outer marks."""
     given: dict[str, Any] = {}
     marks = list(item.iter_markers("sim"))
     if not marks:
@@ -118,7 +118,7 @@ def _plan(item: pytest.Item) -> _Plan | None:
 
 
 def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
-    """Return the mark's seeds, unless the command line chooses other seeds."""
+    """Return the seeds of a test, from the command line or from the test's mark."""
     if _is_list(asked):
         seeds: Sequence[int] = asked if isinstance(asked, range) else validation.whole_numbers(asked)
     else:
@@ -131,7 +131,7 @@ def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
 
 
 def _is_list(value: Any) -> bool:
-    """Return whether a value can be iterated repeatedly, because each item reads its mark again."""
+    """Return whether ``value`` can be iterated several times, because each test reads its mark again."""
     return isinstance(value, Iterable) and not isinstance(value, Iterator)
 
 
@@ -152,7 +152,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # the innermost wrapper, so that other plugins see plain functions
 def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> Generator[None, Any, Any]:
-    """Turn marked tests into plain functions, and hide the parameters whose values the simulation provides."""
+    """Turn marked tests into plain functions, and hide their parameters ``world`` and ``sim_seed``."""
     function: Any = obj
     if type(obj) in (staticmethod, classmethod):  # isinstance would evaluate __class__ of each object in the module
         function = function.__func__
@@ -177,7 +177,7 @@ def _is_marked(collector: pytest.Collector, function: FunctionType) -> bool:
 
 
 def _make_plain(item: pytest.Function, injected: Sequence[str]) -> None:
-    """Replace the item's coroutine function with a plain function that runs simulations."""
+    """Replace a test's coroutine function with a plain function that runs simulations."""
     test = item.obj
     plan = _plan(item)
     assert plan is not None
@@ -211,7 +211,7 @@ def _make_plain(item: pytest.Function, injected: Sequence[str]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail an item whose ``sim`` mark would have no effect."""
+    """Fail a test whose ``sim`` mark would have no effect."""
     if isinstance(item, pytest.Function) and _RECORD not in item.stash and item.get_closest_marker("sim") is not None:
         _refuse(item, "must be on a coroutine function, in a module or in a class that is not a unittest.TestCase")
 
@@ -226,10 +226,10 @@ class _Record:
     Attributes:
         is_seed_chosen: Whether ``--sim-seed`` can choose the seed.
         report: Report of the simulation, even after a deadlock.
-        waiting: Description of each task's wait after a deadlock or a time limit.
+        waiting: After a deadlock or a time limit, the wait of each task.
         earlier_seeds: Seeds that the test has already run with the same fixtures.
         returned: Ranks whose main has returned.
-        raised: Exception of main and its virtual time, by rank, in chronological order.
+        raised: Exception of main and its virtual time, keyed by rank, in chronological order.
     """
 
     ranks: int
@@ -244,7 +244,10 @@ class _Record:
     raised: dict[int, tuple[BaseException, float]] = field(default_factory=dict)
 
     def begin(self, faults: Sequence[Fault], trace: Trace, _: object) -> None:
-        """Store the faults and the trace of a starting simulation, whose arguments have been checked."""
+        """Store the faults and the trace of a simulation.
+
+        Called when it starts, after its arguments have been checked.
+        """
         self.faults, self.trace = faults, trace
 
     def errors(self) -> dict[int, BaseException]:
@@ -262,11 +265,11 @@ class _Record:
         return errors
 
     def failures(self) -> dict[int, BaseException]:
-        """Return the errors that fail the test, with losses of other ranks last.
+        """Return the errors that fail the test, keyed by rank. RankLostErrors are last.
 
-        After a rank is killed, the other ranks cannot end normally, because the final barrier lacks that rank. The loss
-        of a killed rank is therefore a failure only on ranks whose main has not returned. A rank's exit because of a
-        simulated signal is not a failure, nor is its loss on other ranks.
+        After a rank is killed, the other ranks cannot end normally, because the final barrier lacks that rank. Their
+        RankLostErrors are therefore failures only on ranks whose main has not returned. A rank's exit because of a
+        simulated signal is not a failure, nor is the RankLostError that it causes on other ranks.
         """
         from asyncdist.simulation.faults import KILLING
 
@@ -294,7 +297,7 @@ _RECORD: Final = pytest.StashKey[_Record | None]()
 
 
 def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> SimReport[Any]:
-    """Run ``asyncdist.simulate``, and record and return its report, which contains the ranks' exceptions."""
+    """Run ``asyncdist.simulate`` with ``return_exceptions=True``, and record and return its report."""
     __tracebackhide__ = True
     from asyncdist.simulation.simulate import STOPPED, observer, simulate
 
@@ -319,7 +322,7 @@ def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[
 
 
 def _watch(main: Callable[..., Coroutine[Any, Any, Any]], record: _Record) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Wrap ``main`` to record how it ends. The simulation's report shows only how the whole rank ends."""
+    """Wrap ``main`` to record how it ends, because the simulation's report only shows how the whole rank ends."""
 
     @functools.wraps(main)
     async def watched(world: World, *args: Any) -> Any:
@@ -336,7 +339,10 @@ def _watch(main: Callable[..., Coroutine[Any, Any, Any]], record: _Record) -> Ca
 
 
 def _check(record: _Record, report: SimReport[Any], code: CodeType) -> None:
-    """Raise an error if a rank failed or a fault did not fire. A traceback without the test's code is removed."""
+    """Raise the error of a failed rank, or of a fault that did not occur.
+
+    If the error's traceback does not contain the test's code, remove the traceback.
+    """
     __tracebackhide__ = True
     try:
         for error in record.failures().values():
@@ -402,7 +408,7 @@ def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., Sim
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Report the module that shadows ``protocols`` if a test module cannot import from this package."""
+    """Add a note to the report if a test module cannot import ``protocols``, because another module shadows it."""
     report = yield
     if report.failed and isinstance(collector, pytest.Module) and "protocols" in str(report.longrepr):
         note = rank_program.find_shadowing()
@@ -413,7 +419,7 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Report the module that shadows ``protocols`` if a test cannot import from this package."""
+    """Add a note to the error if a test cannot import ``protocols``, because another module shadows it."""
     del item
     try:
         yield
@@ -469,7 +475,7 @@ def _lines(item: pytest.Item, record: _Record) -> Iterator[str]:
 
 
 def _ends(errors: dict[int, BaseException]) -> list[str]:
-    """Return one line for each rank's own failure, and one line for all ranks that lost another rank."""
+    """Return one line for each rank that failed itself, and one line for all ranks that lost another rank."""
     lines = []
     bereft = sorted(rank for rank, error in errors.items() if isinstance(error, RankLostError))
     for rank, error in sorted(errors.items()):
@@ -488,7 +494,7 @@ def _limited(lines: Sequence[str]) -> list[str]:
 
 
 def _story(record: _Record, events: tuple[TraceEvent, ...]) -> tuple[str, tuple[TraceEvent, ...]]:
-    """Return a title, and the trace's events until the reported failure (all events if no main has raised)."""
+    """Return a title, and the trace's events until the first failure (all events if no main has failed)."""
     rank = next(iter(record.failures()), None)
     if rank is None or rank not in record.raised:
         return "trace", events
@@ -503,7 +509,7 @@ def _story(record: _Record, events: tuple[TraceEvent, ...]) -> tuple[str, tuple[
 
 
 def _repeat_lines(item: pytest.Item, record: _Record) -> Iterator[str]:
-    """Yield lines with the command that reproduces the failure, and the earlier seeds that used the same fixtures."""
+    """Yield the command that reproduces the failure, and notes on the fixtures and seeds that may have caused it."""
     scopes = _fixture_scopes(item)
     shared = [f"{name} (scope: {scope})" for name, scope in scopes.items() if scope != "function"]
     if shared:
@@ -529,7 +535,7 @@ def _fixture_scopes(item: pytest.Item) -> dict[str, str]:
 
 
 def _command(item: pytest.Item, options: str) -> str:
-    """Return the command that runs this test, with a path relative to the folder in which pytest was started."""
+    """Return the command that runs this test in the folder in which pytest was started."""
     path = os.path.relpath(item.path, item.config.invocation_params.dir)
     name = shlex.quote(f"{path}::{item.nodeid.partition('::')[2]}")
     from asyncdist.simulation.exploration.repro_command import hash_seed_prefix

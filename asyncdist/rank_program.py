@@ -21,6 +21,7 @@ import termios
 import time
 import types
 import warnings
+import zipimport
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -29,12 +30,13 @@ from typing import Any, Final, TextIO
 PROGRAM: Final = os.path.abspath(__file__)
 #: Path of this distribution's package ``protocols``.
 PROTOCOLS: Final = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
-#: Variable with the file descriptor for a rank's reports to its guardian process, if the job survives lost ranks.
+#: Variable with the file descriptor to which a rank writes its state, if the job survives lost ranks. Its parent
+#: process reads it.
 STARTED_VARIABLE: Final = "ASYNCDIST_STARTED_FD"
-# States that a rank reports to its guardian:
-#: The rank is opening a world, and the other ranks wait for it.
+# States that a rank reports to its parent process:
+#: The rank is opening a world, for which the other ranks wait.
 OPENS_WORLD: Final = b"0"
-#: The rank is in a world, and the other ranks would notice its death.
+#: The rank is in a world. The other ranks would notice its death.
 IN_WORLD: Final = b"1"
 #: The rank has left the world, and the other ranks know it.
 LEFT_WORLD: Final = b"2"
@@ -46,14 +48,14 @@ MODULE_VARIABLE: Final = "ASYNCDIST_MODULE"
 PREFIX_VARIABLE: Final = "ASYNCDIST_PREFIX"
 #: Variable with the launcher's pid, for ranks whose mpirun does not forward output while it stops them.
 LAUNCHER_VARIABLE: Final = "ASYNCDIST_LAUNCHER"
-#: Variable with the path of rank 0's standard input, or :data:`INHERITED` if rank 0 inherits the launcher's.
+#: Variable with the path of rank 0's standard input, or :data:`INHERITED` if rank 0 inherits it from the launcher.
 STDIN_VARIABLE: Final = "ASYNCDIST_STDIN"
 INHERITED: Final = "inherited"
-#: Value of :data:`STDIN_VARIABLE` for a terminal. Any numbers after a blank are other descriptors to connect to it.
+#: Value of :data:`STDIN_VARIABLE` for a terminal, possibly followed by the other descriptors to connect to it.
 TERMINAL: Final = "/dev/tty"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 #: Variable with the launcher's pid, and its descriptor of the file in which ranks record the errors that they print.
-TOLD_VARIABLE: Final = "ASYNCDIST_TOLD"
+PRINTED_ERRORS_VARIABLE: Final = "ASYNCDIST_TOLD"
 #: Note added to a debugger's error if the rank has no input.
 _NO_INPUT: Final = (
     "This rank has an empty standard input, so a debugger cannot be used. In a job on one host, rank 0 shares the "
@@ -80,17 +82,33 @@ def rank_command(script: str, arguments: Sequence[str]) -> list[str]:
 
 
 def find_syntax_error(script: str) -> str | None:
-    """Return the syntax error or other reason why Python cannot compile a script, or None."""
+    """Return why Python cannot compile a script, such as its syntax error, or None."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the ranks show warnings
         try:
-            compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+            _compiled(script)
         except SyntaxError as error:
             line = f"line {error.lineno}: " if error.lineno else ""
             return f"{line}{error.msg}{f': {error.text.strip()}' if error.text else ''}"
-        except ValueError as error:  # raised for null bytes before Python 3.12
+        except (ValueError, zipimport.ZipImportError) as error:  # null bytes before Python 3.12; no __main__.py
             return str(error)
     return None
+
+
+def _compiled(script: str) -> types.CodeType:
+    """Compile a script, or the module ``__main__`` of a zip archive."""
+    archive = _archive(script)
+    if archive is not None:
+        return archive.get_code("__main__")
+    return compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+
+
+def _archive(script: str) -> zipimport.zipimporter | None:
+    """Return the importer of a script that is a zip archive, such as a zipapp, or None."""
+    try:
+        return zipimport.zipimporter(script)
+    except zipimport.ZipImportError:
+        return None
 
 
 def _unescape(words: Sequence[str]) -> list[str]:
@@ -110,23 +128,27 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     _prefix_output()
-    sys.excepthook = _ToldOnce(os.environ.pop(TOLD_VARIABLE, ""))
+    sys.excepthook = _PrintOnce(os.environ.pop(PRINTED_ERRORS_VARIABLE, ""))
     heed_story_requests()
     sys.argv = [script, *arguments]
     module = os.environ.pop(MODULE_VARIABLE, "")
-    if not sys.flags.safe_path:
+    archive = _archive(script)
+    if archive is not None:
+        sys.path[: 0 if sys.flags.safe_path else 1] = [script]
+    elif not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
+    file = os.path.join(script, "__main__.py") if archive is not None else script
+    main.__dict__.update(__file__=file, __builtins__=__builtins__, __cached__=None, __loader__=archive)
     sys.modules["__main__"] = main
     explain_shadowing()
-    if module:
-        spec = importlib.util.find_spec(module)
+    if module or archive is not None:
+        spec = archive.find_spec("__main__") if archive is not None else importlib.util.find_spec(module)
         main.__dict__.update(__spec__=spec, __package__=spec.parent if spec else "")
     ending = _Ending()
     process_id = os.getpid()
     try:
-        exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)
+        exec(_compiled(script), main.__dict__)
     except SystemExit as error:
         code = error.code
         if code is not None and not isinstance(code, int):  # the argument of sys.exit was a message
@@ -139,10 +161,12 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         sys.exit(code)
     except BaseException as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # drops this function's frame
-        told = _leave_world(error) if os.getpid() == process_id else error
+        shown = _leave_world(error) if os.getpid() == process_id else error
+        if isinstance(shown, SystemExit):  # this restarted rank was too late, which is not a failure
+            sys.exit(shown.code)
         # KeyboardInterrupt is raised if Ctrl-C ended a peer before it reached this rank, and OSError by a full disk.
         with contextlib.suppress(KeyboardInterrupt, OSError):
-            _tell_error(told)
+            _print_error(shown)
         code = ending.code = 130 if isinstance(error, KeyboardInterrupt) else 1
         if os.getpid() == process_id:
             _end_job(code)
@@ -150,7 +174,10 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def _open_input() -> None:
-    """Open this rank's standard input and, if it is a terminal, the output, so that prompts appear immediately."""
+    """Open this rank's standard input.
+
+    If it is a terminal, also open the output, so that prompts appear immediately.
+    """
     source = os.environ.pop(STDIN_VARIABLE, "")  # child processes must not inherit this variable
     if source == INHERITED:
         return
@@ -165,16 +192,17 @@ def _open_input() -> None:
             return
 
 
-class _ToldOnce:
+class _PrintOnce:
     """A :data:`sys.excepthook` that prints equal tracebacks of this host's ranks only once.
 
     Ranks often fail in the same way before they open a world, for example in an import. The first rank prints the
     traceback, and each other rank prints one line. They record printed tracebacks in a shared file, whose lock also
-    keeps these lines below the traceback. Once a world is open, the ranks report their errors to each other instead.
+    keeps these lines below the traceback. After a world has opened, the ranks report their errors to each other
+    instead.
     """
 
-    def __init__(self, told: str) -> None:
-        pid, _, descriptor = told.partition(" ")
+    def __init__(self, variable: str) -> None:
+        pid, _, descriptor = variable.partition(" ")
         self._path = f"/proc/{pid}/fd/{descriptor}" if pid.isdecimal() and int(pid) in ancestors() else ""
         self._process_id = os.getpid()
 
@@ -185,32 +213,32 @@ class _ToldOnce:
             if self._path and os.getpid() == self._process_id:  # forked children always print their tracebacks
                 with open(self._path, "r+b", buffering=0) as file:
                     fcntl.flock(file, fcntl.LOCK_EX)
-                    self._tell(file, kind, error, trace)
+                    self._print(file, kind, error, trace)
                 return
         sys.__excepthook__(kind, error, trace)
 
     @staticmethod
-    def _tell(
+    def _print(
         file: io.FileIO, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
     ) -> None:
         with contextlib.redirect_stderr(io.StringIO()) as shown:
             sys.__excepthook__(kind, error, trace)
         text = shown.getvalue()
-        told: dict[str, str] = json.loads(file.read() or b"{}")
-        teller = told.setdefault(text, _own_name())
-        if teller != _own_name():
+        printed: dict[str, str] = json.loads(file.read() or b"{}")
+        first_rank = printed.setdefault(text, _own_name())
+        if first_rank != _own_name():
             first_line = str(error).partition("\n")[0]
             sys.stderr.write(
-                f"asyncdist: {_own_name()} failed in the same way as {teller}: {kind.__name__}: {first_line}\n"
+                f"asyncdist: {_own_name()} failed in the same way as {first_rank}: {kind.__name__}: {first_line}\n"
             )
             return
-        sys.stderr.write(f"asyncdist: {teller} failed:\n{text}")
+        sys.stderr.write(f"asyncdist: {first_rank} failed:\n{text}")
         sys.stderr.flush()
         file.seek(0)
-        file.write(json.dumps(told).encode())
+        file.write(json.dumps(printed).encode())
 
 
-def _tell_error(error: BaseException) -> None:
+def _print_error(error: BaseException) -> None:
     """Print an error. For Ctrl-C during an import, print only one line instead of a traceback on every rank."""
     trace, line, is_import = error.__traceback__, "", False
     while trace is not None and isinstance(error, KeyboardInterrupt):
@@ -231,7 +259,7 @@ def _own_name() -> str:
 
 
 def _leave_world(error: BaseException) -> BaseException:
-    """Leave this process's world, if any, with ``error``, and return the error to print."""
+    """Leave this process's world, if any, because of ``error``. Return the error to print."""
     module = sys.modules.get("asyncdist.blocking.process_world")
     return error if module is None else module.leave_with(error)
 
@@ -239,8 +267,8 @@ def _leave_world(error: BaseException) -> BaseException:
 def heed_story_requests() -> None:
     """Handle SIGUSR1, which requests a report, so that it does not end a rank that is importing or has left its world.
 
-    In a Slurm job the signal remains unhandled, because Lightning uses it to save and requeue if it has no handler.
-    The launcher starts ranks with the signal blocked, so an early request remains pending until this call.
+    In a Slurm job, the signal keeps its default action, because Lightning uses it to save and requeue if it has no
+    handler. The launcher starts ranks with the signal blocked, so an early request remains pending until this call.
     """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and "SLURM_JOB_ID" not in os.environ:
         signal.signal(signal.SIGUSR1, report_without_world)
@@ -249,13 +277,16 @@ def heed_story_requests() -> None:
 
 
 def _ignore_from_now() -> None:
-    """Ignore SIGUSR1, because the exiting interpreter would restore its default action, which ends the process."""
+    """Ignore SIGUSR1. The exiting interpreter would restore its default action, which ends the process."""
     if callable(signal.getsignal(signal.SIGUSR1)):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def report_without_world(_number: int, frame: types.FrameType | None) -> None:
-    """Handle SIGUSR1 while no world is open by printing the line that the program is executing."""
+    """Print the line that the program is executing.
+
+    Handles SIGUSR1, which requests a report, while no world is open.
+    """
     while frame is not None and frame.f_back is not None and _is_passed_over(frame):
         frame = frame.f_back
     has_begun = frame is not None and frame.f_code.co_filename != __file__
@@ -312,7 +343,7 @@ class _Prefixed(io.TextIOBase):
 
 
 class _Ending:
-    """Ends the process without MPI_Finalize if the job survives lost ranks. MPI_Finalize may hang after a death.
+    """Ends the process without MPI_Finalize, which may hang after a rank has died, if the job survives lost ranks.
 
     Its :mod:`atexit` function is registered before the script runs, and is therefore called last, after all threads
     have ended. In a program that imports mpi4py itself, MPI_Finalize may still be called earlier.
@@ -331,7 +362,7 @@ class _Ending:
 
 
 def write_past_mpirun() -> None:
-    """Redirect output to the launcher's files if the launcher is on this host. mpirun may have stopped reading."""
+    """Redirect output to the launcher's files if it is on this host, because mpirun may have stopped reading."""
     launcher = os.environ.get(LAUNCHER_VARIABLE, "")
     if not launcher.isdecimal() or int(launcher) not in ancestors():
         return
@@ -356,21 +387,21 @@ def ancestors() -> list[int]:
     return found
 
 
-def tell_guardian(news: bytes) -> bool:
-    """Report a state, such as :data:`IN_WORLD`, to this rank's guardian. Return whether the rank has a guardian."""
+def report_to_guardian(state: bytes) -> bool:
+    """Write a state, such as :data:`IN_WORLD`, to the process that supervises this rank. Return whether it exists."""
     global _guardian
     descriptor = os.environ.pop(STARTED_VARIABLE, "")  # child processes must not inherit this variable
     if descriptor.isdecimal():
         _guardian = int(descriptor)
     if _guardian is not None:
-        with contextlib.suppress(OSError):  # raised if the guardian was killed, in which case this rank will be too
+        with contextlib.suppress(OSError):  # raised if that process was killed, in which case this rank will be too
             os.set_inheritable(_guardian, False)
-            os.write(_guardian, news)
+            os.write(_guardian, state)
     return _guardian is not None
 
 
 def exit_code(code: object) -> int:
-    """Return the exit code of ``sys.exit(code)``, which is 1 for failure codes whose low 8 bits are 0."""
+    """Return the exit code of ``sys.exit(code)``, or 1 if ``code`` is a failure whose low 8 bits are 0."""
     if not isinstance(code, int):
         return 0 if code is None else 1
     return code & 0xFF or int(code != 0)
@@ -380,8 +411,8 @@ def _end_job(code: int) -> None:
     """End the whole job after this rank has failed, unless mpirun or ``asyncdist.run`` ends it.
 
     A script without ``asyncdist.run`` that fails after MPI_Init must abort, because it would wait for the other ranks
-    in MPI_Finalize forever. Under ``asyncdist.run``, the supervisor has already ended the job. Before MPI_Init, Open
-    MPI's mpirun ends the job at the first non-zero exit code, but MPICH's needs an abort command over PMI-1.
+    in MPI_Finalize forever. Under ``asyncdist.run``, the job has already been ended. Before MPI_Init, Open MPI's mpirun
+    ends the job at the first non-zero exit code, but MPICH's needs an abort command over PMI-1.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     is_mpi_up = mpi is not None and mpi.Is_initialized()
@@ -396,7 +427,7 @@ def _end_job(code: int) -> None:
 
 
 def abort_over_pmi(code: int) -> None:
-    """Request MPICH's mpirun to end the job. Do nothing under other launchers.
+    """Ask MPICH's mpirun to end the job. Do nothing under other launchers.
 
     Without the request, mpirun overlooked the exit of a rank without MPI_Finalize in 2 of 430 runs.
     """
@@ -409,7 +440,7 @@ def abort_over_pmi(code: int) -> None:
 
 
 def _await_readers() -> None:
-    """Wait briefly until the launcher has read this rank's output, which an abort may discard."""
+    """Wait briefly until the launcher has read this rank's output, because an abort may discard it."""
     sys.stdout.flush()
     deadline = time.monotonic() + _READERS_S
     for descriptor in (1, 2):
@@ -422,7 +453,7 @@ def _await_readers() -> None:
 
 
 def explain_shadowing() -> None:
-    """Make uncaught ImportErrors for ``protocols`` name the module that shadows or has overwritten this package."""
+    """Add a note to uncaught ImportErrors for ``protocols`` if a module shadows or has overwritten this package."""
     if find_shadowing() is None:
         return
     previous = sys.excepthook
@@ -435,7 +466,7 @@ def explain_shadowing() -> None:
 
 
 def explain_import(error: BaseException) -> None:
-    """Add a note to an ImportError for ``protocols`` with the module that shadows or has overwritten this package."""
+    """Add a note to an ImportError for ``protocols`` if another module shadows or has overwritten this package."""
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols":
         note = find_shadowing()
         if note is not None and note not in _notes_of(error):
@@ -443,7 +474,7 @@ def explain_import(error: BaseException) -> None:
 
 
 def explain_input(error: BaseException) -> None:
-    """Add a note to an end-of-input error, such as a debugger's, if this rank has an empty standard input."""
+    """Add a note to an end-of-input error, such as a debugger's, if this rank's standard input is empty."""
     is_end = isinstance(error, EOFError) or (type(error).__module__, type(error).__name__) == ("bdb", "BdbQuit")
     with contextlib.suppress(OSError):  # raised if standard input is closed
         if is_end and os.path.samestat(os.fstat(0), os.stat(os.devnull)) and _NO_INPUT not in _notes_of(error):

@@ -1,7 +1,8 @@
-"""Defines the reserved message tags and the registry of tags in use on this rank.
+"""Defines the reserved message tags, and records which tags are in use on this rank.
 
-The runtime has a single tag namespace. A second claim to a tag fails before any message can be misrouted. The MPI
-standard guarantees tags only up to 32767 (MPI-4.1 section 9.1.2), so this is the limit for every transport.
+All users of the runtime share one range of tags. A second claim to a tag fails before any message can reach the wrong
+receiver. The MPI standard guarantees tags only up to 32767 (MPI-4.1 section 9.1.2), so this is the limit for every
+transport.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ TAG_MAX: Final = 32767
 METRIC: Final = 7001
 CONTROL: Final = 7002
 REPLAY: Final = 7003
-COLLECTIVE_FIRST: Final = 7100  # first tag for groups without a native communicator, one tag per group
+COLLECTIVE_FIRST: Final = 7100  # first tag for groups without their own MPI communicator, which take one tag each
 COLLECTIVE_LAST: Final = 7999
 PARAM: Final = 8000
 BULK_FIRST: Final = 8001  # first tag for bulk transfers; the slot number is added

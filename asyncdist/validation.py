@@ -4,8 +4,8 @@ NumPy numbers, and numbers of other registered numeric types, are accepted and c
 is not accepted as a number, because it is probably a misplaced flag. The error for a misspelled name suggests the
 nearest allowed name.
 
-:func:`printable` makes foreign strings safe to print. :func:`optional_imports` reports how to install a missing
-library.
+:func:`printable` makes strings from other sources safe to print. :func:`optional_imports` reports how to install a
+missing library.
 """
 
 from __future__ import annotations
@@ -26,17 +26,23 @@ from asyncdist.errors import AsyncdistError
 
 P = ParamSpec("P")
 
-#: Oldest supported torch. Ranks that join later clone torch.distributed's store, which older versions do not support.
+#: Oldest supported torch. A rank that joins late needs a function of torch.distributed's store that older versions
+#: lack.
 TORCH_MIN: Final = (2, 8)
 #: Smallest float above zero.
 SMALLEST: Final = math.ulp(0.0)
 #: Largest finite float.
 LARGEST: Final = math.nextafter(math.inf, 0.0)
+#: Largest number of bits of a count. NumPy's seeds have as many.
+_COUNT_BITS: Final = 128
 
 
 def refuse(name: str, value: Any, allowed: str, kind: type[Exception] = ValueError) -> NoReturn:
-    """Raise ``kind`` with the message ``NAME must be ALLOWED, got VALUE``. A very long value is shortened."""
-    text = repr(value)
+    """Raise ``kind`` with the message ``NAME must be ALLOWED, got VALUE``, in which a very long value is shortened."""
+    try:
+        text = repr(value)
+    except ValueError:  # raised for an integer of thousands of digits
+        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     raise kind(f"{name} must be {allowed}, got {text if len(text) <= 200 else f'{text[:200]}...'}")
 
 
@@ -60,7 +66,10 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def meant(name: str, allowed: Collection[str], otherwise: str | None = None) -> str:
-    """Return ``did you mean NAME?`` with the nearest allowed name, or else ``otherwise`` or a list of all names."""
+    """Return ``did you mean NAME?`` with the nearest allowed name.
+
+    If none is near, return ``otherwise`` or list all names.
+    """
     near = difflib.get_close_matches(name, allowed, n=1)
     if near:
         return f"did you mean {near[0]}?"
@@ -76,9 +85,9 @@ def names_options(
     Python's own error for a misspelled keyword suggests an option only since Python 3.13.
 
     Args:
-        refused: For options that similar constructors have, the reason why this constructor lacks them.
-        called: Function that gets the class's name and all positional arguments, and explains arguments in the order of
-            a similar constructor.
+        refused: Options that only similar constructors have, each with the reason why this constructor lacks it.
+        called: Function that gets the class's name and all positional arguments. It returns an explanation if they have
+            the order of a similar constructor's.
     """
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
@@ -102,7 +111,7 @@ def names_options(
 def check_option_names(kind: type, names: Iterable[str]) -> None:
     """Raise the TypeError of :func:`names_options` if the constructor of ``kind`` lacks one of these options.
 
-    Constructors without that decorator are not checked.
+    Constructors without the decorator :func:`names_options` are not checked.
     """
     init: Any = kind.__init__  # type: ignore[misc]
     if hasattr(init, "refused_options"):
@@ -145,7 +154,7 @@ def option_names(init: Callable[..., None]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def reading_state(of: str) -> Iterator[None]:
-    """Convert errors about the content of a saved state to a ValueError that names ``of``, the state's owner.
+    """Convert an error about the content of a saved state to a ValueError. ``of`` names the object with that state.
 
     ValueErrors and asyncdist's own errors are kept, because they already name the problem.
     """
@@ -169,6 +178,8 @@ def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
         number = least - 1
     if number < least or isinstance(value, bool):
         refuse(name, value, f"an integer >= {least}{besides}")
+    if number.bit_length() > _COUNT_BITS:
+        refuse(name, value, f"an integer >= {least} of at most {_COUNT_BITS} bits{besides}")
     return number
 
 
@@ -203,7 +214,7 @@ def ranks(name: str, values: Any) -> tuple[int, ...]:
 
 
 def real(name: str, value: Any, allowed: str, *, low: float, high: float = LARGEST) -> float:
-    """Return ``value`` as a float from ``low`` to ``high``, which ``allowed`` describes, or raise ValueError."""
+    """Return ``value`` as a float from ``low`` to ``high``, or raise ValueError. ``allowed`` describes the range."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     if not is_real or not low <= value <= high:
         refuse(name, value, allowed)
@@ -234,8 +245,8 @@ def missing_library(what: str, library: str, extra: str) -> str:
 def optional_imports(what: str, libraries: Collection[str], extra: str) -> Iterator[None]:
     """Report how to install a library whose import fails in the ``with`` block.
 
-    The error is a ModuleNotFoundError that names the feature ``what`` and the asyncdist extra that installs the
-    library. Errors for modules other than ``libraries`` are raised unchanged.
+    A failed import of one of ``libraries`` raises a ModuleNotFoundError. It names the feature ``what`` and the extra of
+    asyncdist that installs the library. Other errors are raised unchanged.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Identifies everything for which a rank's task can wait, and defines the descriptions of waits.
+"""Defines identifiers and descriptions of everything for which a task can wait.
 
 Recordings and replays find timers, deadlines and measured numbers by their :class:`WaitId`. The template of the id's
 :class:`WaitKind` describes the wait. Templates may change, but a kind's value and the fields used with it must not,
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Self
 
 @enum.unique
 class WaitKind(enum.StrEnum):
-    """The kinds of waits, each with its key in recordings and the format string of its description."""
+    """The kinds of waits, each with its name in recordings and the format string of its description."""
 
     template: str
 
@@ -130,7 +130,7 @@ class WaitId(NamedTuple):
         tag: Tag of the awaited message, if any.
         peer: Only rank that can end the wait, if known.
         number: Number that distinguishes waits of the same kind: a round, a slot or a count.
-        name: Name of a channel, a policy or an agreement, chosen by the user or a protocol.
+        name: Name of a channel or a policy, or of an agreement between ranks. The user or a protocol chooses it.
     """
 
     kind: WaitKind | str

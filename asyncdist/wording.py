@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def ranks_in_words(ranks: Collection[int], *, span_count_max: int | None = None) -> str:
-    """Return a list like ``"rank 3"`` or ``"ranks 0, 1, 5-9"``. Ranks after ``span_count_max`` spans are counted."""
+    """Return the names of ranks, like ``"ranks 0, 1, 5-9"``. After ``span_count_max`` ranges, count the other ranks."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:
@@ -42,7 +42,7 @@ def seconds_in_words(seconds: float) -> str:
 
 
 def size_in_words(nbytes: float) -> str:
-    """Return a number of bytes in the largest unit that does not exceed it, like ``"2.5 MiB"``."""
+    """Return a number of bytes in a suitable unit, like ``"2.5 MiB"``."""
     size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

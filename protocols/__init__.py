@@ -23,7 +23,7 @@ from asyncdist.protocols.population_training.policy import PopulationTrainingPol
 from asyncdist.protocols.replay_buffer.client import ReplayBuffer
 from asyncdist.protocols.replay_buffer.server import serve_replay_buffer
 from asyncdist.protocols.replay_buffer.values import ReplayStatistics, Sample
-from asyncdist.protocols.replicas.policy import ReplicaAveragingPolicy
+from asyncdist.protocols.replica_averaging.policy import ReplicaAveragingPolicy
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.reserved import coordinate
 from asyncdist.protocols.selective.selection import SelectiveRules

@@ -16,9 +16,9 @@ class NewWeights:
 
     Attributes:
         donors: Ranks whose weights were averaged, ascending; empty for fresh weights from ``model_builder``.
-        weights: Weights of the donors, in the same order, not normalised.
+        weights: Coefficients of the donors in the average, in the same order, not normalised.
         iterations: Iteration at which each donor took its snapshot.
-        best: Donor of the integer and bool entries; -1 for fresh weights.
+        best: Donor whose integer and bool entries are copied; -1 for fresh weights.
         versions: Version of each donor's snapshot, if snapshots are published; otherwise empty.
         average: Mean of the donors' states; None for fresh weights.
         began_at: Time at which the rank was assigned as a replacer, or decided to replace its weights.
@@ -52,17 +52,17 @@ class Applier:
         new: NewWeights,
         iteration: int,
         services: Services,
-        trouble: str | None = None,
+        nonfinite: str | None = None,
         momentum: float | None = None,
     ) -> StepInfo:
         """Replace the weights in place, and return the result of the step.
 
         Args:
-            trouble, momentum: See :meth:`OwnState.take`.
+            nonfinite, momentum: See :meth:`OwnState.adopt_average`.
         """
         if new.donors:
             assert new.average is not None, f"round {new.round} is complete without an average"
-            recovered = self._own.take(new.average, trouble, momentum)
+            recovered = self._own.adopt_average(new.average, nonfinite, momentum)
         else:
             self._own.take_fresh()
             recovered = ""
@@ -81,17 +81,13 @@ class Applier:
         )
 
     def announce(self, new: NewWeights, iteration: int, info: StepInfo) -> None:
-        """Pass :class:`AverageApplied`, with this rank's new state, to the user's ``on_event`` callback.
-
-        Args:
-            info: Result of :meth:`apply`.
-        """
-        if not self._events.are_wanted:
+        """Pass :class:`AverageApplied`, with this rank's new state, to the user's ``on_event`` callback."""
+        if not self._events.has_callback:
             return
         state = self._snapshots.acquire()
         try:
             self._flat.snapshot(state)
             facts = new.round, new.donors, new.weights, new.best, iteration
-            self._events.tell_now(AverageApplied(*facts, state.by_name(), new.versions, info))
+            self._events.deliver_now(AverageApplied(*facts, state.by_name(), new.versions, info))
         finally:
             self._snapshots.release(state)

@@ -7,9 +7,9 @@ If a waiting step is cancelled after all members have agreed on the average, the
 raises the cancellation. Otherwise no member averages in this step: ``step`` raises RemoteError on the other members,
 and all try again at the next due step. If a member has left, ``step`` raises ClosedError on the others.
 
-The average is a collective. A round of :mod:`protocols.exchange` would survive the loss of members, but takes longer:
-on 4 ranks of one host with 64 MiB, 64 ms of CPU time per rank instead of 42 ms. A round also computes the norm of each
-contribution (6 ms), and copies the mean (10 ms), because it may be freed before the step applies it.
+The average is a collective. A round of :mod:`protocols.exchange` would survive the loss of members, but takes longer.
+On 4 ranks of one host with 64 MiB, it takes 64 ms of CPU time per rank instead of 42 ms. A round also computes the norm
+of each contribution (6 ms), and copies the mean (10 ms), because it may be freed before the step applies it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 
 from asyncdist import ClosedError, validation
 from asyncdist.collectives.agreed_start import Start, start_together
-from asyncdist.functional.averaging import average_state
+from asyncdist.functional.averaging import average_state, prepare_average
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.journal import format_table
 from asyncdist.protocols.metrics import MetricSource
@@ -53,7 +53,7 @@ class AverageAllStatistics:
     title: str = ""
 
     def __str__(self) -> str:
-        """Return a table of the counts, for ``print(policy.statistics())``."""
+        """Return a table of the counts."""
         rows = [
             ("iteration", self.iteration),
             ("averages applied", self.average_count),
@@ -123,6 +123,7 @@ class AverageAllPolicy(Ported):
         self._own_group = await self._world.peers.groups.new_group(members, left_s, part_of=self._joint_start)
         self._subject = f"averaging of policy {self._own_group.number}"
         self._own_group.lease.subjects.append(self._subject)
+        prepare_average(self.model, self._flat, self._world)
 
     async def _stop(self, error: BaseException | None) -> None:
         del error
@@ -133,7 +134,7 @@ class AverageAllPolicy(Ported):
             self._world.scratch.forget(self.model)
 
     def _begin_step(self) -> bool:
-        return self.is_alone or not self._is_due
+        return self._is_due and not self.is_alone
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         del local_metric
@@ -145,9 +146,10 @@ class AverageAllPolicy(Ported):
             await world.safe_point()
             self._flat.tensors(self._layout)  # raises ValueError if the model's layout has changed
         except (asyncio.CancelledError, ValueError) as error:
-            # Count this agreement as missed, so that the next one has the same number on all ranks.
+            # Notify the other members that this rank misses the agreement. The next agreement then has the same number
+            # on all ranks.
             why = error if isinstance(error, ValueError) else None
-            world.agreements.stay_away(world.agreements.next_request(members, self._subject), why)
+            world.agreements.decline(world.agreements.next_request(members, self._subject), why)
             raise
         # After the agreement, no member may stop before the average is complete, or the others would wait forever.
         name = "average of all"

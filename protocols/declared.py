@@ -65,7 +65,7 @@ def option(
 
 
 def like(kind: type[Options], name: str, default: Any = MISSING) -> Any:
-    """Declare a field that repeats the option ``name`` of the class ``kind``, with its or another default."""
+    """Declare a field that repeats option ``name`` of class ``kind``, optionally with another default."""
     found = kind.__dataclass_fields__[name]
     return field(default=found.default if default is MISSING else default, metadata=found.metadata)
 
@@ -77,7 +77,12 @@ class Options:
     def __post_init__(self) -> None:
         """Check each value. Raise TypeError or ValueError if a value is not allowed."""
         for each in declared(type(self)):
-            object.__setattr__(self, each.name, each.metadata[_KEY].check(each.name, getattr(self, each.name)))
+            value = getattr(self, each.name)
+            try:
+                checked = each.metadata[_KEY].check(each.name, value)
+            except OverflowError:
+                validation.refuse(each.name, value, "a number, or numbers, that a float can represent")
+            object.__setattr__(self, each.name, checked)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -186,12 +191,12 @@ def number(allowed: str, low: float, high: float = validation.LARGEST) -> Check:
     return lambda name, value: validation.real(name, value, allowed, low=low, high=high)
 
 
-def whole(least: int, besides: str = "") -> Check:
+def integer(least: int, besides: str = "") -> Check:
     """Return a check for an integer >= ``least``. ``besides`` names further allowed values in the error."""
     return lambda name, value: validation.count(name, value, least=least, besides=besides)
 
 
-def truth(name: str, value: Any) -> bool:
+def boolean(name: str, value: Any) -> bool:
     """Return ``value``. Raise TypeError unless it is True or False."""
     if not isinstance(value, bool):
         validation.refuse(name, value, "True or False", TypeError)

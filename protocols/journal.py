@@ -45,7 +45,6 @@ class Journal:
         metric: Latest metric; None before the first metric.
         step_count: Iteration of the policy's next step.
         is_direction_named: Whether the latest step was called with ``loss=`` or ``score=``.
-        averages: Counts of this rank's contributions and averages.
     """
 
     def __init__(self, name: str, class_name: str = "") -> None:
@@ -92,7 +91,7 @@ class Journal:
         services.progress_probes.append(self.progress)
 
     def begin_reserved(self, services: Services) -> None:
-        """Start recording the decisions of a reserved coordinator."""
+        """Start recording the decisions of a reserved coordinator, a rank that coordinates without training."""
         self._events, self._rank = services.events, services.rank
         self._number = services.events.number_policy()
 
@@ -190,7 +189,7 @@ class Journal:
         self.add("hyperparameters", round, iteration, donor, json.dumps(dict(inherited)), json.dumps(dict(values)))
 
     def note_contributed(self, event: Contributed) -> None:
-        """Record that this rank's contribution to a round was captured."""
+        """Record that this rank has contributed to an averaging round."""
         self.averages.note_contributed(event)
         self._round = event.round
         self.add(

@@ -68,7 +68,7 @@ def refuse_call(call: str, kind: str, stage: str, *, is_stepping: bool) -> NoRet
     Args:
         call: The call, such as "step()".
         kind: Name of the policy's class.
-        stage: Stage of the policy: "new", "open", "lent" or "closed".
+        stage: Stage of the policy: "new", "open", "evaluating" or "closed".
     """
     if stage == "new":
         raise ClosedError(
@@ -78,7 +78,7 @@ def refuse_call(call: str, kind: str, stage: str, *, is_stepping: bool) -> NoRet
         )
     if stage == "closed":
         raise ClosedError(f"{call} must be called inside the policy's async with block, which has ended", state=stage)
-    if stage == "lent":
+    if stage == "evaluating":
         raise BusyError(
             f"{call} must not be called inside async with policy.anchor_weights(), while the model contains the "
             "anchor; leave the block first",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from asyncdist import Group, World, validation
-from asyncdist.protocols.declared import Options, function, like, one_of, option, or_none, whole
+from asyncdist.protocols.declared import Options, function, integer, like, one_of, option, or_none
 from asyncdist.protocols.metrics import Metric
 from asyncdist.protocols.one_sided.selection import ReplacementMode
 from asyncdist.protocols.ranking import AveragingStrategy as AveragingStrategy, JudgingRules, MetricMode as MetricMode
@@ -164,7 +164,7 @@ class CommonOptions(Options):
     average_every: int = option(
         "Number of steps between due steps: step i, counted from 0, is due if (i + 1) % average_every == 0. In a due "
         "step, a rank reports its metric, publishes its snapshot, or averages.",
-        whole(1),
+        integer(1),
         is_agreed=True,
     )
     metric: Callable[[], Metric] | None = option(
@@ -276,7 +276,7 @@ class CoordinatorOptions(Options):
     coordinator: int | None = option(
         "Rank outside the group that coordinates with `await protocols.coordinate(members)` instead of training; by "
         "default, the group's first member coordinates.",
-        or_none(whole(0, " or None")),
+        or_none(integer(0, " or None")),
         default=None,
         group="coordinator",
         is_agreed=True,

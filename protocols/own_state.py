@@ -35,7 +35,8 @@ class OwnState:
         self._known: KnownInfinities | None = None
         self._has_warned = False
         if self._model_builder is not None:
-            devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+            # All GPUs are listed, because the model need not be on the current one.
+            devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
             with torch.random.fork_rng(devices):  # leaves the training's random numbers unchanged
                 self._build(self._model_builder)
 
@@ -43,7 +44,7 @@ class OwnState:
         """Record, at the policy's start, which infinite values belong to the model, such as in masks."""
         self._known = KnownInfinities(self._flat)
 
-    def may_be_given(self, snapshot: FlatBuffers) -> bool:
+    def can_be_sent(self, snapshot: FlatBuffers) -> bool:
         """Return whether a snapshot may be sent to other ranks, i.e. has no unexpected NaN or infinity.
 
         The first unsound snapshot is logged with the name of an entry.
@@ -63,7 +64,7 @@ class OwnState:
         """Return the name of an entry of ``mean`` that has an unexpected NaN or infinity, or None."""
         return self._infinities.unsound_entry(mean)
 
-    def trouble(self) -> str:
+    def describe_nonfinite(self) -> str:
         """Describe non-finite values in the state that this rank would keep with an average, or return ""."""
         keeps_state = not self._resets_optimizer and bool(self._weights.optimizer.state)
         if (self._momentum or keeps_state) and (name := self._infinities.unsound_entry_of_model()) is not None:
@@ -72,23 +73,23 @@ class OwnState:
             return "the optimizer's state was not finite"
         return ""
 
-    def take(self, average: FlatBuffers, trouble: str | None = None, momentum: float | None = None) -> str:
+    def adopt_average(self, average: FlatBuffers, nonfinite: str | None = None, momentum: float | None = None) -> str:
         """Replace the weights with an average.
 
         Args:
-            trouble: Result of :meth:`trouble` on a rank of this replica; None to call it now.
+            nonfinite: Result of :meth:`describe_nonfinite` on a rank of this replica; None to call it now.
             momentum: Share of the own weights; None for the value of the option.
 
         Returns:
             Description of the non-finite state, or "". If the state was not finite, momentum is ignored and the
             optimizer's state is reset.
         """
-        trouble = self.trouble() if trouble is None else trouble
+        nonfinite = self.describe_nonfinite() if nonfinite is None else nonfinite
         kept = self._momentum if momentum is None else momentum
-        self.load(average, momentum=0.0 if trouble else kept)
-        if self._resets_optimizer or trouble:
+        self.load(average, momentum=0.0 if nonfinite else kept)
+        if self._resets_optimizer or nonfinite:
             reset_optimizer_state(self._weights.optimizer)
-        return trouble
+        return nonfinite
 
     def load(self, buffers: FlatBuffers, *, momentum: float = 0.0) -> None:
         """Write weights into the model, and update the copies of weights in the optimizer's state."""

@@ -39,8 +39,8 @@ from asyncdist.protocols.starting.differences import (
     BEGINS_AGAIN,
     LEFT_OUT,
     explained,
+    explaining_conflicts,
     explaining_missing,
-    explaining_rivals,
 )
 from asyncdist.protocols.starting.without_lost import start_without_lost
 from asyncdist.protocols.step_info import NOTHING, StepInfo
@@ -51,8 +51,8 @@ from asyncdist.tensors.optimizers.recognition import has_stepped
 from asyncdist.tensors.optimizers.weights import AveragedStates, OptimizerWeights
 from asyncdist.tensors.trained_models import TrainedModels
 
-#: "lent" is the stage of an open policy whose model temporarily contains other weights than its own.
-_Stage: TypeAlias = Literal["new", "starting", "open", "lent", "closed"]
+#: "evaluating" is the stage of an open policy whose model temporarily contains other weights than its own.
+_Stage: TypeAlias = Literal["new", "starting", "open", "evaluating", "closed"]
 
 #: Name of the agreement between the members, and a reserved coordinator, at the start of a policy.
 START: Final = "the start of a policy"
@@ -156,7 +156,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             TypeError, ValueError: The object is not an optimizer of this model, or only one of the old and new
                 optimizers is schedule-free.
         """
-        if optimizer is not self.optimizer:  # else, the policy's knowledge of it, such as its scheduler, is kept
+        if optimizer is not self.optimizer:  # otherwise, keep what the policy knows of it, such as its scheduler
             self._change_optimizer(optimizer)
 
     async def __aenter__(self) -> Self:
@@ -192,7 +192,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
                 f"group must include this rank, {self._world.rank}, got the ranks {list(self._group.ranks)}"
             )
         self._members = self._choose_members()
-        self.is_alone = not self._has_company()
+        self.is_alone = not self._has_other_ranks()
         self._prepare()
         if not self.is_alone:
             if not self.keeps_replicas:
@@ -222,7 +222,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     @property
     def _starts_without_lost(self) -> bool:
-        """Whether a start on all ranks survives the loss of ranks."""
+        """True if a start on all ranks continues without ranks that are lost meanwhile."""
         return self.admits_restarted and not self.keeps_replicas and self._services.survives_loss
 
     async def _start_with(self, members: tuple[int, ...]) -> None:
@@ -361,7 +361,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return given, is_opposite
 
     async def _guarded_step(self, local_metric: MetricSource, is_due: bool | None = None) -> StepInfo:
-        """Check and do a step. A caller that knows whether an average is due passes ``is_due``."""
+        """Perform a step, if it is allowed now. A caller that knows whether an average is due passes ``is_due``."""
         self._is_unawaited = False
         if self._stepping or self._stage != "open" or self._world.is_in_use(self.model):
             self._refuse()
@@ -370,8 +370,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         try:
             if self._weights.is_watching:
                 self._weights.check_kept()
-            # Most steps have nothing to do. Awaiting another coroutine would take 5 us with cold caches.
-            if self._begin_step() and self._services.engine.pass_quietly():
+            has_work = self._begin_step()
+            # Most steps have no work. Awaiting another coroutine would take 5 us with cold caches.
+            if not has_work and self._services.engine.try_safe_point():
                 self._journal.step_count = self.iteration + 1
                 return NOTHING
             began_at = self._journal.now()
@@ -464,15 +465,20 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """Load the entries of :meth:`_own_state`."""
         del state
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._stage != "new":
+            raise TypeError(f"an entered {type(self).__name__} cannot be copied or pickled; save its state_dict()")
+        return self.__dict__
+
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> bool:
-        """Begin a step, before its first await. Return whether the step has nothing to do.
+        """Count a step, before its first await, and return whether the policy has work in it.
 
-        A policy overrides this method together with :meth:`_step`, which is not called if the step has nothing to do,
-        no request has completed and no other task can run.
+        Called once in each step. If the result is False, no request has completed and no other task can run,
+        :meth:`_step` is not called. A policy overrides both methods together.
         """
-        return False
+        return True
 
     @abc.abstractmethod
     async def _step(self, local_metric: MetricSource) -> StepInfo:
@@ -508,13 +514,16 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             False, without a change, if the models' layouts differ, or if the other model would spoil the other ranks'
             means (see :meth:`_can_begin_again`).
         """
-        has_layout = not self.keeps_replicas and other._flat.fingerprint == self._flat.fingerprint
-        if not has_layout or not self._can_begin_again():
+        if not self.has_layout_of(other) or not self._can_begin_again():
             return False
         self._weights.follow(other.model, other.optimizer)
         self._flat.follow(other.model)
         self.model = other.model
         return True
+
+    def has_layout_of(self, other: SpawnPolicy) -> bool:
+        """Return whether the model of ``other`` has the layout of this policy's model, and no other rank shares it."""
+        return not self.keeps_replicas and other._flat.fingerprint == self._flat.fingerprint
 
     def _can_begin_again(self) -> bool:
         """Return whether a rank may continue in this policy with a new, untrained model.
@@ -530,7 +539,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """Return the ranks that start the policy together, including this rank."""
         return self._group.ranks
 
-    def _has_company(self) -> bool:
+    def _has_other_ranks(self) -> bool:
         return len(self._members) > 1
 
     def _read_metric(self, given: MetricSource) -> float:
@@ -561,7 +570,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     async def _agree(self) -> Agreed:
         start = self._joint_start
         try:
-            with explaining_rivals(self._world.agreements, start.meeting):
+            with explaining_conflicts(self._world.agreements, start.meeting):
                 mark = self._mark_of_first_weights()
                 agreed = await start.agree(self._agreed_values(), timeout_s=self._start_timeout_s, mark=mark)
         except DisagreementError as error:
@@ -582,9 +591,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """Return whether the policy averages the weights of several members."""
         return True
 
-    def _check_not_lent(self, call: str) -> None:
+    def _check_not_evaluating(self, call: str) -> None:
         """Raise BusyError if the model temporarily contains other weights than its own."""
-        if self._stage == "lent":
+        if self._stage == "evaluating":
             self._refuse(call)
 
     def _refuse(self, call: str = "step()") -> NoReturn:

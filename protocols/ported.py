@@ -1,6 +1,6 @@
 """Lets code ported from torchgfn call a policy with torchgfn's arguments.
 
-See :mod:`asyncdist.integrations.torchgfn.calls` for the implementation.
+See :mod:`asyncdist.integrations.torchgfn.script_iterations` for the implementation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncdist.protocols.one_sided.statistics import OneSidedStatistics
 from asyncdist.protocols.policy import SpawnPolicy
 
 if TYPE_CHECKING:
-    from asyncdist.integrations.torchgfn.calls import PortedCalls
+    from asyncdist.integrations.torchgfn.script_iterations import PortedCalls
 
 
 class Ported(SpawnPolicy):
@@ -57,7 +57,7 @@ class Ported(SpawnPolicy):
         """
         if self._calls is None:
             # Imported here to avoid an import cycle.
-            from asyncdist.integrations.torchgfn.calls import PortedCalls
+            from asyncdist.integrations.torchgfn.script_iterations import PortedCalls
 
             self._calls = PortedCalls(self)
         if self._first_call is None:

@@ -59,8 +59,8 @@ def replacer_count(participant_count: int, replacement_ratio: float) -> int:
 def order_worst_first(metrics: Mapping[int, float], metric_mode: str = "max") -> tuple[int, ...]:
     """Return the ranks, sorted from the worst metric to the best.
 
-    NaN and both infinities are equally bad, and worse than any finite number. Of equal metrics, the lower rank's counts
-    as worse, so that all ranks compute the same order.
+    NaN and both infinities are equally bad, and worse than any finite number. If metrics are equal, the lower rank
+    counts as worse, so that all ranks compute the same order.
     """
     finite = sorted([rank for rank, metric in metrics.items() if math.isfinite(metric)])
     finite.sort(key=metrics.__getitem__, reverse=metric_mode != "max")  # equal metrics remain in rank order
@@ -70,7 +70,10 @@ def order_worst_first(metrics: Mapping[int, float], metric_mode: str = "max") ->
 
 
 def best_of(metrics: Mapping[int, float], metric_mode: str = "max") -> int:
-    """Return the rank with the best metric. Of equal metrics, the highest rank wins. ``metrics`` must not be empty."""
+    """Return the rank with the best metric, or the highest of these ranks if there are several.
+
+    ``metrics`` must not be empty.
+    """
     finite = [rank for rank, metric in metrics.items() if math.isfinite(metric)]
     if not finite:
         return max(metrics)

@@ -162,11 +162,11 @@ _NOTHING: Final = {name: getattr(NOTHING, name) for name in _NAMES}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SnapshotTaken:
-    """Event inside a donor's step: a snapshot of this rank's state was taken.
+    """Reports, inside ``step``, that a snapshot of this rank's state was taken.
 
     Attributes:
         round: Round that needs the snapshot; for a snapshot published to all members, its version.
-        iteration: Iteration of the donor, from 0.
+        iteration: Iteration of this rank, from 0.
         state: Flat 1-D tensors by dtype name, such as ``"float32"``. They are valid only during the call; do not change
             them.
         island: Number of the island that needs the snapshot; -1 for this rank's own island, or without islands.
@@ -180,13 +180,13 @@ class SnapshotTaken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AverageApplied:
-    """Event inside a replacer's step: this rank's weights have just been replaced.
+    """Reports, inside ``step``, that this rank's weights have just been replaced.
 
     Attributes:
         donors: Ranks of the donors, ascending.
         weights: Weights of the donors, in the same order, not normalised.
-        best: Donor of the integer and bool entries; -1 if there are no donors.
-        iteration: Iteration of the replacer, from 0.
+        best: Donor whose integer and bool entries are copied; -1 if there are no donors.
+        iteration: Iteration of this rank, from 0.
         state: New state of this rank, as flat 1-D tensors by dtype name; valid only during the call.
         versions: Version of each donor's snapshot, if snapshots are published; otherwise empty.
         info: Result of the step for this average.
@@ -204,14 +204,14 @@ class AverageApplied:
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """Event inside a step: this rank's contribution to a round of averaging was captured.
+    """Reports, inside ``step``, that this rank has made its contribution to an averaging round.
 
     :class:`AverageApplied` of the same round follows, unless the policy ends first.
 
     Attributes:
         fragment: Number of the averaged fragment, from 0.
         iteration: Iteration of this rank, from 0.
-        version: Number of averages of the fragment that this rank had applied before the capture.
+        version: Number of averages of the fragment that this rank had applied before the contribution.
         weight: Weight of the contribution, such as its number of tokens; not normalised.
         norm: L2 norm of the contribution. If it is NaN or infinite, because this rank's weights were not finite, the
             contribution is left out.
@@ -231,7 +231,7 @@ class Contributed:
 
 @dataclass(frozen=True, slots=True)
 class RoleAssigned:
-    """Event: this rank has a role in a new round.
+    """Reports that this rank has a role in a new averaging round.
 
     :class:`AverageApplied`, :class:`RoundEnded` or :class:`RoundAbandoned` of the same round follows, unless the policy
     ends first. On a donor, :class:`SnapshotTaken` precedes that event, unless the round ends before the next step.
@@ -252,7 +252,7 @@ class RoleAssigned:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """Event on a donor: the round has ended, and the donor's snapshot was freed.
+    """Reports, on a donor, that the round has ended and the donor's snapshot was freed.
 
     Attributes:
         reason: Reason for the end, such as ``"every replacer has answered"``.
@@ -266,7 +266,7 @@ class RoundEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoundAbandoned:
-    """Event: this rank has abandoned its role in a round.
+    """Reports that this rank has abandoned its role in an averaging round.
 
     Attributes:
         reason: Reason for which the replacer keeps its weights, or the donor sends no snapshot.
@@ -280,7 +280,7 @@ class RoundAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorChanged:
-    """Event: a different rank has become the coordinator.
+    """Reports that a different rank has become the coordinator.
 
     Attributes:
         rank: Rank of the new coordinator.
@@ -300,25 +300,30 @@ class UserEvents:
     """Passes this rank's events to the user's ``on_event`` callback, immediately or inside the next step.
 
     Attributes:
-        are_wanted: Whether the user has passed a callback.
+        has_callback: Whether the user has passed a callback.
     """
 
     def __init__(self, on_event: Callable[[PolicyEvent], None] | None) -> None:
         self._on_event = on_event
         self._pending: deque[PolicyEvent] = deque()
-        self.are_wanted = on_event is not None
+        self.has_callback = on_event is not None
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether the next step must call ``on_event``."""
+        return bool(self._pending)
 
     def add(self, event: PolicyEvent) -> None:
         """Store an event until the next step."""
-        if self.are_wanted:
+        if self.has_callback:
             self._pending.append(event)
 
-    def tell(self) -> None:
+    def deliver(self) -> None:
         """Call ``on_event`` for all stored events. If it raises, the next step continues with the next event."""
         while self._pending:
-            self.tell_now(self._pending.popleft())
+            self.deliver_now(self._pending.popleft())
 
-    def tell_now(self, event: PolicyEvent) -> None:
+    def deliver_now(self, event: PolicyEvent) -> None:
         """Call ``on_event`` immediately, if there is a callback."""
         if self._on_event is not None:
             self._on_event(event)

@@ -7,13 +7,14 @@ rank's weights would break both without an error. A wrapper is allowed only arou
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from asyncdist import LocalProtocolError, World
+from asyncdist.runtime.process import may_hide_wrappers
 
 #: Modules of torch that define DDP and FSDP wrappers, and the base classes of sharded modules.
 _WRAPPERS: Final = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable")
@@ -67,8 +68,11 @@ def check_not_inside(model: nn.Module) -> None:
     torch.distributed, which both wrappers require, there is no search. Unreachable wrappers, such as a deleted
     trainer's, are ignored.
     """
-    for wrapper in _wrappers_around(model):
+
+    def refuse(wrapper: nn.Module) -> None:
         raise LocalProtocolError(f"model must not be inside {_wrapper_name(type(wrapper))}, {_WHY}")
+
+    _check_wrappers_around(model, refuse)
 
 
 def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) -> None:
@@ -79,11 +83,14 @@ def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) ->
     If torch.distributed numbers ranks differently, as with one process group per replica, only the number of ranks is
     compared.
     """
-    for wrapper in _wrappers_around(model):
+
+    def check(wrapper: nn.Module) -> None:
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
             _check_group(getattr(wrapper, "process_group", None), list(ranks), world)
         elif not _is_divided(type(wrapper)):
             raise ValueError(_refusal(_wrapper_name(type(wrapper))))
+
+    _check_wrappers_around(model, check)
 
 
 def _check_group(group: Any, ranks: list[int], world: World) -> None:
@@ -103,17 +110,27 @@ def _check_group(group: Any, ranks: list[int], world: World) -> None:
         )
 
 
-def _wrappers_around(model: nn.Module) -> list[nn.Module]:
-    """Return the DDP and FSDP wrappers in this process that contain a module of the model."""
+def _check_wrappers_around(model: nn.Module, check: Callable[[nn.Module], None]) -> None:
+    """Call ``check`` with the DDP and FSDP wrappers in this process that contain a module of the model."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return []
-    # The garbage collector does not find objects that the launcher has frozen.
-    gc.unfreeze()
+        return
+    if may_hide_wrappers():
+        gc.unfreeze()
     own = set(map(id, model.modules()))
-    if not any(True for _ in _search(own)):
-        return []
-    gc.collect()
-    return list(_search(own))
+    if _are_accepted(own, check):
+        return
+    gc.collect()  # the refused wrapper may be unreachable
+    for wrapper in _search(own):
+        check(wrapper)
+
+
+def _are_accepted(own: set[int], check: Callable[[nn.Module], None]) -> bool:
+    try:
+        for wrapper in _search(own):
+            check(wrapper)
+    except Exception:
+        return False
+    return True
 
 
 def _search(own: set[int]) -> Iterator[nn.Module]:
@@ -133,7 +150,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _modules_of(outer: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and its submodules. Unlike ``outer.modules()``, allow unconstructed modules."""
+    """Yield a module and its submodules. Unlike ``outer.modules()``, accept modules whose constructor has not run."""
     seen: set[int] = set()
     waiting = [outer]
     while waiting:

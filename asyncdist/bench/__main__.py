@@ -1,4 +1,4 @@
-"""The command ``python -m asyncdist.bench``, which runs one of the benchmarks of :mod:`asyncdist.bench`."""
+"""The command ``python -m asyncdist.bench``, which runs one benchmark."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def _sizes(text: str, largest: int) -> list[int]:
 
 
 async def _main(world: ad.World, options: argparse.Namespace) -> int:
-    """Run a benchmark, and return the exit code. Rank 0 prints the table, or why the benchmark cannot run."""
+    """Run a benchmark on this rank, and return the exit code.
+
+    Rank 0 prints the table, or why the benchmark cannot run.
+    """
     benchmark = importlib.import_module(f"asyncdist.bench.{options.name}")
     refusal = ""
     if world.is_simulated:

@@ -17,7 +17,7 @@ _MIB = 1 << 20
 
 
 async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
-    """Alternate round trips of asyncdist and of the other library for each size. Return the table on rank 0."""
+    """Measure round trips of asyncdist and the other library alternately, for each size. Return the table on rank 0."""
     rival = await rival_of(world)
     if world.rank > 1:
         return None

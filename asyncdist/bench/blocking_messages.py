@@ -1,6 +1,6 @@
 """Sends messages with blocking calls of mpi4py or torch.distributed, for comparison with asyncdist.
 
-The tensors are not packed, checked or decoded, and asyncdist does not poll at the same time.
+The messages are the raw tensors, without a header or a check, and asyncdist does not poll meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TAG: Final = 99
 
 
 class Rival(abc.ABC):
-    """A library with which asyncdist is compared. It sends tensors by the blocking calls in ``name``."""
+    """A library with which asyncdist is compared. ``name`` lists the calls with which it sends and receives tensors."""
 
     name: str
 
@@ -33,11 +33,11 @@ class Rival(abc.ABC):
         """Receive into a contiguous tensor of bytes on the CPU."""
 
     def align(self, rank: int, peer: int) -> None:
-        """Return at nearly the same time on two ranks."""
+        """Exchange one byte with the peer, so that both ranks continue at nearly the same time."""
         self.round_trips(self._byte, self._byte.clone(), 1, rank, peer)
 
     def round_trips(self, outgoing: torch.Tensor, incoming: torch.Tensor, count: int, rank: int, peer: int) -> None:
-        """Exchange ``count`` messages each way with the peer. The lower rank begins."""
+        """Send ``count`` messages to the peer and receive as many, alternately. The lower rank begins."""
         for _ in range(count):
             if rank < peer:
                 self.send(outgoing, peer)
@@ -86,14 +86,14 @@ class TorchRival(Rival):
 
 
 async def rival_of(world: ad.World) -> Rival:
-    """Return the other library, on the same backend as the world. All ranks must call this function."""
+    """Return the other library, which uses the same network backend as the world. All ranks must call this function."""
     if world.transport_name != "torch":
         return MpiRival()
     from torch import distributed
 
     dist: Any = distributed
     if not dist.is_initialized():
-        # Uses a new store, because the launcher's variables may be missing (srun), and their port may be in use.
+        # The store is new, because the launcher's variables may be missing (srun), and their port may be in use.
         address, size = job_rendezvous.torch_rendezvous().address, world.size
         served = dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False) if world.rank == 0 else None
         port = torch.tensor(served.port if served is not None else 0, device="cpu")

@@ -26,7 +26,7 @@ class Ping:
 
 
 async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
-    """Alternate round trips of asyncdist and of the other library for each size. Return the table on rank 0."""
+    """Measure round trips of asyncdist and the other library alternately, for each size. Return the table on rank 0."""
     rival = await rival_of(world)
     channel = world.channel(Ping, tag=100)
     if world.rank > 1:
@@ -62,7 +62,7 @@ async def our_trips(world: ad.World, channel: ad.Channel[Any], message: Any, cou
 
 
 def _rival_trips(world: ad.World, rival: Rival, nbytes: int, count: int) -> float:
-    """Return the other library's one-way time in microseconds. Its messages are as large as asyncdist's frames."""
+    """Return the other library's one-way time in microseconds. Its messages have as many bytes as asyncdist's."""
     outgoing, incoming = (torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     rival.align(world.rank, 1 - world.rank)
     began_at = time.perf_counter()

@@ -18,7 +18,7 @@ RANKS_MIN = 2
 
 
 async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
-    """Alternate rings of asyncdist and of the other library for each size. Return the table on rank 0."""
+    """Measure rings of asyncdist and the other library alternately, for each size. Return the table on rank 0."""
     rival = await rival_of(world)
     channel = world.channel(Ping, tag=100)
     rows = []
@@ -36,7 +36,7 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
 
 
 async def _our_ring(world: ad.World, channel: ad.Channel[Ping], message: Ping, count: int) -> float:
-    """Send a message ``count`` times around the ring, and return the time from rank to rank in microseconds."""
+    """Send a message ``count`` times around all ranks, and return the time from rank to rank in microseconds."""
     following = (world.rank + 1) % world.size
     await ad.barrier()
     began_at = time.perf_counter()
@@ -51,7 +51,10 @@ async def _our_ring(world: ad.World, channel: ad.Channel[Ping], message: Ping, c
 
 
 def _rival_ring(world: ad.World, rival: Rival, nbytes: int, count: int) -> float:
-    """Return the other library's time per hop in microseconds. Its messages are as large as asyncdist's frames."""
+    """Return the other library's time from rank to rank in microseconds.
+
+    Its messages have as many bytes as asyncdist's.
+    """
     tensor = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     previous, following = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     began_at = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Measures the time of an idle step of a policy, which a training loop pays in nearly every iteration."""
+"""Measures the time of a policy's step in which nothing happens. Nearly every step of a training loop is one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEVER = 10**9
 
 
 async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
-    """Time a policy's idle steps for each model size. Return the table on rank 0."""
+    """Measure a policy's idle steps for each model size. Return the table on rank 0."""
     rows = []
     for parameter_count in options.sizes:
         width = max(1, round(math.sqrt(parameter_count)))

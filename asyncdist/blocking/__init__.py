@@ -12,7 +12,10 @@ There is no background thread. The rank's event loop runs on the caller's thread
 between calls.
 """
 
-from asyncdist.blocking.faces import Face as Face, context as context, with_face as _with_face
+from asyncdist import compiled as _compiled
+
+__path__[:0] = _compiled.search_path("blocking")  # before any submodule is imported
+
 from asyncdist.blocking.helpers import blocking as _blocking, blocking_context as _blocking_context
 from asyncdist.blocking.policies import Policy as Policy, policy as policy
 from asyncdist.blocking.process_world import end_process_world as end_process_world, process_world as process_world
@@ -22,6 +25,11 @@ from asyncdist.blocking.world import (
     hosted as hosted,
     open_world as open_world,
     run as run,
+)
+from asyncdist.blocking.wrapped_objects import (
+    Face as Face,
+    context as context,
+    with_wrapped_result as _with_wrapped_result,
 )
 from asyncdist.functional import (
     averaging as _averaging,
@@ -38,7 +46,7 @@ from asyncdist.spmd import mesh as _mesh, tree_collectives as _tree_collectives
 all_gather = _blocking(_collectives.all_gather)
 all_reduce = _blocking(_collectives.all_reduce)
 all_to_all = _blocking(_collectives.all_to_all)
-async_save_population = _with_face(_population_checkpoint.async_save_population)
+async_save_population = _with_wrapped_result(_population_checkpoint.async_save_population)
 average_gradients = _blocking(_averaging.average_gradients)
 average_models = _blocking(_averaging.average_models)
 barrier = _blocking(_collectives.barrier)

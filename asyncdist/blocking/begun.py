@@ -1,4 +1,4 @@
-"""Represents started blocking calls and their outcomes."""
+"""Represents blocking calls that have started, and their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outcome(Generic[T]):
 
 
 async def outcome_of(made: Awaitable[T]) -> Outcome[T]:
-    """Await ``made``, and return its value or error as an :class:`Outcome`."""
+    """Await ``made``, and return its value or its error."""
     try:
         return Outcome(await made)
     except BaseException as error:
@@ -34,13 +34,13 @@ async def outcome_of(made: Awaitable[T]) -> Outcome[T]:
 
 
 async def called(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``fn``, await its return value if it is awaitable, and return the final value."""
+    """Call ``fn``, and return its value. If the value is awaitable, await it and return the result."""
     made = fn(*args, **kwargs)
     return await made if inspect.isawaitable(made) else made
 
 
 async def awaited(made: Awaitable[T]) -> T:
-    """Wrap an awaitable in a coroutine."""
+    """Return the value of ``made``, for callers that need a coroutine instead of another awaitable."""
     return await made
 
 
@@ -50,8 +50,8 @@ class BegunCall:
     Reports on tasks' waits inspect the coroutine through ``cr_frame`` and ``cr_await``.
 
     Args:
-        coroutine: Coroutine that has already been sent its first None.
-        awaited: Future that the coroutine yielded in response; None if it only yielded to other tasks, which have run.
+        coroutine: Coroutine after the first ``send(None)``.
+        awaited: Future for which the coroutine then waited, or None if it only yielded to other tasks, which have run.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], awaited: Any) -> None:
@@ -98,8 +98,8 @@ class BegunCall:
 class Pause(asyncio.Future[None]):
     """A future that main awaits between two blocking calls. Cancelling it calls ``on_cancel`` instead.
 
-    A cancelled main would continue only in the loop's next iteration, too late for the call that is ending.
-    ``on_cancel`` returns whether to cancel main anyway.
+    If the future were cancelled, main would continue only in the loop's next iteration, too late for the call that is
+    ending. ``on_cancel`` returns whether to cancel the future anyway.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_cancel: Callable[[], bool]) -> None:
@@ -107,7 +107,7 @@ class Pause(asyncio.Future[None]):
         self._on_cancel = on_cancel
 
     def cancel(self, msg: Any = None) -> bool:
-        """Call ``on_cancel``, and cancel only if it returns true or main is about to continue."""
+        """Call ``on_cancel``. Cancel this future only if that returns true, or if the future is done."""
         if self.done() or self._on_cancel():
             return super().cancel(msg)
         return True

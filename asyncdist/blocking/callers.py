@@ -31,9 +31,11 @@ from typing import Any, ParamSpec, TypeVar, cast
 import greenlet
 
 from asyncdist.blocking.begun import BegunCall, Outcome, Pause, awaited, called, outcome_of
-from asyncdist.errors import ClosedError, LocalProtocolError
+from asyncdist.blocking.stack_bottom import call_at_bottom
+from asyncdist.errors import ClosedError, LateError, LocalProtocolError
+from asyncdist.runtime.failing.failure import end_late
 from asyncdist.runtime.failing.process_ends import end_forked_child
-from asyncdist.runtime.notebooks import is_loop_running
+from asyncdist.runtime.outside_loop import is_loop_running
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.stall_warnings import frame_of_caller
 from asyncdist.runtime.world import World, current_world
@@ -45,7 +47,8 @@ T = TypeVar("T")
 
 #: The :class:`Caller` for blocking code in this context.
 _current: ContextVar[Caller] = ContextVar("asyncdist_blocking_caller")
-#: Function that returns this rank's :class:`Caller`; set if several ranks of this process run scripts that open worlds.
+#: Function that returns this rank's :class:`Caller`, or None. Set if several ranks of this process run scripts that
+#: open worlds.
 ask_for_world: ContextVar[Callable[[], Caller] | None] = ContextVar("asyncdist_ask_for_world", default=None)
 
 
@@ -60,7 +63,7 @@ def set_process_caller(caller: Caller | None) -> None:
 
 
 def find_caller() -> Caller | None:
-    """Return the :class:`Caller` for the running blocking code; None in a coroutine, or if no world is open."""
+    """Return the :class:`Caller` for the running blocking code, or None in a coroutine, or if no world is open."""
     for caller in (_current.get(None), _of_process):
         if caller is not None and caller.is_open:
             return caller
@@ -101,8 +104,8 @@ class Caller(abc.ABC):
     """Awaits coroutines for blocking code, in the task of a rank's main.
 
     Attributes:
-        on_opened: Function to call when the blocking code first opens its world, if that world was already open, as in
-            a simulation.
+        on_opened: Function to call when the blocking code opens its world, if that world was open before, as in a
+            simulation.
     """
 
     world: World
@@ -112,15 +115,15 @@ class Caller(abc.ABC):
         self.on_opened: Callable[[], None] | None = None
         self._at_end: list[Callable[[], None]] = []
         self._is_calling = False
-        self._thread = threading.current_thread()  # only this thread may call; identifiers of ended threads are reused
+        self._thread = threading.current_thread()  # only this thread may call (identifiers of ended threads are reused)
 
     def call(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``fn`` in main's task, await its return value if it is awaitable, and return the final value.
+        """Call ``fn`` in main's task and return its value. If the value is awaitable, await it and return the result.
 
         Raises:
             ClosedError: The world is closed.
             LocalProtocolError: Called in a thread other than the rank's, or inside another blocking call. If the rank's
-                thread has ended, the caller's thread becomes the rank's.
+                thread has ended, the calling thread becomes the rank's.
             BaseException: The exception that ``fn`` raised, or the error that ended the job.
         """
         if not self.is_open or self._is_calling or threading.current_thread() is not self._thread:
@@ -132,7 +135,7 @@ class Caller(abc.ABC):
             self._is_calling = False
 
     def note_opened(self) -> None:
-        """Call ``on_opened`` if the blocking code opens its world for the first time."""
+        """Call ``on_opened``, unless it was called before. Called when the blocking code opens its world."""
         on_opened, self.on_opened = self.on_opened, None
         if on_opened is not None:
             on_opened()
@@ -143,7 +146,7 @@ class Caller(abc.ABC):
 
     @property
     def registered(self) -> tuple[Callable[[], None], ...]:
-        """The functions registered with :meth:`at_end`, in registration order."""
+        """Functions registered with :meth:`at_end`, oldest first."""
         return tuple(self._at_end)
 
     def forget(self, fn: Callable[[], None]) -> None:
@@ -157,7 +160,10 @@ class Caller(abc.ABC):
             self._at_end.pop()()
 
     def _check_can_call(self) -> None:
-        """Raise the error for a call that is not possible now. Take over the calls of a thread that has ended."""
+        """Raise the error for a call that is not possible now.
+
+        If the rank's thread has ended, make this thread the rank's.
+        """
         if not self.is_open:
             raise ClosedError("this world is closed")
         caller = threading.current_thread()
@@ -182,7 +188,10 @@ class Caller(abc.ABC):
 
 @contextlib.contextmanager
 def entered(awaited: AbstractAsyncContextManager[T], caller: Caller) -> Iterator[T]:
-    """Enter an asynchronous context manager in a ``with`` statement. Skip its ``__aexit__`` if the rank has failed."""
+    """Enter an asynchronous context manager in a ``with`` statement.
+
+    Its ``__aexit__`` is skipped if the rank has failed.
+    """
 
     def leave(kind: type[BaseException] | None, *error: Any) -> bool | None:
         is_thrown_away = kind is GeneratorExit and not caller.is_open
@@ -198,7 +207,7 @@ def entered(awaited: AbstractAsyncContextManager[T], caller: Caller) -> Iterator
 
 
 class LoopCaller(Caller):
-    """Hosts the only rank of a process. While a call blocks, the event loop runs in the world of ``open_world``."""
+    """Runs blocking code as the only rank of a process. While a call blocks, this rank's event loop runs."""
 
     def __init__(self, open_world: Callable[[Interrupts], AbstractAsyncContextManager[World]]) -> None:
         super().__init__()
@@ -209,10 +218,10 @@ class LoopCaller(Caller):
         self._loop: asyncio.AbstractEventLoop
         self._host: asyncio.Task[Outcome[None]]
         self._next: BegunCall | None = None  # the call that main continues next
-        self._awaited: BegunCall | None = None  # the call whose end stops the loop; None after an interrupt
+        self._awaited: BegunCall | None = None  # the call whose end stops the loop, or None after an interrupt
         self._waiter: asyncio.Future[None]  # main waits for this future between calls
         self._is_ended = False  # whether the ``with`` block has ended, so that main must end
-        self._is_stopped = False  # whether main was cancelled between calls; the next call raises the reason
+        self._is_stopped = False  # whether main was cancelled between calls, so that the next call raises the reason
         self._error: BaseException | None = None  # the ``with`` block's error, which main raises when it ends
         self._is_over = False
 
@@ -220,7 +229,7 @@ class LoopCaller(Caller):
         """Open the world, or raise the error that prevents it."""
         self._interrupts.__enter__()
         try:
-            with aside():
+            with without_running_loop():
                 self._loop = loop = self._runner.get_loop()
                 self._waiter = self._pause()
                 opened: asyncio.Future[None] = loop.create_future()
@@ -237,7 +246,7 @@ class LoopCaller(Caller):
         self.world.services.engine.transport.on_finalize(self._close_before_finalize)
 
     def listen(self) -> None:
-        """Begin to raise the errors of signals in the ``with`` block, even if a signal has already arrived."""
+        """Let a received signal raise its error in the ``with`` block from now on, even if it has already arrived."""
         self._interrupts.raises_at_once = True
         if self._interrupts.withdraw():
             self._interrupts.check()
@@ -255,7 +264,7 @@ class LoopCaller(Caller):
         self.close(None)
 
     def _close_before_finalize(self) -> None:
-        """Leave the world because the program is about to finalize MPI. Afterwards, this rank could not send."""
+        """Leave the world before the program finalizes MPI, because this rank could not send messages afterwards."""
         try:
             self.close(None)
         except BaseException as error:  # MPI calls this method, and does not propagate errors
@@ -265,7 +274,10 @@ class LoopCaller(Caller):
             os._exit(1)
 
     def close(self, error: BaseException | None) -> None:
-        """Leave the world, if still open, with the ``error`` of the ``with`` block. Raise any other error of main."""
+        """End main, and the world, with the ``error`` of the ``with`` block, unless main has ended.
+
+        Raise any other error of main, or SystemExit if ``error`` says that this restarted rank was too late.
+        """
         end_forked_child(self.world.process_id, error)
         if self._is_over:
             return
@@ -282,7 +294,7 @@ class LoopCaller(Caller):
         self.is_open = False
         self._error = error
         try:
-            with aside():
+            with without_running_loop():
                 self._is_ended = True
                 self._wake_main()
                 while not self._host.done():
@@ -290,13 +302,15 @@ class LoopCaller(Caller):
             ended = self._host.result()
         finally:
             self._end()
+        if isinstance(given, LateError):
+            end_late(given)
         if ended.error is not None and ended.error is not given:
             raise ended.error
 
     def _end(self) -> None:
         self._is_over = True
         try:
-            with aside():
+            with without_running_loop():
                 self._runner.close()
         finally:
             self._interrupts.__exit__()
@@ -304,7 +318,7 @@ class LoopCaller(Caller):
     def _await_in_main(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_stopped:
             self._is_stopped = False
-            raise self._what_stops() or asyncio.CancelledError()
+            raise self._cancellation_cause() or asyncio.CancelledError()
         interrupts = self._interrupts
         interrupts.raises_at_once = False
         running = _get_running_loop()
@@ -365,7 +379,7 @@ class LoopCaller(Caller):
             # which takes 20 of the call's 60 us with cold caches.
             while not begun.outcomes:
                 if self._host.done():  # a second signal in a notebook has ended main
-                    raise self._what_stops() or ClosedError("the world has ended during this call")
+                    raise self._cancellation_cause() or ClosedError("the world has ended during this call")
                 self._loop.run_forever()
             return begun.outcomes[0].result()
         finally:
@@ -375,7 +389,7 @@ class LoopCaller(Caller):
         """Raise the error of a signal that arrived too late to interrupt this call."""
         if self._interrupts.withdraw() or self._is_stopped:
             self._is_stopped = False
-            error = self._what_stops()
+            error = self._cancellation_cause()
             assert error is not None, "a signal has arrived"
             raise error
 
@@ -405,7 +419,7 @@ class LoopCaller(Caller):
         return await outcome_of(host())
 
     async def _serve(self) -> None:
-        """Await the ``with`` block's calls in turn until the block ends. Raise the error with which it ended."""
+        """Await the calls of the ``with`` block in turn until it ends. Raise the exception that ended it."""
         while True:
             while self._next is None and not self._is_ended:
                 self._waiter = self._pause()
@@ -424,7 +438,7 @@ class LoopCaller(Caller):
             except GeneratorExit:  # main's coroutine is being closed
                 raise
             except asyncio.CancelledError as error:
-                outcome = Outcome(error=self._what_stops() or error)
+                outcome = Outcome(error=self._cancellation_cause() or error)
             except BaseException as error:
                 outcome = Outcome(error=error)
             begun.outcomes.append(outcome)
@@ -435,14 +449,14 @@ class LoopCaller(Caller):
         if self._is_stopped:
             raise asyncio.CancelledError
 
-    def _what_stops(self) -> BaseException | None:
-        """Return the error that has cancelled main: a signal's error, or the job's failure."""
+    def _cancellation_cause(self) -> BaseException | None:
+        """Return the error that caused main's cancellation: a signal's error, or the job's failure."""
         return self._interrupts.error(self.world.rank) or self.world.services.engine.failure
 
 
 @contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """Allow another event loop in this thread during the block, although a notebook's loop may be running."""
+def without_running_loop() -> Iterator[None]:
+    """Allow another event loop to run in this thread, even inside a notebook, whose own loop is running."""
     running = _get_running_loop()
     _set_running_loop(None)
     try:
@@ -465,10 +479,10 @@ class SwitchingCaller(Caller):
 
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``fn``, await the coroutines of its blocking calls, and return its value."""
-        return cast(T, await self._serve(greenlet.greenlet(fn), *args, **kwargs))
+        return cast(T, await self._serve(greenlet.greenlet(call_at_bottom), fn, *args, **kwargs))
 
-    async def go_on(self, stack: greenlet.greenlet) -> object:
-        """Continue code that waits in :data:`ask_for_world` on the stack ``stack``, and return its value."""
+    async def continue_stack(self, stack: greenlet.greenlet) -> object:
+        """Continue code on the stack ``stack``, which waits in :data:`ask_for_world`, and return its value."""
         return await self._serve(stack, self)
 
     async def _serve(self, stack: greenlet.greenlet, *args: Any, **kwargs: Any) -> object:

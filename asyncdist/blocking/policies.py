@@ -18,7 +18,7 @@ ReportT_co = TypeVar("ReportT_co", covariant=True)
 PolicyT_co = TypeVar("PolicyT_co", bound="_Awaited[Any]", covariant=True)
 
 
-#: Names of the attributes that :class:`Policy` keeps itself. All other attributes belong to the wrapped policy.
+#: Attributes of a :class:`Policy` itself. All other attributes are the wrapped policy's.
 _OWN: Final = ("awaited", "_caller", "_exits")
 
 
@@ -104,7 +104,7 @@ class Policy(Generic[PolicyT_co]):
         score: Any = None,
         tokens: float | None = None,
     ) -> InfoT:
-        """Do a policy step, which may change the model's weights; see :meth:`protocols.SpawnPolicy.step`.
+        """Do a policy step, which may change the model's weights. See :meth:`protocols.SpawnPolicy.step`.
 
         Args:
             local_metric, loss, score: This rank's metric.
@@ -120,7 +120,7 @@ class Policy(Generic[PolicyT_co]):
         return caller.call(self.awaited.step, local_metric, **given)
 
     def settle(self: Policy[_SettlingPolicy]) -> None:
-        """Wait for the rounds in flight, so that ``state_dict`` can save them; see DiLoCoPolicy's ``settle``.
+        """Wait until rounds of averaging have ended, before ``state_dict`` is saved. See ``DiLoCoPolicy.settle``.
 
         Raises:
             RuntimeError: Called outside the ``with`` block.
@@ -128,7 +128,7 @@ class Policy(Generic[PolicyT_co]):
         (self._caller or self._refuse()).call(self.awaited.settle)
 
     def anchor_weights(self: Policy[_AnchoredPolicy]) -> AbstractContextManager[None]:
-        """Put the anchor into the model in a ``with`` block; see DiLoCoPolicy's ``anchor_weights``.
+        """Put the weights of the last round into the model in a ``with`` block. See ``DiLoCoPolicy.anchor_weights``.
 
         Raises:
             RuntimeError: Called outside the policy's ``with`` block.

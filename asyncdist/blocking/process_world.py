@@ -12,6 +12,7 @@ from typing import Any
 from asyncdist import rank_program
 from asyncdist.blocking.callers import LoopCaller, find_caller, set_process_caller
 from asyncdist.blocking.world import World, open_world
+from asyncdist.errors import LateError
 from asyncdist.runtime.failing.process_ends import ProgramEnd, exit_immediately
 from asyncdist.runtime.failing.tracebacks import user_traceback
 from asyncdist.runtime.world import refuse_inside_a_world, set_world_of_process
@@ -44,9 +45,9 @@ def process_world() -> World:
 
 
 def end_process_world() -> None:
-    """Leave the world that :func:`process_world` has opened, if any, before the process ends.
+    """Leave the world that :func:`process_world` has opened, if any, and wait until the other ranks leave it too.
 
-    This rank waits until the other ranks also leave the world. ``MPI.Finalize()`` leaves the world, too.
+    ``MPI.Finalize()`` also leaves the world.
     """
     if _until_exit is not None:
         _until_exit.leave(None)
@@ -71,7 +72,7 @@ class _UntilExit:
         except BaseException as raised:
             trace = raised.__traceback__
             if isinstance(raised, KeyboardInterrupt) and isinstance(error, KeyboardInterrupt):
-                # Python has raised this Ctrl-C twice. Show the traceback of the user's code.
+                # One Ctrl-C was raised in the user's code, and again in leave. Show the user's traceback.
                 trace, raised.__suppress_context__ = user_traceback(error), True
             kind, error = type(raised), raised.with_traceback(trace)
         is_replaced = sys.excepthook != self._on_exception  # by a later hook, which prints only unreported errors
@@ -99,10 +100,10 @@ _until_exit: _UntilExit | None = None
 
 
 def leave_with(error: BaseException) -> BaseException:
-    """Leave this process's world, if any, because ``error`` ended the program. Return the error to show the user."""
+    """Leave this process's world, if any, because ``error`` ended the program. Return the error to print."""
     if _until_exit is not None:
         try:
             _until_exit.leave(error)
         except BaseException as raised:  # this error has already been reported
-            return raised if isinstance(error, KeyboardInterrupt) else error
+            return raised if isinstance(error, KeyboardInterrupt | LateError) else error
     return error

@@ -16,12 +16,12 @@ from asyncdist.blocking.callers import (
     LoopCaller,
     SwitchingCaller,
     _current,
-    aside,
     ask_for_world,
     current_caller,
     find_caller,
+    without_running_loop,
 )
-from asyncdist.blocking.faces import Face
+from asyncdist.blocking.wrapped_objects import Face
 from asyncdist.collectives.groups import Group
 from asyncdist.recording.writer import LIMIT_NBYTES
 from asyncdist.runtime import run as runtime
@@ -44,8 +44,7 @@ class World:
     """One rank of a running job, for code without an event loop.
 
     The methods that are coroutines in :class:`asyncdist.World` block here. Between two calls, this rank does not
-    respond to other ranks, like an ``async def main`` that computes. Calling a policy's ``step`` in each iteration is
-    usually enough.
+    respond to other ranks. To respond, it is usually enough to call a policy's ``step`` in each iteration.
 
     Attributes:
         rank: Number of this rank, from 0.
@@ -70,7 +69,7 @@ class World:
         Raises:
             ClosedError: The world is closed.
             LocalProtocolError: Called in a thread other than the rank's, or inside another blocking call.
-            BaseException: The exception that ``fn`` raised; RankLostError if the job has failed; KeyboardInterrupt
+            BaseException: The exception that ``fn`` raised, RankLostError if the job has failed, or KeyboardInterrupt
                 after SIGINT.
         """
         return self._caller.call(fn, *args, **kwargs)
@@ -94,12 +93,12 @@ class World:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether this rank is simulated. The files of a simulated rank are real, and shared with all other ranks."""
+        """Whether this rank is simulated. Its files are real nevertheless, and shared with all other ranks."""
         return self.awaited.is_simulated
 
     @property
     def hostname(self) -> str:
-        """Name of this rank's host; in a simulation ``"host0"``, ``"host1"``, ..."""
+        """Name of this rank's host. In a simulation: ``"host0"``, ``"host1"``, ..."""
         return self.awaited.hostname
 
     @property
@@ -108,7 +107,7 @@ class World:
         return self.awaited.incarnation
 
     def time(self) -> float:
-        """Return the time of the event loop's clock, in seconds from an arbitrary start."""
+        """Return the time of the event loop's clock, in seconds. Only differences are meaningful."""
         return self.awaited.time()
 
     def describe(self) -> str:
@@ -130,11 +129,11 @@ class World:
         self.call(self.awaited.sleep, seconds)
 
     def safe_point(self) -> None:
-        """Check all outstanding requests once, and let this rank's tasks run."""
+        """Check all outstanding messages and other requests once, and let this rank's tasks run."""
         self.call(self.awaited.safe_point)
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> None:
-        """Check outstanding requests, for at most ``budget_s`` seconds, until none completes."""
+        """Check outstanding messages and other requests until none completes, for at most ``budget_s`` seconds."""
         self.call(self.awaited.progress, budget_s)
 
     def compute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -158,7 +157,7 @@ class World:
         return self.call(self.awaited.new_group, ranks, timeout_s=timeout_s)
 
     def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
-        """Make several groups in turn. See :meth:`asyncdist.World.new_groups`."""
+        """Make several groups, one after another. See :meth:`asyncdist.World.new_groups`."""
         return self.call(self.awaited.new_groups, lists, timeout_s=timeout_s)
 
     def send_stream(self, tensor: torch.Tensor, dest: int) -> None:
@@ -174,7 +173,7 @@ def current_world() -> World:
     """Return the world of the rank that runs this code.
 
     Raises:
-        LocalProtocolError: Called in a coroutine; use :func:`asyncdist.current_world` there.
+        LocalProtocolError: Called in a coroutine, which must use :func:`asyncdist.current_world`.
         RuntimeError: No world is open.
     """
     return World(current_caller("current_world"))
@@ -195,11 +194,11 @@ def open_world(
 ) -> Iterator[World]:
     """Open a world for code without an event loop: ``with ad.blocking.open_world() as world``.
 
-    The body runs as one rank, under every launcher that :func:`asyncdist.run` supports, and may be a notebook cell.
-    Under ``asyncdist sim``, each simulated rank runs the whole script. The arguments are the same as for
+    The ``with`` block runs as one rank, under every launcher that :func:`asyncdist.run` supports, and may be a notebook
+    cell. Under ``asyncdist sim``, each simulated rank runs the whole script. The arguments are the same as for
     :func:`asyncdist.run`.
 
-    The first SIGINT raises KeyboardInterrupt in the body, and the first SIGTERM or SIGHUP raises SystemExit. A second
+    The first SIGINT raises KeyboardInterrupt in the block, and the first SIGTERM or SIGHUP raises SystemExit. A second
     SIGINT or SIGTERM, at least one second later, ends the process.
 
     Raises:
@@ -227,7 +226,7 @@ def open_world(
         metrics=metrics,
     )
     user = sys._getframe(2)  # the frame of the caller, outside contextlib
-    with aside():
+    with without_running_loop():
         host = runtime.prepare_rank(user, transport=transport, options=options)
     caller = LoopCaller(host)
     caller.open()
@@ -236,7 +235,7 @@ def open_world(
     try:
         caller.listen()
         yield World(caller)
-    except GeneratorExit:  # the block's generator was discarded, which is not a failure
+    except GeneratorExit:  # the generator was discarded, which is not a failure
         raise
     except BaseException as caught:
         error = caught
@@ -267,7 +266,7 @@ def run(
     Raises:
         BaseException: The exception that ``main`` raised, or any error that :func:`asyncdist.run` raises.
     """
-    if runtime.run_elsewhere.get() is not None or ranks is not None:
+    if runtime.run_override.get() is not None or ranks is not None:
         return runtime.run(hosted(main), *args, transport=transport, ranks=ranks, **options)
     with open_world(transport=transport, **options) as world:
         return main(world, *args)
@@ -282,7 +281,7 @@ def hosted(main: Callable[Concatenate[World, P], T]) -> Callable[Concatenate[Awa
 
         def run_and_end() -> T:
             value = main(World(caller), *args, **kwargs)
-            caller.end()  # integrations leave their policies, for which the other ranks wait
+            caller.end()  # integrations close their policies, for which the other ranks wait
             return value
 
         return await caller.run(run_and_end)

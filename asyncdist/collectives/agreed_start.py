@@ -1,12 +1,12 @@
-"""Runs collective operations that a group starts together, even if the caller is cancelled or times out.
+"""Runs an operation that all members of a group start together, even if the caller is cancelled or times out.
 
-The members first agree on the start (:mod:`asyncdist.collectives.agreement.agreements`): a leader sends its decision,
-"go" or a refusal, to all of them. After "go", a member that stopped would leave the others in a collective that never
-completes. A separate task therefore does the work, and only a failure of the job cancels this task. If the caller is
-cancelled, the effect depends on the progress of the start:
+The members first agree on the start (:mod:`asyncdist.collectives.agreement.agreements`): one of them, the leader, sends
+all the others its decision, "go" or a refusal. After "go", a member that stopped would leave the others in a collective
+that never completes. A separate task therefore does the work, and only a failure of the job cancels this task. If the
+caller is cancelled, the effect depends on the progress of the start:
 
-- Before this rank has joined, the caller and the work are cancelled, and the other members are notified.
-- Before the decision has arrived, this rank asks the leader to continue without it. The caller is cancelled immediately
+- Before this rank has joined the agreement, the caller and the work are cancelled, and the other members are notified.
+- Before the decision has arrived, this rank asks the leader to start without it. The caller is cancelled immediately
   or, if ``is_held`` is true, after the leader's answer. If the decision is "go", the work is still done, and its result
   is released.
 - After "go", the caller is cancelled when the work is done and its result has been released.
@@ -27,8 +27,8 @@ from asyncdist.messaging.services import Services
 
 T = TypeVar("T")
 
-#: Seconds that a rank, before a blocking call, polls for messages without yielding to its loop. An idle leader answers
-#: in 1 ms.
+#: Seconds for which a rank polls for messages, without yielding to its loop, before a blocking call. An idle leader
+#: answers in 1 ms.
 _HOLD_S: Final = 0.005
 
 
@@ -60,7 +60,10 @@ class Start(Generic[T]):
         return f"{key.subject} {wire.scope_of(self.meeting.ranks, key.subject, key.occurrence):x}"
 
     async def agree(self, values: Mapping[str, str], **options: Any) -> Agreed:
-        """Wait until all members agree to start. The work must await this method first, and then run to its end."""
+        """Wait until all members agree to start.
+
+        The work must await this method first, and must then run to its end.
+        """
         agreed = await self._agreements.meet(self.meeting, values, caller=self, **options)
         self._is_on = True
         return agreed
@@ -68,28 +71,34 @@ class Start(Generic[T]):
     def left_s(self, timeout_s: float) -> float:
         """Return the remaining seconds of the caller's timeout, but at least 5.
 
-        All members have joined by then, so none of them needs much longer.
+        Called when all members have joined. Even after a late join, they then have a few seconds to start.
         """
         return max(round(self.meeting.began_at + timeout_s - self._loop.time(), 3), MEMBER_PATIENCE_S)
 
     def on_asked(self) -> None:
-        """Record that this rank has joined the agreement, so cancelling the caller no longer stops the work."""
+        """Record that this rank has joined the agreement.
+
+        From now on, cancelling the caller no longer stops the work.
+        """
         self._has_joined = True
 
-    def on_time_up(self, error: StartTimeoutError) -> None:
+    def on_timeout(self, error: StartTimeoutError) -> None:
         """Raise ``error`` in the caller, whose timeout has passed. The work continues, and its result is released."""
         if self._part_of is not None:
-            self._part_of.on_time_up(error)
+            self._part_of.on_timeout(error)
         elif not self._outcome.done():
             self._outcome.set_exception(error)
 
     async def run(self, work: Callable[[Start[T]], Coroutine[Any, Any, T]]) -> None:
-        """Await ``work`` in a separate task. Raise an unexpected error here if the caller can no longer receive it."""
+        """Await ``work`` in a separate task.
+
+        Raise an unexpected error in this task if the caller can no longer receive it.
+        """
         try:
             result = await work(self)
         except Exception as error:
             if not self._has_joined:
-                self._agreements.stay_away(self.meeting, error)
+                self._agreements.decline(self.meeting, error)
             if not self._outcome.done():
                 self._outcome.set_exception(error)
             elif not isinstance(error, AsyncdistError):
@@ -104,7 +113,7 @@ class Start(Generic[T]):
                 await self._give_back(result)
 
     async def result(self, task: asyncio.Task[None], *, is_held: bool) -> T:
-        """Wait for ``task``, which executes :meth:`run`, and return the result of the work."""
+        """Wait for ``task``, which executes :meth:`run`, and return the result of the work to the caller."""
         try:
             result = await self._engine.settled_by(task, self._outcome)
             await yield_to_loop()  # Let the done callbacks of the ended task run.
@@ -123,7 +132,7 @@ class Start(Generic[T]):
         elif task.done():  # The start was refused at the moment of the cancellation.
             return
         elif not self._has_joined:
-            self._agreements.stay_away(self.meeting)
+            self._agreements.decline(self.meeting)
             task.cancel()
         elif not self._agreements.is_ending and (self._is_on or self._agreements.give_up(self.meeting) or is_held):
             await self._until_it_has_ended(task)
@@ -132,7 +141,7 @@ class Start(Generic[T]):
         while not task.done():
             try:
                 await self._engine.ended(task)
-            except asyncio.CancelledError:  # The first cancellation is raised by the caller.
+            except asyncio.CancelledError:  # The caller raises the first cancellation.
                 continue
 
 
@@ -154,10 +163,9 @@ async def start_together(
 
     Args:
         work: Coroutine function that receives the :class:`Start` and must first await its :meth:`Start.agree`.
-        give_back: Function that releases the result of the work if the caller has given up.
+        give_back: Coroutine function that releases the result of the work if the caller has given up.
         leader: Rank that decides whether the operation starts, by default the first of ``ranks``.
-        is_held: Whether a cancelled caller waits for the leader's answer, so that ``work`` does not continue after the
-            call.
+        is_held: Whether a cancelled caller waits for the leader's answer, so that ``work`` ends before this function.
         outlives_leader: Whether the operation continues if the leader is lost. If so, members accept the leader's
             decision from each other.
     """
@@ -168,10 +176,10 @@ async def start_together(
 
 
 async def assemble(agreements: Agreements, ranks: Sequence[int], what: str) -> None:
-    """Wait until all ``ranks`` are ready for a call that blocks until every rank has entered it.
+    """Wait until all ``ranks`` are ready for a call that blocks each process until every rank has made it.
 
     This prevents a rank from blocking while another rank computes. A ready rank polls briefly without yielding to its
-    loop, because another of its tasks may be about to compute.
+    loop, because another of its tasks might begin a long computation.
     """
     if len(ranks) > 1:
         await agreements.agree(ranks, what, {}, timeout_s=None, hold_s=_HOLD_S)

@@ -1,7 +1,7 @@
 """Checks, in simulations only, that all members of a group make the same collective calls.
 
 Members must call their group's collectives in one order, with equal root, reduction, shape and dtype (MPI-4.1 section
-6.1). Otherwise messages are matched wrongly, or never. In a simulation, all ranks share a process. Between processes,
+6.1). Otherwise messages are matched wrongly or never. In a simulation, all ranks share a process. Between processes,
 this check would take an additional message per collective.
 """
 
@@ -18,9 +18,9 @@ import torch
 
 from asyncdist.errors import DisagreementError
 
-#: Name under which all operations that exchange headers are compared. Their headers contain the operation itself.
+#: Name under which all operations that exchange headers are compared. Their headers contain the actual operation.
 HELPER: Final = "a helper"
-#: Modules that are not user code.
+#: Name prefixes of modules that are not the user's code.
 _OURS: Final = ("asyncdist.", "asyncio.")
 
 
@@ -51,7 +51,7 @@ class CollectiveCall(NamedTuple):
 
 @dataclass(slots=True)
 class _First:
-    """A collective call of the first member that has made it, stored until all members have made it."""
+    """The first member's record of a collective call, kept until all members have made the call."""
 
     rank: int
     call: CollectiveCall
@@ -60,7 +60,7 @@ class _First:
 
 
 class CollectiveChecker:
-    """Compares the collective calls of all simulated ranks in this process, which must be the same in each group."""
+    """Checks that all simulated ranks of this process make the same collective calls in each group."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int, int], int] = {}
@@ -74,7 +74,7 @@ class CollectiveChecker:
             rank: Rank of the caller in the world.
 
         Raises:
-            DisagreementError: Another member's collective with the same number is a different call.
+            DisagreementError: Another member has made a different call as its collective of the same number.
         """
         if len(ranks) == 1:
             return
@@ -96,24 +96,24 @@ class CollectiveChecker:
             del self._open[key]
 
     def forget(self, ranks: Sequence[int], group_key: int, rank: int) -> None:
-        """Remove the records of ``rank`` for a group that all members have freed, including its refused calls."""
+        """Remove the records of ``rank`` for a group that all members have freed, including refused calls."""
         number = self._counts.pop((ranks[0], group_key, rank), 0)
         while self._open.pop((ranks[0], group_key, number), None) is not None:
             number -= 1
 
 
 def _users_line() -> str:
-    """Return the user's innermost line on the stack and the collective that it calls, or an empty string."""
+    """Return the innermost line of user code on the stack and the collective that it calls, or an empty string."""
     inner = sys._getframe(2)
     while (frame := inner.f_back) is not None:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):
-            name = inner.f_code.co_name.removeprefix("_")  # The coroutine of all_gather(), for example, is _all_gather.
+            name = inner.f_code.co_name.removeprefix("_")  # all_gather()'s coroutine is _all_gather, for example.
             return f" ({name} at {_file_of(frame)}:{frame.f_lineno})"
         inner = frame
     return ""
 
 
 def _file_of(frame: FrameType) -> str:
-    """Return the path of a frame's file, relative to its entry in ``sys.path``, so that it is equal on all machines."""
+    """Return the path of a frame's file relative to its entry in ``sys.path``, which is equal on all machines."""
     name = str(frame.f_globals.get("__name__"))
     return "/".join(Path(frame.f_code.co_filename).parts[-1 - name.count(".") :])

@@ -1,9 +1,9 @@
 """Nonblocking collectives over a group, such as broadcast, gather and all-reduce.
 
 All members must await the same collectives in the same order, with tensors of equal shape and dtype. Tensors are dense,
-of any dtype, layout and device, and are sent as bytes through CPU memory.
+of any dtype, layout and device. They are sent as bytes through CPU memory.
 
-If the backend has native collectives, these are started nonblocking and polled (MPI-4.1 section 6.12). Otherwise
+If the backend has native collectives, these are started nonblocking and polled (MPI-4.1 section 6.12). Otherwise,
 collectives consist of messages (:mod:`asyncdist.collectives.algorithms.by_messages`). Reductions by messages run in
 rank order, so their results do not depend on timing. Native reductions run in the backend's order.
 
@@ -155,9 +155,9 @@ class Collectives:
         return tensor
 
     async def all_mean_bucket(self, bucket: Bucket, group: Group) -> None:
-        """Replace a bucket's tensors by their means over all members. Lengths and dtype are equal on all members.
+        """Replace a bucket's tensors by their means over all members, which must pass equal lengths and dtype.
 
-        Each piece is copied out just before it is sent, and back when its mean arrives.
+        Each piece of the bucket is copied out just before it is sent, and back when its mean arrives.
         """
         if self._membership is not None:
             await self.join(self.start_sequence(group, lambda alone: alone.all_mean_bucket(bucket, group)), group)
@@ -181,9 +181,9 @@ class Collectives:
         return await map_shared_buffers(bucket.memory, group, lambda card: self.all_gather(card, group))
 
     async def reduce_in_order(self, tensor: torch.Tensor, group: Group, fold: Reduction) -> torch.Tensor:
-        """Return the reduction of all members' tensors in rank order. Each member computes a share.
+        """Return the reduction of all members' tensors in rank order. Each member computes a share of it.
 
-        The order of a native reduction would depend on the backend's version and on the size.
+        A native reduction would run in an order that depends on the backend's version and on the size.
 
         Args:
             tensor: 1-D contiguous CPU tensor, not empty, of equal length and dtype on all members.
@@ -192,7 +192,7 @@ class Collectives:
             result = torch.empty(len(tensor), dtype=fold([tensor[:0]] * group.size).dtype, device="cpu")
             await self._finish(group, fold_in_shares, self._engine, self._buffers, group, tensor, fold, Into(result))
             return result
-        # Make a sequence, so that this counts as one collective, like a native reduction.
+        # A sequence counts as one collective, like a native reduction.
         if self._membership is not None:
             alone = self.start_sequence(group, lambda alone: alone.reduce_in_order(tensor, group, fold))
             return await self.join(alone, group)
@@ -286,8 +286,8 @@ class Collectives:
             work: Coroutine function that is called with a :class:`Collectives` object for the sequence.
 
         Returns:
-            A task to await with :meth:`join`. The task must not be cancelled, because the other members take part in
-            the collective.
+            Task to await with :meth:`join`. It must not be cancelled, because the other members take part in the
+            collective.
         """
         self._note(group, HELPER)
         return self._start(group, work, Collectives(self._engine, self._rank, self._spawn, buffers=self._buffers))
@@ -305,7 +305,7 @@ class Collectives:
         *,
         reduction: str | None = None,
     ) -> None:
-        """In a simulation, check that this call equals the other members' calls."""
+        """In a simulation, check that the other members make the same call."""
         if self._checker is not None:
             dtype, shape = (None, None) if tensor is None else (tensor.dtype, tensor.shape)
             self._checker.note(
@@ -317,7 +317,7 @@ class Collectives:
         return membership.begin(group)
 
     async def _native(self, group: Group, start: Callable[[], Request], what: WaitId) -> None:
-        """Start a native collective after all older collectives of this rank in the group, and await it."""
+        """Start a native collective after all earlier collectives of this rank in the group, and await it."""
         if self._membership is None:
             await self._engine.wait_or_disown(start(), what)
             return
@@ -334,7 +334,7 @@ class Collectives:
         await self._engine.note_collective(group.tag)
 
     async def _follow(self, group: Group, number: int, request: Request, what: WaitId) -> None:
-        """Wait until a native collective completes or fails. The collective continues if the caller is cancelled."""
+        """Wait until a native collective completes or fails. If the caller is cancelled, the collective continues."""
         assert self._membership is not None, "the collectives of a sequence are part of its task"
         membership, engine, waiter = self._membership, self._engine, self._engine.loop.create_future()
 
@@ -366,9 +366,9 @@ class Collectives:
     # -- in turn ----------------------------------------------------------------------------------------------------
 
     async def _finish(self, group: Group, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Run a collective to its end even if the caller is cancelled, because the other members take part in it.
+        """Run a collective to its end, even if the caller is cancelled, because the other members take part in it.
 
-        The collectives of a group run in turn, because their messages share the group's tag, and could overtake each
+        The collectives of a group run in turn, because their messages share the group's tag and could overtake each
         other.
         """
         if self._membership is None:  # A sequence runs in order, and is never cancelled.
@@ -404,7 +404,8 @@ class Collectives:
         with membership.waiting(group, number, lambda _: _cancel(task)) as participation:
             try:
                 result = await work(*args)
-                # The work completed, but its task is already being cancelled because another member does not take part.
+                # The work has completed, but another member does not take part, so this task is already being
+                # cancelled.
                 if participation.error is not None:
                     await yield_to_loop()
             except asyncio.CancelledError:
@@ -430,7 +431,7 @@ def _position(group: Group, root: int) -> int:
 
 
 class _HostCopy:
-    """Context manager that provides a tensor as a contiguous CPU tensor, and writes a modified copy back on exit."""
+    """Provides a tensor as a contiguous CPU tensor, and writes changes back when the context ends."""
 
     def __init__(self, tensor: torch.Tensor, *, is_written: bool) -> None:
         self._tensor = tensor

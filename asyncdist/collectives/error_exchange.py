@@ -10,6 +10,7 @@ other members depend on it.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import struct
 from collections.abc import Callable, Coroutine, Sequence
@@ -36,10 +37,10 @@ _NO_ROOT: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The operation that a rank has called, and the operation's root rank.
+    """The operation that a rank has called, and its root rank.
 
-    The operation is the name of the called function, of at most 32 characters. A root that is not a rank raises an
-    error on all members.
+    The operation is the name of the called function, of at most 32 characters. If the root is not a rank, all members
+    raise an error.
     """
 
     operation: str
@@ -51,20 +52,26 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class LocalResult:
-    """Result of a computation on this rank: a value and its encoded form (``payload``), an exception, or neither."""
+    """Result of a computation on this rank: a value and its encoded form ``payload``, or an exception, or neither."""
 
     value: Any = None
     payload: bytes | None = None
     error: BaseException | None = None
 
+    def raise_if_cancelled(self) -> None:
+        """Raise the error if it is a cancellation of the current task, and not one that the computation raised."""
+        task = asyncio.current_task()
+        if isinstance(self.error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise self.error
+
 
 @dataclass(frozen=True, slots=True)
 class ResultHeader:
-    """Message with which a member of a group describes its result: a value, an exception or nothing.
+    """Message with which a member of a group describes the result of its computation: a value, an exception or nothing.
 
     Attributes:
-        status: 0 for no result, 1 for a value, 2 for an error.
-        inline: Payload, if it fits into the header.
+        status: 0 for no result, 1 for a value, 2 for an exception.
+        inline: Encoded value or exception, if it fits into the header.
     """
 
     rank: int
@@ -85,7 +92,7 @@ class ResultHeader:
 
     @property
     def later_nbytes(self) -> int:
-        """Size in bytes of a payload that follows in a second collective, or 0 if the payload is in the header."""
+        """Size in bytes of a value that follows in a second collective, or 0 if the header contains the value."""
         return self.nbytes if self.has_value and self.nbytes > INLINE_NBYTES else 0
 
     def remote_error(self) -> RemoteError:
@@ -104,12 +111,12 @@ async def attempt(
     *,
     checks: Sequence[Callable[[], None]] = (),
 ) -> LocalResult:
-    """Call ``fn``, await an awaitable result, and convert the value to bytes. Never raises.
+    """Call ``fn``, await the result if it is awaitable, and encode it. Return an exception instead of raising it.
 
     Args:
         fn: Function to call, or None if this rank computes nothing.
         to_payload: Function that converts the value to bytes.
-        checks: Functions that check the operation's arguments, called first. Their errors are handled like an error of
+        checks: Functions that check the operation's arguments, called first. Their errors are handled like those of
             ``fn``.
     """
     try:
@@ -133,10 +140,10 @@ async def run_and_raise(
     *,
     on_end: Callable[[], None] | None = None,
 ) -> T:
-    """Run the collectives that exchange this rank's result, then raise the result's error, if any.
+    """Run the collectives that exchange this rank's result. Afterwards, raise the error of ``outcome``, if any.
 
     An error that is not an ``Exception``, such as a cancellation, is raised immediately, and sent in the background.
-    ``on_end`` is called when the collectives have ended in any way, even if they were not started.
+    ``on_end`` is called when the collectives have ended for any reason, even if they were not started.
     """
     error = outcome.error
     if isinstance(error, GeneratorExit):  # The caller's coroutine is being closed, and its event loop may have ended.
@@ -162,7 +169,7 @@ async def run_and_raise(
 async def exchange_headers(
     collectives: Collectives, group: Group, outcome: LocalResult, call: Call
 ) -> list[ResultHeader]:
-    """Return the description of each member's result, in the group's order.
+    """Exchange the headers that describe the members' results, and return them in the group's order.
 
     Raises:
         DisagreementError: The members have called different operations, or with different roots.
@@ -190,7 +197,10 @@ def _check_same_call(headers: Sequence[ResultHeader]) -> None:
 async def collect(
     collectives: Collectives, group: Group, outcome: LocalResult, call: Call
 ) -> tuple[list[ResultHeader], list[bytes] | None]:
-    """Return all members' headers and payloads. The payloads are None except on the root, and if a member failed."""
+    """Return all members' headers and payloads.
+
+    The payloads are None if a member failed, and on ranks other than the root.
+    """
     headers = await exchange_headers(collectives, group, outcome, call)
     root = call.root
     sizes = [header.later_nbytes for header in headers]
@@ -209,14 +219,14 @@ async def collect(
 
 
 async def share(collectives: Collectives, group: Group, outcome: LocalResult, root: int) -> tuple[ResultHeader, bytes]:
-    """Send the root's result to every member, and return its header and payload. Only the root uses ``outcome``."""
+    """Send the root's result to all members. Return its header and payload. ``outcome`` is used only on the root."""
     packed = _to_tensor(_pack_header(outcome, Call("share", root)))
     header = _read_header(root, await collectives.broadcast(packed, group, root))
     return header, await share_payload(collectives, group, outcome, header)
 
 
 async def share_payload(collectives: Collectives, group: Group, outcome: LocalResult, header: ResultHeader) -> bytes:
-    """Send the payload of one member, whose ``header`` all members already have, to all members. Return the payload."""
+    """Send the payload of one member, whose ``header`` all members have, to all members, and return the payload."""
     root = header.rank
     if not header.later_nbytes:
         return header.inline
@@ -228,7 +238,7 @@ async def share_payload(collectives: Collectives, group: Group, outcome: LocalRe
 
 
 def raise_first_error(headers: Sequence[ResultHeader]) -> None:
-    """Raise the first member's exception, in the group's order, as a RemoteError."""
+    """Raise a RemoteError for the first member, in the group's order, that has raised an exception."""
     for header in headers:
         if header.has_error:
             raise header.remote_error()
@@ -236,7 +246,7 @@ def raise_first_error(headers: Sequence[ResultHeader]) -> None:
 
 def _pack_header(outcome: LocalResult, call: Call) -> bytes:
     if outcome.error is not None:
-        status, payload = _ERROR, serialization.encode(list(serialization.words_of(outcome.error)))
+        status, payload = _ERROR, serialization.encode(list(serialization.name_and_message(outcome.error)))
     else:
         status, payload = (_NOTHING, b"") if outcome.payload is None else (_VALUE, outcome.payload)
     inline = payload if len(payload) <= INLINE_NBYTES else b""

@@ -1,11 +1,11 @@
 """Tracks the groups of a rank, and releases a group's tag and communicator when all members have freed the group.
 
 Each member frees a group on its own, and sends the others the number of collectives that it has started and completed.
-If all numbers are equal, no message of the group is in progress, and each member releases the tag and the communicator
+If all numbers are equal, no message of the group is in progress. Each member then releases the tag and the communicator
 (MPI_Comm_free is local in practice: MPI-4.1 section 7.4.3). If the numbers differ or a member is lost, messages may
 still arrive, and the group's tag and communicator are never released.
 
-The members agree on a group's tag when they make the group: the smallest number that no member has in use.
+When the members make a group, they agree on its tag: the smallest number that no member has in use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncdist.errors import LocalProtocolError, RemoteProtocolError
 from asyncdist.messaging import wire
 from asyncdist.transports.base import GroupHandle
 
-#: First tag for groups, just after the tag of the world's group, and number of tags for groups.
+#: First tag for groups, which follows the tag of the group of all ranks, and maximum number of groups.
 _FIRST_TAG: Final = tags.COLLECTIVE_FIRST + 1
 _COUNT_MAX: Final = tags.COLLECTIVE_LAST - tags.COLLECTIVE_FIRST
 
@@ -36,7 +36,7 @@ class Freed:
 
     Attributes:
         serial: Serial number of the group among the groups of the same ranks.
-        started: Number of the group's collectives that the sender has started and ended.
+        started: Number of the group's collectives that the sender has started and completed.
         lost: Ranks that the sender knows to be lost.
     """
 
@@ -61,7 +61,7 @@ class _Entry:
 
 
 class GroupLedger:
-    """Records the groups of one rank, and which members have freed them."""
+    """Records the groups of one rank and, for each of them, the members that have freed it."""
 
     def __init__(
         self,
@@ -75,12 +75,15 @@ class GroupLedger:
         self._entries: dict[_Key, _Entry] = {}
         self._early: dict[_Key, dict[int, int]] = {}
 
-    def taken(self) -> Runs:
+    def numbers_in_use(self) -> Runs:
         """Return the group numbers in use on this rank. A group's number determines its tag."""
         return runs_of(tuple(sorted(entry.group.tag - _FIRST_TAG for entry in self._entries.values())))
 
     def tag_of(self, number: int) -> int:
-        """Return the tag for an agreed group number. Raise LocalProtocolError if this rank has too many groups."""
+        """Return the tag for the group number that the members agreed on.
+
+        Raise LocalProtocolError if this rank has too many groups.
+        """
         if number >= _COUNT_MAX:
             raise LocalProtocolError(
                 f"a rank can have at most {_COUNT_MAX} groups at a time; free groups that are no longer needed with "
@@ -101,7 +104,7 @@ class GroupLedger:
     ) -> Group:
         """Make the group object on this rank, after all members have agreed on the group.
 
-        ``made_after`` is the number of losses that this rank knew of when it requested the group.
+        ``made_after`` is the number of lost ranks that this rank was notified of before it requested the group.
         """
         lease = Lease(serial, wire.scope_of(ranks, "group", serial), self._give_back)
         lease.made_after = made_after
@@ -113,13 +116,13 @@ class GroupLedger:
         return group
 
     def free(self, group: Group, lost: Losses) -> Freed:
-        """Record that this rank has freed the group. Return the message to the other members, with ``lost``."""
+        """Record that this rank has freed the group. Return the message that notifies the other members."""
         started = self._membership.started_of(group)
         self._note(self._entries[_key_of(group)], group.ranks[group.index], started)
         return Freed(runs_of(group.ranks), group.lease.serial, started, lost)
 
     def on_freed(self, message: Freed, source: int) -> None:
-        """Record that another member has freed a group, which this rank may not have opened yet."""
+        """Record that another member has freed a group. This rank may not have opened the group yet."""
         entry = self._entries.get((message.ranks, message.serial))
         if entry is None:
             if len(self._early) >= _COUNT_MAX:
@@ -131,7 +134,7 @@ class GroupLedger:
             self._note(entry, source, message.started)
 
     def on_gone(self) -> None:
-        """Release the groups that all members have freed. A rank that leaves the world frees its groups."""
+        """Release the groups that all members have freed. A rank frees its groups by leaving the world."""
         for entry in list(self._entries.values()) if self._entries else ():
             self._release(entry)
 
@@ -142,11 +145,11 @@ class GroupLedger:
         self._release(entry)
 
     def _release(self, entry: _Entry) -> None:
-        """Release a group's tag and communicator if all members have freed the group and no message is in progress."""
+        """Release a group's tag and communicator if all members have freed it and no message of it is in progress."""
         group = entry.group
-        if group.ranks[group.index] not in entry.freed or self._membership.is_spoiled(group):
+        if group.ranks[group.index] not in entry.freed or self._membership.has_failed_collective(group):
             return
-        # Continue the last scan, because scanning from the first member each time would be cubic.
+        # Continue at the last checked member. Checking from the first member each time would take cubic time.
         while entry.done_count < group.size:
             if self._started_by(entry, group.ranks[entry.done_count]) is None:
                 return
@@ -162,7 +165,7 @@ class GroupLedger:
     def _started_by(self, entry: _Entry, rank: int) -> int | None:
         """Return how many collectives ``rank`` had started when it freed the group or left, or None if unknown."""
         started = entry.freed.get(rank)
-        return self._membership.left_after(entry.group, rank) if started is None else started
+        return self._membership.started_before_leaving(entry.group, rank) if started is None else started
 
 
 def _key_of(group: Group) -> _Key:

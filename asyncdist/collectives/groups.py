@@ -23,12 +23,12 @@ class Lease:
         serial: Serial number of the group among the groups of the same ranks in the same order, equal on all members. 0
             if the group cannot be freed.
         key: Number derived from the ranks and the serial number, equal on all members.
-        subjects: Names of agreements that are removed with the group.
+        subjects: Names of agreements whose state is removed together with the group.
         bound_to: Ranks that are not members, but whose loss ends the group's collectives.
         joint_work: Newest call in progress on this rank that combines several collectives
             (:mod:`asyncdist.functional.joint_work`).
-        made_after: Number of losses known to this rank when it created the group. A later loss of a member ends the
-            group's collectives.
+        made_after: Number of lost ranks that this rank was notified of before it made the group. If a member is lost
+            later, the group's collectives end.
     """
 
     serial: int = 0
@@ -44,13 +44,13 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Group:
-    """An ordered set of ranks among which collectives run. As a context manager, frees the group on exit.
+    """An ordered set of ranks among which collectives run. As a context manager, it frees itself on exit.
 
     Attributes:
         ranks: Ranks of the members in the world.
         index: Index of this rank in ``ranks``, or -1 if this rank is not a member and may only read ``ranks``.
-        tag: Message tag of the group's collectives if there is no native communicator.
-        native: Native communicator of the backend, or None if there is none.
+        tag: Tag of the messages of collectives that are made of messages.
+        native: Native communicator of the backend, or None.
     """
 
     ranks: tuple[int, ...]
@@ -82,9 +82,9 @@ class Group:
     async def free(self) -> None:
         """Free the group, whose tag and communicator are limited resources. Repeated calls do nothing.
 
-        The call waits for the collectives that this rank has started, and then notifies the other members. Later
+        The method waits for the collectives that this rank has started, and then notifies the other members. Later
         collectives of the group raise ClosedError on all members. The tag and the communicator are released when all
-        members have freed the group or left the world. After a failure of the job, the call does nothing.
+        members have freed the group or left the world. After a failure of the job, the method does nothing.
 
         **Cancellation**: the group is freed anyway, in the background.
 
@@ -107,12 +107,12 @@ class Group:
 
     @classmethod
     def seen_from_outside(cls, ranks: Sequence[int]) -> Group:
-        """Make a group object for a rank that is not a member, and that may only read the object's ``ranks``."""
+        """Make a group object for a rank that is not a member, and may therefore only read its ``ranks``."""
         return cls(tuple(ranks), -1, -1, None)
 
 
 async def free_all(groups: Iterable[Group]) -> None:
-    """Free groups in turn. **Cancellation**: raised after the last group has been freed."""
+    """Free groups one after another. **Cancellation**: takes effect after the last group has been freed."""
     cancellation: asyncio.CancelledError | None = None
     for group in groups:
         try:
@@ -139,7 +139,7 @@ def check_open(group: Group) -> None:
 
 
 def short(ranks: tuple[int, ...]) -> str:
-    """Format the ranks of a group, at most 16 of them, for messages."""
+    """Format at most 16 of a group's ranks for error messages."""
     shown = ", ".join(map(str, ranks[:16]))
     return f"[{shown}]" if len(ranks) <= 16 else f"[{shown}, ...] of {len(ranks)}"
 

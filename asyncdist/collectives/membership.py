@@ -1,13 +1,13 @@
-"""Tracks which collectives each member takes part in, so that no rank waits for a member that has left.
+"""Tracks in which collectives each member takes part, so that no rank waits for a member that has left.
 
 The members of a group start its collectives in the same order. Each rank counts the collectives that it has started in
-each group. It sends all counts when it leaves the world, and a group's count when it frees that group. In collectives
-with higher numbers, which the departed rank does not join, the other members get ClosedError. All earlier collectives
-continue, because the departed rank completes its part.
+each group. It sends the counts of all groups when it leaves the world, and the count of one group when it frees that
+group. In collectives with higher numbers, which the departed rank does not enter, the other members get ClosedError.
+All earlier collectives continue, because the departed rank completes its part of them.
 
-The count of a lost member is unknown. On each rank that is notified of a loss, all current and later collectives of
+The count of a lost member is unknown. When a rank is notified of a loss, all its current and later collectives of
 groups with the lost rank therefore raise RankLostError. The groups of a mesh's axes also end with the loss of any rank
-of the mesh. The survivors make a new group without the lost rank.
+of the mesh. The remaining ranks make a new group without the lost rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncdist.transports.rank_sets import RankSet
 
 @dataclass(eq=False, slots=True)
 class Participation:
-    """A collective in progress on this rank. Calling ``stop`` ends the wait for the collective with an error."""
+    """A collective in progress on this rank. Calling ``stop`` with an error ends the wait for the collective."""
 
     group: Group
     number: int
@@ -34,8 +34,8 @@ class Participation:
 
 
 @dataclass(slots=True)
-class _Leavers:
-    """Ranks that left the world after starting equally many collectives in each group.
+class _DepartedRanks:
+    """Ranks that have left the world, and whose numbers of started collectives were equal in each group.
 
     Attributes:
         started: Number of started collectives of each group, by group tag.
@@ -46,13 +46,13 @@ class _Leavers:
 
 
 class MembershipLog:
-    """Counts this rank's collectives, and stops a collective with an error if another member will not take part."""
+    """Counts this rank's collectives. Stops a collective with an error if another member will not take part in it."""
 
     def __init__(self) -> None:
         self._started: Counter[int] = Counter()
         self._has_left = False
-        # Leavers with equal numbers of started collectives, by pairs of group tag and number.
-        self._left: dict[tuple[tuple[int, int], ...], _Leavers] = {}
+        # A key lists, for each group, its tag and the number of collectives that the ranks had started.
+        self._left: dict[tuple[tuple[int, int], ...], _DepartedRanks] = {}
         self._freed: dict[int, dict[int, int]] = {}
         self._spoiled: set[int] = set()
         self._lost: set[int] = set()
@@ -62,7 +62,10 @@ class MembershipLog:
         self._under_way: dict[Participation, None] = {}  # oldest first
 
     def begin(self, group: Group) -> int:
-        """Count a collective that starts, and return its number in the group. Raise ClosedError if it cannot start."""
+        """Count a collective that is about to start, and return its number in the group.
+
+        Raise ClosedError if it cannot start.
+        """
         check_open(group)
         if self._has_left:
             raise ClosedError(
@@ -72,15 +75,18 @@ class MembershipLog:
         return self._started[group.tag]
 
     def leave(self) -> None:
-        """Refuse to start further collectives, because this rank leaves. :meth:`started` is then final."""
+        """Refuse further collectives, because this rank leaves. The result of :meth:`started` is final from now on."""
         self._has_left = True
 
     def started(self) -> tuple[tuple[int, int], ...]:
-        """Return pairs (group's tag, number of started collectives), which a leaving rank sends to the others."""
+        """Return pairs of a group's tag and its number of started collectives, for the message of a leaving rank."""
         return tuple(self._started.items())
 
     def check(self, group: Group, number: int) -> None:
-        """Raise ClosedError or RankLostError if a collective cannot complete, because a member has left or is lost."""
+        """Raise an error if a collective cannot complete.
+
+        The error is ClosedError if a member has left, and RankLostError if a member is lost.
+        """
         if self._left or self._lost_at or self._freed:
             error = self._reason(group, number)
             if error is not None:
@@ -88,7 +94,7 @@ class MembershipLog:
                 raise error
 
     def enter(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Participation:
-        """Record a collective in progress. ``stop`` is called with an error if a member will not take part."""
+        """Record a collective in progress. ``stop`` is called with an error if a member will not take part in it."""
         entry = Participation(group, number, stop)
         self._under_way[entry] = None
         return entry
@@ -99,7 +105,7 @@ class MembershipLog:
 
     @contextmanager
     def waiting(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Iterator[Participation]:
-        """Record a collective in progress while the body runs. Raise an error if a member will not take part."""
+        """Record a collective in progress while the block runs. Raise an error if a member will not take part in it."""
         self.check(group, number)
         entry = self.enter(group, number, stop)
         try:
@@ -111,7 +117,10 @@ class MembershipLog:
             self.end(entry)
 
     def spoil(self, group: Group, error: BaseException) -> None:
-        """Record a collective that failed with ``error``. Unless all members raised it, messages may still arrive."""
+        """Record that a collective failed with ``error``.
+
+        Its messages may still arrive, unless all members raised the error.
+        """
         if not isinstance(error, (RemoteError, DisagreementError)):
             self._spoiled.add(group.tag)
 
@@ -120,7 +129,7 @@ class MembershipLog:
         """Tags of groups in which a collective failed, so that its messages may still arrive later."""
         return self._spoiled
 
-    def is_spoiled(self, group: Group) -> bool:
+    def has_failed_collective(self, group: Group) -> bool:
         """Return whether a collective of the group failed, so that its messages may still arrive later."""
         return group.tag in self._spoiled
 
@@ -143,23 +152,26 @@ class MembershipLog:
                 text = f"rank {rank} was restarted, and is not a member of the earlier group {short(group.ranks)}"
                 raise RankLostError(f"{text}; make another group", rank=rank)
 
-    def left_after(self, group: Group, rank: int) -> int | None:
-        """Return how many collectives ``rank`` had started in the group when it left, or None if present or lost."""
+    def started_before_leaving(self, group: Group, rank: int) -> int | None:
+        """Return how many collectives of the group ``rank`` had started when it left.
+
+        Return None if it is present or lost.
+        """
         if self.has_lost(group, rank):
             return None
         return next((each.started.get(group.tag, 0) for each in self._left.values() if rank in each.ranks), None)
 
     def has_lost(self, group: Group, rank: int) -> bool:
-        """Return whether ``rank`` was lost after the group's creation, even if it has been restarted since."""
+        """Return whether ``rank`` was lost after the group was made, even if the rank has been restarted since."""
         return self._lost_at.get(rank, 0) > group.lease.made_after
 
     def on_freed(self, group: Group, rank: int, started: int) -> None:
-        """Record that ``rank`` has freed the group after it started ``started`` collectives."""
+        """Record that ``rank`` has freed the group, of which it had started ``started`` collectives."""
         self._freed.setdefault(group.tag, {})[rank] = started
-        self._stop_what_cannot_complete()
+        self._fail_incomplete()
 
     def reset(self, tag: int) -> None:
-        """Clear the counts of a tag, because its group was freed, or a new group uses the tag."""
+        """Clear the counts of a tag, because its group was freed or another group will use the tag."""
         for known in (self._started, self._freed):
             known.pop(tag, None)
         self._spoiled.discard(tag)
@@ -170,41 +182,41 @@ class MembershipLog:
             self._lost.add(rank)
             self._loss_count += 1
             self._lost_at[rank] = self._loss_count
-        self._stop_what_cannot_complete()
+        self._fail_incomplete()
 
     def on_returned(self, rank: int, incarnation: int) -> None:
         """Record the restart of ``rank``, which may now be a member of new groups."""
         self._lost.discard(rank)
-        for leavers in self._left.values():
-            leavers.ranks.discard(rank)
+        for departed in self._left.values():
+            departed.ranks.discard(rank)
         self._incarnations[rank] = incarnation
 
     def knows_loss(self, rank: int, incarnation: int) -> bool:
-        """Return whether a notice that process number ``incarnation`` of ``rank`` is lost can be ignored.
+        """Return whether a notice of the loss of ``rank``'s process after ``incarnation`` restarts can be ignored.
 
-        This rank either knows of the loss, or was never connected to the process.
+        This rank was either notified of that loss before, or was never connected to that process.
         """
         known = self._incarnations.get(rank, 0)
         return incarnation != known or rank in self._lost
 
     @property
     def loss_count(self) -> int:
-        """Number of losses that this rank knows of."""
+        """Number of lost ranks that this rank was notified of."""
         return self._loss_count
 
     @property
     def lost(self) -> Losses:
-        """Ranks that are known to be lost, each with the number of restarts of its lost process."""
+        """Lost ranks, each with the number of restarts of its lost process."""
         return tuple((rank, self._incarnations.get(rank, 0)) for rank in sorted(self._lost))
 
     def on_left(self, ranks: RankSet, started: tuple[tuple[int, int], ...]) -> None:
-        """Record that ranks have left the world, and how many collectives each of them had started, by group tag."""
-        for leavers in self._left.values():
-            ranks = ranks - leavers.ranks
-        self._left.setdefault(started, _Leavers(dict(started))).ranks |= ranks
-        self._stop_what_cannot_complete()
+        """Record that ranks have left the world. Each had started the same numbers of collectives, by group tag."""
+        for departed in self._left.values():
+            ranks = ranks - departed.ranks
+        self._left.setdefault(started, _DepartedRanks(dict(started))).ranks |= ranks
+        self._fail_incomplete()
 
-    def _stop_what_cannot_complete(self) -> None:
+    def _fail_incomplete(self) -> None:
         for entry in list(self._under_way):
             if entry.error is None:
                 entry.error = self._reason(entry.group, entry.number)
@@ -219,13 +231,13 @@ class MembershipLog:
         for rank, started in self._freed.get(group.tag, {}).items():
             if started < number:
                 return ClosedError(
-                    f"rank {rank} has freed the group {short(group.ranks)} and takes no part in this collective of it",
+                    f"rank {rank} has freed the group {short(group.ranks)} and takes no part in this collective",
                     rank=rank,
                 )
         absent = RankSet()
-        for leavers in self._left.values():
-            if leavers.started.get(group.tag, 0) < number:
-                absent |= leavers.ranks
+        for departed in self._left.values():
+            if departed.started.get(group.tag, 0) < number:
+                absent |= departed.ranks
         for rank in group.ranks if absent else ():
             if rank in absent:
                 return ClosedError(
@@ -238,4 +250,4 @@ class MembershipLog:
 def _loss_of(rank: int, group: Group) -> str:
     argument = "group" if group.lease.serial else ""  # Only the group of all ranks has the serial number 0.
     remedy = f"Pass await ad.surviving_group({argument}) as the group of this call"
-    return f"rank {rank} is lost or has left, which ends the group {short(group.ranks)}. {remedy}"
+    return f"rank {rank} is lost, has left or has never joined, which ends the group {short(group.ranks)}. {remedy}"

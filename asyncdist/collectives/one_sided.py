@@ -2,16 +2,16 @@
 
 A window has two slots. Version k is written into slot k mod 2 while readers use version k - 1 in the other slot. A
 record describes each version and its metric. A reader first reads the newest records, and then a version by its number.
-It gets the complete version, or an :class:`OutdatedError`.
+It gets the complete version or an :class:`OutdatedError`.
 
 - If the transport has one-sided reads and all members are on one host, slots and records are in memory that all members
   map (:mod:`asyncdist.host_memory.shared_memory`). Before the owner changes a slot, it writes the number of the new
   version. A reader copies a slot, and then checks that the owner has not begun version k + 2. This is a sequence lock
-  (Lameter 2005) over two buffers. The owner may be computing, or have left.
-- Otherwise the owner answers reads at its safe points, with a stream of the version or an abort
-  (:mod:`asyncdist.messaging.streams`). While a slot is being streamed, the owner does not write a new version into it.
-  In small groups, an owner sends its records to all members. In large groups, readers ask for them
-  (:mod:`asyncdist.collectives.version_desk`).
+  (Lameter 2005) over two buffers. It works while the owner computes and after it has left.
+- Otherwise, the owner answers reads with messages whenever its main task awaits: with a stream of the version, or with
+  an abort (:mod:`asyncdist.messaging.streams`). While a slot is being streamed, the owner does not write a new version
+  into it. In small groups, an owner sends its records to all members. In large groups, readers ask for them
+  (:mod:`asyncdist.collectives.version_queries`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.algorithms.shared_memory_reduce import map_shared_buffers
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.version_desk import VersionDesk, VersionRecord as VersionRecord
+from asyncdist.collectives.version_queries import VersionQueries, VersionRecord as VersionRecord
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError
 from asyncdist.host_memory.shared_memory import SharedMemory, order_memory
 from asyncdist.messaging.channels import Channel, Envelope
@@ -50,12 +50,12 @@ logger = logging.getLogger("asyncdist.collectives.one_sided")
 Targets: TypeAlias = Sequence[memoryview]
 Take: TypeAlias = Callable[[int], None]
 
-#: Maximum number of other members to which an owner sends each version's record. In larger groups, readers request
+#: Maximum number of other members to which an owner sends each version's record. In larger groups, readers ask for
 #: records.
-TOLD_COUNT_MAX: Final = 32
+NOTIFIED_COUNT_MAX: Final = 32
 
-#: A restarted rank numbers its versions from its incarnation times the first number. A version number has at most 32
-#: bits.
+#: A restarted rank's version numbers begin at its number of restarts times the first constant. The second constant
+#: limits this factor, so that the numbers fit into 32 bits.
 _VERSION_COUNT: Final = 1_000_000
 _INCARNATION_COUNT: Final = 4000
 
@@ -69,13 +69,16 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """Message with one member's data in the all-gather that opens a window."""
+    """Message with one member's data for the all-gather that opens a window."""
 
     data: bytes
 
 
 class OutdatedError(AsyncdistError):
-    """Raised if the requested version of a rank's state no longer exists. Has ``rank`` and ``version``."""
+    """Raised if the requested version of a rank's state no longer exists.
+
+    Has the attributes ``rank`` and ``version``.
+    """
 
 
 class VersionedWindow(abc.ABC):
@@ -84,8 +87,8 @@ class VersionedWindow(abc.ABC):
     Made by :func:`open_versioned_window`.
 
     Attributes:
-        version: Number of the newest version that this rank has published, or :attr:`first` if there is none.
-        first: Number before this process's first version, 0 unless the rank was restarted.
+        version: Number of the newest version that this rank has published, or :attr:`first` before that.
+        first: Number before the first version of this process: 0 unless the rank was restarted.
     """
 
     version: int = 0
@@ -96,15 +99,15 @@ class VersionedWindow(abc.ABC):
         """Return the memory for the next version of this rank's state: a 1-D uint8 tensor to fill and then publish.
 
         The call invalidates the older version in this memory. A second call returns the same memory. The result is None
-        while readers still read this memory.
+        while readers still use the memory.
         """
 
     @abc.abstractmethod
     def publish(self, iteration: int, metric: float) -> VersionRecord:
-        """Publish the version of this rank's state that the memory of :meth:`begin` contains, and return its record."""
+        """Publish the version that the caller wrote into the memory from :meth:`begin`, and return its record."""
 
     async def published_by(self, rank: int, *, deadline: float = math.inf) -> VersionRecord | None:
-        """Return the record of a member's newest version, or None without a version or an answer by ``deadline``."""
+        """Return the record of a member's newest version, or None if it has none or does not answer in time."""
         return (await self.published_by_each((rank,), deadline=deadline)).get(rank)
 
     @abc.abstractmethod
@@ -135,14 +138,15 @@ class VersionedWindow(abc.ABC):
         """Close the window on this rank, without waiting for the other members.
 
         Args:
-            deadline: Time on the loop's clock, in seconds, until which current reads may continue, or None to end them.
+            deadline: Time on the loop's clock until which current reads may continue, in seconds, or None to end them
+                now.
         """
 
 
 def maps_windows(services: Services) -> bool:
-    """Return whether ranks of one host map each other's windows. All ranks then open a window together, and only once.
+    """Return whether ranks of one host map each other's windows.
 
-    Transports with such ranks do not restart ranks.
+    If so, all ranks open a window together. No rank opens it later, because such transports do not restart ranks.
     """
     return services.engine.transport.capabilities.one_sided_reads
 
@@ -164,7 +168,7 @@ async def open_versioned_window(
         chunk_nbytes: Size of the chunks of a read, in bytes.
 
     Raises:
-        StartTimeoutError: A member took longer. The other members may have opened the window.
+        StartTimeoutError: A member did not join in time. The other members may have opened the window.
     """
     if group.size > 1 and maps_windows(services):
 
@@ -172,7 +176,7 @@ async def open_versioned_window(
             await start.agree({}, timeout_s=timeout_s)
             return await _map_memories(services, group, _SharedWindow.window_nbytes(nbytes), scope)
 
-        # Use one subject per window, because tasks may open several windows of the same ranks in different orders.
+        # Each window's agreement has its own name, because tasks may open windows of the same ranks in any order.
         subject = f"{_SUBJECT} {scope:x}"
         try:
             memories = await start_together(services, agreements, group.ranks, subject, make, _drop, name=_SUBJECT)
@@ -188,7 +192,10 @@ async def _drop(memories: list[torch.Tensor] | None) -> None:
 
 
 async def _map_memories(services: Services, group: Group, nbytes: int, scope: int) -> list[torch.Tensor] | None:
-    """Return all members' shared memory in the group's order, or None unless all have memory and share one host."""
+    """Return all members' shared memory in the group's order.
+
+    Return None if a member has none or is on another host.
+    """
     memory = None
     with contextlib.suppress(OSError):  # Raised if this system has too little shared memory, or none.
         memory = SharedMemory(nbytes)
@@ -215,20 +222,20 @@ async def _map_memories(services: Services, group: Group, nbytes: int, scope: in
 
 # -- one-sided --------------------------------------------------------------------------------------------------------
 
-#: Format of a record in the window, and of the CRC after it, which detects a record that is being written.
+#: Format of a record in the window, and of the following CRC, which detects a record that is being written.
 _RECORD: Final = struct.Struct("<Qqd")
 _CRC: Final = struct.Struct("<I")
-#: The window begins with the number of the version that is being written, followed by two records. Each is in its own
-#: cache line.
+#: A window begins with the number of the version that is being written, followed by two records. Each of them has its
+#: own cache line.
 _LINE_NBYTES: Final = 64
 _RECORD_OFFSETS: Final = (_LINE_NBYTES, 2 * _LINE_NBYTES)
 _HEAD_NBYTES: Final = 3 * _LINE_NBYTES
-#: Number that a closed window stores as the version being written, which makes all its versions outdated.
+#: A closed window stores this number as the version being written, which makes all its versions outdated.
 _RETIRED: Final = 1 << 62
 
 
 class _SharedWindow(VersionedWindow):
-    """Versioned window in shared memory, which readers copy without the owner's help."""
+    """Versioned window in shared memory. Readers copy a version without the owner's help."""
 
     def __init__(self, services: Services, group: Group, memories: Sequence[torch.Tensor], nbytes: int) -> None:
         self._services = services
@@ -268,7 +275,7 @@ class _SharedWindow(VersionedWindow):
     def _newest_of(self, rank: int) -> VersionRecord | None:
         if rank in self._services.gone:
             return None
-        writing, records = self._look(rank)
+        writing, records = self._read_versions(rank)
         if writing >= _RETIRED or not records:
             return None
         return max(records, key=lambda record: record.version)
@@ -282,7 +289,7 @@ class _SharedWindow(VersionedWindow):
             offset += len(target)
             take(index)
             await yield_to_loop()
-        writing, records = self._look(rank)
+        writing, records = self._read_versions(rank)
         if writing >= record.version + 2 or not any(_same(record, other) for other in records):
             raise OutdatedError(
                 f"rank {rank} wrote version {min(writing, _RETIRED)} while this rank read the previous one; read again",
@@ -290,7 +297,7 @@ class _SharedWindow(VersionedWindow):
                 version=record.version,
             )
 
-    def _look(self, rank: int) -> tuple[int, list[VersionRecord]]:
+    def _read_versions(self, rank: int) -> tuple[int, list[VersionRecord]]:
         """Return the number of the version that ``rank`` is writing, and the records of its complete versions."""
         order_memory()
         head = bytes(self._memories[rank][:_HEAD_NBYTES])
@@ -327,7 +334,7 @@ def _same(one: VersionRecord, two: VersionRecord) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """Stream that sends one version of the state to one reader. ``key`` contains the reader's rank and slot."""
+    """A stream that sends one version of the state to one reader. ``key`` is the reader's rank and stream slot."""
 
     version: int
     key: tuple[int, int]
@@ -335,7 +342,7 @@ class _Answer:
 
 
 class _StreamedWindow(VersionedWindow):
-    """Versioned window whose owner answers each read with a stream of messages, or with an abort after it is closed."""
+    """Versioned window whose owner answers each read with a stream of messages or, once it is closed, with an abort."""
 
     def __init__(self, services: Services, ranks: Sequence[int], nbytes: int, *, scope: int, chunk_nbytes: int) -> None:
         self._services = services
@@ -343,19 +350,18 @@ class _StreamedWindow(VersionedWindow):
         self._nbytes = nbytes
         self._chunk_nbytes = chunk_nbytes
         self._slots = [new_memory(nbytes).zero_() for _ in range(2)]
-        # Number the versions so that a record of the process before a restart never describes a version of this
-        # process.
+        # Version numbers must differ from the numbers of the previous process, whose records may still be in use.
         self.version = self.first = services.incarnation % _INCARNATION_COUNT * _VERSION_COUNT
         self._begun = False
         self._closed = False
         self._answers: list[_Answer] = []
         self._scope = scope
-        self._desk = services.shared(VersionDesk) if len(self._others) > TOLD_COUNT_MAX else None
+        self._version_queries = services.shared(VersionQueries) if len(self._others) > NOTIFIED_COUNT_MAX else None
         self._record: VersionRecord | None = None  # record of the newest version
-        if self._desk is not None:
-            self._desk.open(scope, lambda: self._record)
+        if self._version_queries is not None:
+            self._version_queries.open(scope, lambda: self._record)
         self._newest: dict[int, VersionRecord] = {}
-        #: Ranks that expose no version now. A lost rank is one of them until its new process is admitted.
+        #: Ranks that publish no version now, including lost ranks until their new process is admitted.
         self._retired: set[int] = set(services.gone)
         services.on_gone(self._retire, among=self._others)
         self._reports: Channel[VersionRecord | Retired] = services.open_channel(
@@ -381,18 +387,18 @@ class _StreamedWindow(VersionedWindow):
         self.version += 1
         self._begun = False
         self._record = record = VersionRecord(self.version, iteration, metric)
-        self._tell(record, self._others)
+        self._notify(record, self._others)
         return record
 
-    def _tell(self, message: VersionRecord | Retired, ranks: Sequence[int]) -> None:
-        for rank in ranks if self._desk is None else ():
+    def _notify(self, message: VersionRecord | Retired, ranks: Sequence[int]) -> None:
+        for rank in ranks if self._version_queries is None else ():
             if rank not in self._retired:
                 try:
                     self._reports.send_nowait(message, rank)
                 except RankLostError as error:
                     logger.debug("not sent: %s", error)
-                except BusyError:  # The rank does not receive its messages. Newer records will follow this one.
-                    logger.debug("rank %d does not receive records", rank)
+                except BusyError:  # The rank does not receive messages now. Newer records will follow.
+                    logger.debug("rank %d receives no version records now", rank)
 
     def _on_report(self, envelope: Envelope[VersionRecord | Retired]) -> None:
         if isinstance(envelope.message, VersionRecord):
@@ -402,8 +408,8 @@ class _StreamedWindow(VersionedWindow):
 
     async def published_by_each(self, ranks: Sequence[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
         known = [rank for rank in ranks if rank not in self._retired]
-        if self._desk is not None:
-            return await self._desk.ask(self._scope, known, deadline=deadline)
+        if self._version_queries is not None:
+            return await self._version_queries.ask(self._scope, known, deadline=deadline)
         return {rank: self._newest[rank] for rank in known if rank in self._newest}
 
     async def read(self, rank: int, record: VersionRecord, targets: Targets, take: Take, *, deadline: float) -> None:
@@ -427,7 +433,7 @@ class _StreamedWindow(VersionedWindow):
             ) from error
 
     def _announce_end(self) -> None:
-        self._tell(Retired(), self._others)
+        self._notify(Retired(), self._others)
 
     # -- the owner's end --------------------------------------------------------------------------------------------
 
@@ -471,8 +477,8 @@ class _StreamedWindow(VersionedWindow):
             return
         self._closed = True
         self._announce_end()
-        if self._desk is not None:
-            self._desk.close(self._scope)
+        if self._version_queries is not None:
+            self._version_queries.close(self._scope)
         self._services.off_gone(self._retire)
         self._reports.close()
         try:
@@ -488,13 +494,13 @@ class _StreamedWindow(VersionedWindow):
 
 
 class FollowedWindow(_StreamedWindow):
-    """Window of messages whose caller tracks the members, so that a restarted rank can open it again.
+    """Versioned window made of messages, whose members the caller adds and removes.
 
     Args:
-        ranks: All ranks that may open the window.
+        ranks: All ranks that may open the window. A restarted rank can open it again.
         nbytes: Size of one version in bytes.
         scope: Number that identifies the window's messages, equal on all ranks.
-        is_newcomer: Whether this rank opens the window later than the others, none of which it then knows.
+        is_newcomer: Whether this rank opens the window later than the others. If so, it begins without other members.
     """
 
     def __init__(
@@ -522,7 +528,7 @@ class FollowedWindow(_StreamedWindow):
         if rank in self._retired:
             self._retired.remove(rank)
             if self._record is not None:
-                self._tell(self._record, (rank,))
+                self._notify(self._record, (rank,))
 
     def _announce_end(self) -> None:
-        """Do nothing, because the caller, which tracks the members, notifies them."""
+        """Do nothing, because the caller notifies the members."""

@@ -1,4 +1,4 @@
-"""Serializes the collective starts of a rank that block, or that allocate a number such as a group's tag.
+"""On each rank, starts one operation at a time if the start blocks, or allocates a number such as a group's tag.
 
 A blocking start, such as MPI_Comm_create_group, returns only when all members have entered it. If two ranks entered two
 such starts in opposite order, each would wait for the other forever. Tasks may request starts in a different order on
@@ -35,7 +35,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """A start that all members have requested, and that waits for its turn on this rank."""
+    """The joint start of an operation. All members have requested it, and it waits for its turn on this rank."""
 
     number: int
     meeting: Meeting
@@ -46,7 +46,7 @@ class _Waiting:
 
 
 class Turns:
-    """Lets one blocking start of this rank run at a time, in an order that is equal on all ranks."""
+    """Runs the blocking starts of this rank one at a time, in an order that is equal on all ranks."""
 
     def __init__(self, services: Services, agreements: Agreements) -> None:
         self._services = services
@@ -59,7 +59,7 @@ class Turns:
     async def turn(
         self, start: Start[Any], timeout_s: float, taken: Callable[[], Runs] = tuple
     ) -> AsyncIterator[Agreed]:
-        """Wait until all members are ready for ``start``, and delay other starts of this rank while the body runs.
+        """Wait until all members are ready for ``start``. While the block runs, other starts of this rank wait.
 
         Args:
             timeout_s: Seconds, from the request, to wait for the other members and for the turn. At least 5 s are
@@ -73,7 +73,7 @@ class Turns:
         """
         with self._agreements.rivals.starting(start.meeting) as open_start:
             asked = await start.agree({}, timeout_s=timeout_s, taken=((0, self._number),))
-            open_start.have_all_come = True
+            open_start.have_all_joined = True
             self._number = max(self._number, asked.number)
             meeting = self._agreements.second_meeting(start.meeting)
             try:
@@ -87,7 +87,7 @@ class Turns:
 
     @contextlib.contextmanager
     def _limited(self, start: Start[Any], timeout_s: float) -> Iterator[None]:
-        """Raise StartTimeoutError in the caller of ``start`` when its time has passed, while the body continues.
+        """Raise StartTimeoutError in the caller of ``start`` when its time has passed. The block continues.
 
         The remaining time is measured from now, because a blocked loop may have received the leader's answer late.
         """
@@ -100,19 +100,19 @@ class Turns:
         error = StartTimeoutError(text, missing=())
         timer: Timer
 
-        def on_time_up() -> None:
+        def on_timeout() -> None:
             nonlocal timer
-            # Let the task continue first if the answer arrived while the loop was blocked.
-            timer = engine.loop.call_soon(start.on_time_up, error)
+            # If the answer arrived while the loop was blocked, let the waiting task continue first.
+            timer = engine.loop.call_soon(start.on_timeout, error)
 
-        timer = engine.call_later(left_s, WaitId(WaitKind.TURN_TIMEOUT, name=start.meeting.key.text), on_time_up)
+        timer = engine.call_later(left_s, WaitId(WaitKind.TURN_TIMEOUT, name=start.meeting.key.text), on_timeout)
         try:
             yield
         finally:
             timer.cancel()
 
     async def _agree(self, number: int, meeting: Meeting, taken: Callable[[], Runs]) -> Agreed:
-        """Wait for this start's turn, make it the current start, and return the result of its second agreement."""
+        """Wait until this start is the first in the common order and all members are ready. Return their agreement."""
         engine, waiting = self._services.engine, self._waiting
         entry = _Waiting(number, meeting)
         bisect.insort(waiting, entry, key=_Waiting.place)

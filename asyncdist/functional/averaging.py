@@ -1,8 +1,8 @@
 """Averages gradients or weights over a group once, synchronously, without a policy.
 
-Sums are computed in float32 or wider, in rank order, and divided by the group's size, so results are bitwise identical
-on all transports. Equal values stay unchanged, and the mean of finite values is finite, even if their sum is not
-(:mod:`asyncdist.tensors.means`).
+Sums are computed in float32 or wider, in rank order, and divided by the group's size. Results are therefore bitwise
+identical on all transports. Equal values remain unchanged, and the mean of finite values is finite even if their sum is
+not (:mod:`asyncdist.tensors.means`).
 
 Tensors are read and written in pieces, so no other task may use the model during the call. Tensors of 64 KiB or more
 are read directly from the memory of other processes on the host, if possible
@@ -37,7 +37,7 @@ from asyncdist.collectives.error_exchange import (
 )
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import DisagreementError
-from asyncdist.functional.collectives import place
+from asyncdist.functional.collectives import resolve_group
 from asyncdist.runtime.world import World
 from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.byte_views import check_writable
@@ -50,14 +50,14 @@ _DIGEST_LENGTH: Final = 64
 async def average_models(model: nn.Module, training_group: Group | None = None, *, world: World | None = None) -> None:
     """Replace the model's state on every member with the mean over the group, in place.
 
-    Floating and complex parameters and persistent buffers are averaged and rounded once to their dtype. Integer and
-    bool entries (BatchNorm's counter) are copied from the first member. Tied weights count once. A flat copy of the
-    state is kept for later calls, at most until the model is freed.
+    Floating and complex parameters and persistent buffers are averaged, and rounded once to their dtype. Integer and
+    bool entries, such as BatchNorm's counter, are copied from the first member. Tied weights count once. A flat copy of
+    the state is kept for later calls, at most until the model is freed.
 
     Args:
         model: Model with the same names, shapes, dtypes and tied weights on all members, on any device.
-        training_group: Ranks that average; by default all.
-        world: World of the call; by default the current one.
+        training_group: Ranks that average, by default all.
+        world: World of the call, by default the current one.
 
     Raises:
         DisagreementError: The models differ. Every member raises the error, which names the first difference.
@@ -73,10 +73,10 @@ async def average_state(
 ) -> None:
     """Average a part of the model's state, and possibly of the optimizer's, over the group, in place.
 
-    If ``state`` is None, the whole model is averaged. Otherwise, ``state`` is kept for later calls, until the world's
-    cache evicts the model. It computes the means, and raises the errors, of :func:`average_models`.
+    If ``state`` is None, the whole model is averaged. Otherwise, the layout ``state`` is kept for later calls, until
+    the world's cache evicts the model. Means and errors are the same as for :func:`average_models`.
     """
-    world, group = place(world, training_group)
+    world, group = resolve_group(world, training_group)
     outcome = await attempt(lambda: _Models(model, world, state), lambda models: models.summary)
 
     async def reduce(collectives: Collectives) -> list[ResultHeader]:
@@ -94,6 +94,17 @@ async def average_state(
     outcome.value.finish()
 
 
+def prepare_average(model: nn.Module, state: FlatState, world: World) -> None:
+    """Allocate and touch the memory that :func:`average_state` uses, so that its first call causes no page faults.
+
+    The model is not changed. The memory is kept as after a call of :func:`average_state`.
+    """
+    models = _Models(model, world, state)
+    for spread in models.spreads:
+        (spread.flat if spread.memory is None else spread.memory.tensor).zero_()
+    models.finish()
+
+
 async def average_gradients(model: nn.Module, group: Group | None = None, *, world: World | None = None) -> None:
     """Replace every gradient on every member with the mean over the group, in place.
 
@@ -103,8 +114,8 @@ async def average_gradients(model: nn.Module, group: Group | None = None, *, wor
 
     Args:
         model: Model with the same parameters on all members. Gradients must be dense, of any dtype, on any device.
-        group: Ranks that average; by default all.
-        world: World of the call; by default the current one.
+        group: Ranks that average, by default all.
+        world: World of the call, by default the current one.
 
     Raises:
         DisagreementError: The parameters differ. Every member raises the error, which names the first difference.
@@ -112,7 +123,7 @@ async def average_gradients(model: nn.Module, group: Group | None = None, *, wor
             other members get RemoteError.
         LocalProtocolError: This rank is not in the group.
     """
-    world, group = place(world, group)
+    world, group = resolve_group(world, group)
     outcome = await attempt(lambda: _Gradients(model, world), lambda gradients: gradients.summary)
 
     async def reduce(collectives: Collectives) -> list[ResultHeader]:
@@ -137,7 +148,7 @@ async def _settle_or_restore(
     outcome: LocalResult,
     reduce: Callable[[Collectives], Coroutine[Any, Any, list[ResultHeader]]],
 ) -> None:
-    """Run the averaging collective. If it fails, raise its error and leave every tensor unchanged."""
+    """Run the averaging collectives. If they fail, raise the error and leave every tensor unchanged."""
     try:
         raise_first_error(await run_and_raise(world.collectives, group, outcome, reduce))
     except BaseException:
@@ -147,8 +158,8 @@ async def _settle_or_restore(
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """A model's layout and the flat buffers in which its state was averaged. The next call reuses them."""
+class _CachedBuffers:
+    """A model's layout, and the flat buffers in which its state was averaged. The next call reuses both."""
 
     state: FlatState
     is_whole: bool
@@ -158,10 +169,10 @@ class _Kept:
 
 
 class _Models:
-    """Prepares a model's state for averaging, and writes the average back. Raises for an invalid model.
+    """Prepares a model's state for averaging, and writes the average back. Raises an error for an invalid model.
 
-    ``summary`` is a digest of the layout, ``spreads`` has the tensors to average, and ``exact`` the integer and boolean
-    tensors to copy.
+    ``summary`` is a digest of the layout. ``spreads`` has the tensors to average, and ``exact`` has the integer and
+    boolean tensors to copy.
     """
 
     def __init__(self, model: nn.Module, world: World, state: FlatState | None = None) -> None:
@@ -194,18 +205,18 @@ class _Models:
                 tensor.copy_(view)
         self._scratch.give_back(self._model, "state", self._kept)
 
-    def _find(self, state: FlatState | None) -> tuple[_Kept, list[tuple[Tensor, Tensor]]]:
-        """Return the layout and buffers, reused if possible, and each model tensor with its view of a buffer."""
-        kept: _Kept | None = self._scratch.take(self._model, "state")
+    def _find(self, state: FlatState | None) -> tuple[_CachedBuffers, list[tuple[Tensor, Tensor]]]:
+        """Return the layout and buffers, reused if possible, and pairs of a model tensor and its view of a buffer."""
+        kept: _CachedBuffers | None = self._scratch.take(self._model, "state")
         if kept is not None and (kept.state is state if state is not None else kept.is_whole):
-            with contextlib.suppress(ValueError):  # ValueError: layers or dtypes have changed since the last call
+            with contextlib.suppress(ValueError):  # raised if layers or dtypes have changed since the last call
                 return kept, kept.state.pairs(kept.buffers)
         is_whole = state is None
         if state is None:
             state = FlatState(cast(nn.Module, weakref.proxy(self._model)))
         commons = SharedFlatBuffers(self._shares_memory)
         buffers = state.new_buffers(accumulate=True, new=commons.new)
-        kept = _Kept(state, is_whole, buffers, commons, state.fingerprint.digest.encode())
+        kept = _CachedBuffers(state, is_whole, buffers, commons, state.fingerprint.digest.encode())
         return kept, state.pairs(kept.buffers)
 
 
@@ -230,10 +241,10 @@ async def _check_equal(
 
 
 class _Gradients:
-    """Gradients of a model, as one flat tensor per accumulation dtype. Raises for an invalid model.
+    """The gradients of a model, as one flat tensor per accumulation dtype. Raises an error for an invalid model.
 
-    ``present`` is 1 for each parameter with a gradient, otherwise 0. ``summary`` has digests of ``present`` and of all
-    parameters. ``spreads`` has the gradients that are present on any member.
+    ``present`` is 1 for each parameter that has a gradient, otherwise 0. ``summary`` has digests of ``present`` and of
+    all parameters. ``spreads`` has the gradients that any member has.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -273,7 +284,7 @@ class _Gradients:
 
     @torch.inference_mode(False)  # the flat tensors must be usable outside the caller's inference mode
     def lay_out(self) -> None:
-        """Collect the gradients that are present on any member, with zeros for those that this rank lacks."""
+        """Collect the gradients that any member has. Gradients that this rank lacks are zero."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter, is_present in zip(self._parameters, self.present.tolist(), strict=True):
             if is_present:
@@ -298,7 +309,10 @@ class _Gradients:
         self._scratch.give_back(self._model, "gradients", kept)
 
     def _flat(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a flat tensor for the tensors' elements, reusing the previous flat tensor if it fits."""
+        """Return a flat tensor for the elements of ``tensors``.
+
+        Reuse the previous flat tensor if it has the right size.
+        """
         kept = self._flats.get(dtype)
         count = sum(tensor.numel() for tensor in tensors)
         if kept is not None and kept.numel() == count:
@@ -309,7 +323,7 @@ class _Gradients:
 
 
 def _views(kept: list[Tensor] | None, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return consecutive views of ``flat`` with the tensors' shapes, reusing the previous views if they fit."""
+    """Return consecutive views of ``flat`` with the shapes of ``tensors``. Reuse the previous views if they fit."""
     if kept and kept[0].data_ptr() == flat.data_ptr() and [k.shape for k in kept] == [t.shape for t in tensors]:
         return kept
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])

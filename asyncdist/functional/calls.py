@@ -26,7 +26,7 @@ _WORDS_NBYTES_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Message that reports the answering function's exception instead of an answer."""
+    """Message with the exception that the answering function has raised, instead of an answer."""
 
     kind: str
     words: str
@@ -46,19 +46,19 @@ class Calls(Generic[AskT, AnswerT]):
             reply = await calls.ask(Ask(21), dest=1)
             await ad.barrier()                            # others may still be asking this rank
 
-    Questions are answered while this rank awaits something, or is at a safe point. If ``answer`` is a coroutine
-    function, several questions are answered concurrently.
+    Questions are answered while this rank awaits something, for example ``world.safe_point()``. If ``answer`` is a
+    coroutine function, several questions are answered concurrently.
 
     Args:
         ask_type: Frozen dataclass for questions.
         answer_type: Frozen dataclass for answers, different from ``ask_type``.
         tag: Tag of the messages, as for :meth:`asyncdist.World.channel`.
-        answer: Function or coroutine function that takes a question and the asking rank, and returns the answer. If
-            None, this rank only asks.
+        answer: Function or coroutine function that takes a question and the asking rank, and returns the answer. None
+            if this rank only asks.
 
     Raises:
         TypeError: The types are equal, or have fields that cannot be sent.
-        LocalProtocolError: The tag is in use or reserved; raised by ``__aenter__``.
+        LocalProtocolError: The tag is in use or reserved. Raised when the context is entered.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Calls(Generic[AskT, AnswerT]):
         **Cancellation**: the answer is dropped when it arrives.
 
         Raises:
-            RemoteError: The answering function raised, or rank ``dest`` has no ``answer``.
+            RemoteError: The answering function raised an exception, or rank ``dest`` has no ``answer``.
             ClosedError: Rank ``dest`` has left its block, or ``ask`` was called outside the ``async with`` block.
             RankLostError: Rank ``dest`` is lost, or the job has failed.
         """
@@ -153,12 +153,12 @@ class Calls(Generic[AskT, AnswerT]):
                 name = f"an answer to rank {envelope.source}"
                 self._world.services.spawn_service(self._reply(channel, envelope), name=name)
             else:
-                self._take(envelope)
+                self._handle_answer(envelope)
 
-    def _take(self, envelope: Envelope[Any]) -> None:
+    def _handle_answer(self, envelope: Envelope[Any]) -> None:
         dest, waiter = self._waiting.get(envelope.round, (-1, None))
         if waiter is None or waiter.done() or dest != envelope.source:
-            return  # no task waits for this answer
+            return  # No task waits for this answer.
         if isinstance(envelope.message, _Failed):
             failed = envelope.message
             words = f"rank {dest} failed to answer: {failed.kind}: {failed.words}"

@@ -23,12 +23,15 @@ T = TypeVar("T")
 
 _NO_AXIS: Final[Any] = object()
 #: Maximum size of a group in which a barrier detects a member that calls another function. The check sends messages
-#: between all pairs.
+#: between all pairs of members.
 _COMPARED_SIZE_MAX: Final = 64
 
 
-def place(world: World | None, group: Group | None) -> tuple[World, Group]:
-    """Return the world and group of a collective call, with defaults. Raise if this rank must not make the call."""
+def resolve_group(world: World | None, group: Group | None) -> tuple[World, Group]:
+    """Return the world and group of a collective call, with defaults.
+
+    Raise an error if this rank may not make the call.
+    """
     world = world or current_world()
     world.check()
     if group is None:
@@ -49,12 +52,12 @@ async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0
     is lost during the call. Collectives of the old group raise RankLostError. Several tasks may call this function at
     the same time for different groups.
 
-    Members that were restarted since the group was made are left out, because they may never reach the call. On a
+    Members that were restarted since the group was made are omitted, because they may never call this function. On a
     restarted rank, the call for all ranks logs a warning and returns a group of this rank alone. To include restarted
     ranks, list all members: ``await ad.new_group(ranks)``.
 
     Args:
-        group: Group, possibly freed, whose surviving members form the new group; by default all ranks.
+        group: Group, possibly freed, whose surviving members form the new group, by default all ranks.
         timeout_s: Seconds to wait for the last member.
 
     Raises:
@@ -75,7 +78,7 @@ async def barrier(*, group: Group | None = None, world: World | None = None) -> 
             most 64 ranks. Larger groups do not check, to save time.
         ClosedError: A member has left.
     """
-    world, group = place(world, group)
+    world, group = resolve_group(world, group)
     if not 1 < group.size <= _COMPARED_SIZE_MAX:
         await world.collectives.barrier(group)
         return
@@ -92,10 +95,10 @@ async def broadcast(
     """Copy the values of rank ``root`` into every member's ``tensor``, in place, and return it.
 
     Args:
-        tensor: Tensor of equal shape and dtype on all members, on any device; only read on ``root``.
+        tensor: Tensor of equal shape and dtype on all members, on any device, only read on ``root``.
         root: Rank of a member.
     """
-    world, group = place(world, group)
+    world, group = resolve_group(world, group)
     return await world.collectives.broadcast(tensor, group, root)
 
 
@@ -108,7 +111,7 @@ async def gather(
         tensor: Tensor of equal shape and dtype on all members, on any device.
         root: Rank of a member.
     """
-    world, group = place(world, group)
+    world, group = resolve_group(world, group)
     return await world.collectives.gather(tensor, group, root)
 
 
@@ -136,17 +139,17 @@ def all_gather(
 ) -> Coroutine[Any, Any, Any]:
     """Gather every member's tensor, as a list for a group, or as one tensor along a mesh axis. Awaitable.
 
-    Without an axis name, the list is in the order of ``group``. With an axis name, stack or concatenate each leaf of
-    the tree over the ranks along that mesh axis (:func:`asyncdist.spmd.tree_collectives.all_gather`).
+    Without an axis name, the list is in the order of ``group``. With an axis name, each leaf of the tree is stacked or
+    concatenated over the ranks along that mesh axis (:func:`asyncdist.spmd.tree_collectives.all_gather`).
 
     Args:
-        tensor: Tensor of equal shape and dtype on all members, on any device; with an axis name a tree of tensors.
+        tensor: Tensor of equal shape and dtype on all members, on any device. With an axis name, a tree of tensors.
         axis_name: Name of a mesh axis. With None, the tree is returned unchanged.
-        axis: Dimension of the results along which the ranks' leaves are placed; only with an axis name.
-        tiled: Whether to concatenate the leaves instead of stacking them; only with an axis name.
-        mesh: Mesh with the axis, by default the newest open mesh; only with an axis name.
-        group: Ranks that take part, by default all; only without an axis name.
-        world: World of the call, by default the current one; only without an axis name.
+        axis: Dimension of the results along which the ranks' leaves are placed. Only with an axis name.
+        tiled: Whether to concatenate the leaves instead of stacking them. Only with an axis name.
+        mesh: Mesh with the axis, by default the newest open mesh. Only with an axis name.
+        group: Ranks that take part, by default all. Only without an axis name.
+        world: World of the call, by default the current one. Only without an axis name.
 
     Raises:
         TypeError: Arguments for a group and for a mesh axis were both passed.
@@ -167,7 +170,7 @@ def all_gather(
 async def _all_gather(tensor: object, group: Group | None, world: World | None) -> list[torch.Tensor]:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor must be a tensor, or a tree together with an axis name, got a {type(tensor).__name__}")
-    world, group = place(world, group)
+    world, group = resolve_group(world, group)
     return await world.collectives.all_gather(tensor, group)
 
 
@@ -178,11 +181,11 @@ async def all_reduce(
 
     Args:
         tensor: Tensor of equal shape and dtype on all members, on any device. Integer overflow wraps around. For
-            booleans, "sum" and "max" mean "or"; "prod" and "min" mean "and". A minimum or maximum is NaN if any member
-            has NaN. Dtypes narrower than float32 are reduced in float32 and rounded once.
-        op: ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``; for complex tensors, only ``"sum"`` or ``"prod"``.
+            booleans, "sum" and "max" mean "or", and "prod" and "min" mean "and". A minimum or maximum is NaN if any
+            member has NaN. Dtypes narrower than float32 are reduced in float32 and rounded once.
+        op: ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``. For complex tensors, only ``"sum"`` or ``"prod"``.
     """
-    world, group = place(world, group)
+    world, group = resolve_group(world, group)
     return await world.collectives.all_reduce(tensor, group, op)
 
 
@@ -206,7 +209,7 @@ async def all_to_all(
     Args:
         tensors: One tensor per member, all of equal shape and dtype. A single tensor, of equal shape and dtype on all
             members, is split evenly along its first dimension. The result has the same form.
-        group: Ranks that take part; by default all. For torch.distributed process groups, with gradients, use
+        group: Ranks that take part, by default all. For process groups of torch.distributed, and for gradients, use
             :func:`asyncdist.launch.process_groups.all_to_all`.
 
     Raises:
@@ -217,7 +220,7 @@ async def all_to_all(
             f"group must be a Group from await new_group(ranks), or None, got {group!r:.200}. For process groups of "
             "torch.distributed use asyncdist.launch.process_groups.all_to_all"
         )
-    world, group = place(world, group)
+    world, group = resolve_group(world, group)
     if not isinstance(tensors, torch.Tensor):
         return await world.collectives.all_to_all(tensors, group)
     if not tensors.dim() or tensors.shape[0] % group.size:

@@ -1,7 +1,7 @@
-"""Runs several helper calls as one unit that all members complete, even if the caller is cancelled on some rank.
+"""Runs several collective calls as one unit that all members complete, even if the caller is cancelled on some rank.
 
-Without joint work, a rank whose caller is cancelled between two helpers would not call the second. The other members
-would wait for this rank forever. With joint work, the members first take part in one exchange in the caller's group. A
+Without joint work, a rank whose caller is cancelled between two calls would omit the second call. The other members
+would wait for it forever. With joint work, the members first take part in one exchange in the caller's group. A
 separate task then completes the work, in a group that no other call uses.
 
 **Cancellation** of the caller is recorded. At the work's next :meth:`JointWork.check` on this rank, it becomes a
@@ -32,12 +32,12 @@ from asyncdist.waits import WaitId, WaitKind
 
 T = TypeVar("T")
 
-#: Seconds to wait for the work's group. All members have joined the work, but one may block its event loop.
+#: Seconds to wait for the work's group. All members have joined the work, but a member may block its event loop.
 _GROUP_TIMEOUT_S: Final = 600.0
 
 
 class JointWork(Generic[T]):
-    """Runs this rank's part of a group's joint work. ``operation`` is the called function's name, for errors."""
+    """Runs this rank's part of a group's joint work. ``operation`` is the name of the called function, for errors."""
 
     def __init__(self, world: World, group: Group, operation: str) -> None:
         self._world = world
@@ -50,9 +50,9 @@ class JointWork(Generic[T]):
         self._outcome: asyncio.Future[T] = self._engine.loop.create_future()
         for future in (self._begun, self._outcome):
             future.add_done_callback(_mark_retrieved)
-        self._is_given_up = False
-        self._is_held = False
-        self._released: asyncio.Future[None] | None = None  # resolved when a delayed cancellation may be raised
+        self._is_abandoned = False
+        self._delays_cancellation = False
+        self._released: asyncio.Future[None] | None = None  # completed when a delayed cancellation may be raised
         self._is_over = False
 
     async def begin(
@@ -64,7 +64,7 @@ class JointWork(Generic[T]):
             prepare: Coroutine function that every member awaits before it joins. Its exception is raised unchanged on
                 this rank, and as RemoteError on the others.
             work: Coroutine function that does the work. Its arguments are a group for the work and the prepared value,
-                which is the first member's result of ``prepare``.
+                the first member's result of ``prepare``.
         """
         previous, self._group.lease.joint_work = self._group.lease.joint_work, self
         self._previous = previous if isinstance(previous, JointWork) else None
@@ -79,24 +79,24 @@ class JointWork(Generic[T]):
         outcome = await attempt(in_turn)
         group = self._group
 
-        async def meet(collectives: Collectives) -> Any:
+        async def begin_work(collectives: Collectives) -> Any:
             headers = await exchange_headers(collectives, group, outcome, Call(self._operation))
             raise_first_error(headers)
             prepared = serialization.decode(await share_payload(collectives, group, outcome, headers[0]))
             self._task = self._world.spawn(self._run(work, prepared), name=self._operation)
             return prepared
 
-        def on_met() -> None:
+        def on_exchanged() -> None:
             if self._task is None:
                 self._end()
 
         try:
-            prepared = await run_and_raise(self._world.collectives, group, outcome, meet, on_end=on_met)
+            prepared = await run_and_raise(self._world.collectives, group, outcome, begin_work, on_end=on_exchanged)
             assert self._task is not None, "all have come"
             await self._engine.settled_by(self._task, asyncio.shield(self._begun))
             return prepared
         except asyncio.CancelledError:
-            await self._give_up()
+            await self._abandon()
             raise
 
     async def result(self) -> T:
@@ -104,12 +104,12 @@ class JointWork(Generic[T]):
         assert self._task is not None, "it has begun"
         return await self._engine.settled_by(self._task, asyncio.shield(self._outcome))
 
-    async def result_or_give_up(self) -> T:
-        """Return the result of the work. **Cancellation**: the work is abandoned."""
+    async def result_or_abandon(self) -> T:
+        """Return the result of the work. **Cancellation**: the work is abandoned if it has not made its last check."""
         try:
             return await self.result()
         except asyncio.CancelledError:
-            await self._give_up()
+            await self._abandon()
             raise
 
     @property
@@ -118,19 +118,19 @@ class JointWork(Generic[T]):
         return self._is_over
 
     def check(self) -> None:
-        """Raise CancelledError if the caller was cancelled. Inside a helper, this notifies the other ranks."""
-        if self._is_given_up:
+        """Raise CancelledError if the caller was cancelled. Inside a collective call, this notifies the other ranks."""
+        if self._is_abandoned:
             raise asyncio.CancelledError(f"{self._operation} was cancelled")
 
-    def hold(self) -> None:
-        """Delay a cancellation of the caller until the end of the work, which changes the caller's objects."""
-        self._is_held = True
+    def delay_cancellation(self) -> None:
+        """Delay a cancellation of the caller until the end of the work, which changes objects of the caller."""
+        self._delays_cancellation = True
         self._released = self._engine.loop.create_future()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Delay a cancellation of the caller until the end of the context, which reads the caller's objects."""
-        self.hold()
+    def delayed_cancellation(self) -> Iterator[None]:
+        """Delay a cancellation of the caller until the end of the context, which reads objects of the caller."""
+        self.delay_cancellation()
         try:
             yield
         finally:
@@ -146,8 +146,8 @@ class JointWork(Generic[T]):
         return await self._world.peers.groups.new_group(self._group.ranks, _GROUP_TIMEOUT_S, subject=subject)
 
     async def _run(self, work: Callable[[Group, Any], Coroutine[Any, Any, T]], prepared: Any) -> None:
-        # `begin` does not make the group in its exchange, because the other members would then report the loss of this
-        # rank as a cancellation.
+        # The group is not made in the exchange of ``begin``, because the other members would then report the loss of
+        # this rank as a cancellation.
         own = self._group
         try:
             own = await self._new_group()
@@ -157,7 +157,7 @@ class JointWork(Generic[T]):
             self._settle(error)
         except BaseException as error:
             self._settle(None)
-            if not (self._is_given_up and isinstance(error, asyncio.CancelledError)):
+            if not (self._is_abandoned and isinstance(error, asyncio.CancelledError)):
                 raise
         finally:
             self._end()
@@ -175,7 +175,7 @@ class JointWork(Generic[T]):
                 future.set_exception(error)
 
     def _release(self) -> None:
-        self._is_held = False
+        self._delays_cancellation = False
         if self._released is not None:
             resolve_waiter(self._released, None)
 
@@ -183,16 +183,16 @@ class JointWork(Generic[T]):
         self._is_over = True
         self._release()
         lease, previous, self._previous = self._group.lease, self._previous, None
-        if lease.joint_work is self:  # if this work was abandoned early, the previous work may still be running
+        if lease.joint_work is self:  # After an early abandonment, the previous work may still be running.
             lease.joint_work = None if previous is None or previous._is_over else previous
         self._engine.recheck()
 
-    async def _give_up(self) -> None:
-        self._is_given_up = True
-        while self._is_held and not self._is_over:
+    async def _abandon(self) -> None:
+        self._is_abandoned = True
+        while self._delays_cancellation and not self._is_over:
             assert self._released is not None, "it is held"
             with contextlib.suppress(asyncio.CancelledError):  # only the first cancellation is raised
-                await asyncio.wait([self._released])  # the engine's own wait would raise if the job has failed
+                await asyncio.wait([self._released])  # The engine's own wait would raise if the job has failed.
 
 
 def _mark_retrieved(outcome: asyncio.Future[Any]) -> None:

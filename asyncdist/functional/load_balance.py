@@ -52,7 +52,7 @@ class StepBalance:
 
     @property
     def remark(self) -> str:
-        """Note about the step's missing ranks and ignored iterations, or ""."""
+        """Note about the step's missing ranks and ignored iterations, or an empty string."""
         remarks = [f"not on {ranks_in_words(self.missing)}"] if self.missing else []
         if self.iteration_count < self.iteration_count_max:
             remarks.append(f"first {self.iteration_count} of up to {self.iteration_count_max} iterations")
@@ -78,7 +78,7 @@ class RankTime:
     """Times of one step on one rank.
 
     Attributes:
-        mean_s: Mean seconds per iteration; NaN if there are no iterations.
+        mean_s: Mean seconds per iteration, or NaN if there are no iterations.
         total_s: Total seconds of all iterations.
         iteration_count: Number of iterations.
     """
@@ -143,7 +143,7 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
         all_timing_dict: One dict per rank, in rank order, that maps step names to seconds. A value is a number, or a
             list, array or tensor with one number per iteration. ``gather_from_all_ranks(lambda: timing)`` returns such
             a list.
-        world_size: Number of dicts to use; by default all.
+        world_size: Number of dicts to use, by default all.
 
     Raises:
         TypeError, ValueError: An entry is not a dict, or a value is not a number of seconds.
@@ -157,7 +157,7 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
 def report_time_info(all_timing_dict: Sequence[Timing], world_size: int | None = None) -> TimeInfo:
     """Print and return each step's mean and total time on each rank, and the largest and mean total of all ranks.
 
-    It takes the arguments of :func:`report_load_imbalance`.
+    The arguments are the same as for :func:`report_load_imbalance`.
     """
     timings = _checked(all_timing_dict, world_size)
     times = tuple(

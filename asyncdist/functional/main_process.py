@@ -1,4 +1,4 @@
-"""Helpers that let one rank compute for all, all ranks compute for one, or one rank run first.
+"""Helpers with which one rank computes for all, all ranks compute for one, or one rank runs first.
 
 Each helper is collective in its group, by default the whole world. An exception in a rank's function is raised
 unchanged on that rank, and as a RemoteError with rank, type and message on every other member. A value of a type that
@@ -35,7 +35,7 @@ from asyncdist.collectives.error_exchange import (
 )
 from asyncdist.collectives.groups import Group, check_group
 from asyncdist.errors import LocalProtocolError
-from asyncdist.functional.collectives import place
+from asyncdist.functional.collectives import resolve_group
 from asyncdist.runtime.world import World, current_world
 from asyncdist.tensors import serialization
 
@@ -84,15 +84,16 @@ async def compute_and_broadcast(
 
     Args:
         fn: Function or coroutine function without arguments, called only on ``root``.
-        root: World rank of a member; by default the group's first.
-        group: Ranks that get the value; by default all.
-        world: World of the call; by default the current one.
+        root: World rank of a member, by default the group's first.
+        group: Ranks that get the value, by default all.
+        world: World of the call, by default the current one.
 
     Raises:
-        RemoteError: ``fn`` raised on ``root``, or its result cannot be sent. ``root`` raises the exception itself.
+        RemoteError: ``fn`` raised an exception on ``root``, or its result cannot be sent. ``root`` raises the exception
+            itself.
         LocalProtocolError: This rank, or ``root``, is not in the group.
     """
-    world, group, root = _place(world, group, root)
+    world, group, root = _resolve_group(world, group, root)
     is_root = world.rank == root
     outcome = await attempt(fn if is_root else None, checks=_checks(group, root, None, fn=fn))
 
@@ -140,18 +141,18 @@ async def gather_from_all_ranks(
 
     Args:
         fn: Function or coroutine function without arguments, called on every member.
-        world_size: None, or the group's size; for compatibility with torchgfn.
-        root: Rank that gets the values, in the group's order; by default the group's first.
-        group: Ranks that compute; by default all.
-        world: World of the call; by default the current one.
+        world_size: None or the group's size, for compatibility with torchgfn.
+        root: Rank that gets the values, in the group's order, by default the group's first.
+        group: Ranks that compute, by default all.
+        world: World of the call, by default the current one.
 
     Raises:
-        RemoteError: ``fn`` raised on another member, or its result cannot be sent. The error names the first such
-            member in the group's order, which raises the exception itself.
+        RemoteError: ``fn`` raised an exception on another member, or its result cannot be sent. The error names the
+            first such member in the group's order, which raises the exception itself.
         LocalProtocolError: This rank, or ``root``, is not in the group.
         ValueError: ``world_size`` is not the group's size.
     """
-    world, group, root = _place(world, group, root)
+    world, group, root = _resolve_group(world, group, root)
     outcome = await attempt(fn, checks=_checks(group, root, world_size, fn=fn))
     return await _gather(world, group, Call("gather_from_all_ranks", root), outcome)
 
@@ -188,13 +189,13 @@ async def gather_scalar_from_all_ranks(
 ) -> list[Any] | None:
     """Compute one number on every rank. Return all numbers on ``root``, and None on other ranks.
 
-    A number is a bool, int, float or complex, a NumPy scalar, or a tensor with one element, and keeps its type. It has
-    the arguments and further errors of :func:`gather_from_all_ranks`.
+    A number is a bool, int, float or complex, a NumPy scalar, or a tensor with one element. It keeps its type. The
+    arguments and the other errors are the same as for :func:`gather_from_all_ranks`.
 
     Raises:
         TypeError: ``fn`` did not return a number on this rank. The other members get RemoteError.
     """
-    world, group, root = _place(world, group, root)
+    world, group, root = _resolve_group(world, group, root)
     outcome = await attempt(fn, _encode_scalar, checks=_checks(group, root, world_size, fn=fn))
     return await _gather(world, group, Call("gather_scalar_from_all_ranks", root), outcome)
 
@@ -274,18 +275,18 @@ async def reduce_and_broadcast(
     Args:
         fn1: Function or coroutine function without arguments, called on every member.
         fn2: Function or coroutine function, called only on ``root`` with the list of values in the group's order.
-        world_size: None, or the group's size; for compatibility with torchgfn.
-        root: Rank that reduces; by default the group's first.
-        group: Ranks that take part; by default all.
-        world: World of the call; by default the current one.
+        world_size: None or the group's size, for compatibility with torchgfn.
+        root: Rank that reduces, by default the group's first.
+        group: Ranks that take part, by default all.
+        world: World of the call, by default the current one.
 
     Raises:
-        RemoteError: A function raised on another member, or its result cannot be sent. That member raises the exception
-            itself.
+        RemoteError: A function raised an exception on another member, or its result cannot be sent. That member raises
+            the exception itself.
         LocalProtocolError: This rank, or ``root``, is not in the group.
         ValueError: ``world_size`` is not the group's size.
     """
-    world, group, root = _place(world, group, root)
+    world, group, root = _resolve_group(world, group, root)
     outcome = await attempt(fn1, checks=_checks(group, root, world_size, fn1=fn1, fn2=fn2))
 
     async def gather_and_reduce(collectives: Collectives) -> tuple[LocalResult, list[ResultHeader], bytes]:
@@ -294,6 +295,7 @@ async def reduce_and_broadcast(
         if not any(header.has_error for header in headers):
             if payloads is not None:
                 reduced = await attempt(lambda: fn2([serialization.decode(part) for part in payloads]))
+                reduced.raise_if_cancelled()  # A loss of a member cancels this sequence of collectives.
             header, payload = await share(collectives, group, reduced, root)
             headers = [header]
         return reduced, headers, payload
@@ -309,17 +311,17 @@ async def reduce_and_broadcast(
 async def zero_first(is_main: bool, *, group: Group | None = None, world: World | None = None) -> AsyncIterator[None]:
     """Run the block first on the ranks where ``is_main`` is true, and then on the others.
 
-    For example, with ``async with zero_first(world.rank == 0)`` rank 0 downloads a file, which the others then find.
-    Several ranks may be main, for example one per host. Collectives of the group raise DisagreementError in the block,
-    because its members enter the block at different times.
+    For example, with ``async with zero_first(world.rank == 0)``, rank 0 downloads a file, which the other ranks then
+    find. Several ranks may be main, for example one per host. In the block, collectives of the group raise
+    DisagreementError, because its members enter the block at different times.
 
     Raises:
-        RemoteError: The block raised on a main rank, so the other ranks do not enter their blocks. An exception in the
-            block of another rank affects only that rank.
+        RemoteError: The block raised an exception on a main rank, so the other ranks do not enter their blocks. An
+            exception in the block of another rank affects only that rank.
         LocalProtocolError: No rank is main, or this rank is not in the group.
         TypeError: ``is_main`` is not a bool.
     """
-    world, group = place(world, group)
+    world, group = resolve_group(world, group)
     call = Call("zero_first")
     checked = await attempt(None, checks=[functools.partial(_check_is_main, is_main)])
     if checked.error is not None:
@@ -351,15 +353,15 @@ async def zero_only(
     block. Put the main rank's work under ``if is_main:``. At the end of the block, all members wait for each other.
 
     Args:
-        root: Rank on which ``is_main`` is true; by default the group's first.
-        group: Ranks that take part; by default all.
-        world: World of the call; by default the current one.
+        root: Rank on which ``is_main`` is true, by default the group's first.
+        group: Ranks that take part, by default all.
+        world: World of the call, by default the current one.
 
     Raises:
-        RemoteError: The block raised on another member. That member raises the exception itself.
+        RemoteError: The block raised an exception on another member. That member raises the exception itself.
         LocalProtocolError: This rank, or ``root``, is not in the group.
     """
-    world, group, root = _place(world, group, root)
+    world, group, root = _resolve_group(world, group, root)
     call = Call("zero_only", root)
     if root not in group.ranks:
         await _exchange(world, group, await attempt(None, checks=_checks(group, root, None)), call)
@@ -387,8 +389,8 @@ async def _exchange(world: World, group: Group, outcome: LocalResult, call: Call
     return await run_and_raise(world.collectives, group, outcome, work)
 
 
-def _place(world: World | None, group: Group | None, root: int | None) -> tuple[World, Group, int]:
-    world, group = place(world, group)
+def _resolve_group(world: World | None, group: Group | None, root: int | None) -> tuple[World, Group, int]:
+    world, group = resolve_group(world, group)
     given = group.ranks[0] if root is None else root
     (number,) = validation.whole_numbers((given,)) or (given,)
     return world, group, number

@@ -121,7 +121,7 @@ async def new_parallel_groups(
     Args:
         model_parallelism: Number of ranks that share one stage of a model.
         pipeline_parallelism: Number of stages of a model.
-        world: World of the call; by default the current one.
+        world: World of the call, by default the current one.
 
     Raises:
         ValueError: A number is not a positive integer, or their product does not divide the world size. The other ranks

@@ -19,7 +19,7 @@ from asyncdist.collectives.error_exchange import (
 )
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import DisagreementError
-from asyncdist.functional.collectives import place
+from asyncdist.functional.collectives import resolve_group
 from asyncdist.functional.main_process import check_world_size
 from asyncdist.runtime.world import World
 from asyncdist.tensors import serialization
@@ -43,9 +43,9 @@ async def gather_distributed_data(
             members. The other dimensions and the dtype must be equal. Alternatively, on all members, a list of values
             that can be sent (:data:`asyncdist.tensors.serialization.ALLOWED`). The result is a list, or a tensor on the
             first rank's device.
-        world_size, rank: None, or the group's size and this rank; for compatibility with torchgfn.
-        training_group: Ranks that take part; by default all.
-        world: World of the call; by default the current one.
+        world_size, rank: None, or the group's size and this rank, for compatibility with torchgfn.
+        training_group: Ranks that take part, by default all.
+        world: World of the call, by default the current one.
 
     Raises:
         DisagreementError: Trailing dimensions or dtypes differ, or only some members pass a list. Every member raises
@@ -54,7 +54,7 @@ async def gather_distributed_data(
             RemoteError.
         LocalProtocolError: This rank is not in the group.
     """
-    world, group = place(world, training_group)
+    world, group = resolve_group(world, training_group)
     root = group.ranks[0]
     contents: list[torch.Tensor] = []
 
@@ -86,7 +86,10 @@ async def gather_distributed_data(
 
 
 def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
-    """Return the data's kind, dtype and shape (for a list, its encoded size), and its bytes as a uint8 tensor."""
+    """Return the data's kind, dtype and shape, and its bytes as a uint8 tensor.
+
+    A list's "shape" is its encoded size.
+    """
     if isinstance(data, list):
         payload = serialization.encode(data)
         return ("list", "", [len(payload)]), torch.frombuffer(bytearray(payload), dtype=torch.uint8)

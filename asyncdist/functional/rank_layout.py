@@ -35,8 +35,8 @@ class RankLayout:
     Attributes:
         agent_groups: Training ranks of each agent group, as tuples or lists. Groups have equal sizes and need not be
             contiguous.
-        clients: Training ranks that each buffer rank serves, by buffer rank; empty without buffers.
-        coordinator: Rank that neither trains nor serves a buffer; None if there is none.
+        clients: Training ranks that each buffer rank serves, by buffer rank. Empty without buffers.
+        coordinator: Rank that neither trains nor serves a buffer, or None.
 
     Raises:
         TypeError: A field is not a list or dict.
@@ -112,7 +112,7 @@ class RankLayout:
     ) -> RankLayout:
         """Assign training ranks first, in contiguous groups, then buffer ranks, which serve the training ranks in turn.
 
-        The coordinator is skipped in the numbering. Raises ValueError if the numbers are inconsistent.
+        The coordinator is skipped in the numbering. ValueError is raised if the numbers are inconsistent.
         """
         training_count = _check_counts(world_size, num_remote_buffers, num_agent_groups, coordinator)
         ranks = [rank for rank in range(world_size) if rank != coordinator]
@@ -176,7 +176,7 @@ class RankLayout:
         return next((index for index, group in enumerate(self.agent_groups) if rank in group), None)
 
     def buffer_of(self, rank: int) -> int | None:
-        """Return the buffer that serves this training rank, or None."""
+        """Return the buffer rank that serves a training rank, or None."""
         return next((buffer for buffer, ranks in self.clients.items() if rank in ranks), None)
 
     def __str__(self) -> str:
@@ -189,10 +189,10 @@ class RankLayout:
 
 
 class DistributedContext:
-    """Roles and groups of a world's ranks, as seen by one rank.
+    """The roles and groups of a world's ranks, as seen by one rank.
 
     A group that includes this rank supports every collective on every transport. Its ``communicator`` is the backend's
-    native communicator, or None. Other groups only have ``ranks``.
+    native communicator, or None. Other groups only have the attribute ``ranks``.
 
     Attributes:
         agent_group_id: Index of this rank's agent group, or None if it does not train.
@@ -234,7 +234,7 @@ class DistributedContext:
 
     @property
     def dc_mpi4py(self) -> DistributedContext | None:
-        """This context on MPI, or None on other transports, for code ported from torchgfn."""
+        """This context on MPI, or None on other transports, as code ported from torchgfn expects."""
         return self if self._world.transport_name == "mpi" else None
 
     def is_buffer_rank(self) -> bool:
@@ -246,7 +246,7 @@ class DistributedContext:
         return self.agent_group_id is not None
 
     def is_coordinator_rank(self) -> bool:
-        """Return whether this rank is the reserved coordinator."""
+        """Return whether this rank is the coordinator, which neither trains nor serves a buffer."""
         return self.my_rank == self.layout.coordinator
 
     async def cleanup(self) -> None:
@@ -286,11 +286,11 @@ async def initialize_distributed_compute(
         num_agent_groups: Number of agent groups, which must divide the number of training ranks.
         coordinator: Rank that neither trains nor serves a buffer, for example for ``protocols.coordinate``.
         placement: ``"arithmetic"`` (:meth:`RankLayout.arithmetic`) or ``"host"`` (:meth:`RankLayout.by_host`).
-        hostname: Host of this rank, for ``"host"``; by default ``world.hostname``.
+        hostname: Host of this rank, for ``"host"``, by default ``world.hostname``.
         layout: Layout to use instead of the arguments above.
-        dist_backend: None, or the world's transport (``world.transport_name``, or gloo); for compatibility with
+        dist_backend: None or the world's transport (``world.transport_name``, or gloo), for compatibility with
             torchgfn.
-        world: World of the call; by default the current one.
+        world: World of the call, by default the current one.
 
     Raises:
         ValueError, TypeError: The numbers, the layout or ``dist_backend`` do not fit this world. The other ranks get
@@ -310,7 +310,7 @@ async def initialize_distributed_compute(
         else:
             _check_layout(world, layout)
     options = {"buffers, groups, coordinator": f"{num_remote_buffers}, {num_agent_groups}, {coordinator}"}
-    options |= {"placement": placement, "layout": "none" if layout is None else _in_words(layout)}
+    options |= {"placement": placement, "layout": "none" if layout is None else _describe(layout)}
 
     async def make(start: Start[DistributedContext]) -> DistributedContext:
         await start.agree(options, timeout_s=_TIMEOUT_S)
@@ -325,7 +325,7 @@ async def initialize_distributed_compute(
         groups = await world.peers.groups.new_groups(own, start.left_s(_TIMEOUT_S), part_of=start)
         return DistributedContext(world, plan, dict(zip(own, groups, strict=True)))
 
-    # If the ranks exchange host names in the world's group, a cancelled caller waits for the exchange.
+    # A cancelled caller must wait for an exchange of host names, because it uses the world's group.
     is_held = placement == "host" and layout is None
     return await start_together(
         world.services,
@@ -366,8 +366,8 @@ async def _all_hosts(world: World, hostname: str) -> list[str]:
     return await compute_and_broadcast(lambda: hosts or [], world=world)
 
 
-def _in_words(layout: RankLayout) -> str:
-    """Describe a layout in one line. A long description is cut off and followed by a digest."""
+def _describe(layout: RankLayout) -> str:
+    """Describe a layout in one line. A long description is cut off, and a digest follows."""
     text = str(layout).replace("\n", "; ")
     if len(text) <= _WORDS_LENGTH_MAX:
         return text
@@ -407,10 +407,10 @@ def _tuple(name: str, values: Any, of: str) -> tuple[Any, ...]:
 
 
 def _choose_buffers(training: dict[str, list[int]], count: int) -> dict[str, list[int]]:
-    """Choose ``count`` buffers, remove them from their hosts' training ranks, and return them by host."""
+    """Choose ``count`` buffer ranks, remove them from the training ranks of their hosts, and return them by host."""
     buffers: dict[str, list[int]] = {host: [] for host in training}
     for _ in range(count):
-        # Among equal hosts, the first is chosen. Hosts with a single training rank are chosen last.
+        # Among equal hosts, the first one is chosen. Hosts with a single training rank are chosen last.
         host = max(training, key=lambda name: (len(training[name]) > 1, len(training[name]) / (len(buffers[name]) + 1)))
         buffers[host].insert(0, training[host].pop())
     return buffers

@@ -13,21 +13,21 @@ from asyncdist.runtime.world import World, current_world
 
 
 class RestoredNumbers:
-    """Tells whether this rank's generators are still in the states that it restored from its own checkpoint.
+    """Records whether this rank's generators are still in the states that it restored from its own checkpoint.
 
-    An integration gives a training's ranks different random numbers. It must not do so if they continue a checkpoint.
+    An integration gives the ranks of a training different random numbers, unless these ranks continue a checkpoint.
     """
 
     def __init__(self, _: object) -> None:
         self._restored: int | None = None
 
     def note(self) -> None:
-        """Note the current states of the generators, which have just been restored."""
+        """Record the current states of the generators, which have just been restored."""
         self._restored = _hash_of_states()
 
     @property
-    def are_next(self) -> bool:
-        """Whether no number was drawn and no seed set since the last call of :meth:`note`."""
+    def are_unchanged(self) -> bool:
+        """Whether no number was drawn and no seed was set since the last call of :meth:`note`."""
         return self._restored is not None and self._restored == _hash_of_states()
 
 
@@ -45,7 +45,7 @@ def seed_all(seed: int, *, world: World | None = None) -> int:
 
     Args:
         seed: Integer >= 0, equal on all ranks.
-        world: World of the call; by default the current one.
+        world: World of the call, by default the current one.
 
     Returns:
         The seed of this rank's generators, derived from ``seed`` and rank with NumPy's ``SeedSequence``. Different

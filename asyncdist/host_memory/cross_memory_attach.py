@@ -111,10 +111,9 @@ class _Copy:
     """A system call that copies memory. Its arguments are kept, because creating them takes longer than the call.
 
     Args:
-        name: Name of the system call.
         here: Address in this process.
         there: Address in the other process.
-        keeps_gil: Whether to hold the GIL during the call, for copies that are shorter than releasing it.
+        keeps_gil: Whether to hold the GIL during the call, for copies that take less time than releasing the GIL.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ class DirectWrite:
     """Writes the last part of a tensor into the memory of another process, piece by piece.
 
     Args:
-        neighbour: Process to write to; None if it is unknown, so that writing fails.
+        neighbour: Process to write to. If it is None, writing fails.
         view: Bytes to write, which must not change before all of them are written.
         source: Address of the bytes in this process.
         target: Address of the copy in the other process.

@@ -2,8 +2,8 @@
 
 The memory is an anonymous file (``memfd_create``), which other processes open through ``/proc/PID/fd``. No operation is
 collective or blocking, so a late or lost rank delays no other rank. The file is not in a file system, so a killed rank
-leaves nothing behind. The size of ``/dev/shm``, 64 MiB in many containers, is not a limit. Its pages are allocated
-immediately and its size is fixed, so later accesses never raise SIGBUS.
+leaves nothing behind. The size of ``/dev/shm``, 64 MiB in many containers, is not a limit. The file's pages are
+allocated immediately and its size is fixed, so later accesses never raise SIGBUS.
 
 The file has a random name, by which a process checks that a descriptor refers to it. Ranks in another container, of
 another user, or on a system other than Linux do not find the file, and use messages instead.

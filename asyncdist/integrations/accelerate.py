@@ -34,6 +34,7 @@ from asyncdist.blocking.callers import is_in_a_rank
 from asyncdist.functional.seeding import RestoredNumbers
 from asyncdist.integrations import pytorch
 from asyncdist.integrations.joining import (
+    REFUSED_OPTIONS,
     PolicyT,
     Selective,
     Training,
@@ -43,14 +44,14 @@ from asyncdist.integrations.joining import (
     join,
     note_out_of_memory,
     settle_open_trainings,
-    warn_of_iterable,
+    warn_of_common_rows,
 )
 from asyncdist.integrations.random_numbers import (
-    draw_apart,
     forget_order,
     saves_order,
-    seed_workers_apart,
-    shuffle_apart,
+    seed_by_number,
+    seed_workers_by_number,
+    shuffle_by_number,
 )
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
@@ -67,7 +68,7 @@ _ONE_RANK: Final = (
 )
 
 
-def _give_ranks_folders(kind: Any) -> None:
+def _use_rank_folders(kind: Any) -> None:
     """Patch ``Accelerator`` so that new instances write to a separate folder for each rank."""
     make = kind.__init__
 
@@ -82,7 +83,7 @@ def _give_ranks_folders(kind: Any) -> None:
     kind.__init__ = make_for_rank
 
 
-def _shuffle_loaders_apart(kind: Any) -> None:
+def _shuffle_loaders_by_rank(kind: Any) -> None:
     """Patch ``Accelerator`` so that the loaders it prepares shuffle differently on each rank."""
     prepare = kind.prepare_data_loader
 
@@ -90,15 +91,14 @@ def _shuffle_loaders_apart(kind: Any) -> None:
     def prepare_for_rank(self: Any, *args: Any, **options: Any) -> Any:
         loader = prepare(self, *args, **options)
         if self.num_processes == 1 and (world := _world()).size > 1:
-            shuffle_apart(loader, world.rank)
+            shuffle_by_number(loader, world.rank)
             forget_order(loader)
-            warn_of_iterable(loader, world)
         return loader
 
     kind.prepare_data_loader = prepare_for_rank
 
 
-def _load_states_apart(kind: Any) -> None:
+def _vary_loaded_states(kind: Any) -> None:
     """Patch ``Accelerator`` so that ranks that load the same state still use different random numbers."""
     load = kind.load_state
 
@@ -111,19 +111,19 @@ def _load_states_apart(kind: Any) -> None:
         if input_dir is None or f"rank{world.rank}" in Path(input_dir).parts:  # the state was saved by this rank
             world.services.shared(RestoredNumbers).note()
         elif world.size > 1:
-            draw_apart(world.rank)
+            seed_by_number(world.rank)
             for loader in self._dataloaders:  # loading has replaced the loaders' samplers
-                shuffle_apart(loader, world.rank)
+                shuffle_by_number(loader, world.rank)
                 if saves_order(loader):
                     forget_order(loader)
                 else:
-                    seed_workers_apart(loader, world.rank)
+                    seed_workers_by_number(loader, world.rank)
 
     kind.load_state = load_for_rank
 
 
 def _save_settled_states(kind: Any) -> None:
-    """Patch ``Accelerator`` to wait for the rounds in flight before it saves the state of a registered policy."""
+    """Patch ``Accelerator.save_state`` to wait first until the rounds of averaging in progress have ended."""
     save = kind.save_state
 
     @functools.wraps(save)
@@ -135,17 +135,17 @@ def _save_settled_states(kind: Any) -> None:
 
 
 class _Gradients(dict[str, Any]):
-    """State of GradientState on one of several ranks of a process."""
+    """The state of accelerate's ``GradientState`` for one of several ranks that share a process."""
 
     def __init__(self, _: object) -> None:
         super().__init__()
 
 
 class _GradientsOfRank:
-    """Gives each rank its own state of GradientState, because accelerate has one state per process.
+    """Gives each rank its own state of accelerate's ``GradientState``, which has one state per process.
 
-    Otherwise the batches of one rank would determine when another rank's optimizer makes a step. Rank 0 has the
-    process's state, which a simulated script may use before it opens its world.
+    With a common state, one rank's batches would determine when another rank's optimizer makes a step. Rank 0 has the
+    state of the process, which a simulated script may use before it opens its world.
     """
 
     def __init__(self, of_process: dict[str, Any]) -> None:
@@ -183,14 +183,14 @@ def _note_exhausted_memory(memory: Any) -> None:
 hide_ranks_from(accelerate.state.PartialState)
 accelerate.state.GradientState._shared_state = _GradientsOfRank(accelerate.state.GradientState._shared_state)
 _note_exhausted_memory(accelerate.utils.memory)
-_give_ranks_folders(accelerate.Accelerator)
-_shuffle_loaders_apart(accelerate.Accelerator)
-_load_states_apart(accelerate.Accelerator)
+_use_rank_folders(accelerate.Accelerator)
+_shuffle_loaders_by_rank(accelerate.Accelerator)
+_vary_loaded_states(accelerate.Accelerator)
 _save_settled_states(accelerate.Accelerator)
 
 
 class Averaging(pytorch.Averaging[PolicyT]):
-    """Runs a policy in a loop that uses Accelerate; see :class:`asyncdist.integrations.pytorch.Averaging`.
+    """Runs a policy in a loop that uses Accelerate. See :class:`asyncdist.integrations.pytorch.Averaging`.
 
     ``average_every`` counts optimizer steps. While ``accelerator.accumulate(model)`` accumulates gradients,
     ``optimizer.step()`` does nothing, and :meth:`step` only records the metric and the tokens.
@@ -199,10 +199,14 @@ class Averaging(pytorch.Averaging[PolicyT]):
     def _begin(self, training: Training[PolicyT], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._gradients = accelerate.state.GradientState()  # all GradientState instances of a rank share one state
         self._tokens: float | None = None
+        self._has_seen_loader = False
         super()._begin(training, model, optimizer)
 
     def step(self, metric: Any = None, *, loss: Any = None, score: Any = None, tokens: float | None = None) -> StepInfo:
         """Do a policy step, with the arguments of :meth:`asyncdist.integrations.pytorch.Averaging.step`."""
+        if not self._has_seen_loader:  # only now, because a program also prepares loaders for evaluation
+            self._has_seen_loader = True
+            warn_of_common_rows(self._gradients.active_dataloader, join())
         if tokens is not None:
             self._tokens = tokens + (self._tokens or 0)
         if self._gradients.sync_gradients or self.policy is None:
@@ -216,11 +220,11 @@ class Averaging(pytorch.Averaging[PolicyT]):
 class SelectiveAveraging(Averaging[Selective], pytorch.SelectiveAveraging):
     """Replaces the worst ranks' weights with the average of good ranks' weights, in a loop that uses Accelerate.
 
-    The arguments are those of :class:`asyncdist.integrations.pytorch.SelectiveAveraging`, except that ``replica_size``
-    raises TypeError. Steps work as in :class:`Averaging`.
+    The arguments are the same as for :class:`asyncdist.integrations.pytorch.SelectiveAveraging`, except that
+    ``replica_size`` raises TypeError. Steps work as in :class:`Averaging`.
     """
 
-    @validation.names_options(refused=dict.fromkeys(("replica_size", "swap_every"), _ONE_RANK))
+    @validation.names_options(refused={**REFUSED_OPTIONS, **dict.fromkeys(("replica_size", "swap_every"), _ONE_RANK)})
     def __init__(
         self,
         model: nn.Module,

@@ -1,4 +1,4 @@
-"""Runs a policy in programs that do not know about ranks: joins the job, and starts and ends the policy."""
+"""Runs a policy in programs that do not know about ranks. Joins the job, and starts and ends the policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Generic, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
 from asyncdist.errors import BusyError, ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError
 from asyncdist.functional.seeding import RestoredNumbers
-from asyncdist.integrations.random_numbers import draw_apart
+from asyncdist.integrations.random_numbers import reads_in_order, seed_by_number
 from asyncdist.launchers import child_environment, detection
 from asyncdist.protocols import (
     AsyncSelectiveAveragingPolicy,
@@ -42,19 +42,24 @@ logger = logging.getLogger("asyncdist.integrations")
 Selective: TypeAlias = AsyncSelectiveAveragingPolicy | ReplicaAveragingPolicy
 PolicyT = TypeVar("PolicyT", bound=SpawnPolicy)
 
-_told: set[str] = set()
+#: Reason why ``SelectiveAveraging`` lacks an option of its policy, for :func:`asyncdist.validation.names_options`.
+REFUSED_OPTIONS: Final = {
+    "metric": "to judge ranks by a function, use Averaging with AsyncSelectiveAveragingPolicy and metric=function"
+}
+
+_logged: set[str] = set()
 
 
-_chosen_from: int = 0
-"""Number of GPUs that were visible before this rank's GPUs were chosen; 0 if no GPUs have been chosen."""
+_visible_gpus: list[str] = []
+"""GPUs that were visible before this rank's GPUs were chosen, or an empty list if no GPUs have been chosen."""
 
 
 def hide_ranks() -> None:
     """Hide the launcher's variables and other ranks' GPUs, so that libraries imported later train in one process."""
-    global _chosen_from
     number = detection.local_rank()
-    if number is not None and "CUDA_VISIBLE_DEVICES" not in environment.VARIABLES and torch.cuda.device_count() > 1:
-        _chosen_from = torch.cuda.device_count()
+    if number is not None and not _visible_gpus and (count := torch.cuda.device_count()) > 1:
+        listed = environment.VARIABLES.get("CUDA_VISIBLE_DEVICES")  # of all ranks, for example set by Slurm
+        _visible_gpus[:] = map(str, range(count)) if listed is None else listed.split(",")[:count]
         choose_gpus([number])
     child_environment.hide_ranks()
 
@@ -62,7 +67,7 @@ def hide_ranks() -> None:
 def hide_ranks_from(state: Any) -> None:
     """Patch accelerate's ``PartialState`` to hide variables that a launcher has set after the integration's import.
 
-    ``notebook_launcher`` forks its ranks from a process that may have imported the integration, and sets their
+    ``notebook_launcher`` forks its ranks from a process that may have imported the integration. It sets the ranks'
     variables afterwards.
     """
     make = state.__init__
@@ -79,9 +84,9 @@ def hide_ranks_from(state: Any) -> None:
 
 
 def choose_gpus(numbers: Sequence[int]) -> None:
-    """Make only the GPUs with these indices on this host visible, unless the user has chosen GPUs."""
-    if _chosen_from:
-        seen = ",".join(str(number % _chosen_from) for number in numbers)
+    """Make only the GPUs with these indices among the visible GPUs visible, unless at most one was visible."""
+    if _visible_gpus:
+        seen = ",".join(_visible_gpus[number % len(_visible_gpus)] for number in numbers)
         environment.set_variables({"CUDA_VISIBLE_DEVICES": seen})
 
 
@@ -96,8 +101,8 @@ def join() -> World:
             "with async with, and await its step"
         )
     world = process_world()
-    if world.size == 1 and "alone" not in _told:
-        _told.add("alone")
+    if world.size == 1 and "alone" not in _logged:
+        _logged.add("alone")
         started = (
             "without --multi_gpu, accelerate launch ignores --num_processes and starts only one process; "
             if detection.is_started_by_accelerate()
@@ -112,7 +117,7 @@ def join() -> World:
 
 
 def below(path: Any, folder: str) -> str:
-    """Return the path of the subfolder ``folder``, or ``path`` if it is already in such a subfolder."""
+    """Return the path of the subfolder ``folder`` of ``path``, or ``path`` if it is already in such a subfolder."""
     parent: str = os.fspath(path)  # pathlib.Path would alter a URL
     return parent if folder in parent.split("/") else os.path.join(parent, folder)
 
@@ -129,7 +134,7 @@ def selective_averaging(
     """Return a :class:`Training` that runs selective averaging, or replica averaging if ``replica_size`` is above 1.
 
     ``mode`` is the policy's ``metric_mode``, which may be in ``options`` instead. If ``monitor`` is None, ranks are
-    judged by their training loss. Raises TypeError or ValueError for a wrong argument. Other ``options`` are checked
+    judged by their training loss. TypeError or ValueError is raised for a wrong argument. Other ``options`` are checked
     when the training begins.
     """
     validation.count("average_every", average_every)
@@ -156,8 +161,8 @@ def selective_averaging(
 def averaging(kind: type[PolicyT], options: Mapping[str, Any], *, monitor: str | None = None) -> Training[PolicyT]:
     """Return a :class:`Training` that runs a policy of the class ``kind`` with these options.
 
-    Unless the options have a ``metric_mode``, smaller metrics are better. Raises TypeError or ValueError if ``kind`` is
-    not a policy class, or lacks one of the options. Values are checked when the training begins.
+    Unless the options have a ``metric_mode``, smaller metrics are better. TypeError or ValueError is raised if ``kind``
+    is not a policy class, or lacks one of the options. Values are checked when the training begins.
     """
     given_kind: object = kind
     if not (isinstance(given_kind, type) and issubclass(given_kind, SpawnPolicy)):
@@ -185,23 +190,24 @@ def averaging(kind: type[PolicyT], options: Mapping[str, Any], *, monitor: str |
 def warn_of_unlabelled_lines(world: World, cure: str) -> None:
     """Warn once, on rank 0, that printed lines do not show their rank. The warning ends with the remedy ``cure``."""
     is_labelled = environment.VARIABLES.get(rank_program.PREFIX_VARIABLE) == "1"
-    if world.size > 1 and world.rank == 0 and not is_labelled and "lines" not in _told:
-        _told.add("lines")
-        logger.warning(
-            "all %d ranks print the logs of their trainers: asyncdist run --prefix begins each line with the number of "
-            "its rank; %s",
-            world.size,
-            cure,
-        )
+    if world.size > 1 and world.rank == 0 and not is_labelled and "lines" not in _logged:
+        _logged.add("lines")
+        is_launched = not world.awaited.services.engine.transport.capabilities.shares_process
+        label = "asyncdist run --prefix begins each line with the number of its rank; " if is_launched else ""
+        logger.warning("all %d ranks print the logs of their trainers: %s%s", world.size, label, cure)
 
 
-def warn_of_iterable(loader: Any, world: World) -> None:
-    """If the loader's dataset is iterable, warn once, on rank 0, that all ranks may read the same rows."""
+def warn_of_common_rows(loader: Any, world: World) -> None:
+    """Warn once, on rank 0, if all ranks may train on the same rows.
+
+    This is the case if the loader's data set is iterable, or if its rows are read in order.
+    """
+    if world.rank or world.size == 1 or "rows" in _logged:
+        return
     data = getattr(loader, "dataset", None)
     is_divided = getattr(data, "_distributed", None) is not None  # set by split_dataset_by_node of datasets
-    is_undivided = isinstance(data, IterableDataset) and not is_divided
-    if is_undivided and world.rank == 0 and world.size > 1 and "iterable" not in _told:
-        _told.add("iterable")
+    if isinstance(data, IterableDataset) and not is_divided:
+        _logged.add("rows")
         logger.warning(
             "averaging: the training data are an iterable data set (%s), whose order of rows the integration does not "
             "change: unless it depends on the rank, all ranks train on the same rows. With Hugging Face's datasets, "
@@ -209,12 +215,20 @@ def warn_of_iterable(loader: Any, world: World) -> None:
             "asyncdist.blocking.process_world()",
             type(data).__name__,
         )
+    elif not isinstance(data, IterableDataset) and reads_in_order(loader, world.size):
+        _logged.add("rows")
+        logger.warning(
+            "averaging: the training data are read in the order of the data set (%s): unless the data set depends on "
+            "the rank, all ranks train on the same rows in the same order. Pass shuffle=True to the DataLoader, or "
+            "shuffle the data set with a seed that depends on asyncdist.blocking.process_world().rank",
+            type(data).__name__,
+        )
 
 
 def log_once_that_rank_0_pushes() -> None:
     """Warn once that only rank 0 pushes its model to the Hugging Face Hub."""
-    if "pushes" not in _told:
-        _told.add("pushes")
+    if "pushes" not in _logged:
+        _logged.add("pushes")
         logger.warning(
             "averaging: only rank 0 pushes to the hub, because all ranks would push to the same repository; "
             "to push a different rank's model, call model.push_to_hub(...) on that rank"
@@ -222,7 +236,7 @@ def log_once_that_rank_0_pushes() -> None:
 
 
 def _warning_of_monitor(monitor: str, option: str, mode: MetricMode) -> str:
-    """Return a warning if the monitored metric's name contradicts the ``mode`` in ``option``, or "" otherwise."""
+    """Return a warning if the monitored metric's name contradicts the ``mode`` in ``option``, or an empty string."""
     if not isinstance(monitor, str):
         validation.refuse("monitor", monitor, "None or the name of a logged metric", TypeError)
     direction = is_larger_better(monitor)
@@ -236,7 +250,7 @@ def _warning_of_monitor(monitor: str, option: str, mode: MetricMode) -> str:
 
 
 def refuse_copy(owner: object, *_: object) -> NoReturn:
-    """Raise TypeError: an object that owns a training's policy cannot be copied or pickled."""
+    """Raise TypeError, because an object that owns the policy of a training cannot be copied or pickled."""
     raise TypeError(
         f"{type(owner).__name__} cannot be copied, because it holds the policy of this rank's training; make another "
         "one with the same options"
@@ -249,19 +263,19 @@ class Training(Generic[PolicyT]):
     Args:
         kind: Class of the policy, or another callable that takes a model and its optimizer and returns the policy.
         options: Options of the policy.
-        warning: Warning that rank 0 logs when the training begins; "" for no warning.
+        warning: Warning that rank 0 logs when the training begins, or "" for no warning.
 
     Attributes:
         kind: The argument ``kind``.
         options: The argument ``options``.
         name: The policy's option ``name``, or "" if it has none.
-        policy: Open policy; None before and after the training.
+        policy: The open policy, or None before and after the training.
         is_judged: Whether the policy's steps need this rank's metric. Policies that use no metric, or have the option
             ``metric``, do not.
         replacement_count: Number of averages that this rank has adopted since the training began.
         is_interrupted: Whether memory ran out while the policy was open, so that the training may begin again.
-        is_apart: Whether this rank ran out of memory and now trains alone, because the other ranks did not start a new
-            policy with it.
+        trains_alone: Whether this rank ran out of memory and now trains alone, because the other ranks did not start a
+            new policy with it.
     """
 
     def __init__(
@@ -275,7 +289,7 @@ class Training(Generic[PolicyT]):
         self._saved: Mapping[str, Any] | None = None
         self.policy: Policy[PolicyT] | None = None
         self.replacement_count = 0
-        self.is_interrupted = self.is_apart = False
+        self.is_interrupted = self.trains_alone = False
         self._caller: Caller
 
     __copy__ = __deepcopy__ = refuse_copy
@@ -283,17 +297,17 @@ class Training(Generic[PolicyT]):
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Start the policy, together with all ranks, and make this rank's random numbers differ from other ranks'.
 
-        If the policy has made steps before a checkpoint from which this rank has just restored its random states, the
-        rank continues with these states, because they already differ between ranks.
+        If this rank has just restored its random states from a checkpoint of a policy that had made steps, it keeps
+        these states, because they already differ between ranks.
 
         A trainer that ran out of memory may begin again with smaller batches while the other ranks train. This rank
         therefore continues with an open policy that has equal options and the same model or, after memory ran out, the
-        same layout. Otherwise the open policies of this object and of interrupted trainings are ended, and a new policy
-        is started. If memory ran out and the other ranks do not join, this rank trains without a policy. Unless memory
-        ran out, a policy with a loaded state replaces an open policy on the model.
+        same layout. Otherwise, the open policies of this object and of interrupted trainings are ended, and a new
+        policy is started. If memory ran out and the other ranks do not join, this rank trains without a policy. Unless
+        memory ran out, a policy with a loaded state replaces an open policy on the model.
         """
         world = join()
-        are_restored = world.awaited.services.shared(RestoredNumbers).are_next
+        are_restored = world.awaited.services.shared(RestoredNumbers).are_unchanged
         if self._warning and world.rank == 0:
             logger.warning("%s", self._warning)
         self._warning = ""
@@ -313,28 +327,23 @@ class Training(Generic[PolicyT]):
             if saved is not None:
                 made.load_state_dict(saved)
             interrupted = [owner for owner in _open_trainings() if owner.is_interrupted]
-            was_apart = any(owner.is_apart for owner in interrupted)
+            trained_alone = any(owner.trains_alone for owner in interrupted)
+            would_spoil = any(owner._would_be_spoiled_by(made) for owner in interrupted)
             replaced = [owner for owner in _open_trainings() if made.has_loaded and owner._is_on_model_of(made)]
             for owner in (*interrupted, *replaced, self):
                 owner.end()
-            if was_apart:
+            if trained_alone:
                 self._keep(None, 0)
             else:
+                if interrupted:
+                    _warn_of_new_policy(made, would_spoil)
                 self._start(made, is_again=bool(interrupted))
         if world.size > 1 and not continues_numbers:
-            draw_apart(world.rank)
+            seed_by_number(world.rank)
 
     def _start(self, made: PolicyT, *, is_again: bool) -> None:
-        """Start a policy with all ranks. If ``is_again`` and the others do not join, continue without a policy."""
+        """Start a policy with all ranks. If ``is_again`` and the other ranks do not join, continue without a policy."""
         others = [owner.policy.awaited for owner in _open_trainings() if owner.policy is not None]
-        if is_again:
-            logger.warning(
-                "averaging: this rank has run out of memory and begins again with a different kind of model "
-                "or different options, so it starts a new policy and waits up to %g s for all ranks to do the same. To "
-                "continue alone instead, make the model and the options, including average_every, independent of the "
-                "batch size",
-                made._start_timeout_s,
-            )
         made.begins_again = is_again
         policy = Policy(made)
         try:
@@ -367,10 +376,16 @@ class Training(Generic[PolicyT]):
         return False
 
     def _is_on_model_of(self, made: SpawnPolicy) -> bool:
-        """Return whether a policy is open that has the model of ``made`` and equal options."""
+        """Return whether this training's policy is open, and has the model of ``made`` and equal options."""
         if self.policy is None:
             return False
         return made.model is self.policy.awaited.model and _is_equal(self.policy.awaited, made)
+
+    def _would_be_spoiled_by(self, made: SpawnPolicy) -> bool:
+        """Return whether this training's policy only refuses the model of ``made`` because it is new and untrained."""
+        if self.policy is None:
+            return False
+        return _is_equal(self.policy.awaited, made) and self.policy.awaited.has_layout_of(made)
 
     def _take_over(self, owner: Training[PolicyT], policy: Policy[PolicyT]) -> Literal[True]:
         owner._release()
@@ -379,13 +394,13 @@ class Training(Generic[PolicyT]):
 
     def _keep(self, policy: Policy[PolicyT] | None, replacement_count: int) -> None:
         self.policy, self.replacement_count, self.is_interrupted = policy, replacement_count, False
-        self.is_apart = policy is None
+        self.trains_alone = policy is None
         self._takes_tokens = policy is not None and "tokens" in inspect.signature(policy.awaited.step).parameters
         self._caller = current_caller("a policy")
         self._caller.at_end(self.end)
 
     def _release(self) -> None:
-        self.policy, self.is_apart = None, False
+        self.policy, self.trains_alone = None, False
         self._caller.forget(self.end)
 
     def judge_by_training_loss(self) -> None:
@@ -399,12 +414,12 @@ class Training(Generic[PolicyT]):
             self.policy.awaited.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for the rounds in flight, and return the open policy's state, or {} if no policy is open."""
+        """Wait until rounds of averaging have ended, and return the policy's state, or {} if none is open."""
         self.settle()
         return {} if self.policy is None else self.policy.awaited.state_dict()
 
     def state_without_waiting(self) -> dict[str, Any]:
-        """Return the open policy's state, or {} if no policy is open or rounds are in flight.
+        """Return the open policy's state. Return {} if no policy is open, or a round of averaging is in progress.
 
         After an exception, a wait for a round could last forever, because the other ranks may have ended.
         """
@@ -415,7 +430,7 @@ class Training(Generic[PolicyT]):
             return {}
 
     def settle(self) -> None:
-        """Wait for the open policy's rounds in flight, so that its state can be saved."""
+        """Wait until the policy's rounds of averaging in progress have ended, so that its state can be saved."""
         settle = None if self.policy is None else getattr(self.policy.awaited, "settle", None)
         if settle is not None:
             self._caller.call(settle)
@@ -423,23 +438,23 @@ class Training(Generic[PolicyT]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start the next policy from a result of :meth:`state_dict`. If a policy is open, ignore the state.
 
-        Loading while a policy is open occurs when a trainer searches for a learning rate.
+        A trainer that searches for a learning rate loads a state while a policy is open.
         """
         if self.policy is None:
             self._saved = state
 
     def forget_state(self) -> None:
-        """Forget a loaded state that no policy has used."""
+        """Drop a loaded state that no policy has used."""
         self._saved = None
 
     def step(self, metric: Any, tokens: float | None = None) -> StepInfo:
         """Do a policy step, which may change the model's weights. Raise ClosedError if no policy is open.
 
         Args:
-            metric: This rank's metric; None if the policy uses none.
+            metric: This rank's metric, or None if the policy uses no metric.
             tokens: Number of tokens or examples since the last step, if the policy's ``step`` accepts it.
         """
-        if self.is_apart:
+        if self.trains_alone:
             self._caller.call(self._caller.world.safe_point)  # raises the error of a failed job
             return NOTHING
         size = {} if tokens is None else {"tokens": tokens}
@@ -456,7 +471,7 @@ class Training(Generic[PolicyT]):
         self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
         """Do a policy step, with the arguments and result of :meth:`protocols.ported.Ported.__call__`."""
-        if self.is_apart:
+        if self.trains_alone:
             return model, optimizer, fields_of(self.step(metric))
         called: tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
         called = self.open_policy()(iteration, model, optimizer, metric)
@@ -470,16 +485,19 @@ class Training(Generic[PolicyT]):
         return self.policy
 
     def end(self, error: BaseException | None = None) -> None:
-        """Leave the policy if it is open. If ``error`` says that memory ran out, keep it open for a restart."""
+        """Leave the policy if it is open.
+
+        If ``error`` means that memory ran out, keep the policy open for a restart.
+        """
         policy = self.policy
-        if policy is None and not self.is_apart:
+        if policy is None and not self.trains_alone:
             return
         if error is not None and is_out_of_memory(error):
             self.is_interrupted = True
             return
         self._release()
         if policy is not None and self._caller.is_open:  # the world may have ended with an error
-            trace = getattr(error, "__traceback__", None)  # if missing, contextlib removes the error's traceback
+            trace = getattr(error, "__traceback__", None)  # Without ``trace``, the error would lose its traceback.
             policy.__exit__(type(error) if error is not None else None, error, trace)
 
 
@@ -490,7 +508,7 @@ def _open_trainings() -> list[Training[Any]]:
 
 
 def settle_open_trainings() -> None:
-    """Wait for the rounds in flight of this rank's open policies, so that their states can be saved."""
+    """Wait until the rounds of averaging in progress on this rank have ended, so that policy states can be saved."""
     if find_caller() is not None:
         for training in _open_trainings():
             training.settle()
@@ -503,28 +521,47 @@ def note_out_of_memory() -> None:
             training.is_interrupted = True
 
 
+def _warn_of_new_policy(made: SpawnPolicy, would_spoil: bool) -> None:
+    """Warn that this rank starts a new policy after running out of memory, and say how it could keep the open one."""
+    kind = type(made).__name__
+    if would_spoil:
+        reason = f"a new model, whose untrained weights would change the other ranks' weights in this {kind}"
+        remedy = "train the same model again, which must be made outside the function that begins again"
+    else:
+        reason = "a different kind of model or different options"
+        remedy = "make the model and the options, including average_every, independent of the batch size"
+    logger.warning(
+        "averaging: this rank has run out of memory and begins again with %s, so it starts a new policy and waits up "
+        "to %g s for all ranks to do the same. To continue in the open policy instead, %s",
+        reason,
+        made._start_timeout_s,
+        remedy,
+    )
+
+
 @contextmanager
 def _advising_about_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[None]:
-    """If starting ``made`` in the body times out while an equal policy is open, add advice to the error."""
+    """If starting ``made`` in the block times out while an equal policy is open, add advice to the error."""
     try:
         yield
     except StartTimeoutError as error:
         if not any(_is_equal(each, made) for each in others):
             raise
         raise StartTimeoutError(
-            f"{error.message}. An equal policy is still open on this rank. To continue with it after memory was "
-            "exhausted, put the training inside with SelectiveAveraging(...) as averaging, or restart the training "
-            "inside the except clause",
+            f"{error.message}. An equal policy is still open on this rank. If its training has ended, call close() of "
+            "its Averaging or SelectiveAveraging first, because the other ranks may still wait for this rank in it. To "
+            "continue with it after memory was exhausted, put the training inside with SelectiveAveraging(...) as "
+            "averaging, or restart the training inside the except clause",
             **error.facts,
         ) from None
 
 
 def _enter_with_all(policy: Policy[Any]) -> None:
-    """Start a policy. Repeat the start if it collided with a rank that starts again after running out of memory.
+    """Start a policy. Try again after a collision with a rank that begins again after running out of memory.
 
     That rank waits alone until a timeout, and then trains without a policy. The other ranks are notified of its start
-    only when they start their next policy, and must then start again. If the timeout passes before all of them have
-    joined, those that have joined get a StartTimeoutError with the difference :data:`BEGINS_AGAIN`.
+    only when they start their next policy, and must then start again. If the timeout passes first, the ranks
+    that have joined get a StartTimeoutError with the difference :data:`BEGINS_AGAIN`.
     """
     while True:
         try:
@@ -537,7 +574,7 @@ def _enter_with_all(policy: Policy[Any]) -> None:
 
 
 def _is_of_two_kinds(error: DisagreementError) -> bool:
-    """Return whether ``error`` says that only some of the starting ranks ran out of memory before."""
+    """Return whether ``error`` says that only some of the starting ranks have run out of memory before."""
     return error.facts.get("difference") == BEGINS_AGAIN
 
 

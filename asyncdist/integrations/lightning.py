@@ -21,13 +21,14 @@ import logging
 import os
 import sys
 import warnings
-from typing import Any, Final, Generic, NoReturn, Unpack
+from typing import Any, Final, Generic, NoReturn, Self, Unpack
 
 import torch
 
 from asyncdist import environment, validation
 from asyncdist.blocking.policies import Policy
 from asyncdist.integrations.joining import (
+    REFUSED_OPTIONS,
     PolicyT,
     Selective,
     Training,
@@ -38,10 +39,16 @@ from asyncdist.integrations.joining import (
     refuse_copy,
     selective_averaging,
     settle_open_trainings,
-    warn_of_iterable,
+    warn_of_common_rows,
 )
 from asyncdist.integrations.metrics import RunningLoss
-from asyncdist.integrations.random_numbers import draw, draw_apart, saves_order, shuffle_apart, with_seeds_apart
+from asyncdist.integrations.random_numbers import (
+    draw,
+    saves_order,
+    seed_by_number,
+    shuffle_by_number,
+    with_seeds_by_number,
+)
 from asyncdist.integrations.replicas import Replica, show_replica, state_of_rank, states_of_replica
 from asyncdist.launchers import detection
 from asyncdist.protocols import StepInfo
@@ -61,7 +68,7 @@ logger = logging.getLogger("asyncdist.integrations")
 
 #: Lightning callbacks that average weights over time.
 _AVERAGES: Final = frozenset(("StochasticWeightAveraging", "WeightAveraging"))
-#: Key in a checkpoint for the number of the rank or replica that saved it.
+#: Key in a checkpoint of the number of the rank or replica that saved it.
 _NUMBER: Final = "asyncdist_number"
 #: Packages that contain Lightning's ``Trainer``, each with the name of its Fabric package.
 _LIBRARIES: Final = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
@@ -75,8 +82,9 @@ class Averaging(Callback, Generic[PolicyT]):
     callbacks. Create this object before the trainer, so that the trainer uses the subfolder from the beginning. Only
     rank 0 shows a progress bar.
 
-    Each rank logs the number of averages it has adopted as ``averages``. Checkpoints contain the policy's state, and a
-    fit with ``ckpt_path`` continues from it. Trainers of ``pytorch_lightning`` and ``lightning.pytorch`` are supported.
+    Each rank logs the number of averages that it has adopted as ``averages``. Checkpoints contain the policy's state,
+    and a fit with ``ckpt_path`` continues from it. Trainers of ``pytorch_lightning`` and ``lightning.pytorch`` are
+    supported.
 
     Args:
         policy: Class of the policy, for example :class:`protocols.DiLoCoPolicy`.
@@ -103,7 +111,8 @@ class Averaging(Callback, Generic[PolicyT]):
         **options: Any,
     ) -> None:
         training = averaging(policy, options, monitor=monitor)
-        # LightningCLI would pass the default in options.get("weights", "equal") to every policy.
+        # training.options is read here, because LightningCLI parses this function: it would find
+        # options.get("weights", "equal"), and pass this default to every policy.
         size = training.options.get("replica_size", 1)
         self._set_up(training, monitor, optimizer_index, size)
         self._count_name = "averages"
@@ -150,8 +159,16 @@ class Averaging(Callback, Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """The running policy, or None while the trainer does not fit."""
+        """The open policy, or None outside ``fit``."""
         return self._training.policy
+
+    @property
+    def awaited(self) -> PolicyT | Self:
+        """The open policy without its blocking methods, or this object outside ``fit``.
+
+        :func:`asyncdist.save_population` reads it.
+        """
+        return self if self.policy is None else self.policy.awaited
 
     @property
     def log(self) -> Any:
@@ -165,13 +182,13 @@ class Averaging(Callback, Generic[PolicyT]):
 
     def _prepare(self, trainer: pl.Trainer) -> None:
         if trainer.world_size != self._replica_size and not (self._world.size == 1 < self._replica_size):
-            if detection.is_started_by_trainer():  # the trainer's own process raises this error too
+            if detection.is_started_by_trainer():  # The trainer's own process raises this error, too.
                 raise SystemExit(0)
             raise ValueError(self._refusal(trainer.world_size))
-        self._give_folder(trainer)
+        self._use_rank_folder(trainer)
         _settle_before_saving(trainer.strategy)
         if self._world.size > 1:
-            self._shuffle_loaders_apart(trainer)
+            self._shuffle_loaders_by_rank(trainer)
         if self._world.rank:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if hasattr(callback, "_max_depth"):  # the callback is a ModelSummary
@@ -179,8 +196,8 @@ class Averaging(Callback, Generic[PolicyT]):
             if trainer.progress_bar_callback is not None:
                 trainer.progress_bar_callback.disable()
 
-    def _shuffle_loaders_apart(self, trainer: pl.Trainer) -> None:
-        """Patch the strategy to make training loaders shuffle differently in each replica, before workers read rows."""
+    def _shuffle_loaders_by_rank(self, trainer: pl.Trainer) -> None:
+        """Patch the strategy so that training loaders shuffle differently in each replica before workers read rows."""
         strategy: Any = trainer.strategy
         if "process_dataloader" in vars(strategy):  # an earlier fit has patched the strategy
             return
@@ -190,17 +207,16 @@ class Averaging(Callback, Generic[PolicyT]):
             loader = process(loader)
             if trainer.training:
                 seed = draw() if self._replica_size == 1 else int(environment.VARIABLES.get("PL_GLOBAL_SEED", 0))
-                shuffle_apart(loader, self._number, size=self._replica_size, seed=seed)
-                warn_of_iterable(loader, self._world)
+                shuffle_by_number(loader, self._number, size=self._replica_size, seed=seed)
                 if self._has_loaded_other:
                     loop = trainer.fit_loop
                     states = [] if saves_order(loader) else loop._combined_loader_states_to_load
-                    loop._combined_loader_states_to_load = with_seeds_apart(states, self._number)
+                    loop._combined_loader_states_to_load = with_seeds_by_number(states, self._number)
             return loader
 
         strategy.process_dataloader = process_for_rank
 
-    def _give_folder(self, trainer: pl.Trainer) -> None:
+    def _use_rank_folder(self, trainer: pl.Trainer) -> None:
         if self._world.size > 1:
             _write_below(trainer, self._folder)
 
@@ -226,7 +242,7 @@ class Averaging(Callback, Generic[PolicyT]):
         )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget the states of earlier fits. Lightning calls this method before it loads a checkpoint."""
+        """Drop the states of earlier fits. Lightning calls this method before it loads a checkpoint."""
         if stage == "fit":
             self._last_state = {}
             self._has_loaded_other = False
@@ -241,7 +257,7 @@ class Averaging(Callback, Generic[PolicyT]):
         if not trainer.strategy.restore_checkpoint_after_setup:
             self._begin(trainer, pl_module)
         elif self._world.size > 1:
-            draw_apart(self._world.rank)  # the policy starts only after the loaders have seeded their workers
+            seed_by_number(self._world.rank)  # the policy starts only after the loaders have seeded their workers
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._training.begin(pl_module, self._choose(trainer.optimizers))
@@ -250,7 +266,7 @@ class Averaging(Callback, Generic[PolicyT]):
         self._warn_of_averages(trainer)
 
     def _warn_of_averages(self, trainer: pl.Trainer) -> None:
-        """Warn about callbacks that average weights over time, because the policy does not update their averages."""
+        """Warn of callbacks that average weights over time, because the policy does not update their averages."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if _AVERAGES.intersection(kind.__name__ for kind in type(callback).__mro__):
                 logger.warning(
@@ -282,11 +298,15 @@ class Averaging(Callback, Generic[PolicyT]):
             self._begin(trainer, pl_module)
         self._steps = _steps_of(trainer)
         self._step_count = self._first_step_count = self._steps.completed
+        # Lightning's batch size finder also sets up validation loaders while trainer.training is true.
+        loaders: Any = trainer.fit_loop._combined_loader
+        for loader in loaders.flattened:
+            warn_of_common_rows(loader, self._world)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Do a step of the policy if the optimizer has done a step."""
+        """Do a policy step if the optimizer has made a step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self._counts_examples:
             self._example_count += extract_batch_size(batch)
@@ -323,7 +343,7 @@ class Averaging(Callback, Generic[PolicyT]):
         return newest
 
     def _is_spent(self, metric: Any) -> bool:
-        """Return whether a metric is missing, or was reported before. Lightning keeps the last logged tensor."""
+        """Return whether a metric is missing or was already reported. Lightning keeps the last logged tensor."""
         return metric is None or (metric is self._spent and float(metric) == self._spent_value)
 
     def _spend(self, metric: Any) -> None:
@@ -334,7 +354,7 @@ class Averaging(Callback, Generic[PolicyT]):
         self._warn_of_no_metric(trainer)
 
     def _warn_of_no_metric(self, trainer: pl.Trainer) -> None:
-        """Warn once if the optimizer has made steps but no metric of this rank is known."""
+        """Warn once if the optimizer has made steps, but this rank has no metric."""
         if self._has_warned or self._step_count == self._first_step_count or not self._training.is_judged:
             return
         if self.monitor is None:
@@ -356,23 +376,23 @@ class Averaging(Callback, Generic[PolicyT]):
 
     @property
     def state_key(self) -> str:
-        """The key of the policy's state in checkpoints, which is different for each policy."""
+        """Key of the policy's state in checkpoints, different for each policy."""
         named = (self._policy_name, *([f"name={self._training.name!r}"] if self._training.name else []))
         return f"{type(self).__qualname__}({', '.join(filter(None, named))})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the policy's state for a checkpoint, even after the fit. It is empty before the first fit."""
+        """Return the policy's state for a checkpoint, even after the fit. Before the first fit, it is empty."""
         return self._open_state() or self._last_state
 
     def _open_state(self) -> dict[str, Any]:
-        """Return the open policy's state. On the first rank of a replica, return the states of all its ranks."""
+        """Return the open policy's state or, on the first rank of a replica, the states of all its ranks."""
         state = self._training.state_dict()
         if self._replica is None or self._replica.size == 1 or not state:
             return state
         return states_of_replica(self._world, self._replica, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a checkpoint's state, from which the policy of this fit starts. The next :meth:`setup` forgets it."""
+        """Keep a state from a checkpoint, for the start of this fit's policy. The next :meth:`setup` drops it."""
         if self._replica is not None and self._replica.size > 1:
             self._training.load_state_dict(state_of_rank(self._replica, state_dict))
         else:
@@ -413,10 +433,10 @@ class SelectiveAveraging(Averaging[Selective]):
             judged by the mean training loss since their last report.
         mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
         optimizer_index: Index of the optimizer to use, if the module has several.
-        replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. Above 1, trainers need
+        replica_size: Number of consecutive ranks that form one replica under DDP, by default 1. Above 1, trainers need
             ``devices=replica_size`` and ``strategy="ddp"``, and write to folders ``replica0``, ``replica1``, ... Create
             this object before the trainer, because it sets the ranks that Lightning reads.
-        swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`; only for ``replica_size`` above 1.
+        swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`, only for ``replica_size`` above 1.
         options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
     Raises:
@@ -424,7 +444,7 @@ class SelectiveAveraging(Averaging[Selective]):
             or the module has several optimizers and ``optimizer_index`` is missing.
     """
 
-    @validation.names_options()
+    @validation.names_options(refused=REFUSED_OPTIONS)
     def __init__(
         self,
         average_every: int,
@@ -459,7 +479,7 @@ class _GlobalStep:
 def _steps_of(trainer: pl.Trainer) -> Any:
     """Return an object whose attribute ``completed`` is the number of optimizer steps.
 
-    It is faster than the trainer's ``global_step``, which is used only if the loop has no such counter.
+    The object is faster than the trainer's ``global_step``, which is used only if the loop has no such counter.
     """
     try:
         loop: Any = trainer.fit_loop.epoch_loop
@@ -475,9 +495,9 @@ def _steps_of(trainer: pl.Trainer) -> Any:
 
 
 def _settle_before_saving(strategy: Any) -> None:
-    """Patch a strategy to wait for the rounds in flight before it reads the weights for a checkpoint.
+    """Patch a strategy to wait until rounds of averaging have ended before it reads the weights for a checkpoint.
 
-    A strategy that gathers copies of the weights would otherwise miss the changes that the rounds make.
+    Otherwise, a strategy that gathers copies of the weights would miss the changes that the rounds make.
     """
     if "lightning_module_state_dict" in vars(strategy):  # an earlier fit has patched the strategy
         return
@@ -492,7 +512,7 @@ def _settle_before_saving(strategy: Any) -> None:
 
 
 def _hide_ranks_of_mpi() -> None:
-    """Keep Lightning from detecting MPI's ranks. It must see no ranks, or only its replica's ranks."""
+    """Prevent Lightning from detecting MPI's ranks. It must see no ranks, or only its replica's ranks."""
     for name in _LIBRARIES.values():
         if environments := sys.modules.get(f"{name}.plugins.environments.mpi"):
             environments.MPIEnvironment.detect = staticmethod(lambda: False)
@@ -513,7 +533,7 @@ def _giving_folders(make: Any) -> Any:
         make(self, *args, **options)
         for callback in self.callbacks:
             if isinstance(callback, Averaging):
-                callback._give_folder(self)
+                callback._use_rank_folder(self)
 
     make_for_rank.gives_folders = True  # type: ignore[attr-defined]
     return make_for_rank
@@ -527,10 +547,10 @@ def _write_below(trainer: pl.Trainer, folder: str) -> None:
             if isinstance(given := getattr(logger, name, None), str | os.PathLike):
                 setattr(logger, name, below(given, folder))
         options = getattr(logger, "_wandb_init", None)  # wandb has a second folder, with a separate option
-        # ``options`` is not a dict with fast_dev_run, whose logger returns a method for any attribute name.
+        # With fast_dev_run, ``options`` is not a dict, because a dummy logger returns a method for any attribute name.
         if isinstance(options, dict) and options.get("dir") is not None:
             options["dir"] = below(options["dir"], folder)
-            os.makedirs(options["dir"], exist_ok=True)  # if it is missing, wandb uses a temporary folder
+            os.makedirs(options["dir"], exist_ok=True)  # wandb would use a temporary folder if this one is missing
     writers: list[Any] = [trainer.profiler, *trainer.checkpoint_callbacks]  # type: ignore[attr-defined]
     for writer in writers:
         if getattr(writer, "dirpath", None) is not None:

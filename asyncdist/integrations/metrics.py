@@ -13,8 +13,8 @@ from asyncdist.protocols.metrics import metric_as_number
 class RunningLoss:
     """Computes the mean of the losses since the last report.
 
-    The mean is less noisy than a single batch's loss. A policy calls the object only when a report is due, so that
-    other steps need not wait for a GPU.
+    The mean is less noisy than a single batch's loss. A policy calls this object only when a report is due. At other
+    steps, no rank waits for its GPU.
     """
 
     def __init__(self) -> None:
@@ -26,14 +26,14 @@ class RunningLoss:
 
         Args:
             loss: Loss, or a score (larger is better) if ``is_negated``.
-            count: Number of steps that the loss completes; 0 for a part of a step's loss.
+            count: Number of steps that the loss completes, or 0 for a part of a step's loss.
             is_negated: Whether to negate the value.
 
         Raises:
             TypeError, ValueError: The loss is neither a number nor a tensor with one element.
         """
         if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex():
-            # On a CPU, item() is three times as fast as adding tensors, and avoids an imprecise bfloat16 sum.
+            # On a CPU, item() is three times as fast as adding tensors, and avoids an imprecise sum in bfloat16.
             value: Any = loss.item() if loss.is_cpu else loss.detach().float()
         else:
             value = loss if type(loss) is float else metric_as_number(loss)

@@ -29,6 +29,7 @@ from asyncdist import validation
 from asyncdist.blocking.policies import Policy
 from asyncdist.integrations import replicas
 from asyncdist.integrations.joining import (
+    REFUSED_OPTIONS,
     PolicyT,
     Selective,
     Training,
@@ -71,8 +72,22 @@ class Averaging(Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """The running policy, or None after :meth:`close`."""
+        """The open policy, or None after :meth:`close`.
+
+        It is also None while this rank trains without averages, because it has run out of memory.
+        """
         return self._training.policy
+
+    @property
+    def awaited(self) -> PolicyT | None:
+        """The open policy without its blocking methods, or None while this rank trains without averages.
+
+        :func:`asyncdist.save_population` reads it.
+
+        Raises:
+            ClosedError: Read after :meth:`close` or after the end of the ``with`` block.
+        """
+        return None if self._training.trains_alone else self._training.open_policy().awaited
 
     def step(self, metric: Any = None, *, loss: Any = None, score: Any = None, tokens: float | None = None) -> StepInfo:
         """Do a policy step, which may change the model's weights. Call it after each optimizer step.
@@ -111,13 +126,17 @@ class Averaging(Generic[PolicyT]):
     def state_dict(self) -> dict[str, Any]:
         """Return the policy's state, for :meth:`protocols.SpawnPolicy.load_state_dict` of a policy not yet entered.
 
-        If rounds are in flight, this method waits until this rank has received their means, which may change the
-        weights. So call it before the ``state_dict()`` of the model.
+        If rounds of averaging are in progress, this method waits until this rank has received their means, which may
+        change the weights. Therefore, call it before the ``state_dict()`` of the model.
+
+        While this rank trains without averages, because it has run out of memory, the state is an empty dict. Do not
+        load that.
 
         Raises:
             ClosedError: Called after :meth:`close` or after the end of the ``with`` block.
         """
-        self._training.open_policy()
+        if not self._training.trains_alone:
+            self._training.open_policy()
         return self._training.state_dict()
 
     def close(self) -> None:
@@ -137,19 +156,19 @@ class SelectiveAveraging(Averaging[Selective]):
     Averaging ends at :meth:`close`, at the end of a ``with`` block, or when the program ends.
 
     Args:
-        model: Model to train; see :class:`protocols.AsyncSelectiveAveragingPolicy`.
+        model: Model to train. See :class:`protocols.AsyncSelectiveAveragingPolicy`.
         optimizer: Optimizer for the model, possibly prepared by Accelerate.
         average_every: Number of :meth:`step` calls between two reports of a rank's metric.
-        mode: ``"min"`` (the default) if a smaller metric is better, such as a loss; ``"max"`` if a larger metric is.
-        replica_size: Number of ranks per replica for :class:`protocols.ReplicaAveragingPolicy`; by default 1.
-        swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`; only for ``replica_size`` above 1.
+        mode: ``"min"`` (the default) if a smaller metric is better, such as a loss. ``"max"`` if a larger metric is.
+        replica_size: Number of ranks per replica for :class:`protocols.ReplicaAveragingPolicy`, by default 1.
+        swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`, only for ``replica_size`` above 1.
         options: Other options of the policy.
 
     Raises:
         TypeError, ValueError: An argument has a wrong type or value.
     """
 
-    @validation.names_options()
+    @validation.names_options(refused=REFUSED_OPTIONS)
     def __init__(
         self,
         model: nn.Module,
@@ -173,14 +192,14 @@ def new_replica_group(replica_size: int, backend: str | None = None) -> torch.di
         model = DistributedDataParallel(model, process_group=new_replica_group(2))
         averaging = SelectiveAveraging(model, optimizer, average_every=100, replica_size=2)
 
-    Works under MPI too. If torch.distributed is already initialized with all ranks, all ranks must call this function,
-    and the group is added to torch.distributed. Otherwise only the replica's ranks must call it, and torch.distributed
-    is initialized with them. Shut it down with ``torch.distributed.destroy_process_group()``. Each later call returns
-    a further group of the same ranks.
+    This also works under MPI. If torch.distributed is already initialized with all ranks, all ranks must call this
+    function, and the group is added to torch.distributed. Otherwise, only the replica's ranks must call it, and
+    torch.distributed is initialized with them. Shut it down with ``torch.distributed.destroy_process_group()``. Each
+    later call returns a further group of the same ranks.
 
     Args:
         replica_size: Number of consecutive ranks that form a replica.
-        backend: torch.distributed backend; by default one for each device type that torch supports.
+        backend: Backend of torch.distributed, by default one for each device type that torch supports.
 
     Raises:
         TypeError, ValueError: ``replica_size`` is not an int >= 2, or does not divide the number of ranks.

@@ -1,15 +1,15 @@
 """Makes random numbers differ between ranks, although the program sets the same seed on all ranks.
 
 In a program for one process, one seed determines the initial weights, the order of rows, and dropout. The initial
-weights should be equal on all ranks, but everything else should differ. Otherwise all ranks would train the same model
+weights should be equal on all ranks, but everything else should differ. Otherwise, all ranks would train the same model
 in the same way.
 
 - The program's seed determines the weights, because they are initialised before the training begins.
-- :func:`draw_apart` makes the global generators differ when the training begins.
-- :func:`shuffle_apart` does the same for samplers with their own seed or generator, and for a loader's generator, which
-  seeds its workers. The ranks of a replica keep the same order, because their library divides the rows among them.
+- :func:`seed_by_number` makes the global generators differ when the training begins.
+- :func:`shuffle_by_number` does the same for samplers with their own seed or generator, and for a loader's generator,
+  which seeds its workers. The ranks of a replica keep the same order, because their library divides the rows.
 
-Neither the clock nor the system's entropy is used, so a reproducible program stays reproducible.
+Neither the clock nor the system's entropy is used, so a reproducible program remains reproducible.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 
 #: Packages whose samplers are reseeded. The samplers of other packages may already divide rows among ranks.
 _LIBRARIES: Final = {
@@ -41,12 +41,12 @@ _SEEDS: Final = ("seed", "initial_seed")
 #: Attributes with the number of processes among which a sampler divides rows.
 _DIVIDING: Final = ("num_replicas", "num_processes", "dp_size")
 
-#: Key in the state of a StatefulDataLoader for the seed of its workers.
+#: Key of the workers' seed in the state of a StatefulDataLoader.
 _WORKERS_SEED: Final = "_base_seed"
 
 
 def mix(seed: int, number: int) -> int:
-    """Return a 32-bit seed derived from ``seed``, statistically independent for different values of ``number``."""
+    """Return a 32-bit seed derived from ``seed``. Seeds for different values of ``number`` are unrelated."""
     return int(np.random.SeedSequence([seed % 2**64, number]).generate_state(1)[0])
 
 
@@ -55,7 +55,7 @@ def draw() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
-def draw_apart(number: int) -> None:
+def seed_by_number(number: int) -> None:
     """Reseed :mod:`random` and the global generators of NumPy and torch, so that they differ between ranks.
 
     Each generator is seeded with its next number, mixed with ``number``, which must differ between ranks.
@@ -65,7 +65,7 @@ def draw_apart(number: int) -> None:
     torch.manual_seed(mix(draw(), number))
 
 
-def shuffle_apart(loader: Any, number: int, *, size: int = 1, seed: int | None = None) -> None:
+def shuffle_by_number(loader: Any, number: int, *, size: int = 1, seed: int | None = None) -> None:
     """Mix ``number`` into the seeds of a loader's samplers and workers, so that replicas shuffle differently.
 
     A sampler that divides rows among a number of processes other than ``size`` is left unchanged, because the user has
@@ -75,7 +75,7 @@ def shuffle_apart(loader: Any, number: int, *, size: int = 1, seed: int | None =
         loader: ``DataLoader``, possibly wrapped by a library.
         number: Number of the replica, which is the rank if each rank is a replica.
         size: Number of ranks per replica.
-        seed: Seed, equal on the ranks of a replica, for samplers that would otherwise use torch's global generator;
+        seed: Seed, equal on the ranks of a replica, for samplers that would otherwise use torch's global generator.
             None to let them use that generator.
     """
     for sampler in _samplers_of(loader, size):
@@ -94,8 +94,18 @@ def shuffle_apart(loader: Any, number: int, *, size: int = 1, seed: int | None =
         generator.manual_seed(mix(generator.initial_seed(), number))
 
 
+def reads_in_order(loader: Any, world_size: int) -> bool:
+    """Return whether a loader reads the rows in the order of the data set, which is then the same for all replicas."""
+    while (inside := getattr(loader, "batch_sampler", None)) is not None:
+        loader = inside
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler):  # it divides the rows among the ranks of a replica, or among all ranks
+        return not sampler.shuffle and sampler.num_replicas < world_size
+    return isinstance(sampler, SequentialSampler)
+
+
 def saves_order(loader: Any) -> bool:
-    """Return whether the loader's state contains its order of rows, as a shuffling StatefulDataLoader's does."""
+    """Return whether the loader's state contains its order of rows, as in a shuffling StatefulDataLoader."""
     return _is_stateful(loader) and any(
         type(sampler).__module__.startswith("torchdata.") and hasattr(sampler, "generator")
         for sampler in _samplers_of(loader, 1)
@@ -103,9 +113,9 @@ def saves_order(loader: Any) -> bool:
 
 
 def forget_order(loader: Any) -> None:
-    """Make a StatefulDataLoader, possibly wrapped by Accelerate, begin its next epoch without a state.
+    """Let a StatefulDataLoader, possibly wrapped by Accelerate, begin its next epoch without a state.
 
-    This drops the order of rows in a loaded state. It also drops the order that workers have begun to draw, because
+    This drops the order of rows in a loaded state. It also drops the order that the workers have begun to draw, because
     Accelerate creates the loader's iterator early.
     """
     if not _is_stateful(loader):
@@ -117,21 +127,21 @@ def forget_order(loader: Any) -> None:
         loader.dl_state_dict = {}
 
 
-def seed_workers_apart(loader: Any, number: int) -> None:
+def seed_workers_by_number(loader: Any, number: int) -> None:
     """Mix ``number`` into the seed of the workers that a StatefulDataLoader has loaded from another rank's state."""
     if _is_stateful(loader):
         inner = getattr(loader, "base_dataloader", loader)
-        inner.next_iter_state = with_seeds_apart(inner.next_iter_state, number)
+        inner.next_iter_state = with_seeds_by_number(inner.next_iter_state, number)
 
 
-def with_seeds_apart(state: Any, number: int) -> Any:
-    """Return a copy of a StatefulDataLoader's state, or of a container of states, with different worker seeds."""
+def with_seeds_by_number(state: Any, number: int) -> Any:
+    """Return a copy of a StatefulDataLoader's state, or of a container of states, with other seeds of the workers."""
     if isinstance(state, list):
-        return [with_seeds_apart(each, number) for each in state]
+        return [with_seeds_by_number(each, number) for each in state]
     if not isinstance(state, dict):
         return state
     return {
-        key: mix(value, number) if key == _WORKERS_SEED else with_seeds_apart(value, number)
+        key: mix(value, number) if key == _WORKERS_SEED else with_seeds_by_number(value, number)
         for key, value in state.items()
     }
 

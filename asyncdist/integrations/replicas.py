@@ -1,4 +1,7 @@
-"""Makes a library or DDP train with only the ranks of one replica, a copy of the model on several ranks."""
+"""Makes a library or DDP train with only the ranks of one replica.
+
+A replica is a copy of the model on several ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from asyncdist.integrations.joining import choose_gpus
 from asyncdist.launchers import addresses, child_environment
 from asyncdist.protocols.joining.state_transfer import packed, unpacked
 
-#: Key in a checkpoint for the policy states of a replica's ranks.
+#: Key in a checkpoint of the policy states of a replica's ranks.
 _STATES: Final = "states of a replica's ranks"
-#: Seconds in which all ranks of a replica must ask for a group, as in :meth:`World.new_group`.
+#: Seconds in which all ranks of a replica must request a group, as for :meth:`World.new_group`.
 _GROUP_TIMEOUT_S: Final = 60.0
 
 
@@ -36,13 +39,13 @@ class Replica:
 def show_replica(world: World, size: int) -> Replica:
     """Set the launcher's variables so that a library trains with the ranks of this rank's replica.
 
-    All ranks of the replica must call this function. It raises TypeError or ValueError if ``size`` does not divide the
+    All ranks of the replica must call this function. TypeError or ValueError is raised if ``size`` does not divide the
     number of ranks, or if the replica is on several hosts.
     """
     replica = replica_of(world, size)
     if world.size == 1:
         return replica
-    places = _gather_places(world, replica, addresses.find_free_port())
+    places = _gather_addresses(world, replica, addresses.find_free_port())
     if any(place.hostname != places[0].hostname for place in places):
         first = world.rank - replica.place
         raise ValueError(f"the ranks {first} to {first + size - 1} of one replica must be on one host")
@@ -66,8 +69,8 @@ def new_process_group(world: World, size: int, backend: str | None) -> dist.Proc
     All ranks of the replica must call this function, or all ranks of the job if torch.distributed was initialized with
     all of them. If torch.distributed is not initialized, it is initialized with the ranks of the replica.
 
-    Raises TypeError or ValueError if ``size`` does not divide the number of ranks. Raises LocalProtocolError if
-    torch.distributed has neither the ranks of the world nor those of the replica, or if ranks share a process.
+    TypeError or ValueError is raised if ``size`` does not divide the number of ranks. LocalProtocolError is raised if
+    torch.distributed has neither the ranks of the world nor the replica's, or if ranks share a process.
     """
     replica = replica_of(world, size)
     if world.size > 1 and isinstance(world._caller, SwitchingCaller):
@@ -78,19 +81,29 @@ def new_process_group(world: World, size: int, backend: str | None) -> dist.Proc
         )
     if dist.is_initialized():
         return _added_group(world, replica, backend)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if replica.place == 0 else None
-    first, *others = _gather_places(world, replica, store.port if store is not None else 0)
+    hostnames = [place.hostname for place in _gather_addresses(world, replica, 0)]
+    address = "127.0.0.1" if len(set(hostnames)) == 1 else hostnames[0]
+    store = _served_store(address) if replica.place == 0 else None
+    port = _gather_addresses(world, replica, 0 if store is None else store.port)[0].port
     if store is None:
-        is_near = all(place.hostname == first.hostname for place in others)
-        store = TCPStore("127.0.0.1" if is_near else first.hostname, first.port)
+        store = TCPStore(address, port)
     dist.init_process_group(backend, store=store, rank=replica.place, world_size=replica.size)
     group = dist.group.WORLD
     assert group is not None, "torch.distributed is started"
     return group
 
 
+def _served_store(address: str) -> TCPStore:
+    """Serve a store at an address of this host, or at all its addresses if ``address`` is a name."""
+    listener = addresses.listen_at(address, 0)
+    if listener is None:
+        return TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    port = listener.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
 def _added_group(world: World, replica: Replica, backend: str | None) -> dist.ProcessGroup:
-    """Make a process group of the replica's ranks. torch.distributed may have all ranks, or only the replica's."""
+    """Make a process group of the replica's ranks, when torch.distributed has all ranks or only the replica's."""
     place, size = dist.get_rank(), dist.get_world_size()
     own: dist.ProcessGroup
     if (place, size) == (world.rank, world.size):
@@ -120,7 +133,7 @@ def replica_of(world: World, size: int) -> Replica:
 
 
 def states_of_replica(world: World, replica: Replica, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the policy states of all ranks in this rank's replica, for a checkpoint by the replica's first rank.
+    """Return the policy states of all ranks of this rank's replica, for a checkpoint that its first rank saves.
 
     All ranks of the replica must call this function. It returns an empty dict on all but the first.
     """
@@ -155,16 +168,16 @@ def state_of_rank(replica: Replica, states: Mapping[str, Any]) -> Mapping[str, A
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Host, local rank and offered port of a rank in a replica. Port 0 means that it offers no port."""
+class _RankAddress:
+    """Host and local rank of a rank in a replica, and the port that it offers. Port 0 means that it offers none."""
 
     hostname: str
     local_rank: int
     port: int
 
 
-def _gather_places(world: World, replica: Replica, port: int) -> list[_Place]:
-    """Return the :class:`_Place` of each rank in the replica, in rank order. All of its ranks must call this function.
+def _gather_addresses(world: World, replica: Replica, port: int) -> list[_RankAddress]:
+    """Return the :class:`_RankAddress` of each rank in the replica, in rank order. Collective among its ranks.
 
     The ranks make a new group, because a restarted replica is not in the group of all ranks.
     """
@@ -175,7 +188,7 @@ def _gather_places(world: World, replica: Replica, port: int) -> list[_Place]:
     finally:
         world.call(group.free)
     return [
-        _Place(bytes(name).decode(errors="replace").rstrip(), number, found)
+        _RankAddress(bytes(name).decode(errors="replace").rstrip(), number, found)
         for *name, number, found in (each.tolist() for each in gathered)
     ]
 

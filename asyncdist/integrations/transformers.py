@@ -11,8 +11,7 @@ With another policy::
 
     trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[Averaging(DiLoCoPolicy, average_every=100)])
 
-Each rank has its own trainer, which sees a single process, because importing this module hides the launcher's
-variables.
+Each rank has its own trainer. It sees a single process, because importing this module hides the launcher's variables.
 """
 
 from __future__ import annotations
@@ -32,7 +31,9 @@ from asyncdist import validation
 from asyncdist.blocking.callers import find_caller
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.world import World
+from asyncdist.errors import ClosedError
 from asyncdist.integrations.joining import (
+    REFUSED_OPTIONS,
     PolicyT,
     Selective,
     Training,
@@ -44,11 +45,11 @@ from asyncdist.integrations.joining import (
     log_once_that_rank_0_pushes,
     refuse_copy,
     selective_averaging,
-    warn_of_iterable,
+    warn_of_common_rows,
     warn_of_unlabelled_lines,
 )
 from asyncdist.integrations.metrics import RunningLoss
-from asyncdist.integrations.random_numbers import draw_apart, shuffle_apart
+from asyncdist.integrations.random_numbers import seed_by_number, shuffle_by_number
 from asyncdist.integrations.replicas import Replica, replica_of, show_replica
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.metrics import NOT_MEASURED
@@ -74,7 +75,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
     """Runs a policy during training.
 
     Weights change after an optimizer step. If there are several ranks, each writes to a subfolder ``rank0``, ``rank1``,
-    ... of ``output_dir``, and only rank 0 shows a progress bar and pushes to the Hugging Face Hub. A model made by
+    ... of ``output_dir``. Only rank 0 shows a progress bar and pushes to the Hugging Face Hub. A model made by
     ``model_init`` is equal on all ranks, because ``arguments.seed`` is. During training, each rank uses different
     random numbers for shuffling and dropout.
 
@@ -122,8 +123,23 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """The running policy, or None while the trainer does not train."""
+        """The open policy, or None while the trainer does not train."""
         return self._training.policy
+
+    @property
+    def awaited(self) -> PolicyT | None:
+        """The open policy without its blocking methods, or None while this rank trains without averages.
+
+        :func:`asyncdist.save_population` reads it.
+
+        Raises:
+            ClosedError: Read while the trainer does not train.
+        """
+        if self.policy is not None:
+            return self.policy.awaited
+        if self._training.trains_alone:
+            return None
+        raise ClosedError("the trainer does not train, so no policy is open; save without policy=")
 
     __copy__ = __deepcopy__ = __reduce_ex__ = refuse_copy
 
@@ -159,7 +175,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
     @contextlib.contextmanager
     def _attached(self, trainer: Trainer) -> Iterator[None]:
-        """Wrap methods of the trainer during a call of its ``train``, and leave the policy if the call raises."""
+        """Wrap methods of the trainer during a call of its ``train``. If the call raises an error, leave the policy."""
         self._prepare(trainer.args)  # on_init_end was not called if the callback was added later
         self._training.forget_state()
         makers: dict[str, Callable[[Any], Any]] = {
@@ -171,8 +187,8 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
             "_load_best_model": self._leaving_before,
         }
         if self._world.size > 1:
-            self._give_folder_to_reporters(trainer)
-            makers["_load_rng_state"] = self._drawing_apart
+            self._use_rank_folder_for_reporters(trainer)
+            makers["_load_rng_state"] = self._with_varied_numbers
             if getattr(trainer, "hp_search_backend", None) is not None:
                 makers["call_model_init"] = self._seeding_model_init
         with _replaced(trainer, **makers):
@@ -183,25 +199,25 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
                 raise
 
     def _may_push(self) -> bool:
-        """Return whether this rank may push to the Hugging Face Hub. Rank 0 warns that no other rank does."""
+        """Return whether this rank may push to the Hugging Face Hub. Rank 0 warns that only it pushes."""
         if self._world.rank == 0 and self._world.size > self._size:
             log_once_that_rank_0_pushes()
         return self._number == 0
 
-    def _give_folder_to_reporters(self, trainer: Trainer) -> None:
-        """Give this rank a separate folder below TENSORBOARD_LOGGING_DIR."""
+    def _use_rank_folder_for_reporters(self, trainer: Trainer) -> None:
+        """Use a separate folder for this rank below TENSORBOARD_LOGGING_DIR."""
         for callback in trainer.callback_handler.callbacks:
             given = getattr(callback, "logging_dir", None)
             if isinstance(given, str):
                 callback.logging_dir = below(given, self._folder)
 
-    def _drawing_apart(self, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
-        """Wrap ``load`` so that ranks use different random numbers even after loading the same checkpoint."""
+    def _with_varied_numbers(self, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
+        """Wrap ``load`` so that ranks use different random numbers, even after they have loaded the same checkpoint."""
 
         def load_for_rank(checkpoint: str | None) -> None:
             load(checkpoint)
             if checkpoint is not None and self._folder not in Path(checkpoint).parts:
-                draw_apart(self._world.rank)
+                seed_by_number(self._world.rank)
 
         return load_for_rank
 
@@ -216,7 +232,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         return call_with_seed
 
     def _settling_before(self, save_model: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``save_model`` to wait for the rounds in flight, because their means change the weights."""
+        """Wrap ``save_model`` to wait first for rounds of averaging in progress. Their means change the weights."""
 
         def settle_and_save(*args: Any, **options: Any) -> None:
             self._training.settle()
@@ -230,24 +246,24 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         def save_both(output_dir: str) -> None:
             save(output_dir)
             if state := self._training.state_dict():
-                os.makedirs(output_dir, exist_ok=True)  # the replica's first rank may not have created it yet
+                os.makedirs(output_dir, exist_ok=True)  # The replica's first rank may not have created the folder yet.
                 torch.save(state, os.path.join(output_dir, self._state_file))
 
         return save_both
 
     @property
     def _state_file(self) -> str:
-        """Name of this rank's policy state file in a checkpoint. The ranks of a replica share the folder."""
+        """Name of this rank's file with policy state in a checkpoint. The ranks of a replica share the folder."""
         return "_".join((_STATE_FILE, self._key, *([str(self._place)] if self._place else []))) + ".pt"
 
     @property
     def _key(self) -> str:
-        """The policy's class and name, which are different for each policy of a trainer."""
+        """The policy's class and name. They are different for each policy of a trainer."""
         name = self._training.name
         return self._training.kind.__name__ + (f"_{quote(name, safe='')}" if name else "")
 
     def _loading_state(self, trainer: Trainer, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
-        """Wrap ``load`` to start the policy from its state in the checkpoint, if there is one."""
+        """Wrap ``load`` to start the policy from its state in the checkpoint, if the checkpoint has one."""
 
         def load_both(checkpoint: str | None) -> None:
             load(checkpoint)
@@ -257,7 +273,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         return load_both
 
     def _load_state(self, trainer: Trainer, checkpoint: Path) -> None:
-        """Load the policy's state, possibly from the single file that earlier versions wrote for all policies."""
+        """Load the policy's state, if necessary from the single file that earlier versions wrote for all policies."""
         old = checkpoint / (f"{_STATE_FILE}_{self._place}.pt" if self._place else f"{_STATE_FILE}.pt")
         if (own := checkpoint / self._state_file).exists():
             self._training.load_state_dict(torch_files.load(own))
@@ -268,7 +284,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
                 self._training.load_state_dict(state)
 
     def _leaving_before(self, load_best_model: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``load_best_model`` to leave the policy first, because leaving may change the weights."""
+        """Wrap ``load_best_model`` to leave the policy first. Leaving it may change the weights."""
 
         def leave_and_load(*args: Any, **options: Any) -> None:
             self._training.end()
@@ -288,7 +304,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         return step
 
     def _count(self, inputs: Any, item_count: Any) -> None:
-        """Count a batch's examples, or record ``item_count``, the number of labelled tokens in the whole step."""
+        """Add a batch's examples to this step's weight, or take ``item_count`` as the weight of the whole step."""
         if item_count is not None:
             self._token_count = float(item_count)
         else:
@@ -308,7 +324,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
                 return
             logged = {**logs, self._count_name: self._training.replacement_count}
             log(logged, *args, **options)
-            logs.clear()  # remove the count, because a hyperparameter search adds up the metrics in logs
+            logs.clear()  # Hyperparameter search adds up the metrics in logs, so the count is removed.
             logs.update((name, value) for name, value in logged.items() if name != self._count_name)
 
         return log_with_count
@@ -318,7 +334,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         model, optimizer = of["model"], of["optimizer"]
         self._has_losses = False
         self._loss.reset()
-        self._newest = NOT_MEASURED  # the last evaluation may belong to an earlier training of another model
+        self._newest = NOT_MEASURED  # The last evaluation may belong to another model.
         self._token_count = 0.0
         if self.monitor is not None and args.eval_strategy == "no":
             self._warn("eval_strategy is 'no', so only the program's own evaluations report %r", self.monitor)
@@ -329,11 +345,13 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
             self._training.judge_by_training_loss()
         if self._world.size > 1:
             seed = args.seed if args.data_seed is None else args.data_seed
-            shuffle_apart(of["train_dataloader"], self._number, size=self._size, seed=seed if self._size > 1 else None)
-            warn_of_iterable(of["train_dataloader"], self._world)
+            shuffle_by_number(
+                of["train_dataloader"], self._number, size=self._size, seed=seed if self._size > 1 else None
+            )
+            warn_of_common_rows(of["train_dataloader"], self._world)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
-        """Do a step of the policy after an optimizer step."""
+        """Do a policy step after an optimizer step."""
         self._training.use(unwrapped(of["optimizer"]))
         self._loss.add(0.0)
         tokens = self._token_count if self._counts_tokens else None
@@ -349,7 +367,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         if self.monitor is None:
             self._warn("train() of this trainer does not call training_step(): pass monitor=")
             return NOT_MEASURED
-        newest, self._newest = self._newest, NOT_MEASURED  # each evaluation is reported once
+        newest, self._newest = self._newest, NOT_MEASURED  # Each evaluation is reported once.
         return newest
 
     def on_evaluate(
@@ -364,7 +382,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         if self.monitor is None:
             return
         found = metrics or {}
-        # If all reported metrics have been reported before, each evaluation dataset has been evaluated once.
+        # If every name in `found` occurred in an earlier evaluation, each evaluation dataset has been evaluated.
         if self.monitor not in found and self._evaluated.issuperset(found):
             self._warn_of_no_metric()
         self._evaluated.update(found)
@@ -398,10 +416,10 @@ class SelectiveAveraging(Averaging[Selective]):
         monitor: Name of the evaluation metric by which ranks are judged, for example ``"eval_loss"``. By default, ranks
             are judged by the mean training loss since their last report, as the trainer logs it.
         mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
-        replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. Above 1, replicas write
+        replica_size: Number of consecutive ranks that form one replica under DDP, by default 1. Above 1, replicas write
             to folders ``replica0``, ``replica1``, ... Create this object before the ``TrainingArguments``, because it
             sets the ranks that they read.
-        swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`; only for ``replica_size`` above 1.
+        swap_every: Option of :class:`protocols.ReplicaAveragingPolicy`, only for ``replica_size`` above 1.
         options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
     Raises:
@@ -409,7 +427,7 @@ class SelectiveAveraging(Averaging[Selective]):
             ``TrainingArguments`` were made before this object with ``replica_size`` > 1.
     """
 
-    @validation.names_options()
+    @validation.names_options(refused=REFUSED_OPTIONS)
     def __init__(
         self,
         average_every: int,
@@ -429,7 +447,10 @@ class SelectiveAveraging(Averaging[Selective]):
 
 
 def _show_replica_once(world: World, size: int) -> Replica:
-    """Show this rank's replica to the trainer. Raise ValueError if the trainer has already read different ranks."""
+    """Set the launcher's variables to this rank's replica, unless the trainer has already read them.
+
+    Raise ValueError if it has read the ranks of a different replica or of the whole job.
+    """
     if not PartialState._shared_state:
         return show_replica(world, size)
     replica, read = replica_of(world, size), PartialState()
@@ -441,7 +462,10 @@ def _show_replica_once(world: World, size: int) -> Replica:
 
 
 def _logs_of_rank(logs: str, output: str, folder: str) -> str:
-    """Return a rank's log folder, inside its subfolder of ``output`` if ``logs`` is inside ``output``."""
+    """Return the folder for a rank's logs.
+
+    It is in the rank's subfolder of ``output`` if ``logs`` is below ``output``.
+    """
     inside = os.path.relpath(logs, output)
     return os.path.join(logs, folder) if inside.startswith(os.pardir) else os.path.join(output, folder, inside)
 
@@ -465,7 +489,10 @@ def _averagings_of(trainer: Trainer) -> list[Averaging[Any]]:
 
 
 def _attach_to_trainers() -> None:
-    """Patch ``Trainer.train`` to pass the trainer to its :class:`Averaging` callbacks, which cannot find it."""
+    """Patch ``Trainer.train`` to pass the trainer to its :class:`Averaging` callbacks.
+
+    They cannot find it themselves.
+    """
     train: Callable[..., Any] = Trainer.train
 
     @functools.wraps(train)
@@ -479,9 +506,10 @@ def _attach_to_trainers() -> None:
 
 
 def _show_progress_only_on_rank_0() -> None:
-    """Patch ``Trainer.add_callback``, which the constructor calls, to add no progress bar on the other ranks.
+    """Patch ``Trainer.add_callback``, which the constructor calls, to add no progress bar on ranks other than 0.
 
-    The rank is determined for each trainer, because ranks may share a process, which may run another job later.
+    The rank is determined for each trainer, because ranks may share a process, and the process may later run another
+    job.
     """
     add: Callable[..., None] = Trainer.add_callback
 
@@ -498,7 +526,7 @@ def _show_progress_only_on_rank_0() -> None:
 def _push_only_from_rank_0(name: str) -> None:
     """Patch a ``Trainer`` method that uses the hub, so that it does nothing on ranks that may not push.
 
-    The class is patched because the trainer's constructor creates the repository before it calls any callback.
+    The class is patched, because the trainer's constructor creates the repository before it calls any callback.
     """
     push: Callable[..., Any] = getattr(Trainer, name)
 

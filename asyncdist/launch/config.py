@@ -18,7 +18,7 @@ LAUNCH_METHODS: Final = ("forkserver", "spawn")
 
 @dataclass(frozen=True, slots=True)
 class MultiprocessConfig:
-    """The number of a job's ranks, their rendezvous, and their division into parallel groups.
+    """Describes a job: the number of its ranks, their rendezvous, and their division into parallel groups.
 
     :meth:`resolve` fills in fields that are None.
 
@@ -102,7 +102,7 @@ class MultiprocessConfig:
         return {name: getattr(self, name) for name in names}
 
     def resolve(self) -> MultiprocessConfig:
-        """Return a config with the missing fields that can be known before the ranks start.
+        """Return a copy that also has the missing fields that can be determined before the ranks start.
 
         - ``local_world_size``: ``world_size`` if given, otherwise the number of GPUs, or 1 without a GPU.
         - ``master_port``: a free port of this host.

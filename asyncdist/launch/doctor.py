@@ -1,4 +1,4 @@
-"""Runs ``asyncdist doctor``: prints the transport that this process would use, why, and each problem with its cure.
+"""Runs ``asyncdist doctor``: prints this process's transport, the reason for it, and each problem with its cure.
 
 :func:`gather` collects the facts, which may take a few seconds and start MPI. :func:`find_problems` uses only these
 facts. Under a launcher, every rank examines itself. Rank 0 prints its facts and problems, and the first rank of every
@@ -37,11 +37,11 @@ from asyncdist.wording import aligned, plural
 
 #: Launchers, keyed by the variable that identifies them.
 _STARTERS: Final = {key: title for backend in BACKENDS.values() for key, title in backend.launchers.items()}
-#: Functions that read a transport's rendezvous from variables. They raise ValueError if the ranks cannot meet.
+#: Functions that read a transport's rendezvous from variables. They raise ValueError for invalid variables.
 RENDEZVOUS: Final[Mapping[str, Callable[[Mapping[str, str]], object]]] = {"torch": job_rendezvous.torch_rendezvous}
 #: Names of the programs with which Open MPI and MPICH start ranks.
 _LAUNCHERS: Final = re.compile(r"(mpirun|mpiexec|orterun|prterun|prte)(\..*)?")
-_PROBE: Final = "from asyncdist.launch import doctor; doctor.tell_of_mpi()"
+_PROBE: Final = "from asyncdist.launch import doctor; doctor.print_mpi()"
 _PROBE_TIMEOUT_S: Final = 60.0
 #: Pattern for the prefix ``[host:pid]`` of lines that Open MPI prints.
 _ORIGIN: Final = re.compile(r"^\[[^\]\s]+:\d+\]")
@@ -67,10 +67,10 @@ class Mpi:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts about this process and its host.
+    """Describes this process, its host and their MPI and torch, for the report and for the search for problems.
 
     Attributes:
-        started: Launch of this process; without a launcher if ``detection_error`` is set.
+        started: How this process was started. Without a launcher if ``detection_error`` is set.
         detection_error: Problem with the launcher's variables, if any.
         override: Value of ASYNCDIST_TRANSPORT.
         versions: Versions of Python and of packages; None for a package that is not installed.
@@ -85,7 +85,7 @@ class Facts:
         restarts: Whether this process is a rank of a torch job that ranks may join later.
         own_cores: Number of cores that this process may use.
         gpu_error: Reason why torch sees none of the host's GPUs.
-        place_error: Reason why the ranks cannot meet.
+        place_error: Problem with the variables by which the ranks find each other.
         secret_error: Reason why the user's secret cannot be used.
         notes: Other problems, each as ``"problem: cure"``.
     """
@@ -162,7 +162,6 @@ def find_problems(facts: Facts) -> list[Problem]:
 
 
 def _mpi_problems(facts: Facts) -> list[Problem]:
-    """Return the problems with MPI; empty if this process would not run on MPI."""
     if not facts.may_use_mpi or facts.override == "local":
         return []
     if facts.installation.library is None and facts.started.transport == "local" and "gloo" in facts.backends:
@@ -224,7 +223,7 @@ def _thread_problems(facts: Facts) -> list[Problem]:
 
 
 def describe(facts: Facts) -> list[tuple[str, str]]:
-    """Return the names and descriptions of the facts."""
+    """Return the lines of the report, as pairs of a name and a description."""
     started = facts.started
     how = _STARTERS.get(started.source, "no launcher")
     if started.expected_size is not None and started.source in _STARTERS:
@@ -272,7 +271,7 @@ def _describe_death(facts: Facts) -> str:
 
 
 def _describe_users(facts: Facts) -> str:
-    """Describe what the job's transport lets other users of this host do (docs/trust.md)."""
+    """Describe the access that the job's transport gives to other users of this host (docs/trust.md)."""
     if not facts.may_use_mpi or facts.installation.library is None:
         return "cannot run programs as you through a job"
     if mpirun.can_survive(facts.installation):
@@ -336,9 +335,7 @@ def format_problems(problems: Sequence[Problem]) -> list[str]:
 
 def run() -> int:
     """Print facts and problems. Return exit code 0 if there are no problems, or 1."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:  # in a deleted directory, importing torch's libraries would end the process
+    if not local_host.has_working_directory():
         gone = Problem("the working directory has been deleted", "cd to an existing directory")
         print("\n".join(format_problems([gone])), flush=True)
         return 1
@@ -361,7 +358,8 @@ def gather(environ: Mapping[str, str]) -> Facts:
     except ValueError as error:
         detection_error = str(error)
     installation = mpirun.find_installation(environ)
-    backends, gpus, torch_version = _ask_torch()
+    backends, torch_version = _ask_torch()
+    gpus, gpu_error = _find_gpus() if backends else ([], None)
     hints = (
         mpi_launchers.oversubscription_hint(environ),
         rank_program.find_shadowing(),
@@ -397,7 +395,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         omp_threads=environ.get("OMP_NUM_THREADS") or None,
         backends=backends,
         gpus=gpus,
-        gpu_error=None if gpus else _explain_no_gpu(),
+        gpu_error=None if gpus else gpu_error or _explain_no_gpu(),
         place_error=_check_place(started.transport, environ) if backends else None,
         secret_error=_check_secret(environ),
         notes=[hint for hint in hints if hint is not None],
@@ -412,7 +410,7 @@ def _find_obstacle_to_ringing() -> str | None:
 
 
 def find_mpirun(environ: Mapping[str, str]) -> tuple[str, environment.Flavour | None] | None:
-    """Return the path and the flavour (None if unknown) of the mpirun in PATH, or None if there is no mpirun."""
+    """Find mpirun in PATH. Return its path and its MPI (None if unknown), or None without an mpirun."""
     path = environment.find_program("mpirun", environ)
     return None if path is None else (path, mpirun.launcher_flavour(path))
 
@@ -442,18 +440,28 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _ask_torch() -> tuple[list[str], list[str], str | None]:
+def _ask_torch() -> tuple[list[str], str | None]:
     try:
         import torch
     except ImportError:
-        return [], [], None
+        return [], None
     if validation.torch_problem(torch.__version__) is not None:
-        return [], [], str(torch.__version__)
+        return [], str(torch.__version__)
     from asyncdist.launch import process_groups
 
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
-    return process_groups.available_backends(), names, f"{torch.__version__} ({built})"
+    return process_groups.available_backends(), f"{torch.__version__} ({built})"
+
+
+def _find_gpus() -> tuple[list[str], str | None]:
+    """Return the names of the GPUs that torch can use, and the reason why it cannot use the GPUs that it counts."""
+    import torch
+
+    try:
+        return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())], None
+    except RuntimeError as error:  # torch counts GPUs without CUDA, which then fails, for example with an old driver
+        reason = str(error).strip().partition("\n")[0]
+        return [], f"torch cannot use the GPUs of this host: {reason}"
 
 
 def missing_bytecode(spec: ModuleSpec | None) -> str | None:
@@ -497,11 +505,11 @@ def _probe_mpi(started: Launch, environ: Mapping[str, str], place: str) -> Mpi:
         return Mpi(error=f"MPI did not start {place} within {_PROBE_TIMEOUT_S:g} s")
     if probe.returncode == 0 and (lines := probe.stdout.splitlines()):
         return Mpi(**json.loads(lines[-1]))
-    words = _first_words(probe.stderr) or _first_words(probe.stdout) or f"exit code {probe.returncode}"
+    words = _first_message(probe.stderr) or _first_message(probe.stdout) or f"exit code {probe.returncode}"
     return Mpi(error=f"MPI does not start {place}: {words}")
 
 
-def _first_words(text: str) -> str:
+def _first_message(text: str) -> str:
     found: dict[str, None] = {}
     for line in text.splitlines():
         words = _ORIGIN.sub("", line).strip()
@@ -512,7 +520,7 @@ def _first_words(text: str) -> str:
     return " ".join(found)[:_WORDS_LENGTH_MAX]
 
 
-def tell_of_mpi() -> None:
+def print_mpi() -> None:
     """Start MPI for the :class:`Launch` in ``sys.argv``, and print the result. Called in a child process."""
     started = Launch(**json.loads(sys.argv[1]))
     try:

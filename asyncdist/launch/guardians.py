@@ -10,8 +10,8 @@ Each rank of ``asyncdist run`` has two guardians above it, small processes that 
   separate session. When the rank has ended, its remaining child processes get SIGTERM, and SIGKILL after ``GRACE_S``.
   Then the guardian ends with the rank's exit code or signal.
 - When a guardian's parent has ended, the guardian immediately kills the rank, and then the rank's child processes.
-- Both guardians do all of this. The inner one has a separate process group, because mpirun may kill the outer one's.
-  Processes survive only if both guardians are killed at the same moment.
+- Both guardians do all of this. The inner guardian has a separate process group, because mpirun may kill the outer
+  guardian's group. Processes survive only if both guardians are killed at the same moment.
 - A guardian passes signals on to the rank. The rank is in the outer guardian's process group, so signals from mpirun or
   a terminal reach it directly. PARENT is the launcher's pid if the launcher signals only the outer guardian, and 0
   under mpirun.
@@ -20,8 +20,8 @@ Each rank of ``asyncdist run`` has two guardians above it, small processes that 
   leaves its world. If the rank fails before it has joined, or aborts the job, mpirun does not react, and the other
   ranks would wait forever. The outer guardian therefore requests mpirun to end the job, once per host. If the rank
   exits while it is in the world, the outer guardian ends by SIGKILL, the only end that mpirun reports to other ranks.
-- Under ``asyncdist run`` on MPI, the outer guardian reports to the launcher that it guards the rank, that the rank has
-  joined the world and, earlier than mpirun, how the rank has ended. On other hosts, the launcher's agent forwards the
+- Under ``asyncdist run`` on MPI, the outer guardian reports three events to the launcher: it guards the rank, the rank
+  has joined the world, and, earlier than mpirun, the rank has ended. On other hosts, the launcher's agent forwards the
   reports (:mod:`asyncdist.launch.supervision.guardian_reports`).
 
 The program reads environment variables itself and imports few modules, so that it delays the start of a rank by only
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 #: Path of this file, to run it as a program.
 PROGRAM: Final = os.path.abspath(__file__)
 #: Whether this system supports guardians, which need Linux's subreapers and parent-death signals.
-ARE_HERE: Final = sys.platform.startswith("linux")
+ARE_SUPPORTED: Final = sys.platform.startswith("linux")
 #: Shell command that starts a guardian with SIGUSR1 ignored, because mpirun may pass that signal on immediately.
 _IGNORING_SIGUSR1: Final = ("/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
 #: Variable with the launcher's process group, which rank 0 joins to read from the terminal.
 GROUP_VARIABLE: Final = "ASYNCDIST_TERMINAL_GROUP"
 #: Variable with the launcher's pid, its descriptor for reports, and the token that marks reports in standard error.
 REPORTS_VARIABLE: Final = "ASYNCDIST_REPORTS"
-#: Prefix of the folders of FIFOs for reports.
+#: Prefix of the folder with the FIFO through which a job's guardians on this host report.
 REPORTS_FOLDER: Final = "/tmp/asyncdist-reports-"
-#: Number of the token's characters in the name of a folder of FIFOs.
+#: Number of characters of the job's token in the name of the FIFO's folder.
 _NAME_LENGTH: Final = 16
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 #: Maximum seconds to wait until the launcher has read the report of a rank's end.
@@ -75,38 +75,42 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def guarded(command: list[str], *, parent: int = 0, started: int = 0) -> list[str]:
-    """Return the command line that runs ``command`` under guardians, or ``command`` if the system has none."""
+    """Return the command line that runs ``command`` under two guardians, which end its processes with the launcher.
+
+    On systems other than Linux, return ``command``.
+    """
     # In isolated mode (-I) and without site-packages (-S), Python starts in 10 ms.
     guardian = [sys.executable, "-I", "-S", PROGRAM, str(parent), str(started), *command]
-    return ([] if parent else [*_IGNORING_SIGUSR1]) + guardian if ARE_HERE else command
+    return ([] if parent else [*_IGNORING_SIGUSR1]) + guardian if ARE_SUPPORTED else command
 
 
 def end_signal() -> int:
-    """Return the signal that makes a guardian kill the rank and its child processes, and then end."""
+    """Return the signal that makes a guardian process kill its rank and the rank's child processes, and then end."""
     return int(signal.SIGRTMIN)
 
 
 def foreground_variables() -> dict[str, str]:
-    """Return the variables that put rank 0 into the foreground of this process's terminal, to read from it."""
+    """Return the variables that put rank 0 into the foreground of this process's terminal, so that it can read."""
     return {GROUP_VARIABLE: str(os.getpgrp())} if os.isatty(0) else {}
 
 
 def report_mark(token: str) -> bytes:
-    """Return the mark that distinguishes a guardian's report from ranks' output lines."""
+    """Return the mark that distinguishes a guardian process's report from ranks' output lines."""
     return f"\x1easyncdist {token} ".encode()
 
 
 def reports_path(token: str) -> str:
     """Return the path of this host's FIFO for reports. It has the host's name, because containers may share /tmp.
 
-    The path shows only the token's first part, because the other parts name folders that may not exist yet.
+    The path contains only the token's first part, because another user could create the folders that the other parts
+    name.
     """
     return f"{REPORTS_FOLDER}{token[:_NAME_LENGTH]}-{os.uname().nodename}/fifo"
 
 
 def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when the process ``parent`` ends. Works only on Linux."""
-    if ARE_HERE:
+    if ARE_SUPPORTED:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
@@ -114,53 +118,99 @@ def die_with_parent(parent: int) -> None:
 
 def adopt_orphans() -> None:
     """Make this process the parent of every orphan among its descendants. Works only on Linux."""
-    if ARE_HERE:
+    if ARE_SUPPORTED:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_children() -> None:
     """End all descendants of this process, including orphans that it adopts meanwhile. Works only on Linux."""
-    told: set[int] = set()
+    terminated: set[int] = set()
     deadline = time.monotonic() + GRACE_S
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for a killed data worker
-    while ARE_HERE and (late_s := time.monotonic() - deadline) < _GONE_S:
+    while ARE_SUPPORTED and (late_s := time.monotonic() - deadline) < _GONE_S:
         while _reap() is not None:
             pass
         children = [pid for pid, parent in _parents().items() if parent == os.getpid()]
         if not children:
             return
         for pid in children:
-            if late_s >= 0 or pid not in told:
-                told.add(pid)
+            if late_s >= 0 or pid not in terminated:
+                terminated.add(pid)
                 # The pid cannot have been reused, because only this process reaps its children.
                 os.kill(pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM)
         time.sleep(_PERIOD_S)
 
 
-def open_descendants(pid: int) -> list[int]:
-    """Return a pidfd of each descendant of ``pid``, or [] on systems other than Linux."""
-    parents = _parents() if ARE_HERE else {}
-    found, pidfds = {pid}, []
+class ProcessHandle:
+    """Refers to a process, so that a signal never reaches a later process with the same pid. Linux only.
+
+    The kernel guarantees this for a pidfd. If there are no pidfds, as on Linux before 5.3, in some containers and in
+    Pythons that were built for older systems, the process's start time is compared before each signal.
+
+    Raises:
+        ProcessLookupError: The process has ended.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._pidfd: int | None = None
+        self._start = _start_of(pid)
+        if not self._start:
+            raise ProcessLookupError(f"process {pid} has ended")
+        if hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal"):
+            try:
+                self._pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                raise
+            except OSError:  # the kernel has no pidfds, or the container forbids them
+                pass
+
+    def send(self, number: int) -> None:
+        """Send a signal to the process, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, number)
+            elif _start_of(self._pid) == self._start:
+                os.kill(self._pid, number)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the process has ended, or until the timeout has passed."""
+        if self._pidfd is not None:
+            select.select([self._pidfd], [], [], timeout_s)
+            return
+        deadline = time.monotonic() + timeout_s
+        while _start_of(self._pid) == self._start and time.monotonic() < deadline:
+            time.sleep(_PERIOD_S)
+
+    def close(self) -> None:
+        """Close the pidfd, if there is one."""
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+
+
+def open_descendants(pid: int) -> list[ProcessHandle]:
+    """Return a handle of each descendant of ``pid``, or [] on systems other than Linux."""
+    parents = _parents() if ARE_SUPPORTED else {}
+    found, handles = {pid}, []
     while below := {child for child, parent in parents.items() if parent in found} - found:
         found |= below
         for child in below:
             with contextlib.suppress(ProcessLookupError):
-                pidfds.append(os.pidfd_open(child))
-    return pidfds
+                handles.append(ProcessHandle(child))
+    return handles
 
 
-def kill_all(pidfds: list[int]) -> None:
-    """Kill the processes behind these pidfds, wait until they have ended, and close the pidfds."""
-    for pidfd in pidfds:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    for pidfd in pidfds:
-        select.select([pidfd], [], [], _GONE_S)
-        os.close(pidfd)
+def kill_all(handles: list[ProcessHandle]) -> None:
+    """Kill these processes, wait until they have ended, and close the handles."""
+    for handle in handles:
+        handle.send(signal.SIGKILL)
+    for handle in handles:
+        handle.wait(_GONE_S)
+        handle.close()
 
 
 def main(parent: int, started: int, command: list[str]) -> NoReturn:
-    """Become the outer guardian of ``command``, with an inner guardian between it and the rank."""
+    """Run ``command`` as a rank under two guardians: this process, and an inner one between it and the rank."""
     states = _RankStates(started) if started else None
     reports = _Reports()
     group = os.getpgrp()
@@ -171,9 +221,9 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
     if parent == 0:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the shell has made this process ignore it
     signals_group = parent == 0 and not is_at_terminal
-    outer = _stand_guard(parent or os.getppid(), signals_group=signals_group, states=states, reports=reports)
+    outer = _fork_guardian(parent or os.getppid(), signals_group=signals_group, states=states, reports=reports)
     os.setpgid(0, 0)
-    inner = _stand_guard(outer, signals_group=False)
+    inner = _fork_guardian(outer, signals_group=False)
     reports.close()
     with contextlib.suppress(OSError):  # raised if the outer guardian was killed; the inner one kills this process
         os.setpgid(0, int(terminal_group) if is_at_terminal else group)
@@ -239,12 +289,26 @@ def _ancestors() -> list[int]:
 
 
 def _parent_of(pid: int) -> int:
+    return int(_facts_of(pid)[1])
+
+
+def _start_of(pid: int) -> bytes:
+    """Return the start time of a process in the kernel's ticks, or b"" if the process has ended."""
+    try:
+        facts = _facts_of(pid)
+    except OSError:
+        return b""
+    return b"" if facts[0] in b"ZX" else facts[19]
+
+
+def _facts_of(pid: int) -> list[bytes]:
+    """Return the fields of /proc/PID/stat (proc(5)) from the third, the state. May raise OSError."""
     with open(f"/proc/{pid}/stat", "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[1])  # the name before the last ")" may contain ")"
+        return file.read().rpartition(b")")[2].split()  # the name before the last ")" may contain ")"
 
 
 class _RankStates:
-    """Reads the states that a rank writes to the descriptor ``started``. SIGIO notifies the guardian of new states."""
+    """Reads the states that a rank writes to the descriptor ``started``. SIGIO announces new states."""
 
     def __init__(self, started: int) -> None:
         import fcntl  # imported only here to save time, because only jobs that survive losses need it
@@ -264,7 +328,7 @@ class _RankStates:
         return self._last
 
 
-def _stand_guard(
+def _fork_guardian(
     parent: int, *, signals_group: bool, states: _RankStates | None = None, reports: _Reports | None = None
 ) -> int:
     """Fork. The parent becomes a guardian and never returns, and the child returns the guardian's pid.
@@ -285,13 +349,13 @@ def _stand_guard(
 def _guard(
     child: int, parent: int, *, signals_group: bool, states: _RankStates | None, reports: _Reports | None
 ) -> NoReturn:
-    def on_word() -> None:
+    def on_state() -> None:
         if states is not None and reports is not None and states.last() not in (b"", _OPENS_WORLD):
             reports.write("joined", child)
 
     if reports is not None:
         reports.write("guarded", os.getpid())
-    status = _wait(child, parent, on_word, signals_group=signals_group)
+    status = _wait(child, parent, on_state, signals_group=signals_group)
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
@@ -300,31 +364,31 @@ def _guard(
     end_children()
     code = os.waitstatus_to_exitcode(status)
     if code and states is not None and os.getppid() == parent:
-        code = _tell_of_failure(code, parent, states)
+        code = _handle_failure(code, parent, states)
     _end_as(code)
 
 
-def _tell_of_failure(code: int, parent: int, states: _RankStates) -> int:
+def _handle_failure(code: int, parent: int, states: _RankStates) -> int:
     """Handle the failure of a rank that the other ranks would wait for. Return the guardian's exit code.
 
     If the rank has not joined the world, or aborts the job, mpirun is requested to end the job. If the rank exits while
     it is in the world, the returned code makes mpirun notice its death.
     """
-    news = states.last()
-    if news in (b"", _OPENS_WORLD):
+    state = states.last()
+    if state in (b"", _OPENS_WORLD):
         how = f"exit code {code}" if code > 0 else f"signal {-code}"
         os.write(2, f"asyncdist: a rank ended before it had joined the other ranks ({how}); ending the job\n".encode())
-    if news in (b"", _OPENS_WORLD, _ENDS_JOB):
+    if state in (b"", _OPENS_WORLD, _ENDS_JOB):
         if _is_first_to_ask():
             os.kill(parent, signal.SIGTERM)
-    elif news == _IN_WORLD and code > 0:
+    elif state == _IN_WORLD and code > 0:
         os.write(2, f"asyncdist: a rank ended with exit code {code} without leaving its world\n".encode())
         return -signal.SIGKILL
     return code
 
 
 def _is_first_to_ask() -> bool:
-    """Return whether no other guardian has requested mpirun to end. A second request would end mpirun too early."""
+    """Return whether this guardian is the first to request mpirun's end. A second request would end mpirun early."""
     folder = os.environ.get("PMIX_SERVER_TMPDIR", "")  # mpirun creates and removes this folder
     try:
         os.close(os.open(os.path.join(folder, "asyncdist-ends"), os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
@@ -335,20 +399,20 @@ def _is_first_to_ask() -> bool:
     return True
 
 
-def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group: bool) -> int | None:
+def _wait(child: int, parent: int, on_state: Callable[[], None], *, signals_group: bool) -> int | None:
     """Wait for the child to end, and return its wait status. Return None if the guardian must kill the child."""
     while os.getppid() == parent:
-        came = signal.sigwaitinfo(signal.valid_signals())
-        if came.si_signo == end_signal():
+        received = signal.sigwaitinfo(signal.valid_signals())
+        if received.si_signo == end_signal():
             return None
-        if came.si_signo == signal.SIGCHLD:
+        if received.si_signo == signal.SIGCHLD:
             ended = dict(iter(_reap, None))
             if child in ended:
                 return ended[child]
-        elif came.si_signo == signal.SIGIO and came.si_code > 0:  # the kernel sends codes above 0
-            on_word()
-        elif not (signals_group and (came.si_pid == parent or came.si_code > 0)):  # the rank itself got no signal
-            os.kill(child, came.si_signo)
+        elif received.si_signo == signal.SIGIO and received.si_code > 0:  # the kernel sends codes above 0
+            on_state()
+        elif not (signals_group and (received.si_pid == parent or received.si_code > 0)):  # not sent to the whole group
+            os.kill(child, received.si_signo)
     return None
 
 

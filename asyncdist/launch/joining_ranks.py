@@ -28,9 +28,9 @@ from asyncdist.trust import secret_files
 
 #: Timeout in seconds for connecting to the job's address.
 _LISTENER_S: Final = 5.0
-#: Timeout in seconds for reserving places, including the import of torch on a busy host.
+#: Timeout in seconds for reserving rank numbers in the job, including the import of torch on a busy host.
 _ANSWER_S: Final = 60.0
-#: Timeout in seconds for freeing the places.
+#: Timeout in seconds for releasing the reserved rank numbers.
 _GIVE_BACK_S: Final = 5.0
 
 
@@ -44,17 +44,15 @@ def run(
     restarts: int = 0,
     environ: Mapping[str, str],
 ) -> int:
-    """Run ranks of a script in free places of a job, and return an exit code when the last of them has ended.
+    """Run ranks of a script that join a job under free rank numbers, until all of them have ended.
 
     Args:
         address: Address of the job, as printed by its launcher.
-        ranks: Number of ranks to start.
-        threads: OMP_NUM_THREADS of each rank; None for the user's value, or else each rank's share of the cores.
+        threads: OMP_NUM_THREADS of each rank; None for the user's value or the rank's share of the cores.
         restarts: Maximum number of restarts of each rank after a signal has killed it.
 
     Returns:
-        0 if the last process of each rank ended with 0. Otherwise the code of the first rank that failed, or 128 plus
-        the number of the signal that killed it or that the launcher received.
+        The exit code, as for :func:`asyncdist.launch.local_ranks.run`.
 
     Raises:
         LaunchError: The script does not exist, no job is at the address, or too few of its places are free.
@@ -69,7 +67,7 @@ def run(
         job = _read_claim(keeper, address)
         environments = build_environments(environ, job, host=host, port=port, threads=threads, secret=secret)
         taken = ", ".join(map(str, environments))
-        Restarts.say(f"joins as rank{'s' if ranks > 1 else ''} {taken} of {job['size']}")
+        Restarts.print_line(f"joins as rank{'s' if ranks > 1 else ''} {taken} of {job['size']}")
         store = contextlib.nullcontext(keeper)
         return local_ranks.run_ranks(
             script, arguments, environments, restarts=restarts, store=store, is_open=True, have_joined=True
@@ -89,8 +87,8 @@ def build_environments(
 ) -> dict[int, dict[str, str]]:
     """Return each rank's environment, keyed by rank, for the ``job`` description from :func:`place_claims.claim`.
 
-    On the host of the job's launcher, a rank's number on the host is its rank, so that it uses another GPU and port
-    than the job's other ranks. On another host, each launcher counts its ranks from 0.
+    On the host of the job's launcher, a rank's LOCAL_RANK is its rank, so that it uses another GPU and port than the
+    job's other ranks. On another host, each launcher counts its ranks from 0.
     """
     places: list[tuple[int, int]] = job["places"]
     is_at_job = addresses.is_loopback(host)
@@ -145,7 +143,7 @@ def _check_listener(host: str, port: int) -> None:
 
 
 def _start_keeper(host: str, port: int, ranks: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a child process that reserves the places. When this process ends, the child frees them and ends."""
+    """Start a child that reserves rank numbers in the job. When this process ends, the child releases them and ends."""
     command = [sys.executable, place_claims.PROGRAM, host, str(port), str(ranks), __version__]
     quiet = {**environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}
     try:
@@ -169,7 +167,7 @@ def _read_claim(keeper: subprocess.Popen[bytes], address: str) -> dict[str, Any]
 
 
 def _end(keeper: subprocess.Popen[bytes]) -> None:
-    """End the process that has reserved the places. It frees places whose ranks were not reported as ended."""
+    """End the child that reserved the rank numbers. It releases those whose ranks were not reported as ended."""
     assert keeper.stdin is not None and keeper.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         keeper.stdin.close()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import codecs
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Final
 
 from asyncdist import environment, local_host
@@ -19,6 +20,7 @@ from asyncdist.launchers import launcher_signals
 from asyncdist.live import last_counters, top
 from asyncdist.story import sockets
 from asyncdist.story.finding import job_of_process
+from asyncdist.trust.temporary_folders import TemporaryFolder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +49,7 @@ def run(words: Sequence[str]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*launcher_signals.PASSED_ON_SIGNALS, signal.SIGCHLD})
-    with tempfile.TemporaryDirectory(prefix="asyncdist-live-") as folder:
+    with _counters_folder() as folder:
         child = subprocess.Popen(
             command,
             env={**environment.VARIABLES, environment.LAST_COUNTERS_VARIABLE: folder},
@@ -58,6 +60,19 @@ def run(words: Sequence[str]) -> int:
         )
         _show(child, folder, is_on_stderr=1 not in shown)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+@contextlib.contextmanager
+def _counters_folder() -> Iterator[str]:
+    """Make a folder for the ranks' final counters, and remove it when the context ends. The path is "" without one."""
+    folder: TemporaryFolder | None = None
+    with contextlib.suppress(OSError):  # raised if no folder for temporary files is writable
+        folder = TemporaryFolder.make(tempfile.gettempdir(), "asyncdist-live-", secrets.token_hex(8))
+    try:
+        yield "" if folder is None else folder.path
+    finally:
+        if folder is not None:
+            folder.remove()
 
 
 def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) -> None:
@@ -95,7 +110,8 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
                     child.send_signal(came.si_signo)
                 launcher_signals.stop_with_ranks(came.si_signo)
         if not is_gone:
-            live.update(view.drawn_at_end(console, last_counters.collect(folder, own)), refresh=True)
+            final = last_counters.collect(folder, own) if folder else []
+            live.update(view.drawn_at_end(console, final), refresh=True)
         for copier in copiers:
             copier.join(1.0)  # a process that outlives the child may hold the pipe open
 

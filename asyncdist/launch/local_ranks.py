@@ -7,8 +7,8 @@
 - The first rank to fail decides the exit code, as with mpirun, unless the code is 1, with which Python ends after any
   exception. Ranks that stop because a different rank fails often end with 1 before that rank ends. A rank that fails in
   another way within ``SETTLE_S`` is therefore the cause.
-- The other ranks get SIGTERM, and are killed after ``STOP_S``. No process is left behind, on Linux even if the launcher
-  itself is killed.
+- The other ranks get SIGTERM, and are killed after ``launcher_signals.STOP_S``. No process is left behind, on Linux
+  even if the launcher itself is killed.
 - With ``restarts``, a rank that was killed by a signal is restarted with the same variables, except for
   ASYNCDIST_INCARNATION, which counts the restarts. A rank that exits is not restarted, because it has returned or has
   notified the others of its failure. A separate process serves the store (:mod:`asyncdist.launch.store_server`), so
@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -38,17 +39,17 @@ from asyncdist.launch.supervision import endings
 from asyncdist.launch.supervision.restarts import Restarts
 from asyncdist.launchers import addresses, child_environment, job_rendezvous, launcher_signals
 from asyncdist.trust import job_secret, secret_files
+from asyncdist.validation import printable
 from asyncdist.wording import ranks_in_words
 
-#: Maximum seconds for ranks to end after the signal that stops them.
-STOP_S: Final = 10.0
 #: Seconds between a rank's exit with code 1 and the signal that stops the other ranks.
 SETTLE_S: Final = 2.0
 #: Seconds for which the store runs after all ranks have ended, so that it can notify ranks of other launchers.
 OVER_S: Final = 0.5
 
-#: An event's kind, and its signal number or rank. A "key" is a signal that also reached the terminal's foreground.
-Event: TypeAlias = tuple[Literal["signal", "key", "ended", "late"], int]
+#: Kind of an event, and a signal number or rank. A "key" is a signal that has also reached the terminal's foreground.
+#: "store" means that the process that serves the store has ended with this return code.
+Event: TypeAlias = tuple[Literal["signal", "key", "ended", "late", "store"], int]
 
 
 class Process(Protocol):
@@ -71,7 +72,7 @@ class RankProcess(subprocess.Popen[bytes]):
 
     def end(self) -> None:
         """Kill the rank and all processes that it has started."""
-        if guardians.ARE_HERE:
+        if guardians.ARE_SUPPORTED:
             self.send_signal(guardians.end_signal())
             self.send_signal(signal.SIGCONT)  # a stopped guardian would not react
             return
@@ -93,10 +94,11 @@ def run(
 
     The exit code is 0 if the last process of each rank ended with 0. With ``places``, ranks that were killed while
     others were alive do not count. Otherwise, it is the code of the first rank that failed (1 only if no rank ended
-    with another code soon after), or 128 plus the number of a signal that killed it or that the launcher received.
+    with another code soon after). If a signal killed that rank, or the launcher received a signal, the code is 128 plus
+    the signal's number.
 
     Args:
-        threads: OMP_NUM_THREADS of each rank; None for the user's value, or else each rank's share of the cores.
+        threads: OMP_NUM_THREADS of each rank; None for the user's value or the rank's share of the cores.
         restarts: Maximum number of restarts of each rank after a signal has killed it.
         places: Size of the world if ranks may join later, or None.
     """
@@ -109,7 +111,9 @@ def run(
         environ, ranks=ranks, threads=threads, restarts=restarts, places=places, secret=secret, is_open=is_open
     )
     is_joinable = bool(restarts) or places is not None
-    store = _store(of_ranks[0], ranks, places, script, is_open=is_open) if is_joinable else None
+    module = environ.get(rank_program.MODULE_VARIABLE)
+    program = [*(("-m", module) if module else (script,)), *arguments]
+    store = _store(of_ranks[0], ranks, places, program, is_open=is_open) if is_joinable else None
     environments = dict(enumerate(of_ranks))
     return run_ranks(script, arguments, environments, restarts=restarts, store=store, is_open=places is not None)
 
@@ -127,8 +131,7 @@ def run_ranks(
     """Run ranks on this host, on any transport, and return the job's exit code.
 
     Args:
-        environments: Environment of each rank.
-        store: Runs the process that sets keys in the store, while the ranks run. None if no rank may join.
+        store: Context manager that runs the process through which keys of the store are set. None if no rank may join.
         is_open: Whether a new process may replace a killed rank that is not restarted.
         have_joined: Whether these ranks join the world of another launcher.
     """
@@ -140,16 +143,23 @@ def run_ranks(
     first = {rank_program.STDIN_VARIABLE: rank_program.INHERITED, **guardians.foreground_variables()}
 
     def start_rank(rank: int, variables: Mapping[str, str]) -> RankProcess:
-        own = {**variables, **told, **(first if rank == 0 and not have_joined else {})}
+        own = {**variables, **shared, **(first if rank == 0 and not have_joined else {})}
         return start(command, own, rank=rank, ended=lambda: events.put(("ended", rank)))
 
-    with local_host.told_variables() as told, signals_as_events(events), store or contextlib.nullcontext() as server:
+    with (
+        local_host.printed_errors_variables() as shared,
+        signals_as_events(events),
+        store or contextlib.nullcontext() as server,
+    ):
         try:
             for rank, variables in environments.items():
                 processes[rank] = start_rank(rank, variables)
-            again = Restarts(start_rank, environments, restarts, server, is_open=is_open, have_joined=have_joined)
+            restarter = Restarts(start_rank, environments, restarts, server, is_open=is_open, have_joined=have_joined)
+            if server is not None and not have_joined:
+                awaiting = threading.Thread(target=lambda: events.put(("store", server.wait())), daemon=True)
+                awaiting.start()
             at_terminal = (0,) if os.isatty(0) and not have_joined else ()
-            return supervise(processes, events, again, at_terminal)
+            return supervise(processes, events, restarter, at_terminal)
         finally:
             for process in processes.values():
                 process.end()
@@ -159,7 +169,7 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _store(
-    variables: Mapping[str, str], ranks: int, places: int | None, script: str, *, is_open: bool
+    variables: Mapping[str, str], ranks: int, places: int | None, program: Sequence[str], *, is_open: bool
 ) -> Iterator[RankProcess]:
     """Run the process that serves the store, at the address in the ranks' variables.
 
@@ -173,7 +183,7 @@ def _store(
         if places is not None:
             secret = variables[environment.SECRET_VARIABLE]
             kept = secret_files.RenewedSecret(int(port), secret, environment.secret_directories)
-            _announce_places(server, variables, ranks, places, script, is_open=is_open)
+            _announce_places(server, variables, ranks, places, program, is_open=is_open)
         yield server
     finally:
         if kept is not None:
@@ -192,26 +202,29 @@ def given_secret(environ: Mapping[str, str]) -> str | None:
 
 
 def _announce_places(
-    server: RankProcess, variables: Mapping[str, str], ranks: int, places: int, script: str, *, is_open: bool
+    server: RankProcess, variables: Mapping[str, str], ranks: int, places: int, program: Sequence[str], *, is_open: bool
 ) -> None:
-    """Write the job and its free places into the store, and print the command with which ranks join."""
+    """Write the job and its free places (rank numbers) into the store, and print the command with which ranks join.
+
+    ``program`` is the last part of this command: the script or module, and its arguments.
+    """
     for rank in range(places):
-        store_server.tell(server, f"asyncdist/place/{rank} {'held' if rank < ranks else 'free 1'}")
+        store_server.send_line(server, f"asyncdist/place/{rank} {'held' if rank < ranks else 'free 1'}")
     run_id = variables["TORCHELASTIC_RUN_ID"]
     job = place_claims.describe(run_id, places, places - ranks, __version__, is_open=is_open)
-    store_server.tell(server, f"asyncdist/{place_claims.JOB} {job}")
+    store_server.send_line(server, f"asyncdist/{place_claims.JOB} {job}")
     address = f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
     free = places - ranks
-    store_server.tell(
+    store_server.send_line(
         server,
         f"!asyncdist run: {free} of {places} places {'is' if free == 1 else 'are'} free; to join, run: "
-        f"asyncdist run --join {address} {script}",
+        f"asyncdist run --join {address} {printable(shlex.join(program))}",
     )
 
 
 def _announce_end(server: RankProcess) -> None:
     """Notify other launchers' ranks that the store is about to close, and give them ``OVER_S`` seconds."""
-    store_server.tell(server, f"asyncdist/{place_claims.OVER} ")
+    store_server.send_line(server, f"asyncdist/{place_claims.OVER} ")
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(OVER_S)
 
@@ -267,7 +280,7 @@ def newcomer_variables(incarnation: int, empty_count: int) -> dict[str, str]:
 def start(
     command: Sequence[str], variables: Mapping[str, str], *, rank: int, ended: Callable[[], object]
 ) -> RankProcess:
-    """Start a rank under guardians. Call ``ended`` in a thread when the rank has ended."""
+    """Start a rank under guardians (supervising processes). Call ``ended`` in a thread when the rank has ended."""
     stdin = None if rank_program.STDIN_VARIABLE in variables else subprocess.DEVNULL
     process = _popen(command, variables, f"rank {rank}", stdin=stdin)
 
@@ -298,13 +311,13 @@ def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
 
 
 def supervise(
-    processes: dict[int, P], events: queue.SimpleQueue[Event], again: Restarts[P], at_terminal: Collection[int] = ()
+    processes: dict[int, P], events: queue.SimpleQueue[Event], restarts: Restarts[P], at_terminal: Collection[int] = ()
 ) -> int:
     """Wait for all ranks, and return the job's exit code. If a rank fails or a signal ends the job, stop the others.
 
     The terminal itself sends the signals of its keys (Ctrl-C) to the ranks ``at_terminal``.
     """
-    return _Supervision(processes, events, again, at_terminal).run()
+    return _Supervision(processes, events, restarts, at_terminal).run()
 
 
 class _Supervision(Generic[P]):
@@ -318,12 +331,12 @@ class _Supervision(Generic[P]):
         self,
         processes: dict[int, P],
         events: queue.SimpleQueue[Event],
-        again: Restarts[P],
+        restarts: Restarts[P],
         at_terminal: Collection[int],
     ) -> None:
         self._processes = processes
         self._events = events
-        self._again = again
+        self._restarts = restarts
         self._at_terminal = at_terminal
         self._living = set(processes)
         self._victims: list[int] = []  # ranks that ended with 1 and may be the cause
@@ -338,8 +351,11 @@ class _Supervision(Generic[P]):
                     self._end_late()
                 case ("ended", rank):
                     self._note_end(rank)
+                case ("store", returncode):
+                    if not self._code:
+                        self._restarts.do_without_store(returncode)
                 case (origin, number):
-                    self._take_signal(number, is_key=origin == "key")
+                    self._handle_signal(number, is_key=origin == "key")
         return self._code or (_explain(self._victims, 1, others=False) if self._victims else self._lost_code)
 
     def _end_late(self) -> None:
@@ -350,7 +366,7 @@ class _Supervision(Generic[P]):
         else:  # no rank failed in another way, so the rank that ended with 1 is the cause
             self._stop_after(_explain(self._victims, 1, others=True))
 
-    def _take_signal(self, number: int, *, is_key: bool) -> None:
+    def _handle_signal(self, number: int, *, is_key: bool) -> None:
         if number not in launcher_signals.ENDING_SIGNALS:
             self._passed_on.add(number)
             self._send(number, is_key=is_key)
@@ -360,8 +376,8 @@ class _Supervision(Generic[P]):
             if self._victims:  # report the failure before the ranks are stopped
                 _explain(self._victims, 1, others=True)
             self._code, self._deadline = 128 + number, None
-        self._deadline = self._deadline or time.monotonic() + STOP_S
-        if self._again.have_joined:
+        self._deadline = self._deadline or time.monotonic() + launcher_signals.STOP_S
+        if self._restarts.have_joined:
             for rank in self._living:
                 self._processes[rank].end()
         else:
@@ -372,14 +388,19 @@ class _Supervision(Generic[P]):
         self._processes[rank].end()  # end the rank's remaining child processes
         returncode = self._processes[rank].returncode
         assert returncode is not None, "it has ended"
-        self._again.note_exit(rank, returncode)
-        newcomer = self._again.newcomer(rank)
+        self._restarts.note_exit(rank, returncode)
+        newcomer = self._restarts.newcomer(rank)
         if self._code or not returncode:
             return
         if returncode > 0 and newcomer:  # the ranks of the joined job decide whether the job fails
             self._lost_code = self._lost_code or returncode
-            self._again.say(f"rank {rank}, {newcomer}, {endings.how_ended(returncode)}")
-        elif self._again.goes_on and returncode < 0 and not self._victims and -returncode not in self._passed_on:
+            self._restarts.print_line(f"rank {rank}, {newcomer}, {endings.describe_end(returncode)}")
+        elif (
+            self._restarts.can_lose_ranks
+            and returncode < 0
+            and not self._victims
+            and -returncode not in self._passed_on
+        ):
             self._replace(rank, returncode)
         elif returncode == 1:
             self._victims.append(rank)
@@ -389,15 +410,15 @@ class _Supervision(Generic[P]):
             self._stop_after(_explain([rank], returncode, others=others, was_passed_on=was_passed_on))
 
     def _replace(self, rank: int, returncode: int) -> None:
-        started = self._again.start(rank, returncode, len(self._living))
+        started = self._restarts.start(rank, returncode, len(self._living))
         if started is not None:
             self._processes[rank] = started
             self._living.add(rank)
-        elif not self._again.survives_loss(len(self._living)):
+        elif not self._restarts.survives_loss(len(self._living)):
             self._lost_code = self._lost_code or 128 - returncode
 
     def _stop_after(self, code: int) -> None:
-        self._code, self._deadline = code, time.monotonic() + STOP_S
+        self._code, self._deadline = code, time.monotonic() + launcher_signals.STOP_S
         self._send(signal.SIGTERM)
 
     def _send(self, number: int, *, is_key: bool = False) -> None:
@@ -416,7 +437,9 @@ def _next_event(events: queue.SimpleQueue[Event], deadline: float | None) -> Eve
 
 def _explain(ranks: Sequence[int], returncode: int, *, others: bool, was_passed_on: bool = False) -> int:
     stopping = "; stopping the others" if others else ""
-    Restarts.say(f"{ranks_in_words(ranks)} {endings.how_ended(returncode, was_passed_on=was_passed_on)}{stopping}")
+    Restarts.print_line(
+        f"{ranks_in_words(ranks)} {endings.describe_end(returncode, was_passed_on=was_passed_on)}{stopping}"
+    )
     return endings.exit_code(returncode)
 
 

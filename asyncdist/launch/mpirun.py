@@ -1,4 +1,4 @@
-"""Starts ranks of a script on MPI, here or on other hosts: finds the mpirun of mpi4py's library and runs it.
+"""Starts ranks of a script on MPI, on this host or others: finds the mpirun of mpi4py's library and runs it.
 
 This module implements ``asyncdist run`` for MPI. It sets the variables that library and mpirun need, and runs mpirun
 through :mod:`asyncdist.launch.supervision.mpirun_process`. A child process reports which library mpi4py loads.
@@ -55,10 +55,10 @@ _PROBE: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Installation:
-    """This machine's MPI: the library that mpi4py loads, and the mpirun launchers.
+    """Describes this host's MPI: the library that mpi4py loads, and the mpirun launchers.
 
     Attributes:
-        library: Flavour of the library that mpi4py loads; None if it loads no library.
+        library: Flavour (Open MPI or MPICH) of the library that mpi4py loads; None if it loads no library.
         version: Version string of the library, or the reason why it cannot be loaded.
         wheels: Flavours that are installed as Python packages.
         launchers: Path of the first mpirun of each flavour in this Python environment, or else in PATH.
@@ -86,8 +86,8 @@ def run(
 
     Args:
         ssh: Words of the command that reaches a host.
-        mpi: Flavour to use; None for the flavour of mpi4py's library.
-        threads: OMP_NUM_THREADS of each rank; None for the user's value, or else each rank's share of the cores.
+        mpi: MPI to use, Open MPI or MPICH; None for the one that mpi4py loads.
+        threads: OMP_NUM_THREADS of each rank; None for the user's value or the rank's share of the cores.
         survives: Whether the job continues when ranks die.
 
     Returns:
@@ -131,12 +131,12 @@ def run(
             flavour, mpirun, script, arguments, ranks=count, hosts=hosts, variables=travelling, survives=survives
         )
         cure = "--survive" if can_survive(installation) else ""
-        ends = JobEnds(count, goes_on_by=cure, survives=survives, is_across_hosts=len(hosts) > 1)
+        ends = JobEnds(count, survival_option=cure, survives=survives, is_across_hosts=len(hosts) > 1)
         return mpirun_process.run(mpirun, command, environ, ends, token=token, agents=agents)
 
 
 def find_installation(environ: Mapping[str, str]) -> Installation:
-    """Find the library that mpi4py loads, in a child process (0.1 s), and the mpirun of each flavour."""
+    """Find the library that mpi4py loads, in a child process (0.1 s), and the mpiruns of Open MPI and MPICH."""
     probe = subprocess.run(
         [sys.executable, "-P", "-c", _PROBE], env=dict(environ), capture_output=True, text=True, check=False
     )
@@ -163,7 +163,7 @@ def _wheel_launcher_folder(name: str) -> str | None:
 
 
 def find_launchers(directories: Sequence[str]) -> dict[environment.Flavour, str]:
-    """Return the first mpirun of each flavour in these folders. Each program is run to find its flavour."""
+    """Return the first mpirun of Open MPI and of MPICH in these folders. Each program is run to find its MPI."""
     found: dict[environment.Flavour, str] = {}
     for directory in dict.fromkeys(directories):
         for name in _MPIRUN_NAMES:
@@ -175,7 +175,7 @@ def find_launchers(directories: Sequence[str]) -> dict[environment.Flavour, str]
 
 
 def launcher_flavour(path: str) -> environment.Flavour | None:
-    """Return the flavour that an mpirun reports, or None if it is unknown."""
+    """Return the flavour (Open MPI or MPICH) that an mpirun reports, or None if it is unknown."""
     try:
         answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -187,7 +187,7 @@ def launcher_flavour(path: str) -> environment.Flavour | None:
 
 
 def choose_flavour(installation: Installation, wanted: environment.Flavour | None) -> environment.Flavour:
-    """Return the flavour of mpi4py's library. Raise LaunchError if ``wanted`` differs or the flavour has no mpirun."""
+    """Return which MPI mpi4py loads. Raise LaunchError if this is not ``wanted``, or if its mpirun was not found."""
     library, launchers = installation.library, installation.launchers
     has_both = len(installation.wheels) > 1
     if library is None and "No module named 'mpi4py'" in installation.version:
@@ -316,7 +316,7 @@ def build_environment(
             "MPIR_CVAR_CH4_PROGRESS_THROTTLE_NO_PROGRESS_COUNT": "1",
         }
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    if survives and guardians.ARE_HERE:
+    if survives and guardians.ARE_SUPPORTED:
         chosen[rank_program.STARTED_VARIABLE] = str(_STARTED)
     around = {rank_program.LAUNCHER_VARIABLE}  # the variable may belong to an outer job
     return {**settings, **{name: text for name, text in environ.items() if name not in around}, **chosen}

@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -33,18 +34,21 @@ JOB: Final = "places"
 OVER: Final = "over"
 #: Timeout in seconds for torch's store client, whose default is much longer.
 _CONNECT_S: Final = 5.0
+#: Seconds after which this process ends if the listener, perhaps another service, does not answer. torch's client would
+#: wait forever. The launcher gives up earlier.
+_SILENT_S: Final = 65
 _FREE: Final = "free "
-NOT_BELIEVED: Final = (
+SECRET_DIFFERS: Final = (
     "the job's secret differs from this command's: give both commands the same ASYNCDIST_JOB_SECRET_FILE, a file with "
     "mode 0600. On the launcher's host, the launcher's user needs no such file"
 )
-#: Number of retries if too few places are free. Simultaneous claimants may each get only some.
+#: Number of retries if too few ranks are free. Simultaneous claimants may each get only some of them.
 _PAUSE_COUNT: Final = 5
 _PAUSE_S: Final = 0.3
 
 
 class ClaimError(Exception):
-    """Raised if the places cannot be reserved. The message gives the reason."""
+    """Raised if free ranks of a job cannot be reserved. The message gives the reason."""
 
 
 def describe(job: str, size: int, empty_count: int, version: str, *, is_open: bool = False) -> str:
@@ -53,9 +57,9 @@ def describe(job: str, size: int, empty_count: int, version: str, *, is_open: bo
 
 
 def claim(store: Any, count: int, version: str) -> dict[str, Any]:
-    """Reserve ``count`` places, or raise ClaimError. Return the job's description, with the ranks and incarnations."""
+    """Reserve ``count`` free ranks, or raise ClaimError. Return the job's description, with ranks and incarnations."""
     if not store.check([JOB]):
-        raise ClaimError("no job of asyncdist run --places listens at this address")
+        raise ClaimError("no job that was started by `asyncdist run --places` listens at this address")
     job: dict[str, Any] = json.loads(bytes(store.get(JOB)))
     if job["version"] != version:
         raise ClaimError(
@@ -64,7 +68,7 @@ def claim(store: Any, count: int, version: str) -> dict[str, Any]:
     if store.check([OVER]):
         raise ClaimError("the job has ended")
     pause_count = 0
-    while len(places := _take_lowest(store, job["size"], count)) < count:
+    while len(places := _reserve_lowest(store, job["size"], count)) < count:
         for rank, number in places:
             store.set(f"place/{rank}", f"{_FREE}{number}")
         if not places or pause_count == _PAUSE_COUNT:
@@ -81,18 +85,18 @@ def claim(store: Any, count: int, version: str) -> dict[str, Any]:
     raise ClaimError(f"-n must be <= {len(places)}, the number of free places of the job's {job['size']}, got {count}")
 
 
-def _take_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
-    """Reserve up to ``count`` free places, the lowest first. Return the rank and incarnation of each place."""
+def _reserve_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
+    """Reserve up to ``count`` free ranks, the lowest first. Return pairs of rank and incarnation."""
     places: list[tuple[int, int]] = []
     for rank in range(size):
-        number = _take(store, rank) if len(places) < count else None
+        number = _reserve(store, rank) if len(places) < count else None
         if number is not None:
             places.append((rank, number))
     return places
 
 
-def _take(store: Any, rank: int) -> int | None:
-    """Reserve a place. Return the incarnation of its next process, or None if the place is not free."""
+def _reserve(store: Any, rank: int) -> int | None:
+    """Reserve a rank. Return the incarnation of its next process, or None if the rank is not free."""
     key, mine = f"place/{rank}", f"held {secrets.token_hex(8)}"
     if not store.check([key]):  # a different program owns the store, which has no places
         return None
@@ -103,7 +107,7 @@ def _take(store: Any, rank: int) -> int | None:
 
 
 def keep(store: Any, places: Iterable[tuple[int, int]], lines: Iterable[str]) -> None:
-    """Set keys for the launcher until it ends. Then free the places whose ranks were not reported as ended."""
+    """Set store keys for the launcher until it ends. Then release the ranks that were not reported as ended."""
     newest = dict(places)  # newest incarnation of each rank
     for line in lines:
         key, _, value = line.rstrip("\n").removeprefix("asyncdist/").partition(" ")
@@ -120,7 +124,7 @@ def keep(store: Any, places: Iterable[tuple[int, int]], lines: Iterable[str]) ->
 
 
 def main(host: str, port: int, count: int, version: str) -> None:
-    """Reserve places, and keep them until the launcher has ended."""
+    """Reserve free ranks of the job, and keep them until the launcher has ended."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from asyncdist.launchers import job_rendezvous
@@ -130,29 +134,31 @@ def main(host: str, port: int, count: int, version: str) -> None:
     is_store = False
     secret = JobSecret((job_rendezvous.given_secret() or "").encode()).at_port(port)
     try:
+        signal.alarm(_SILENT_S)
         common = TCPStore(host, port, None, False, timedelta(seconds=_CONNECT_S), wait_for_workers=False)
+        signal.alarm(0)
         is_store = True
         store = SealedStore(common, secret).part("asyncdist")
         name = f"{store.prefix}{JOB}"
         if common.check([name]) and secret.unseal(name, bytes(common.get(name))) is None:
-            raise ClaimError(NOT_BELIEVED)
+            raise ClaimError(SECRET_DIFFERS)
         found = claim(store, count, version)
     except (ClaimError, RuntimeError) as error:
         has_closed = is_store or not _listens(host, port)
         unsaid = "the job has ended" if has_closed else "the process at this address is not a job's store"
-        _tell({"error": str(error) if isinstance(error, ClaimError) else unsaid})
+        _print_json({"error": str(error) if isinstance(error, ClaimError) else unsaid})
         return
-    _tell(found)
+    _print_json(found)
     try:
         keep(store, found["places"], sys.stdin)
     except RuntimeError:  # the store has been closed
         return
 
 
-def _tell(news: dict[str, Any]) -> None:
-    """Print one line of JSON. Do nothing if the launcher has just ended. :func:`keep` then frees the places."""
+def _print_json(content: dict[str, Any]) -> None:
+    """Print one line of JSON. Do nothing if the launcher has just ended; :func:`keep` then releases the ranks."""
     with contextlib.suppress(BrokenPipeError):
-        os.write(1, json.dumps(news).encode() + b"\n")
+        os.write(1, json.dumps(content).encode() + b"\n")
 
 
 def _listens(host: str, port: int) -> bool:

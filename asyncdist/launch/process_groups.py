@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from asyncdist import environment, validation
 from asyncdist.errors import LocalProtocolError, TransportError
 from asyncdist.functional.parallel_groups import ParallelGroups, ParallelLayout, current_groups
+from asyncdist.launchers import addresses
+from asyncdist.transports.torch_distributed.meeting import serving
 from asyncdist.transports.torch_distributed.meeting.rendezvous import await_listener
 
 #: Backends that torch has registered but that cannot communicate.
@@ -97,7 +99,7 @@ def init_process_group_from_backend(
 
     Raises:
         ValueError: The backend is not available.
-        RuntimeError: A default process group already exists, or the ranks cannot meet.
+        RuntimeError: A default process group already exists, or the ranks cannot connect.
     """
     chosen = get_distributed_backend() if backend is None else check_backend(str(backend))
     dist.init_process_group(
@@ -137,7 +139,7 @@ def init_dist(
 
     Raises:
         ValueError: A number is out of range, the backend is not available, or ``init_method`` is not allowed.
-        TransportError: The ranks did not meet in time. The message names the rendezvous.
+        TransportError: The ranks did not connect in time. The message names the rendezvous.
         RuntimeError: A default process group already exists.
     """
     check_init_method(init_method)
@@ -180,7 +182,7 @@ def _join_store(
         if rank != 0 and address is not None and port is not None:
             await_listener(address, port, deadline)
         left = datetime.timedelta(seconds=max(0.001, deadline - time.monotonic()))
-        store, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=left)))  # type: ignore[attr-defined]
+        store = serving.answered(lambda: _meet(init_method, place, rank, world_size, left), left.total_seconds())
     except (OSError, RuntimeError) as error:
         first = str(error).partition("\n")[0]
         where = init_method if address is None else f"{address}:{port}"
@@ -189,6 +191,20 @@ def _join_store(
         ) from error
     store.set_timeout(usual)
     return PrefixStore("default_pg", store)  # separates torch's keys from the keys of the store's other users
+
+
+def _meet(
+    init_method: str, place: tuple[str | None, int | None], rank: int, world_size: int, timeout: datetime.timedelta
+) -> Any:
+    """Return the store when all ranks have joined it. On rank 0, it listens only at its address, if it has one."""
+    address, port = place
+    if rank == 0 and address is not None and port is not None:
+        listener = addresses.listen_at(address, port)  # None under torchrun, whose agent serves the store
+        if listener is not None:
+            descriptor = listener.detach()
+            return TCPStore(address, port, world_size, True, timeout, multi_tenant=True, master_listen_fd=descriptor)
+    store, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=timeout)))  # type: ignore[attr-defined]
+    return store
 
 
 def end_dist() -> None:

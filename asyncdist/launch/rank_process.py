@@ -1,4 +1,4 @@
-"""Runs a function as a rank in this process, and reports its end to the launcher.
+"""Runs a function as a rank in this process, and reports to the launcher how it has ended.
 
 :func:`init_and_run` can be called in any process. :mod:`asyncdist.launch.spawn` starts processes that run
 :func:`be_child`.
@@ -30,7 +30,7 @@ from asyncdist.launch import guardians, local_ranks, process_groups
 from asyncdist.launch.config import MultiprocessConfig
 from asyncdist.launchers import detection
 from asyncdist.runtime import run
-from asyncdist.runtime.failing.failure_report import told_elsewhere
+from asyncdist.runtime.failing.failure_report import failure_reporter
 from asyncdist.runtime.failing.tracebacks import format_error
 from asyncdist.runtime.world import World
 
@@ -187,21 +187,21 @@ def be_child(
     threads = detection.threads_per_rank({**environment.environment(), "LOCAL_WORLD_SIZE": str(cfg.local_world_size)})
     if threads is not None:
         torch.set_num_threads(threads)
-    story = _Story(pipe)
-    told_elsewhere.set(story.tell)
-    told = func if is_coroutine_function(func) else functools.partial(_call, story, func)
+    failure_notice = _FailureNotice(pipe)
+    failure_reporter.set(failure_notice.send)
+    reported_func = func if is_coroutine_function(func) else functools.partial(_call, failure_notice, func)
     try:
-        init_and_run(told, cfg, *args, **kwargs)
+        init_and_run(reported_func, cfg, *args, **kwargs)
         pipe.send_bytes(RETURNED)
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as error:
         if not error.code:
             pipe.send_bytes(RETURNED)
-        story.tell(error)
+        failure_notice.send(error)
         sys.exit(rank_program.exit_code(error.code))
     except BaseException as error:
-        story.tell(error)
+        failure_notice.send(error)
         sys.exit(1)
 
 
@@ -220,24 +220,24 @@ def _end_with_launcher() -> None:
         os._exit(1)
 
 
-def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def _call(failure_notice: _FailureNotice, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Call ``func``. Report its failure before other ranks fail because the process group ends."""
     try:
         func(*args, **kwargs)
     except BaseException as error:
-        story.tell(error)
+        failure_notice.send(error)
         raise
 
 
-class _Story:
+class _FailureNotice:
     """Reports to the launcher, once, why this rank failed."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._told = False
+        self._is_sent = False
 
-    def tell(self, error: BaseException) -> None:
-        if self._told or isinstance(error, KeyboardInterrupt):
+    def send(self, error: BaseException) -> None:
+        if self._is_sent or isinstance(error, KeyboardInterrupt):
             return
         kind = CONSEQUENCE if is_consequence(error) else PERHAPS if isinstance(error, RuntimeError) else CAUSE
         if isinstance(error, SystemExit):
@@ -246,5 +246,5 @@ class _Story:
             text = f"exited with {error.code!r}"
         else:
             text = format_error(error)
-        self._told = True
+        self._is_sent = True
         self._pipe.send_bytes(kind + MOMENT.pack(time.monotonic()) + text.encode(errors="replace"))

@@ -1,4 +1,4 @@
-"""The command ``asyncdist run``: declares its arguments, and starts ranks on the chosen transport."""
+"""Implements ``asyncdist run``: declares its arguments, and starts ranks on the chosen transport."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Runs a function on several ranks, each a new process of this host, joined by torch.distributed.
 
-A plain function gets a process group, and a coroutine function gets a world.
-
 - Mistakes in the config, and a function that cannot be pickled, are reported before a process is started.
 - At the first failure, the other ranks are stopped, and the error contains its traceback. A rank that failed only
   because it lost another rank does not count.
@@ -54,8 +52,6 @@ from asyncdist.runtime.signals import StopRequest, interrupt_error
 
 P = ParamSpec("P")
 
-#: Maximum seconds for children to end after SIGTERM.
-STOP_S: Final = 5.0
 #: Module that only the fork server imports.
 _FORK_SERVER: Final = "asyncdist.launch.fork_server"
 
@@ -120,7 +116,7 @@ def _passing_signals_on(ranks: Sequence[_Child]) -> Iterator[None]:
 
     def take(number: int, _: FrameType | None) -> None:
         if number in launcher_signals.ENDING_SIGNALS:
-            if not request.is_copy():
+            if not request.is_copy(number):
                 raise interrupt_error(number)
             return
         for child in ranks:
@@ -222,7 +218,7 @@ def _is_guarded(func: Callable[..., Any], file: str) -> bool:
 
 @dataclass(slots=True)
 class _Child:
-    """The launcher's state of one rank.
+    """Tracks the process of one rank for the launcher.
 
     Attributes:
         pipe: Pipe from the rank, which sends an empty message when it starts, and its result at the end.
@@ -240,7 +236,7 @@ class _Child:
     failure: str | None = None
     kind: bytes = CAUSE
     failed_at_s: float = 0.0
-    rest: list[int] = field(default_factory=list)
+    rest: list[guardians.ProcessHandle] = field(default_factory=list)
 
     def read(self) -> None:
         try:
@@ -338,7 +334,7 @@ def _wait_for_all(ranks: Sequence[_Child]) -> None:
     living = list(ranks)
     while living:
         is_starting = not all(child.started for child in living)
-        _wait_for_news(living, max(0.0, deadline - time.monotonic()) if is_starting else None)
+        _wait_for_reports(living, max(0.0, deadline - time.monotonic()) if is_starting else None)
         living = [child for child in living if not child.reap()]
         if any(child.failure is not None for child in ranks):
             raise RuntimeError(_find_cause(ranks))
@@ -347,7 +343,7 @@ def _wait_for_all(ranks: Sequence[_Child]) -> None:
             raise RuntimeError(f"rank {', '.join(late)} did not start within {START_TIMEOUT_S:g} s")
 
 
-def _wait_for_news(living: Sequence[_Child], timeout_s: float | None) -> None:
+def _wait_for_reports(living: Sequence[_Child], timeout_s: float | None) -> None:
     pipes = {child.pipe: child for child in living if not child.pipe.closed}
     sentinels = [child.process.sentinel for child in living]
     ready = multiprocessing.connection.wait([*pipes, *sentinels], min(_PERIOD_S, timeout_s or _PERIOD_S))
@@ -371,7 +367,7 @@ def _find_cause(ranks: Sequence[_Child]) -> str:
             return text if found.kind == CONSEQUENCE else f"{text}; {_describe(found)}"
         if not living or left_s <= 0:
             return _describe(found)
-        _wait_for_news(living, left_s)
+        _wait_for_reports(living, left_s)
 
 
 def _describe(child: _Child) -> str:
@@ -394,9 +390,9 @@ def _stop_all(ranks: Sequence[_Child]) -> None:
     try:
         for child in ranks:
             child.stop()
-        deadline = time.monotonic() + STOP_S
+        deadline = time.monotonic() + launcher_signals.STOP_S
         while (living := [child for child in ranks if not child.reap()]) and time.monotonic() < deadline:
-            _wait_for_news(living, max(0.001, deadline - time.monotonic()))
+            _wait_for_reports(living, max(0.001, deadline - time.monotonic()))
     finally:  # also runs after a second Ctrl-C
         for child in ranks:
             if child.process.exitcode is None:

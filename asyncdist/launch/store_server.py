@@ -1,4 +1,4 @@
-"""Serves the store at which ranks meet: ``python store_server.py ADDRESS PORT [open]``.
+"""Serves the store through which ranks find each other: ``python store_server.py ADDRESS PORT [open]``.
 
 The launcher starts this process, and ends it by closing its standard input. Rank 0 does not serve the store, because
 ranks that join later need it even after rank 0 has ended. Nor does the launcher, because it does not import torch.
@@ -21,7 +21,7 @@ from typing import Any, Final
 PROGRAM: Final = os.path.abspath(__file__)
 
 
-def tell(process: subprocess.Popen[bytes], line: str) -> None:
+def send_line(process: subprocess.Popen[bytes], line: str) -> None:
     """Send a line to the process that serves the store, unless it has ended."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError, ValueError):
@@ -37,10 +37,10 @@ def main(address: str, port: int, *, is_open: bool) -> None:
     from asyncdist.trust.job_secret import JobSecret
 
     secret = JobSecret((job_rendezvous.given_secret() or "").encode()).at_port(port)
-    carry_out(SealedStore(serving.serve(address, port, is_open=is_open), secret), sys.stdin)
+    process_lines(SealedStore(serving.serve(address, port, is_open=is_open), secret), sys.stdin)
 
 
-def carry_out(store: Any, lines: Iterable[str]) -> None:
+def process_lines(store: Any, lines: Iterable[str]) -> None:
     """Process the launcher's lines: set a key for ``KEY VALUE``, and print the text of ``!TEXT``."""
     from asyncdist import local_host
 

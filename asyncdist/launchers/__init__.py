@@ -1,1 +1,1 @@
-"""Facts about launchers and the ranks that they start: variables, signals, and the addresses at which ranks meet."""
+"""Detects launchers such as mpirun, torchrun and srun, and reads their variables, signals and rendezvous addresses."""

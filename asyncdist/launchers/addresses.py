@@ -1,4 +1,4 @@
-"""Checks the addresses at which ranks meet, and finds free ports."""
+"""Checks the addresses to which ranks connect, and finds free ports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DRAW_COUNT: Final = 64
 
 
 def check_address(name: str, address: str) -> None:
-    """Raise ValueError, which names the setting ``name``, unless ``address`` resolves to a host."""
+    """Raise a ValueError that names the setting ``name`` unless ``address`` resolves to a host."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError) as error:
@@ -34,7 +34,7 @@ def check_address(name: str, address: str) -> None:
 
 def is_loopback(address: str) -> bool:
     """Return whether an address belongs to the loopback interface. Does not resolve names."""
-    if address == "localhost":
+    if address.lower() == "localhost":
         return True
     try:
         return ipaddress.ip_address(address).is_loopback
@@ -91,7 +91,7 @@ def probe_port(port: int) -> None:
 
 def listen_at(address: str, port: int) -> socket.socket | None:
     """Return a socket that listens only on this address; None for a name, another host's address or a used port."""
-    host = "127.0.0.1" if address == "localhost" else address
+    host = "127.0.0.1" if address.lower() == "localhost" else address
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
     except ValueError:

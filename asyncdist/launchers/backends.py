@@ -1,8 +1,8 @@
-"""Lists the transports, with the facts that other modules need before a transport is open.
+"""Lists the transports, with the launchers and the options of ``asyncdist run`` that belong to each transport.
 
-Code for one transport is looked up by the transport's name in ``OPENERS`` of :mod:`asyncdist.transports.select`,
-``RUNNERS`` of :mod:`asyncdist.launch.run_command`, and ``RENDEZVOUS`` of :mod:`asyncdist.launch.doctor`. Facts about an
-open transport are its capabilities (:mod:`asyncdist.transports.base`).
+The functions that open, start and check a transport are in ``OPENERS`` of :mod:`asyncdist.transports.select`,
+``RUNNERS`` of :mod:`asyncdist.launch.run_command`, and ``RENDEZVOUS`` of :mod:`asyncdist.launch.doctor`, keyed by the
+transport's name. An open transport lists its capabilities (:mod:`asyncdist.transports.base`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class RankVariables(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Facts about a transport and its launchers.
+    """Describes how a transport's launchers and ``asyncdist run`` start ranks.
 
     Attributes:
-        variables: Variables of a rank, for each kind of launcher.
+        variables: Names of the variables that describe a rank, for each kind of launcher.
         launchers: Launchers, keyed by the variable that identifies them (``Launch.source``).
         prefixes: Prefixes of the variables that the launchers set for a rank, which a new job must not inherit.
         is_run: Whether ``asyncdist run`` starts ranks on this transport.
@@ -40,7 +40,7 @@ class Backend:
     run_options: Sequence[str] = ()
 
 
-#: The transports, by name. If launchers are nested, the inner one belongs to the transport listed first.
+#: The transports, by name. If several launchers' variables are set, the transport listed first is used.
 BACKENDS: Final[Mapping[str, Backend]] = {
     "local": Backend(is_run=False),
     "mpi": Backend(

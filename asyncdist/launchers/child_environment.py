@@ -1,6 +1,6 @@
 """Chooses the variables that a rank's child processes, training libraries and new jobs see.
 
-A training library or a child process that sees a launcher's variables would take itself for a rank of the job.
+A training library or a child process that sees a launcher's variables would act as if it were a rank of the job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RANKS_OF_LAUNCHERS: Final = (
 _RANKS_OF_TORCH: Final = (*TORCH_NAMES, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "TORCHELASTIC_")
 #: The launcher's variables that :func:`hide_ranks` has removed from the environment.
 hidden: dict[str, str] = {}
-#: The variables of a replica's rank that :func:`show_as_ranks` has set.
+#: The launcher variables that :func:`show_as_ranks` has set.
 _shown: dict[str, str] = {}
 
 
@@ -52,7 +52,7 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
 def for_ranks(
     environ: Mapping[str, str], *, ranks: int, threads: int | None, cores: int | None = None
 ) -> dict[str, str]:
-    """Return the variables that ``ranks`` ranks of a new job on one host share, without an outer launcher's variables.
+    """Return the environment of a new job's ``ranks`` ranks on one host, without an outer launcher's variables.
 
     OMP_NUM_THREADS is ``threads`` if not None, else the user's value, else a rank's share of the host's ``cores``.
     """
@@ -117,6 +117,6 @@ def rank_above(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _place(environ: Mapping[str, str]) -> set[str]:
-    """Return the variables that identify an MPI rank, even among the ranks of a job that it starts."""
+    """Return the variables, as ``NAME=VALUE``, that identify an MPI rank among the ranks of nested jobs."""
     names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_SIZE", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
     return {f"{name}={environ[name]}" for name in names if environ.get(name)}

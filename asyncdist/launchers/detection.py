@@ -1,4 +1,4 @@
-"""Detects which launcher started this process, and reads this process's place among the ranks on its host.
+"""Detects which launcher started this process, and reads this process's rank among the ranks on its host.
 
 :func:`detect` chooses the transport for ``transport="auto"``.
 """
@@ -19,7 +19,7 @@ from asyncdist.launchers.variables import NO_LAUNCHER, TORCH_NAMES, Launch, Vari
 
 #: Source of a :class:`Launch` if the program itself has created a process group.
 GROUP_SOURCE: Final = "torch.distributed.init_process_group"
-#: Variables of all kinds of launchers. torchrun's come first, because other launchers start one torchrun per host.
+#: Variables by which launchers describe a rank. torchrun's are first, because mpirun may start one torchrun per host.
 _RANK_VARIABLES: Final = [
     each for name in sorted(BACKENDS, key=lambda name: name != "torch") for each in BACKENDS[name].variables
 ]
@@ -109,7 +109,7 @@ def _detect_any(variables: Variables, group: tuple[int, int] | None) -> Launch:
 
 
 def described_launch(transport: str, variables: Variables) -> Launch | None:
-    """Return the launch that the variables of this transport's launchers describe, or None if they are not set."""
+    """Read how this process was started from the variables of a transport's launchers. Return None if none are set."""
     found = [
         launch
         for names in BACKENDS[transport].variables
@@ -129,7 +129,7 @@ def described_launch(transport: str, variables: Variables) -> Launch | None:
 
 
 def _read_launch(transport: str, variables: Variables, names: RankVariables) -> Launch | None:
-    """Return the launch that one launcher's size and rank describe, or None if neither is set. Record problems."""
+    """Describe the launch by one launcher's variables for size and rank. Return None if neither variable is set."""
     if not (variables.has(names.size) or variables.has(names.rank)):
         return None
     size, rank = variables.place(names.size, names.rank)
@@ -140,7 +140,7 @@ def _read_launch(transport: str, variables: Variables, names: RankVariables) -> 
 
 
 def _detect_slurm(variables: Variables) -> Launch | None:
-    """Return the launch, on MPI, that a Slurm step with several tasks describes, or None."""
+    """Describe a launch on MPI by PMIX_RANK, or by a Slurm step with several tasks. Return None without these."""
     step = slurm.find_step(variables)
     rank = variables.number("PMIX_RANK")
     if rank is not None:

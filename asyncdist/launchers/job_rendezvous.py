@@ -1,4 +1,4 @@
-"""Reads where and how the ranks of a torch job meet: address, port, rank and size, and the secret of the job."""
+"""Reads the rendezvous of a torch job from the environment: address, port, rank, size and the job's secret."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
 
 
 def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
-    """Hide and return the secret that the user has set for this job, or None. Raise ValueError if it is unusable."""
+    """Return the job's secret, if the user has set one, and unset its variable. Raise ValueError if it is not valid."""
     known = environ
     if known is None:
         child_environment.hide_secret()
@@ -70,7 +70,7 @@ def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def secret_of_job(address: str, port: int, size: int, environ: Mapping[str, str] = os.environ) -> JobSecret:
-    """Return the secret of a job whose ranks meet at ``address`` and ``port``, "" and 0 for a store without a port.
+    """Return the secret of a job whose store is at ``address`` and ``port`` ("" and 0 if the store has no port).
 
     For a job on one host, the default is derived from the secret that the user's processes share.
     """

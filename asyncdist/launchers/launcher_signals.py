@@ -6,11 +6,18 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-#: Signals that end the job. Ranks still running some seconds after such a signal are killed.
+#: Signals that end the job.
 ENDING_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+#: Maximum seconds for ranks to end after a signal that stops them. Ranks that still run are then killed.
+STOP_S: Final = 10.0
+#: Seconds after the first ending signal in which ranks take further signals for copies of it.
+COPIES_S: Final = 1.0
+#: Seconds that a signal may need from the launcher to a rank.
+_DELIVERY_S: Final = 0.1
 #: Signal that requests a report of each rank's state.
 STORY_SIGNAL: Final = signal.SIGUSR1
 #: Signals that a launcher does not pass on, because they cannot be caught or concern only the launcher itself.
@@ -40,6 +47,9 @@ def signals_received(put: Callable[[int, bool], object]) -> Iterator[None]:
     Signals that are already ignored, such as SIGHUP under ``nohup``, remain ignored. On Linux, this thread blocks the
     signals. So do processes that it starts, until they reset their signal mask.
 
+    The terminal signals this process once for each Ctrl-C. A second Ctrl-C is therefore not a copy of the first signal.
+    ``put`` is called for it only after ``COPIES_S``, when the ranks no longer take it for a copy.
+
     Args:
         put: Function called with the signal's number, and with whether the kernel has also sent the signal to the
             terminal's foreground processes. It runs in another thread, or in a signal handler if the system has no
@@ -57,11 +67,20 @@ def signals_received(put: Callable[[int, bool], object]) -> Iterator[None]:
     is_over = threading.Event()
 
     def receive() -> None:
+        copies_until_s: float | None = None
         while True:
             came = signal.sigwaitinfo(numbers)
             if is_over.is_set() and came.si_pid == os.getpid():
                 return
-            put(came.si_signo, has_reached_foreground(came))
+            number, is_key = came.si_signo, has_reached_foreground(came)
+            if copies_until_s is None and number in ENDING_SIGNALS:
+                copies_until_s = time.monotonic() + COPIES_S + _DELIVERY_S
+            elif number == signal.SIGINT and is_key and (left_s := (copies_until_s or 0) - time.monotonic()) > 0:
+                later = threading.Timer(left_s, put, (number, is_key))
+                later.daemon = True
+                later.start()
+                continue
+            put(number, is_key)
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     receiver = threading.Thread(target=receive, name="signals", daemon=True)
@@ -86,8 +105,22 @@ def has_reached_foreground(came: signal.struct_siginfo) -> bool:
     return is_from_kernel and not (came.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid())
 
 
+def is_in_foreground() -> bool:
+    """Return whether this process is among the foreground processes of its terminal, which the terminal signals."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:  # it has no terminal
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:  # the terminal was closed
+        return False
+    finally:
+        os.close(terminal)
+
+
 def stop_with_ranks(number: int) -> None:
-    """Stop this process if ``number`` is SIGTSTP, which has stopped the ranks, so that the shell notices."""
+    """Suspend this process if ``number`` is SIGTSTP, so that the shell notices that the ranks are suspended."""
     if number == signal.SIGTSTP:
         os.kill(os.getpid(), signal.SIGSTOP)
 

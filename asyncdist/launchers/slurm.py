@@ -60,7 +60,7 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torchrun would set. Raise ValueError if rank 0 is not on the step's first host."""
     if not environ.get("MASTER_ADDR") and _is_rank_0_elsewhere(environ):
         raise ValueError(f"rank 0 must run on the host on which the ranks meet. {why_no_rank_0(environ)}")
-    job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
+    job, step = environ.get("SLURM_JOB_ID") or "0", environ.get("SLURM_STEP_ID") or "0"
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ[SIZE_VARIABLE],
@@ -91,7 +91,7 @@ def why_no_rank_0(environ: Mapping[str, str]) -> str:
 
 
 def port(job: int, step: int) -> int:
-    """Return a step's port. The first hundred steps of the next hundred jobs have different ports."""
+    """Return a step's port. The first hundred steps of a hundred successive jobs have different ports."""
     return _FIRST_PORT + (job * 101 + step) % _PORT_COUNT
 
 

@@ -16,7 +16,7 @@ NO_LAUNCHER: Final = "no launcher"
 
 
 def number(environ: Mapping[str, str], name: str) -> int:
-    """Return a variable's value. Raise ValueError, which names the variable, if it is not an integer >= 0."""
+    """Return a variable's value. Raise a ValueError that names the variable unless it is an integer >= 0."""
     text = environ[name]
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise ValueError(f"the variable {name} must be an integer >= 0, got {text!r}")
@@ -56,7 +56,7 @@ class Variables:
             )
 
     def place(self, size_name: str, rank_name: str, *, alone: bool = False) -> tuple[int | None, int | None]:
-        """Return the world size and rank that a launcher has set, or None. With ``alone``, one may be missing."""
+        """Return a size and a rank, each None if unset. Unless ``alone``, record a problem if only one is set."""
         for present, missing in ((size_name, rank_name), (rank_name, size_name)):
             if self.has(present) and not self.has(missing) and not alone and present not in TORCH_NAMES:
                 self.problems.append(f"{present}={self.values[present]!r} is set but {missing} is not")
@@ -91,14 +91,14 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TorchRendezvous:
-    """Describes where and how the ranks of a torch.distributed job meet.
+    """Describes where and how the ranks of a torch.distributed job connect to each other.
 
     Attributes:
         is_store_served: Whether the launcher serves the store, like torchrun's agent, instead of rank 0.
         incarnation: Number of earlier processes that had this rank.
         admits_restarted: Whether restarted or new ranks may join the world later.
         job: Launcher's name for the job.
-        empty_count: Number of highest ranks without a process when the world begins.
+        empty_count: Number of ranks, counted from the highest, without a process when the world opens.
         why_missing: Reason, for errors, why rank 0 may be at another address; "" if none is known.
         is_loopback: Whether all ranks are on this host, including those that join later.
     """

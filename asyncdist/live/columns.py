@@ -72,7 +72,7 @@ class Column:
         priority: Order in which columns get space in a narrow terminal; 0 is first.
         width: Minimum width in characters.
         value: Function that returns the value of a rank's policy, or None for an empty cell.
-        is_of_policy: Whether policies of one rank have different values.
+        is_of_policy: Whether each policy of a rank has a separate value.
         is_optional: Whether the column is left out if it is empty.
     """
 

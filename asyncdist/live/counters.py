@@ -28,18 +28,18 @@ class PolicyCounters:
         role: This rank's role in the round: a state of ``protocols.selective.member``, in lower case, or "" before the
             first round and for policies without roles.
         round: Newest round in which this rank had a role, or None.
-        replacement_count: Number of replacements of the weights.
         abandoned_count: Number of abandoned rounds that should have replaced the weights.
         staleness_steps: Age, in steps, of the oldest snapshot in the last replacement, or None before the first
             replacement.
         coordinator: Rank of the current coordinator, or None while it is the initial coordinator.
-        fragment: Fragment of the last average. Like all following attributes, None for policies without contributions.
+        fragment: Index of the part of the model that the last average covers. For policies without contributions, this
+            and all following attributes are None.
         staleness_versions: Age, in averages, of the weights from which the oldest contribution to the last average was
             computed; None if averages are not counted.
         wire_nbytes: Encoded size in bytes of all contributions of this rank.
         unencoded_nbytes: Size of the same contributions with ``wire="float32"``.
-        outer_norm: L2 norm of the last mean difference.
-        cosine: Mean cosine between the differences of two ranks in the last average.
+        outer_norm: L2 norm of the mean weight change in the last average.
+        cosine: Mean cosine between the weight changes of two ranks in the last average.
     """
 
     policy: str
@@ -72,8 +72,8 @@ class RankCounters:
         sent_count, received_count: Numbers of messages sent and received on channels.
         sent_nbytes: Number of bytes of tensors sent in streams, by policies and the program.
         received_nbytes: Number of bytes of tensors received, or read from other ranks' memory.
-        waited_s: Seconds that main and its tasks have waited for other ranks since the counters were first read,
-            without waits in progress.
+        waited_s: Seconds that main and its tasks have waited for other ranks since the counters were first read. Waits
+            in progress are excluded.
     """
 
     rank: int
@@ -107,14 +107,16 @@ def counters_of(services: Services) -> RankCounters:
 
 def _counters_of(services: Services) -> RankCounters:
     last = services.last_progress
-    policies = _told_apart(probe() for probe in tuple(services.progress_probes)) or (() if last is None else (last,))
+    policies = _with_unique_names(probe() for probe in tuple(services.progress_probes)) or (
+        () if last is None else (last,)
+    )
     of_channels = services.channel_statistics()
     return RankCounters(
         rank=services.rank,
         size=services.size,
         incarnation=services.incarnation,
         job=f"{services.nonce & 0xFFFFFFFF:08x}",
-        time_s=services.events.now(),  # does not record this reading of the clock
+        time_s=services.events.now(),  # this read of the clock is not recorded
         policies=policies,
         sent_count=of_channels.sent_count,
         received_count=of_channels.received_count,
@@ -125,8 +127,8 @@ def _counters_of(services: Services) -> RankCounters:
     )
 
 
-def _told_apart(policies: Iterable[PolicyCounters]) -> tuple[PolicyCounters, ...]:
-    """Add numbers to equal names of policies, because exporters and rates identify policies by name."""
+def _with_unique_names(policies: Iterable[PolicyCounters]) -> tuple[PolicyCounters, ...]:
+    """Add numbers to duplicate policy names, because exporters and rates identify policies by name."""
     counts: Counter[str] = Counter()
     found = []
     for policy in policies:

@@ -50,7 +50,7 @@ class Exporter:
             self._thread.start()
 
     def end(self) -> None:
-        """Write the counters a last time, and stop. After END_S, abandon the thread."""
+        """Write the counters a last time, and stop the thread. Wait at most END_S seconds for it."""
         if self._thread.is_alive():
             self._is_over.set()
             self._thread.join(END_S)

@@ -64,7 +64,7 @@ class PrometheusServer:
     def close(self) -> None:
         """Stop the server."""
         with contextlib.suppress(OSError):
-            # Wakes the thread, which otherwise checks for the shutdown every half second.
+            # This wakes the thread, which otherwise checks for the shutdown every half second.
             self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
         self._server.server_close()

@@ -26,9 +26,9 @@ def screen(
 ) -> Table:
     """Return a summary line, the table of the ranks, and notes on some ranks, from top to bottom.
 
-    Columns that do not fit are omitted, the least important first. If not all ranks fit into ``height`` lines, those
-    with the fewest steps are shown. For a job that has ended, ``before_end_s`` has the seconds from the last answer to
-    the end, for each rank without final counters.
+    Columns that do not fit are omitted, the least important first. If not all ranks fit into ``height`` lines, the
+    ranks with the fewest steps are shown. For a job that has ended, ``before_end_s`` maps each rank without final
+    counters to the seconds between its last answer and the end.
     """
     from rich.table import Table
     from rich.text import Text

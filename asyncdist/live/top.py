@@ -20,8 +20,8 @@ from asyncdist.live.counters import RankCounters, from_bytes
 from asyncdist.live.table import screen
 from asyncdist.story import sockets
 from asyncdist.story.finding import find_job
-from asyncdist.story.sockets import Place
-from asyncdist.story.telling import in_short
+from asyncdist.story.formatting import summarize
+from asyncdist.story.sockets import RankSocket
 from asyncdist.validation import printable
 
 if TYPE_CHECKING:
@@ -57,20 +57,20 @@ class JobView:
         self._moved: dict[int, tuple[int, float]] = {}
         self._answered_at_s: dict[int, float] = {}
 
-    def ask(self, places: Sequence[Place]) -> None:
+    def ask(self, rank_sockets: Sequence[RankSocket]) -> None:
         """Ask all ranks concurrently for their counters, and ask ranks that make no steps what they are doing."""
-        answers = sockets.exchange(places, sockets.COUNTERS)
+        answers = sockets.exchange(rank_sockets, sockets.COUNTERS)
         self._answered_at_s |= dict.fromkeys(answers, time.monotonic())
         for data in answers.values():
             with contextlib.suppress(ValueError):  # the rank ended while it answered
                 self._readings.add(from_bytes(data))
-        still = [place for place in places if place.rank in answers and self._is_still(place.rank)]
+        still = [peer for peer in rank_sockets if peer.rank in answers and self._is_still(peer.rank)]
         stories = sockets.ask(still) if still else {}
-        notes = {rank: in_short(story, stories) for rank, story in stories.items()}
-        for place in places:
-            if place.rank not in answers:
-                notes[place.rank] = "does not answer" if place.is_alive else "has ended"
-        ranks = sorted({place.rank for place in places})
+        notes = {rank: summarize(story, stories) for rank, story in stories.items()}
+        for peer in rank_sockets:
+            if peer.rank not in answers:
+                notes[peer.rank] = "does not answer" if peer.is_alive else "has ended"
+        ranks = sorted({peer.rank for peer in rank_sockets})
         rows = [self._readings.row(rank, notes.get(rank, "")) for rank in ranks]
         self._rows = [row if row.rank in answers else replace(row, before=None, is_silent=True) for row in rows]
 
@@ -87,7 +87,7 @@ class JobView:
         return self._rows
 
     def rows_at_end(self, left: Sequence[RankCounters] = ()) -> tuple[list[Row], dict[int, float]]:
-        """Return an ended job's rows, and the ages in seconds of the last answers of ranks without final counters."""
+        """Return an ended job's rows and, for ranks without final counters, their last answers' ages in seconds."""
         now = time.monotonic()
         for counters in left:
             known = self._readings.row(counters.rank).now
@@ -142,8 +142,8 @@ def run(name: str | None) -> int:
         return 0
     with contextlib.suppress(KeyboardInterrupt):
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            while places := sockets.jobs().get(job, ()):
-                view.ask(places)
+            while rank_sockets := sockets.jobs().get(job, ()):
+                view.ask(rank_sockets)
                 live.update(view.drawn(console), refresh=True)
                 time.sleep(PERIOD_S)
         console.print(view.drawn_at_end(console))

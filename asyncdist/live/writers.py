@@ -68,7 +68,7 @@ class WandbWriter:
     def __init__(self, project: str, counters: RankCounters) -> None:
         import wandb
 
-        # Not checked here, because wandb's error lists the allowed modes.
+        # The mode is not checked here, because wandb's error lists the allowed modes.
         mode: Any = environment.VARIABLES.get("WANDB_MODE", "offline")
         self._run: Any = wandb.init(
             project=project or "asyncdist",

@@ -1,5 +1,5 @@
 # cython: boundscheck=False, wraparound=False
-"""Computes the CRC32 of frames, with lookup tables for small frames if this module is compiled, otherwise with zlib."""
+"""Computes the CRC32 of messages. If this module is compiled, small messages use lookup tables, and others zlib."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def _after_long(crc: int, value: int) -> int:
 
 
 def of_frame(longs: Any, octets: Any, nbytes: int) -> int:
-    """Return the CRC of a frame, given as eight-byte words and as bytes, without the CRC field (first four bytes)."""
+    """Return the CRC of a message, given as eight-byte words and as bytes.
+
+    Its first four bytes, the CRC field, are skipped.
+    """
     if nbytes > _LOOP_NBYTES_MAX:
         return zlib.crc32(octets[4:nbytes])
     crc = _after_word(_ONES ^ longs[0] >> 32)
@@ -66,7 +69,7 @@ def of_frame(longs: Any, octets: Any, nbytes: int) -> int:
 
 
 def of_header_and_payload(words: Any, after_crc: Any, payload: bytes) -> int:
-    """Return the CRC of a header and its payload, but skip the header's first four bytes, the CRC field."""
+    """Return the CRC of a header and its payload. The header's first four bytes, the CRC field, are skipped."""
     if len(payload) > _LOOP_NBYTES_MAX:
         return zlib.crc32(payload, zlib.crc32(after_crc))
     crc = _ONES

@@ -4,9 +4,9 @@ Channels that share a tag are distinguished by their *scope*, a hash of group, n
 mailbox, a channel of the runtime may have a *handler*, a function that is called with each arriving message.
 
 When the mailbox of a user's channel is full, its tag *stalls*: nothing is received on the tag until a task takes a
-message. When the mailbox of a protocol's channel is full, the channel fails with RemoteProtocolError (``"error"``), or
-keeps only the newest message of each source (``"latest"``). A protocol whose coordinator may change has one *epoch* per
-coordinator (:meth:`Channel.enter_epoch`).
+message. When a protocol's channel is full, it fails with RemoteProtocolError (``"error"``) or keeps only the newest
+message of each source (``"latest"``). A protocol whose coordinator may change has one *epoch* per coordinator
+(:meth:`Channel.enter_epoch`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.channels")
 
-#: Number of times that ``receive`` tests for messages before it yields to the loop, in case a reply is about to arrive.
+#: Number of times that ``receive`` tests for messages before it yields to the loop. A reply often arrives in this time.
 HOT_TEST_COUNT: Final = 100
 #: Seconds during which the last messages of a lost sender may still arrive.
 LAST_MESSAGES_S: Final = 1.0
@@ -64,9 +64,8 @@ class Channel(Generic[MessageT]):
         #: Function that returns an error if all other ranks have left or are lost, and at least one is lost.
         self.lost_senders: Callable[[], RankLostError | None] = lambda: None
         self._has_gone_senders = False
-        self._is_forsaken: bool | None = (
-            None  # None while a rank can still send, True when the last messages have had time to arrive
-        )
+        # None while a rank can still send, False while its last messages may arrive, and True after LAST_MESSAGES_S.
+        self._is_forsaken: bool | None = None
         self.scope = scope
         self._peer_scope = scope if peer_scope is None else peer_scope
         self.name = name
@@ -90,15 +89,16 @@ class Channel(Generic[MessageT]):
             demultiplexer.engine,
             tag=demultiplexer.tag,
             name=name,
-            # Continue the sequence numbers of an earlier channel with this scope, as peers expect.
+            # Other ranks expect that the sequence numbers of an earlier channel with this scope are continued.
             sequence=demultiplexer.sent_count,
             contacts=demultiplexer.sent_to if counts_contacts else set(),
             flow=demultiplexer.flow,
             left=left,
         )
-        # If the transport rings, no message arrives until this rank yields, so one test is enough.
+        # If the transport notifies this rank of messages, they arrive only while this rank yields, so one test is
+        # enough.
         self._hot_test_count = 1 if demultiplexer.engine.transport.capabilities.wakes else HOT_TEST_COUNT
-        self._tells_sends = demultiplexer.engine.tells_sends
+        self._notes_sends = demultiplexer.engine.notes_sends
         self._since_yield = 0
         demultiplexer.attach(self)
 
@@ -149,9 +149,9 @@ class Channel(Generic[MessageT]):
     async def send(self, message: MessageT, dest: int, *, round: int = 0) -> None:
         """Send a message, and wait until it has left this rank. A large message leaves only when ``dest`` receives it.
 
-        If ``dest`` has not yet received 1024 earlier messages on this tag, or has not opened the channel, the message
-        leaves when ``dest`` receives. This rank must not be needed for that, for example by a collective that ``dest``
-        enters before it receives.
+        So does a small message if ``dest`` has not yet received 1024 earlier messages on this tag, or has not opened
+        the channel. ``dest`` must be able to receive without this rank. It cannot, for example, while it waits for this
+        rank in a collective.
 
         The arguments and the errors, except BusyError, are the same as for :meth:`send_nowait`.
 
@@ -162,15 +162,20 @@ class Channel(Generic[MessageT]):
         except RankLostError:
             await self._engine.repeat_held(WaitKind.MESSAGE_LEFT, dest, self.demultiplexer.tag)
             raise
-        if (request is not None or self._tells_sends) and await self._has_waited_for(request, dest):
+        if (request is not None or self._notes_sends) and await self._wait_until_left(request, dest):
             return
         self._since_yield += 1
-        # Yield only now, because a yield before the post would let another task's send overtake this one.
+        # Yield only after the post. If this task yielded before it, another task's send could overtake this message.
         if self._since_yield >= FAIRNESS_PERIOD:
             self._since_yield = 0
             await yield_to_loop()
 
-    async def _has_waited_for(self, request: Request | HeldSend | None, dest: int) -> bool:
+    async def _wait_until_left(self, request: Request | HeldSend | None, dest: int) -> bool:
+        """Wait until a message has left this rank. Return whether the task has waited.
+
+        Without a request, the message has already left. The task then waits only in a replay, if it waited in the
+        recorded run.
+        """
         engine, tag = self._engine, self.demultiplexer.tag
         name = engine.name_send(WaitKind.MESSAGE_LEFT, dest, tag)
         if request is None:
@@ -259,7 +264,10 @@ class Channel(Generic[MessageT]):
             raise StopAsyncIteration from None
 
     async def wait_mail(self, timeout_s: float | None = None) -> None:
-        """Wait until ``receive_nowait`` would return a message or raise. Raise TimeoutError after ``timeout_s``."""
+        """Wait until ``receive_nowait`` would return a message or raise an error.
+
+        Raise TimeoutError after ``timeout_s``.
+        """
         deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
         inbox = self.inbox
         while not inbox.is_ready:
@@ -278,18 +286,18 @@ class Channel(Generic[MessageT]):
                 inbox.remove_waiter(waiter)
 
     async def _wait_until(self, waiter: asyncio.Future[None], deadline: float, timeout_s: float) -> None:
-        has_come = await self._engine.park_until(
+        has_arrived = await self._engine.park_until(
             waiter, lambda: self.is_ready, self._awaiting, deadline, peers=self._senders
         )
-        if not has_come:
+        if not has_arrived:
             early = self.demultiplexer.early.describe()
             hint = f"; {early}" if early else ""
             raise TimeoutError(f"{self.name}: no message arrived for {timeout_s:g} s{hint}")
 
     # -- called by the demultiplexer and the world ------------------------------------------------------------------
 
-    def known_by(self) -> list[tuple[tuple[int, int], wire.Decode]]:
-        """Return, for each message type, the route that identifies it in a frame's header, and its decoder."""
+    def routes_and_decoders(self) -> list[tuple[tuple[int, int], wire.Decode]]:
+        """Return, for each message type, the route (part of the header) that identifies it, and its decoder."""
         routes = wire.pack_routes(self.kind_count, self.demultiplexer.nonce, self.epoch, self.scope)
         return [(keys, decode) for (_, keys), decode in zip(routes, self._codec.decoders, strict=True)]
 
@@ -303,7 +311,7 @@ class Channel(Generic[MessageT]):
         return len(self._codec.decoders)
 
     def enter_epoch(self, epoch: int) -> None:
-        """From now on, send and receive only messages of ``epoch``, the number of a protocol's new coordinator.
+        """Send and receive only messages of ``epoch``, the number of a protocol's new coordinator, from now on.
 
         Messages of earlier epochs, including those in the mailbox, are dropped and counted. Messages of later epochs
         are kept until this rank enters their epoch.
@@ -316,12 +324,12 @@ class Channel(Generic[MessageT]):
         self.demultiplexer.route_to(self)
 
     def deliver_earlier(self, kind: int, frame: wire.FrameReader, source: int) -> None:
-        """Decode a message of an earlier coordinator, and pass it to the ``earlier_handler``, if there is one."""
+        """Decode a message from the time of an earlier coordinator, and pass it to the ``earlier_handler``, if any."""
         if self._earlier_inbox is not None:
             self._earlier_inbox.deliver(self._codec.decoders[kind], frame, source)
 
     def name_senders(self, senders: Callable[[], Iterable[int]]) -> None:
-        """Set the function that returns the ranks that may send on this channel. Reports of waiting tasks call it."""
+        """Set the function that returns the ranks that may send on this channel. Reports on waiting tasks use it."""
         self._senders = senders
 
     def on_gone(self) -> None:
@@ -349,8 +357,8 @@ class Channel(Generic[MessageT]):
     def on_restarted(self, rank: int) -> None:
         """Expect new sequence numbers from a restarted ``rank``.
 
-        Unless the channel admits restarted ranks, the protocol's state refers to the old process. Sends to the new
-        process then raise RankLostError until it has sent a message on this channel, or :meth:`admit` is called.
+        Unless the channel admits restarted ranks, sends to the new process raise RankLostError, because the protocol's
+        state refers to the old process. :meth:`admit`, or a message from the new process on this channel, allows them.
         """
         for inbox in (self.inbox, self._earlier_inbox):
             if inbox is not None:
@@ -358,16 +366,16 @@ class Channel(Generic[MessageT]):
                 inbox.on_first = self.admit
         if not self._admits_restarted:
             self._outbox.strangers = {*self._outbox.strangers, rank}
-        self._outbox.look_again()
+        self._outbox.recheck_receiver()
 
     def admit(self, rank: int) -> None:
-        """Allow sends to the new process of ``rank``, if ``rank`` was restarted."""
+        """Allow sends to the new process of ``rank`` if ``rank`` was restarted."""
         if rank in self._outbox.strangers:
             self._outbox.strangers = {other for other in self._outbox.strangers if other != rank}
 
     def on_left(self) -> None:
         """Make the next send check its destination again. Called when a rank has left."""
-        self._outbox.look_again()
+        self._outbox.recheck_receiver()
 
     def fail(self, error: AsyncdistError) -> None:
         """Make every later receive raise ``error``."""
@@ -378,9 +386,9 @@ class Channel(Generic[MessageT]):
         """Close the channel. Waiting tasks get ClosedError once the mailbox is empty.
 
         Args:
-            afterwards: Function that is called with each message in the mailbox and each later message, in order to
-                answer them. It is called until a channel with the same scope is opened, or until
-                ``ANSWERING_COUNT_MAX`` other channels of the tag have closed. None to drop and count later messages.
+            afterwards: Function that answers messages after the close. It is called with each message in the mailbox
+                and each later message, until a channel with the same scope is opened, or ``ANSWERING_COUNT_MAX`` other
+                channels of the tag have closed. None to drop and count the messages.
         """
         if not self.inbox.is_closed:
             self.inbox.is_closed = self._outbox.is_closed = True

@@ -3,7 +3,7 @@
 A :class:`TagDemultiplexer` has one persistent wildcard receive for its tag. The route in a frame's header selects the
 channel. Frames for channels or epochs that are not open yet are kept, up to a maximum number
 (:mod:`asyncdist.messaging.early_frames`). Frames for closed channels, and invalid frames, are dropped, counted by
-reason, and logged once per peer. Neither raises an exception on this rank.
+reason, and logged once per peer. They raise no exception on this rank.
 
 After main has returned, a rank drops and counts messages on the user's channels, so that no sender waits for this rank.
 """
@@ -30,8 +30,8 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.demultiplexer")
 
-#: Maximum number of closed channels per tag that still answer their peers. Beyond it, the oldest one is forgotten, so
-#: that a long job's memory does not grow.
+#: Maximum number of closed channels per tag that still answer other ranks. The oldest ones are removed, so that a long
+#: job's memory does not grow.
 ANSWERING_COUNT_MAX: Final = 64
 #: Maximum number of scopes per tag that are remembered as closed.
 CLOSED_SCOPE_COUNT_MAX: Final = 4096
@@ -39,7 +39,7 @@ CLOSED_SCOPE_COUNT_MAX: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class ChannelStatistics:
-    """Numbers of a channel's messages: sent and received since it was opened, in the mailbox, and being sent."""
+    """Numbers of a channel's messages: sent and received since it was opened, in its mailbox, and being sent."""
 
     sent_count: int
     received_count: int
@@ -69,8 +69,8 @@ class ReceivingChannel(Protocol):
     def unread_count(self) -> int:
         """Number of messages that no task has received."""
 
-    def known_by(self) -> list[tuple[tuple[int, int], wire.Decode]]:
-        """Return, for each message type, the route that identifies it in a frame's header, and its decoder."""
+    def routes_and_decoders(self) -> list[tuple[tuple[int, int], wire.Decode]]:
+        """Return, for each message type, the route (part of the header) that identifies it, and its decoder."""
 
     def deliver_earlier(self, kind: int, frame: wire.FrameReader, source: int) -> None:
         """Handle a message of an earlier coordinator of the protocol."""
@@ -93,14 +93,13 @@ class TagDemultiplexer:
 
     Args:
         nonce: Number that identifies the job. Frames of other jobs are dropped.
-        flow: Flow control of the tag, or None if the channels belong to protocols. A tag of the user's program stalls
-            instead of losing messages.
+        flow: Flow control of the tag, or None if the channels belong to protocols. With flow control, a full mailbox
+            makes the senders wait.
         sent_to: Set to which the receivers of messages are added.
         received_from: Set to which the senders of received messages are added.
 
     Attributes:
         is_users: Whether the channels belong to the user's program.
-        flow: Flow control of the tag, or None if the channels belong to protocols.
         dropped: Number of dropped frames, by reason.
         drop_examples: Description of the last dropped frame, by reason.
         under_way_count: Number of sent messages that have not left this rank yet.
@@ -130,14 +129,13 @@ class TagDemultiplexer:
         self._has_left = False
         self._never_opened_count = 0  # frames for unopened channels that arrived after main had returned
         self._channels: dict[int, ReceivingChannel] = {}
-        # Closed channels that still answer, by scope and epoch. This dict and the next are ordered from the oldest
-        # entry.
+        # Closed channels that still answer, by scope and epoch, oldest first. The scopes are also ordered oldest first.
         self._answering: dict[tuple[int, int], ReceivingChannel] = {}
         self._closed_scopes: dict[int, None] = {}
         self.early = EarlyFrames(tag, engine.loop, self._awaited_names)
         self._complained_about: set[int] = set()
         self._closed_sent_count = self._closed_received_count = 0
-        # Use numpy.empty, which does not touch the buffer's pages. Most frames are small, and a simulation has
+        # ``numpy.empty`` does not touch the buffer's memory pages. Most messages are small, and a simulation has
         # thousands of ranks.
         buffer = numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data
         request = engine.transport.persistent_receive(buffer, tag)
@@ -146,13 +144,18 @@ class TagDemultiplexer:
             buffer,
             engine,
             drop=self.drop,
-            explain=self._explain,
+            on_unrouted=self._handle_unrouted,
             contacts=received_from,
             flow=flow,
         )
         engine.add_pollable(self.receiver)
 
-    def _explain(self, frame: wire.FrameReader, source: int) -> bool:
+    def _handle_unrouted(self, frame: wire.FrameReader, source: int) -> bool:
+        """Keep a frame whose channel is not open yet, or drop it and count the reason.
+
+        Returns:
+            Whether the tag must stop receiving, because no further frame can be kept.
+        """
         route = frame.route()
         channel = self._channels.get(route.scope)
         if route.version != wire.VERSION:
@@ -198,18 +201,21 @@ class TagDemultiplexer:
         if self.is_users:
             self._has_left = True
             for channel in self._channels.values():
-                for (key, _), _ in channel.known_by():
+                for (key, _), _ in channel.routes_and_decoders():
                     self.receiver.close(key)
             self.receiver.resume(self.receiver.stalled_on)
 
     def on_left(self, ranks: RankSet) -> list[int]:
-        """Record that main has returned on ``ranks``. Return those to which messages may still be in transit."""
+        """Record that main has returned on ``ranks``. Return the ranks to which messages may still be in transit."""
         for channel in self._channels.values():
             channel.on_left()
         return sorted(rank for rank in self.slow_dests if rank in ranks) if self.is_users else []
 
     def on_gone(self, ranks: RankSet) -> None:
-        """Notify the channels that ``ranks`` have left or are lost, and send the messages that were held for them."""
+        """Notify the channels that ``ranks`` have left or are lost.
+
+        Send the messages that flow control held back for them.
+        """
         if self.flow is not None:
             for rank in [rank for rank in self.flow.lanes if rank in ranks]:
                 self.flow.release(rank)
@@ -233,7 +239,7 @@ class TagDemultiplexer:
         return [channel.name for channel in self._channels.values() if channel.is_awaited]
 
     def drop(self, source: int, reason: str, particulars: str = "") -> None:
-        """Count a dropped message by its reason. Log the first one of each peer, with ``particulars``."""
+        """Count a dropped message by its reason. Log the first dropped message of each sender, with ``particulars``."""
         what = particulars or reason
         self.dropped[reason] += 1
         self.drop_examples[reason] = f"tag {self.tag}, rank {source}: {what}"
@@ -253,9 +259,9 @@ class TagDemultiplexer:
         self.route_to(channel)
 
     def route_to(self, channel: ReceivingChannel) -> None:
-        """Deliver messages of the channel's scope and epoch to the channel, including those that arrived earlier."""
-        for (key, stamp), decode in channel.known_by():
-            self.receiver.close(key)  # Close the route that detach may have left open for late messages.
+        """Deliver messages of the channel's scope and epoch to the channel, including those that have arrived."""
+        for (key, stamp), decode in channel.routes_and_decoders():
+            self.receiver.close(key)  # detach may have left the route open for late messages.
             self.receiver.routes[key] = stamp, channel.inbox, decode
         early = self.early.take_all()
         self.receiver.resume(self.receiver)
@@ -263,7 +269,7 @@ class TagDemultiplexer:
             self.receiver.deliver(frame, frame.nbytes, source)
 
     def detach(self, channel: ReceivingChannel, *, answers: bool) -> None:
-        """Remove a closed channel. Its later messages are dropped, or still delivered if ``answers`` is true."""
+        """Remove a closed channel. Its later messages are dropped or, if ``answers`` is true, passed to its handler."""
         if self._channels.pop(channel.scope, None) is not None:
             if answers:
                 self._forget_answering((channel.scope, channel.epoch))
@@ -276,7 +282,7 @@ class TagDemultiplexer:
         if len(self._closed_scopes) > CLOSED_SCOPE_COUNT_MAX:
             del self._closed_scopes[next(iter(self._closed_scopes))]
         self.receiver.resume(channel.inbox)
-        # Some frames may be for a later epoch of this channel's scope.
+        # Kept frames may be for a later epoch of this channel's scope.
         for source, frame in self.early.take_all() if self.early else ():
             self.receiver.deliver(frame, frame.nbytes, source)
 
@@ -290,7 +296,7 @@ class TagDemultiplexer:
         counts = channel.statistics()
         self._closed_sent_count += counts.sent_count
         self._closed_received_count += counts.received_count
-        for (key, _), _ in channel.known_by():
+        for (key, _), _ in channel.routes_and_decoders():
             found = self.receiver.routes.get(key)
             if found is not None and found[1] is channel.inbox:  # A newer channel may already use the route.
                 self.receiver.close(key)
@@ -300,7 +306,7 @@ class TagDemultiplexer:
         return tuple(self._channels.values())
 
     def close(self) -> None:
-        """Stop receiving. A message that arrives before the cancellation takes effect is dropped and counted."""
+        """Stop receiving. Drop and count a message that arrives before the receive is cancelled."""
         self.engine.remove_pollable(self.receiver)
         self.early.close()
         if self.receiver.is_posted:

@@ -3,7 +3,7 @@
 Both ends use a plain stream (:mod:`asyncdist.messaging.streams`). The sender sends the first part of the tensor in
 chunks, and writes as much of the tail as it can (:mod:`asyncdist.host_memory.cross_memory_attach`). It then sends the
 number of written bytes as an eight-byte message, and the unwritten rest in chunks. The receiver posts the receives for
-these chunks after the number has arrived.
+the rest after the number has arrived.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.streams")
 
-#: Maximum seconds of CPU time, and of time, between two written pieces. After a longer pause the sender is assumed to
-#: be busy computing, and sends the rest as messages, which the transport can transfer in the background. The first
+#: Maximum seconds of CPU time, and of elapsed time, between two written pieces. After a longer pause, the sender is
+#: probably computing. It then sends the rest as messages, which the transport can transfer in the background. The first
 #: limit is in CPU time, because on busy cores the sender is often preempted for milliseconds.
 ATTENTION_CPU_S: Final = 0.001
 ATTENTION_S: Final = 0.02
 #: Size in bytes of the chunks that the receiver's MPI copies, one per call, in 0.2 to 0.5 ms. A chunk of 1 MiB would
 #: take the receiver 8 % more CPU time per byte.
 CHUNK_NBYTES: Final = 2 << 20
-#: Maximum number of chunks that the sender has posted. They are transferred even if the sender computes.
+#: Maximum number of chunks that the sender has posted. They are transferred even while the sender computes.
 CHUNK_WINDOW_COUNT: Final = 32
-#: Maximum number of bytes to write in one polling pass, which blocks the writer for 0.2 to 0.5 ms.
+#: Maximum number of bytes written in one polling pass. It blocks the writer for 0.2 to 0.5 ms.
 PIECE_NBYTES: Final = 2 << 20
-#: Maximum number of bytes to write in one polling pass while another task of the sender waits.
+#: Maximum number of bytes written in one polling pass while another task of the sender waits.
 SHARED_PIECE_NBYTES: Final = 1 << 20
 _COUNT_NBYTES: Final = 8
 
@@ -54,7 +54,7 @@ class DirectWriteSender:
         self._note_time()
 
     def write_piece(self) -> bool:
-        """Write the next piece of the tensor, or send the rest if the last piece was written too long ago.
+        """Write the next piece of the tensor. If too much time has passed since the last piece, send the rest instead.
 
         Return True if more can be written.
         """
@@ -94,7 +94,7 @@ class DirectWriteSender:
 
 
 class Writer(Pollable):
-    """Writes tensors directly into other ranks' memory, in turn, one piece per polling pass."""
+    """Writes tensors directly into other ranks' memory. Each polling pass writes one piece, of each tensor in turn."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -103,7 +103,7 @@ class Writer(Pollable):
 
     @property
     def is_busy(self) -> bool:
-        """Whether any tensor is not completely written."""
+        """Whether any tensor has not been written completely."""
         return bool(self._senders)
 
     def add(self, sender: DirectWriteSender) -> None:
@@ -114,12 +114,12 @@ class Writer(Pollable):
     def poll(self) -> int:
         """Write one piece. Return 0, because no message was delivered."""
         if self._senders:
-            self._engine.give_core_to_receivers()
+            self._engine.yield_core_to_receivers()
             sender = self._senders.popleft()
             if sender.write_piece():
                 self._senders.append(sender)
             if self._senders:
-                self._engine.ring()  # No message will request the pass that writes the next piece.
+                self._engine.ring()  # No message will cause the polling pass that writes the next piece.
         return 0
 
 
@@ -129,7 +129,7 @@ class DirectWriteReceiver:
     Args:
         targets: Buffers for the chunks before the tail.
         tail: Memory that the sender writes into. It stays referenced until the sender has sent everything or aborted.
-        cancel: Function that sends the cancel for a slot, called on exit if the sender has neither finished nor
+        cancel: Function that cancels the stream in a slot. Called on exit if the sender has neither finished nor
             aborted.
         chunk_nbytes: Size of the chunks.
         pacer: Object that posts the receives of the chunks.
@@ -148,8 +148,7 @@ class DirectWriteReceiver:
         self._tail = tail
         self._chunk_nbytes = chunk_nbytes
         self._count = memoryview(bytearray(_COUNT_NBYTES))
-        # Number of written bytes, which the stream does not count, minus the eight bytes of the count message, which it
-        # does count.
+        # Written bytes, which the stream does not count, minus the eight bytes of their number, which it does count.
         self._uncounted_nbytes = 0
         self._cancel = cancel
         self._stream = streams.InboundStream(

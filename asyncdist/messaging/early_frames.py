@@ -15,7 +15,7 @@ logger = logging.getLogger("asyncdist.messaging.early_frames")
 
 #: Maximum number of frames kept for unopened channels, per tag.
 EARLY_FRAME_COUNT_MAX: Final = 1024
-#: Seconds until a warning about kept frames is logged, if a task awaits a different channel of the same tag.
+#: Seconds until a warning about kept messages is logged, if a task waits on a different channel of the tag.
 EARLY_PATIENCE_S: Final = 5.0
 
 
@@ -32,7 +32,7 @@ class EarlyFrames:
         self._awaited = awaited
         self._frames: deque[tuple[int, wire.FrameReader]] = deque()
         self.counts: Counter[int] = Counter()
-        self._told_of: set[int] = set()
+        self._warned_of: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -61,20 +61,20 @@ class EarlyFrames:
         count = len(self._frames) - len(kept)
         self._frames = kept
         self.counts.pop(source, None)
-        self._told_of.discard(source)
+        self._warned_of.discard(source)
         return count
 
     def watch(self) -> None:
-        """Schedule a warning about messages for unopened channels if a task waits for another channel of this tag."""
-        is_news = self._timer is None and not self.counts.keys() <= self._told_of
+        """Schedule a warning about messages for unopened channels if a task waits on another channel of this tag."""
+        is_news = self._timer is None and not self.counts.keys() <= self._warned_of
         if is_news and self._awaited():
-            self._timer = self._loop.call_later(EARLY_PATIENCE_S, self._tell)
+            self._timer = self._loop.call_later(EARLY_PATIENCE_S, self._warn)
 
-    def _tell(self) -> None:
+    def _warn(self) -> None:
         self._timer = None
         awaited = self._awaited()
-        if awaited and not self.counts.keys() <= self._told_of:
-            self._told_of |= self.counts.keys()
+        if awaited and not self.counts.keys() <= self._warned_of:
+            self._warned_of |= self.counts.keys()
             logger.warning("awaiting %s for %g s: %s", " and ".join(awaited), EARLY_PATIENCE_S, self.describe())
 
     def describe(self) -> str:

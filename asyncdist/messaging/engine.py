@@ -5,7 +5,7 @@ The engine stores every request and its buffer until the request has completed, 
 call.
 
 :class:`Engine` is used by ranks that are neither recorded nor replayed. Its subclasses for recordings
-(:mod:`asyncdist.runtime.recording`) and replays (:mod:`asyncdist.simulation.replay.engine`) override the hooks that
+(:mod:`asyncdist.runtime.recording`) and replays (:mod:`asyncdist.simulation.replay.engine`) override methods that
 record an event, or repeat it at the recorded time.
 """
 
@@ -37,11 +37,11 @@ from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId, WaitKind
 T = TypeVar("T")
 
 DRAIN_PASS_COUNT_MAX: Final = 1000
-#: Number of sends, receives and waits that complete immediately, after which the next one yields to the loop.
+#: Number of sends, receives and waits that may complete immediately before the next one yields to the loop.
 FAIRNESS_PERIOD: Final = 64
-#: Maximum number of polling passes in one safe point (:meth:`Engine.safe_point`) that deliver only messages.
+#: Maximum number of polling passes in one :meth:`Engine.safe_point` in which only messages are delivered.
 TALK_PASS_COUNT_MAX: Final = 16
-#: Default seconds after which a safe point begins no further polling pass.
+#: Default time in seconds after which :meth:`Engine.safe_point` begins no further polling pass.
 PROGRESS_BUDGET_S: Final = 0.01
 _NO_WAIT: Final = WaitId(""), 0.0, None
 
@@ -54,13 +54,16 @@ class Timer(Protocol):
 
 
 class VirtualClock(Protocol):
-    """Interface of the simulation's clock, to which a rank's computing time is added."""
+    """Interface of the simulation's clock, which advances by each rank's computing time."""
 
     def before_safe_point(self) -> Awaitable[None]:
-        """Charge a simulated rank for the time since its last safe point. The result must be awaited immediately."""
+        """Advance the clock by the time since the rank last called ``safe_point``. Await the result immediately."""
 
     def run_concurrently(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Run ``call`` for ``World.compute``. Return a future that receives its result after the virtual time."""
+        """Run ``call`` for ``World.compute``.
+
+        Return a future that receives the call's result when its virtual time has passed.
+        """
 
 
 @types.coroutine
@@ -83,20 +86,20 @@ class Engine(Poller):
     """Progress engine of one rank: completes requests in polling passes, and lets coroutines wait for them.
 
     Attributes:
-        collective_waits: Futures on which coroutines in collectives wait, for reports.
-        on_waited: Function called with the identity and the duration, in seconds, of each wait, or None if waits are
-            not measured.
+        collective_waits: Futures that coroutines in collectives await. Reports of hangs list them.
+        on_waited: Function called with the identity and the duration in seconds of each wait, or None.
         virtual_clock: Clock of a simulated rank, or None on real ranks.
-        turn: Number of passes and yields made in the current safe point, odd during a yield.
-        woken_count: Number of wake-ups since the last safe point began, always 0 if the rank is not recorded.
+        turn: Number of passes and yields in the current call of :meth:`safe_point`, odd during a yield.
+        woken_count: Number of wake-ups since the last call of :meth:`safe_point` began, or 0 if the rank is not
+            recorded.
         clock: Function that returns the time in seconds. Code whose decisions depend on the time calls this function,
             so that recordings contain the returned times.
-        tells_sends: Whether tasks must pass each send to :meth:`name_send` and :meth:`repeat_sent`, even if the message
-            left immediately.
-        holds_sends: Whether this rank holds messages until their receiver sends a credit.
+        notes_sends: Whether tasks must pass each send to :meth:`name_send` and :meth:`repeat_sent`, even if the message
+            left immediately. True if the rank is recorded or replayed.
+        holds_sends: Whether flow control holds this rank's messages back until their receiver allows more.
     """
 
-    tells_sends: ClassVar[bool] = False
+    notes_sends: ClassVar[bool] = False
     holds_sends: ClassVar[bool] = True
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -119,15 +122,15 @@ class Engine(Poller):
         bounded, so constant senders cannot block this rank.
 
         Args:
-            budget_s: Seconds after which no further pass begins, virtual in a simulation. With 0, the safe point makes
-                one pass and one yield.
+            budget_s: Seconds after which no further pass begins, virtual in a simulation. With 0, there is one pass and
+                one yield.
 
         Raises:
             BaseException: The error with which the job has failed, if any.
         """
         if self.virtual_clock is not None:
             await self.virtual_clock.before_safe_point()
-        self._note_safe_point_begun()  # Safe points are recorded only if the rank is recorded or replayed.
+        self._note_safe_point_begun()  # Recorded only if the rank is recorded or replayed.
         completed = self.first_pass()
         self.turn = 1
         if not self.is_loop_idle():
@@ -137,13 +140,13 @@ class Engine(Poller):
             if completed:
                 await self._pass_on(budget_s)
             else:
-                self.give_core()
+                self.yield_core()
         self._note_safe_point_ended()
         if self.failure is not None:
             raise self.failure
 
     async def _pass_on(self, budget_s: float) -> None:
-        """Make the remaining polling passes of a safe point whose first pass completed a request."""
+        """Make the remaining polling passes of :meth:`safe_point` after its first pass has completed a request."""
         now = time.perf_counter if self.virtual_clock is None else self.loop.time
         deadline = now() + budget_s
         talk_pass_count = 0
@@ -159,18 +162,18 @@ class Engine(Poller):
         self.turn |= 1
         await yield_to_loop()
 
-    def give_core_to_receivers(self) -> None:
-        """Yield the core once if a small message of this rank has not been received. Called before a long copy.
+    def yield_core_to_receivers(self) -> None:
+        """Yield the core once if a small message of this rank has not been received yet. Called before a long copy.
 
-        If there are more busy processes than cores, the receiver may wait for the core on which this rank runs.
+        If there are more busy processes than cores, the receiver may be waiting for the core on which this rank runs.
         """
         if self.transport.is_sending():
             os.sched_yield()
 
     async def drain(self) -> None:
-        """Deliver everything that has arrived. Called before a deadline is declared passed.
+        """Deliver all messages that have arrived. Called before a deadline is considered missed.
 
-        The number of polling passes is bounded, so a peer that never stops sending cannot postpone the deadline
+        The number of polling passes is bounded, so a rank that never stops sending cannot postpone the deadline
         forever.
         """
         for _ in range(DRAIN_PASS_COUNT_MAX):
@@ -192,7 +195,7 @@ class Engine(Poller):
         await self._wait(PendingRequest(request, what, None))
 
     async def wait_or_disown(self, request: Request, what: WaitId) -> None:
-        """Wait for a request. If the caller is cancelled, disown the request, which can then never complete."""
+        """Wait for a request. If the caller is cancelled, :meth:`disown` the request, which may then never complete."""
         try:
             await self.wait(request, what)
         except asyncio.CancelledError:
@@ -202,8 +205,8 @@ class Engine(Poller):
     def disown(self, request: Request) -> None:
         """Stop testing ``request``, which cannot complete because its peer has left.
 
-        The engine still stores the request and its buffer, but no longer counts the request as outstanding. A
-        completion callback may disown any other request of the current pass.
+        The engine still stores the request and its buffer, but no longer counts the request as outstanding. The
+        callback of a completed request may disown any other request of the current polling pass.
         """
         waited = [operation for operation in (*self._in_test, *self._operations) if operation.request is request]
         for operation in waited:
@@ -229,7 +232,7 @@ class Engine(Poller):
                 await self._until(entry, what)
             elif abandoned and abandoned[0] is entry:
                 abandoned.popleft()
-                return entry.hand_over(buffer)
+                return entry.copy_into(buffer)
         request = self.transport.irecv(buffer, source, tag)
         operation = PendingRequest(request, what, None)
         try:
@@ -251,7 +254,7 @@ class Engine(Poller):
         await self.park(waiter, operation.what, is_of_request=True)
 
     def _abandon(self, operation: PendingRequest, buffer: Buffer, stash: deque[AbandonedReceive]) -> None:
-        """Store the request of a cancelled receiver, and later its message, for the next ``receive``."""
+        """Keep the request of a cancelled ``receive``, and the message that it receives, for the next ``receive``."""
         entry = AbandonedReceive(operation.request, buffer)
 
         def resolve(error: AsyncdistError | None) -> None:
@@ -284,19 +287,19 @@ class Engine(Poller):
         return asyncio.Future(loop=self.loop)  # ``loop.create_future`` may return a class that is slower.
 
     def awaited(self, waiter: Any) -> WaitId | None:
-        """Return the identity of the wait for the future ``waiter``, or None if it is not a wait on this engine."""
+        """Return the identity of a task's wait for the future ``waiter``, or None if no task of this rank waits."""
         found = self._waiters.get(waiter)
         return None if found is None else found[0]
 
     def awaited_peers(self, waiter: Any) -> Iterable[int]:
-        """Return the known ranks that may end the wait of the future ``waiter``."""
+        """Return the ranks, if known, that may end the wait for the future ``waiter``."""
         what, _, peers = self._waiters.get(waiter, _NO_WAIT)
         if peers is not None:
             return peers()
         return () if what.peer is None else (what.peer,)
 
     def awaited_s(self, waiter: Any) -> float | None:
-        """Return how many seconds the future ``waiter`` has been awaited, or None if not on this engine."""
+        """Return the seconds that a task has waited for the future ``waiter``, or None if no task of this rank does."""
         found = self._waiters.get(waiter)
         return None if found is None else self.loop.time() - found[1]
 
@@ -313,9 +316,9 @@ class Engine(Poller):
 
         Args:
             condition: Fast function without side effects, called after each polling pass that completes a request or
-                delivers a message, and by :meth:`recheck`. Its exceptions are raised by this method.
-            deadline: Time on the loop's clock, in seconds. After it, arrived messages are delivered, and the condition
-                is evaluated once more.
+                delivers a message, and by :meth:`recheck`. This method raises its exceptions.
+            deadline: Time on the loop's clock, in seconds. When it has passed, arrived messages are delivered, and the
+                condition is evaluated once more.
             is_of_request: Whether the wait is for the end of a request, for example a send.
             peers: Function that returns the ranks that may end the wait, if there are several.
         """
@@ -323,7 +326,7 @@ class Engine(Poller):
         try:
             while not condition():
                 if deadline is not None and not has_waited:
-                    # Record the beginning and the end, below, only once for the whole wait.
+                    # Record the beginning and the end only once for the whole wait.
                     self._note_wait_begun(not is_of_request)
                 has_waited = True
                 if deadline is not None and self.loop.time() >= deadline:
@@ -344,7 +347,7 @@ class Engine(Poller):
                         alarm.cancel()
             return True
         finally:
-            # The end of a wait with a deadline is recorded only here, because the last delivered messages decide its
+            # The end of a wait with a deadline is recorded only here, because the messages delivered last decide its
             # result.
             if has_waited and deadline is not None:
                 self._note_wait_ended(not is_of_request)
@@ -358,11 +361,11 @@ class Engine(Poller):
         *,
         peers: Peers | None = None,
     ) -> bool:
-        """Wait until a polling pass settles ``waiter``. Return False if the deadline passes first.
+        """Wait until a polling pass completes the future ``waiter``. Return False if the deadline passes first.
 
         Args:
-            is_ready: Function that returns whether the awaited event has happened. It is called after the deadline,
-                when all arrived messages have been delivered.
+            is_ready: Function that returns whether the awaited event has happened. Called after the deadline, when all
+                arrived messages have been delivered.
             deadline: Time on the loop's clock, in seconds.
             peers: Function that returns the ranks that may end the wait, if there are several.
         """
@@ -389,7 +392,9 @@ class Engine(Poller):
         is_of_request: bool = False,
         peers: Peers | None = None,
     ) -> None:
-        """Wait until a polling pass settles ``waiter``. Until then, the engine polls at its highest rate.
+        """Wait until a polling pass completes the future ``waiter``.
+
+        Until then, the driver polls, at first at its highest rate, unless the transport reports all arrivals.
 
         Args:
             is_of_request: Whether the wait is for the end of a request, for example a send.
@@ -427,7 +432,7 @@ class Engine(Poller):
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
         """Call ``wake()`` to resume a task after an event outside the engine, such as an asyncio timer.
 
-        A recording stores the time of the call, and a replay repeats the call at that time.
+        A recording stores the time of the event, and a replay repeats the call at that time.
         """
         wake()
 
@@ -471,7 +476,7 @@ class Engine(Poller):
     async def settled_by(
         self, task: asyncio.Task[Any], future: asyncio.Future[T], what: WaitId | None = None, *, counts: bool = True
     ) -> T:
-        """Return the result of ``future``, and let reports show that the caller waits for ``task``."""
+        """Return the result of ``future``, which ``task`` completes. Reports say that the caller waits for ``task``."""
         self._settlers[future] = task
         began_at = None if self.on_waited is None else self.loop.time()
         try:
@@ -483,11 +488,11 @@ class Engine(Poller):
                 self.on_waited(what or WaitId(WaitKind.TASK, name=task.get_name()), self.loop.time() - began_at)
 
     def settler(self, future: Any) -> asyncio.Task[Any] | None:
-        """Return the task that settles ``future``, if a coroutine awaits the future through :meth:`settled_by`."""
+        """Return the task that completes ``future``, if a coroutine awaits the future through :meth:`settled_by`."""
         return self._settlers.get(future)
 
     # -- hooks of recordings and replays -----------------------------------------------------------------------------
-    # The engines of recorded and replayed ranks override these methods.
+    # Recorded and replayed ranks override these methods.
 
     def measured(self, what: WaitId, value: int) -> int:
         """Return ``value``, a number that depends on timing. In a replay, return the number recorded for ``what``."""
@@ -503,10 +508,13 @@ class Engine(Poller):
         return None
 
     async def repeat_held(self, kind: WaitKind, dest: int, tag: int) -> None:
-        """In a replay, wait as long as the recorded send, if it was held until ``dest`` was lost."""
+        """In a replay, wait as long as the recorded send if that was held back until ``dest`` was lost."""
 
     async def repeat_sent(self, what: WaitId, dest: int) -> bool:
-        """Return whether the recorded send waited. A replay waits as long, and fails if the recorded send failed."""
+        """Return whether the recorded send had to wait.
+
+        In a replay, wait as long, and fail if the recorded send failed.
+        """
         del what, dest
         return False
 
@@ -517,7 +525,10 @@ class Engine(Poller):
         """Record the end of a collective. In a replay, wait until the collective's recorded end."""
 
     async def note_failed(self) -> None:
-        """Record that a collective has failed, but not the job. In a replay, wait until the recorded failure."""
+        """Record that a collective has failed although the job has not.
+
+        In a replay, wait until the recorded failure.
+        """
 
     def _settled(self, future: asyncio.Future[T], counts: bool) -> Awaitable[T]:
         """Return an awaitable for the result of ``future``. In a replay, it completes at the recorded time."""

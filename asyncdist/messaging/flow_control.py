@@ -1,16 +1,16 @@
 """Flow control of user channels: a rank sends at most :data:`WINDOW` messages that the receiver has not counted.
 
-The receiver of a tag counts the messages that it takes from the transport, for each sender. After half a window it
+The receiver of a tag counts the messages that it takes from the transport, for each sender. After half a window, it
 sends a :class:`Credit`, which allows the sender the same number of further messages, so that a sender rarely waits. A
 sender without credit holds its later messages on the tag, in order, and sends them when a credit arrives. A held
-message is not an outstanding request, so it costs no passes. A receiver whose mailbox is full takes no messages from
-the transport and therefore sends no credits. At most ``WINDOW`` messages per sender and tag are in the transport's
-memory.
+message is not an outstanding request, so polling passes do not test it. A receiver whose mailbox is full takes no
+messages from the transport, and therefore sends no credits. At most ``WINDOW`` messages per sender and tag are in the
+transport's memory.
 
-Messages to the rank itself are not limited, because the task that fills the mailbox may be the task that empties it.
+Messages from a rank to itself are not limited, because the task that fills the mailbox may be the task that empties it.
 Messages to a rank that has left or is lost are not limited either, because that rank no longer sends credits.
 
-The module is compiled if a C compiler is available (:mod:`asyncdist.compiled`). C types are in its ``.pxd`` file.
+The module is compiled if a C compiler is available (:mod:`asyncdist.compiled`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 #: Maximum number of messages from one rank to another on a tag that the receiver has not taken from the transport.
 WINDOW: Final = 1024
-#: Number of messages that is never reached.
+#: Number of allowed messages that means "no limit".
 _UNLIMITED: Final = 1 << 62
 
 
@@ -39,7 +39,7 @@ class Credit:
 
 
 class HeldSend:
-    """Message that waits on this rank for a credit of its receiver.
+    """Message that this rank has not sent yet, because its receiver must first send a :class:`Credit`.
 
     When the credit arrives, ``Services`` calls :meth:`TagFlow.on_credit`, and :meth:`Lane.send_held` sends the message.
 
@@ -59,7 +59,7 @@ class HeldSend:
         self._name = name
 
     def start(self) -> bool:
-        """Start to send the message. Return False if that fails; ``on_left`` is then called with the error."""
+        """Start to send the message. If that fails, call ``on_left`` with the error and return False."""
         try:
             request = self._engine.transport.start_send(self._frame, self._dest, self._tag)
         except AsyncdistError as error:
@@ -74,28 +74,28 @@ class HeldSend:
 
 
 class Lane:
-    """Counts of the messages between this rank and another rank on one tag, for the flow control.
+    """Flow-control state of the messages between this rank and another rank on one tag.
 
     Attributes:
-        room: Number of messages that this rank may post to the other rank without a further credit.
+        room: Number of messages that this rank may send to the other rank without a further credit.
         held: Messages to the other rank that wait for a credit, in order.
-        uncredited: Number of messages received from the other rank since the last credit to it.
+        uncredited: Number of messages received from the other rank since this rank last sent it a credit.
     """
 
     def __init__(self, rank: int, room: int) -> None:
         self.rank = rank
         self.room = room
-        self.held: deque[HeldSend] | None = None  # an empty deque has 600 bytes, and each peer has a lane
+        self.held: deque[HeldSend] | None = None  # An empty deque takes 600 bytes, and each peer has a lane.
         self.uncredited = 0
 
     def hold(self, message: HeldSend) -> None:
-        """Hold a message until its receiver allows further messages."""
+        """Keep a message until its receiver allows further messages."""
         if self.held is None:
             self.held = deque()
         self.held.append(message)
 
     def send_held(self) -> None:
-        """Send held messages in order, as many as the receiver allows (``room``)."""
+        """Send as many held messages as the receiver allows (``room``), in order."""
         while self.held and self.room > 0:
             if self.held.popleft().start():
                 self.room -= 1
@@ -107,11 +107,11 @@ class TagFlow:
     Args:
         send_credit: Function that sends a credit for a tag to a rank.
         gone: Ranks that have left or are lost, which send no credits.
-        is_limited: Whether this rank waits for credits. A replayed rank does not.
+        is_limited: Whether this rank waits for credits. False on a replayed rank.
 
     Attributes:
         credit_count: Number of messages that one credit allows.
-        lanes: State of the messages to and from each rank that this rank has sent to or received from.
+        lanes: Flow-control state of each rank to which this rank has sent, or from which it has received.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class TagFlow:
     # -- the receiving rank -----------------------------------------------------------------------------------------
 
     def credit(self, lane: Lane) -> None:
-        """Allow the rank whose messages ``lane`` counts to send further messages."""
+        """Send a credit to the rank whose messages ``lane`` counts, which allows it to send further messages."""
         lane.uncredited = 0
         if lane.rank != self._rank:
             self._send_credit(self._tag, lane.rank)
@@ -150,31 +150,34 @@ class TagFlow:
     # -- the sending rank -------------------------------------------------------------------------------------------
 
     def on_credit(self, rank: int) -> None:
-        """Send as many held messages to ``rank`` as its newly received credit allows."""
+        """Send as many held messages to ``rank`` as the credit that it has just sent allows."""
         lane = self.lane(rank)
         if lane.room < _UNLIMITED // 2:
             lane.room += self.credit_count
             lane.send_held()
 
     def release(self, rank: int) -> None:
-        """Send all held messages to ``rank``, which has left or is lost, and limit no later messages."""
+        """Send all held messages to ``rank``, which has left or is lost, and no longer limit messages to it."""
         lane = self.lane(rank)
         lane.room = _UNLIMITED
         lane.send_held()
 
     def on_restarted(self, rank: int) -> None:
-        """Fail the held messages to the previous process of ``rank``, and limit messages to the new process anew."""
+        """Fail the held messages to the previous process of ``rank``.
+
+        Messages to its new process start with a full window.
+        """
         lane = self.lanes.pop(rank, None)
         error = RankLostError(f"rank {rank} was restarted before it received the message", rank=rank)
         for message in (lane and lane.held) or ():
             message.on_left(error)
 
     def on_connected(self, rank: int) -> None:
-        """Limit messages to ``rank`` anew, because this restarted rank has just connected to it."""
+        """Start with a full window of messages to ``rank``, to which this restarted rank has just connected."""
         if rank in self.lanes:
             self.lanes[rank].room = self._window
 
     @property
     def held_ranks(self) -> list[int]:
-        """Ranks for which this rank holds messages."""
+        """Ranks for which this rank holds messages back."""
         return [rank for rank, lane in self.lanes.items() if lane.held]

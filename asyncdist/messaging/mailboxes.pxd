@@ -78,7 +78,7 @@ cdef class FrameReceiver(Pollable):
     cdef readonly object request
     cdef FrameReader _frame
     cdef readonly object drop
-    cdef object _explain
+    cdef object _on_unrouted
     cdef readonly object engine
     cdef public object contacts
     cdef readonly dict routes

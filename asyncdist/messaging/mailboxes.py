@@ -1,10 +1,10 @@
-"""Packs, posts, checks, decodes and queues single messages, without waiting.
+"""Packs, sends, checks, decodes and queues single messages, without waiting.
 
-An :class:`Outbox` checks, packs and posts a channel's messages. A :class:`FrameReceiver` receives the frames of a tag,
-checks them, and selects the :class:`Inbox` of each frame's channel. The inbox checks the order, decodes the message and
-queues it until a task receives it. :mod:`asyncdist.messaging.channels` adds the waiting.
+An :class:`Outbox` checks, packs and posts a channel's messages. A :class:`FrameReceiver` receives the messages of a tag
+as bytes (*frames*), checks them, and selects the :class:`Inbox` of each frame's channel. The inbox checks the order,
+decodes the message and queues it until a task receives it. :mod:`asyncdist.messaging.channels` adds the waiting.
 
-The module is compiled if a C compiler is available (:mod:`asyncdist.compiled`). C types are in its ``.pxd`` file.
+The module is compiled if a C compiler is available (:mod:`asyncdist.compiled`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Overflow: TypeAlias = Literal["stall", "error", "latest"]
 
 #: Largest payload, in bytes, that is sent from a prepared buffer.
 PREPARED_NBYTES_MAX: Final = 512
-#: Maximum number of messages that are delivered by one poll of a tag.
+#: Maximum number of messages that one poll of a tag delivers.
 DELIVERY_COUNT_MAX: Final = 64
 
 
 class Envelope(NamedTuple, Generic[MessageT]):
-    """Received message with its sender and its round.
+    """Received message with its sender and its round number.
 
     Attributes:
         message: Instance of one of the channel's dataclasses.
@@ -51,7 +51,7 @@ _as_envelope: Final[Callable[[Any], Envelope[Any]]] = functools.partial(tuple.__
 
 
 class _Prepared:
-    """Reusable buffer for messages of one type and size to one rank, with its persistent send."""
+    """Reusable buffer, with its persistent send, for messages of one type and size to one rank."""
 
     def __init__(self, kind: int, dest: int, payload_nbytes: int, buffer: FrameBuffer, send: PersistentSend) -> None:
         self.kind = kind
@@ -67,7 +67,7 @@ class Outbox:
     Args:
         sequence: Sequence number of the last message on the tag, from which this channel continues.
         contacts: Set to which the receivers of messages are added.
-        left: Ranks that no longer receive on this channel. :meth:`look_again` must be called after a rank is added.
+        left: Ranks that no longer receive on this channel. Call :meth:`recheck_receiver` after adding a rank.
         flow: Flow control of the tag, or None if the channel has no flow control.
 
     Attributes:
@@ -101,7 +101,7 @@ class Outbox:
         self.strangers: Collection[int] = ()
         self._dest: int | None = None  # receiver of the last message, which was already checked
         self.routes = routes
-        # Each writer takes a KiB, so it is created when its message type is first sent.
+        # A writer takes a KiB, so it is created when its message type is first sent.
         self._writers: list[FrameWriter | None] = [None] * len(routes)
         self._prepared: dict[tuple[int, int, int], _Prepared] = {}
         self._last: _Prepared | None = None
@@ -110,9 +110,9 @@ class Outbox:
         self.is_closed = False
 
     def post(self, message: Any, dest: int, round: int) -> Request | HeldSend | None:
-        """Check a message and start its send. Return the request, or None if the message has already left.
+        """Check a message and start to send it. Return the request, or None if the message has already left.
 
-        A message for which the receiver has given no credit is not started. Its :class:`HeldSend` is returned.
+        If flow control does not allow another message to the receiver, return a :class:`HeldSend` instead.
         """
         if self.is_closed or dest is not self._dest or round:
             self._check(dest, round)
@@ -180,19 +180,19 @@ class Outbox:
             self._lane = self._flow.lane(dest)
 
     def use_routes(self, routes: list[bytes]) -> None:
-        """Send later messages with these routes, and drop the prepared sends of the old routes."""
+        """Send later messages with these routes. The sends that were prepared for the old routes are dropped."""
         self.routes = routes
         self._writers = [None] * len(routes)
         self._prepared = {}
         self._last = None
 
-    def look_again(self) -> None:
-        """Check the receiver of the next message even if it is unchanged, because a rank has left or was restarted."""
+    def recheck_receiver(self) -> None:
+        """Check the next message's receiver again. Called when a rank has left or was restarted."""
         self._dest = None
 
 
 class _LatestMailbox(OrderedDict[int, "Envelope[Any]"]):
-    """Mailbox that keeps only the newest envelope of each source. Sources are ordered by their first unread message."""
+    """Keeps only the newest envelope of each source. Sources are ordered by their first unread message."""
 
     def append(self, envelope: Envelope[Any]) -> None:
         self[envelope.source] = envelope
@@ -207,13 +207,12 @@ class Inbox:
     Args:
         overflow: Effect of a full mailbox: ``"stall"`` stops receiving on the tag, ``"error"`` fails the channel,
             ``"latest"`` keeps only the newest message of each source.
-        handler: Function that is called with each arriving message, or None to queue messages in the mailbox.
+        handler: Function called with each arriving message, or None to queue messages in the mailbox.
         fail: Function called with the error if a peer overflows the mailbox.
         counts_contacts: Whether the senders of messages are added to the receiver's contacts.
 
     Attributes:
-        on_first: Function called with a rank when its first message arrives, or None before the first restart of a
-            rank.
+        on_first: Function called with a rank when its first message arrives. None until a rank is restarted.
         waiters: Futures of the waiting tasks. Each arriving message wakes one task.
     """
 
@@ -246,12 +245,13 @@ class Inbox:
         self.failure: AsyncdistError | None = None
         self.is_closed = False
         self._last_sequence: dict[int, int] = {}
-        # Sender and sequence number of the last frame, stored in _last_sequence when a different rank's frame arrives.
+        # Sender and sequence number of the last frame. They are stored in _last_sequence when another rank's frame
+        # arrives.
         self._source = -1
         self._sequence = 0
 
     def deliver(self, decode: wire.Decode, frame: FrameReader, source: int) -> bool:
-        """Decode a received message and queue it, or drop it. Return whether the tag must stop receiving."""
+        """Decode a received message and queue or drop it. Return whether the tag must stop receiving."""
         rank = source
         if rank != self._source:
             self._last_sequence[self._source] = self._sequence
@@ -300,7 +300,7 @@ class Inbox:
         return self._overflow == "stall" and self.is_full
 
     def take(self, test_count: int) -> Envelope[Any] | None:
-        """Return the next message, or None if ``test_count`` tests of the tag's receive have found none.
+        """Return the next message, or None if testing the tag's receive ``test_count`` times has found no message.
 
         Raises:
             AsyncdistError: The channel has failed.
@@ -363,7 +363,7 @@ class Inbox:
                 return
 
     def remove_waiter(self, waiter: asyncio.Future[None]) -> None:
-        """Remove ``waiter``, which was woken or cancelled. If messages remain, wake the next waiting task."""
+        """Remove ``waiter``, which was woken or cancelled. If messages remain, wake another waiting task."""
         if waiter in self.waiters:
             self.waiters.remove(waiter)
         elif self.mailbox:
@@ -384,17 +384,17 @@ class FrameReceiver(Pollable):
     """Receives the messages (frames) of one tag, checks them, and passes each to the inbox of its channel.
 
     Args:
-        request: Receive into ``buffer``, not posted yet.
-        drop: Function that is called with the source, the reason and the details when a frame is dropped.
-        explain: Function that handles a frame whose route has no inbox, given the frame's reader and source, and
+        request: Persistent receive into ``buffer`` that is not posted yet.
+        drop: Function called with the source, the reason and the details when a frame is dropped.
+        on_unrouted: Function that handles a frame whose route has no inbox, given the frame's reader and source. It
             returns whether the tag must stop receiving.
         contacts: Set to which the senders of messages are added.
         flow: Flow control that counts the frames of each source, or None.
 
     Attributes:
-        routes: Stamp, inbox and decoder of each route, by the route's key.
-        stalled_on: Full inbox that stops the tag from receiving, this object if ``explain`` stopped it, or None if the
-            tag receives.
+        routes: Stamp (job and epoch), inbox and decoder of each route, by its key (scope and message type).
+        stalled_on: Full inbox that prevents the tag from receiving. This object if ``on_unrouted`` has stopped the tag.
+            None while the tag receives.
         received_late_count: Number of messages that tasks took from closed inboxes.
     """
 
@@ -405,7 +405,7 @@ class FrameReceiver(Pollable):
         engine: Poller,
         *,
         drop: Callable[[int, str, str], None],
-        explain: Callable[[FrameReader, int], bool],
+        on_unrouted: Callable[[FrameReader, int], bool],
         contacts: set[int],
         flow: TagFlow | None,
     ) -> None:
@@ -417,7 +417,7 @@ class FrameReceiver(Pollable):
         self.contacts = contacts
         self._frame = FrameReader(buffer)
         self.drop = drop
-        self._explain = explain
+        self._on_unrouted = on_unrouted
         self.routes: dict[int, tuple[int, Inbox, wire.Decode]] = {}
         # Route of the last delivered frame, because the next frame often has the same route.
         self._key = self._stamp = 0
@@ -435,7 +435,7 @@ class FrameReceiver(Pollable):
     def deliver_up_to(self, count_max: int) -> int:
         """Deliver up to ``count_max`` arrived messages, and return their number. Invalid messages are dropped.
 
-        The next poll posts the receive after the last message, so that the task that waits for the message runs
+        After the last message, the next poll posts the receive, so that the task that waits for the message runs
         earlier.
         """
         if self.stalled_on is not None:
@@ -474,7 +474,7 @@ class FrameReceiver(Pollable):
             flow.credit(lane)
 
     def forget_lane(self) -> None:
-        """Forget the flow-control state of the last sender, because a rank was restarted."""
+        """Remove the flow-control state of the last sender from the cache, because a rank was restarted."""
         self._lane = None
 
     def deliver(self, frame: FrameReader, nbytes: int, source: int) -> bool:
@@ -487,7 +487,7 @@ class FrameReceiver(Pollable):
         if self._inbox is None or frame.key != self._key or frame.stamp != self._stamp:
             found = self.routes.get(frame.key)
             if found is None or found[0] != frame.stamp:
-                if self._explain(frame, source):
+                if self._on_unrouted(frame, source):
                     self.stalled_on = self
                     return True
                 return False
@@ -505,7 +505,7 @@ class FrameReceiver(Pollable):
         self._inbox = None
 
     def resume(self, full: Inbox | FrameReceiver | None) -> None:
-        """Resume receiving if ``full``, which has room again or was closed, had stopped it."""
+        """Resume receiving if ``full`` had stopped it. ``full`` has room again or was closed."""
         if self.stalled_on is full and full is not None:
             self.stalled_on = None
             self.engine.ring()

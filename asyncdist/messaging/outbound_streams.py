@@ -10,7 +10,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 
 class OutboundStream(StreamEnd):
-    """Sends the chunks of one stream that the receiver has permitted.
+    """Sends the chunks of a tensor, after the receiver has permitted it, as one stream.
 
     The chunks must not change until :meth:`run` has returned.
     """
@@ -39,7 +39,7 @@ class OutboundStream(StreamEnd):
         self.is_stopping = self._aborted = False
         self.under_way_count = 0
         self.sent_nbytes = 0
-        self._told: WaitId | None = None  # identity of the wait for the stream's end if the rank is recorded, else None
+        self._told: WaitId | None = None  # identity of the wait for the stream's end, None without recording
 
     @property
     def has_left(self) -> bool:
@@ -51,7 +51,7 @@ class OutboundStream(StreamEnd):
         return not self._is_open and self._next == len(self._chunks)
 
     def stop(self) -> None:
-        """End the stream early, by sending an empty message instead of further chunks."""
+        """End the stream early by sending an empty message instead of further chunks."""
         self.is_stopping = True
         self._engine.recheck()
 
@@ -77,7 +77,7 @@ class OutboundStream(StreamEnd):
         return complete
 
     async def run_notified(self, tag: int, *, aborts: bool = False) -> bool:
-        """Send all chunks, or only an abort, and record the end. Return whether all chunks were sent."""
+        """Send all chunks, or only an abort, and record the end of the stream. Return whether all chunks were sent."""
         name = self._told = self._engine.name_send(WaitKind.STREAM_LEFT, self.dest, tag)
         try:
             complete = False
@@ -92,7 +92,7 @@ class OutboundStream(StreamEnd):
         return complete
 
     def cut(self) -> bool:
-        """Stop sending chunks. Return True if all chunks were posted. Otherwise send the abort and return False."""
+        """Stop sending chunks. Return True if all chunks were posted. Otherwise, abort the stream and return False."""
         self.is_stopping = True
         complete = self._is_posted
         if not complete and self._error is None and not self._aborted:
@@ -107,7 +107,7 @@ class OutboundStream(StreamEnd):
         await self._until(lambda: self.under_way_count == 0, is_of_request=True)
 
     def _post_more(self) -> None:
-        if self._posting:  # This call comes from the loop below, because a chunk left immediately.
+        if self._posting:  # The loop below has caused this call, because a chunk left immediately.
             return
         self._posting = True
         try:

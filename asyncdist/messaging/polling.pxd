@@ -65,12 +65,12 @@ cdef class Poller:
     @cython.locals(pollable=Pollable, completed=Py_ssize_t)
     cpdef Py_ssize_t poll(self) except -1
     @cython.locals(completed=Py_ssize_t)
-    cpdef bint pass_quietly(self) except -1
+    cpdef bint try_safe_point(self) except -1
     @cython.locals(completed=Py_ssize_t)
     cpdef Py_ssize_t first_pass(self) except -1
     @cython.locals(operations=list, pending=list, left=list, operation=PendingRequest, position=Py_ssize_t, completed=Py_ssize_t)
     cdef Py_ssize_t _test_operations(self) except -1
-    cpdef object give_core(self)
+    cpdef object yield_core(self)
     @cython.locals(work=LoopWork)
     cpdef bint is_loop_idle(self) except -1
     cpdef object watch(self, object request, object what, object on_done=*)
@@ -85,6 +85,8 @@ cdef class Poller:
     cdef Py_ssize_t _poll_for_waiters(self, Py_ssize_t pass_count=*) except -1
     @cython.locals(quiet=Py_ssize_t, operation=PendingRequest)
     cdef object _next_tick(self, bint alone)
+    @cython.locals(operation=PendingRequest)
+    cdef bint _has_only_small_sends(self) except -1
     @cython.locals(bell=Doorbell)
     cdef object _sleep(self)
     cdef bint _is_rung_by_all(self) except -1

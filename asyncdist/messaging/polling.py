@@ -1,4 +1,4 @@
-"""Tests all outstanding requests of one rank in *passes*, at safe points and, while tasks wait, in a loop callback.
+"""Tests all outstanding requests of one rank in *passes*: in ``safe_point`` and, while tasks wait, in a loop callback.
 
 The loop callback is called the driver. Its state determines when it makes the next pass:
 
@@ -6,27 +6,27 @@ The loop callback is called the driver. Its state determines when it makes the n
 state     next pass                     then
 ========  ============================  =======================================================================
 STOPPED   none                          ``start``: HOT
-HOT       next loop iteration           WARM after 100 passes in which nothing completed, 4 ms later during a
-                                        transfer; if the transport rings: ASLEEP after one, or two if it may
-                                        fail to ring
+HOT       next loop iteration           WARM after 100 passes without a completion, and 4 ms more in a transfer.
+                                        IDLE after 5 such passes if only small sends are outstanding. ASLEEP
+                                        after 1 pass (2 if it may miss one) if the transport reports arrivals.
 WARM      next loop iteration, after    IDLE after 20 passes, or when something else runs on the loop
           20 us of sleep
 IDLE      after 1 ms                    HOT on a completion, a new wait, or a ring
-ASLEEP    after 50 ms if the transport  HOT on a completion, a new wait, or a ring
-          may fail to ring, else none
+ASLEEP    after 50 ms if a ring may be  HOT on a completion, a new wait, or a ring
+          missed, else none
 ========  ============================  =======================================================================
 
-A transport *rings* if it calls a function of this module when a message arrives. If a transport cannot ring, but has a
-doorbell (:mod:`asyncdist.transports.doorbell`), other ranks of the host ring in the states IDLE and ASLEEP. The driver
-is then ASLEEP instead of IDLE if no request is outstanding and all ranks of the world can ring. It skips WARM, and
-sometimes HOT. If it spins in vain and is rung soon after it has gone to sleep, there are probably more busy processes
-than cores, and it kept the sender from running. It then sleeps immediately in the next waits.
+A *ring* is a call of :meth:`Poller.ring` because a message has arrived. Some transports ring (``Capabilities.wakes``).
+MPI cannot, but it has a doorbell (:mod:`asyncdist.transports.doorbell`), by which other ranks of the host ring in the
+states IDLE and ASLEEP. The driver is then ASLEEP instead of IDLE if no request is outstanding and all ranks of the
+world can ring. It skips WARM, and sometimes HOT. If a ring wakes the driver just after it has polled in vain and has
+gone to sleep, its polling probably kept the sender from a busy core. It then sleeps immediately in the next waits.
 
-In the warm state the driver calls ``time.sleep``, because an asyncio timer below 1 ms takes 1.07 ms, and uvloop turns
+In the state WARM, the driver calls ``time.sleep``, because an asyncio timer below 1 ms takes 1.07 ms, and uvloop turns
 it into a busy loop.
 
 The coroutines that wait are in :mod:`asyncdist.messaging.engine`. This module is compiled if a C compiler is available
-(:mod:`asyncdist.compiled`), because it runs for every message and safe point.
+(:mod:`asyncdist.compiled`), because it runs for every message.
 """
 
 from __future__ import annotations
@@ -47,25 +47,32 @@ from asyncdist.transports.loop_work import LoopWork, find_work
 from asyncdist.waits import WaitId
 
 HOT_PASS_COUNT: Final = 100
-#: Seconds without a completion before the driver begins to sleep between passes of a transfer, about the time to send
-#: 16 MiB. A 20 us sleep takes 50 to 100 us on common kernels, and the caches take as long again to become warm.
+#: Seconds without a completion before the driver begins to sleep between passes of a transfer. They are about the time
+#: to send 16 MiB. A 20 us sleep takes 50 to 100 us on common kernels, and the caches take as long again to become warm.
 TRANSFER_HOT_S: Final = 0.004
+#: Number of passes without a completion after which the driver is IDLE if only sends of small messages are outstanding.
+#: MPI takes a small message at once unless the receiver has not looked for messages for a while.
+SMALL_SEND_PASS_COUNT: Final = 5
+#: Number of passes without a completion after which a waiting rank lets another process use its core once. Linux may
+#: wake a rank that this rank has just rung on this core, and then runs it only when the core is free.
+YIELD_PASS_COUNT: Final = 2
 WARM_SLEEP_S: Final = 20e-6
 WARM_PASS_COUNT: Final = 20
-#: Seconds after the last step of a transfer during which safe points sleep briefly to let the transport's threads run,
-#: about the time to send two chunks. The limit keeps a receive that never completes from slowing training.
+#: Seconds after the last progress of a transfer during which ``safe_point`` sleeps briefly to let the transport's
+#: threads run. They are about the time to send two chunks. The limit keeps a receive that never completes from slowing
+#: training.
 TRANSFER_GIVES_S: Final = 0.01
 IDLE_PERIOD_S: Final = 0.001
-#: Seconds between polling passes if the transport may fail to ring for a message (ucxx#30).
+#: Seconds between polling passes if the transport may fail to notify this rank of a message (ucxx#30).
 SAFETY_PERIOD_S: Final = 0.05
-#: Number of polling passes after each ``SAFETY_PERIOD_S``. Open MPI looks for the deaths of other ranks in few of its
-#: calls.
+#: Number of polling passes after each ``SAFETY_PERIOD_S``. Open MPI checks only in some of its calls whether other
+#: ranks have died.
 SAFETY_PASS_COUNT: Final = 8
-#: If a rank spins in vain, goes to sleep and is rung within this number of seconds, its spinning probably kept the
-#: sender from running.
+#: If a rank polls in vain, goes to sleep and is woken by a message within this number of seconds, its polling probably
+#: prevented the sender from running.
 SOON_S: Final = 0.0005
-#: Minimum and maximum number of further waits in which a rank then sleeps without spinning. The number doubles each
-#: time its spinning keeps a sender from running.
+#: Minimum and maximum number of subsequent waits in which a rank then sleeps without polling first. The number doubles
+#: each time its polling prevents a sender from running.
 UNSPUN_COUNT_MIN: Final = 8
 UNSPUN_COUNT_MAX: Final = 512
 #: Resolution of uvloop's clock and timers, in seconds.
@@ -79,10 +86,10 @@ Peers: TypeAlias = Callable[[], Iterable[int]]
 
 
 class DriverState(enum.Enum):
-    """States of the loop callback that makes the polling passes. They determine the time of its next pass."""
+    """States of the loop callback that makes the polling passes. The state determines the time of its next pass."""
 
     STOPPED = enum.auto()
-    PASSING = enum.auto()  #: the driver is running, and has not set the next state yet
+    PASSING = enum.auto()  #: the callback is running, and has not yet set its next state
     HOT = enum.auto()
     WARM = enum.auto()
     IDLE = enum.auto()
@@ -101,8 +108,8 @@ _ASLEEP: Final = DriverState.ASLEEP
 class Pollable:
     """Base class of objects that manage their own requests. Each polling pass of the engine polls them.
 
-    They are the receiver of a tag's frames (``mailboxes.FrameReceiver``), the receives of streams (``streams.Pacer``)
-    and the tails of direct-write streams (``direct_write_streams.Writer``).
+    They are the receiver of a tag's messages (``mailboxes.FrameReceiver``), the receives of streams (``streams.Pacer``)
+    and the writer of tensors into other ranks' memory (``direct_write_streams.Writer``).
     """
 
     def poll(self) -> int:
@@ -111,7 +118,10 @@ class Pollable:
 
 
 class PendingRequest:
-    """A request that has not completed, and its callback. A ``disowned`` request cannot complete and is not tested."""
+    """A request that has not completed, and its callback.
+
+    If it is ``disowned``, it cannot complete and is not tested.
+    """
 
     __slots__ = ("disowned", "error", "on_done", "request", "what")
 
@@ -130,7 +140,7 @@ class PendingRequest:
 
 
 class AbandonedReceive:
-    """Stores the receive of a cancelled caller until it ends, and its message until a later receive returns it."""
+    """Stores the receive of a cancelled caller until it ends, and then its message until a later receive returns it."""
 
     __slots__ = ("_buffer", "_request", "error", "resolved", "waiters")
 
@@ -141,7 +151,7 @@ class AbandonedReceive:
         self.error: AsyncdistError | None = None
         self.waiters: list[asyncio.Future[None]] = []
 
-    def hand_over(self, buffer: Buffer) -> tuple[int, int]:
+    def copy_into(self, buffer: Buffer) -> tuple[int, int]:
         """Copy the message into ``buffer``. Return the message's source and its size in bytes."""
         if self.error is not None:
             raise self.error
@@ -158,7 +168,7 @@ class Poller:
     """Tests the outstanding requests of one rank, and wakes the tasks that wait for them.
 
     Attributes:
-        loop_work: Detector of work on the loop, or None before the start and for loops of unknown kinds, such as a
+        loop_work: Detector of work on the loop. None before the start, and for unknown kinds of loops, such as a
             simulated rank's.
     """
 
@@ -171,12 +181,12 @@ class Poller:
         self._operations: list[PendingRequest] = []
         self._in_test: list[PendingRequest] = []  # requests of the current polling pass
         self._has_disowned = False  # whether the current polling pass has disowned any request
-        # Each waiting task's future, with the wait's identity, its begin time, and the ranks that may end it.
+        # The future of each waiting task, with the wait's identity, its begin time, and the ranks that may end it.
         self._waiters: dict[asyncio.Future[None], tuple[WaitId, float, Peers | None]] = {}
         self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._in_pass = False
-        self._unused_result = -1  # result of a pass that the next safe point need not repeat, or -1
-        self._must_yield = False  # whether pass_quietly has found work on the loop
+        self._unused_result = -1  # result of a pass that the next safe_point need not repeat, or -1
+        self._must_yield = False  # whether try_safe_point has found work on the loop
         self._pass_count = 0
         self._completion_count = 0
         self._request_count = 0  # number of completions other than messages delivered to channels
@@ -193,7 +203,7 @@ class Poller:
         self._wakes = transport.capabilities.wakes
         self._misses_wakes = transport.capabilities.misses_wakes
         self._has_threads = transport.capabilities.rings_from_threads
-        transport.set_doorbell(self._ring_from_a_thread if self._has_threads else self.ring)
+        transport.set_arrival_callback(self._ring_from_a_thread if self._has_threads else self.ring)
         self._bell: Doorbell | None = None if self._wakes else transport.doorbell
         self._has_spun = False  # whether the driver had spun in vain before it last went to sleep
         self._slept_at = 0.0
@@ -207,7 +217,7 @@ class Poller:
         if self._in_pass:  # A completion callback of this polling pass has called this method.
             return 0
         self._in_pass = True
-        self._passed_since_tick = True  # A ring during this polling pass requests another one.
+        self._passed_since_tick = True  # A message that arrives during this pass requests another pass.
         try:
             completed = 0
             for pollable in self._pollables:
@@ -222,8 +232,8 @@ class Poller:
             self.recheck()
         return completed
 
-    def pass_quietly(self) -> bool:
-        """Make the first polling pass of a safe point. Return True if nothing remains to be awaited.
+    def try_safe_point(self) -> bool:
+        """Make the first polling pass of ``Engine.safe_point``. Return True if the caller need not await that method.
 
         If False, the caller must await ``safe_point``, which uses the result of this pass.
         """
@@ -238,7 +248,7 @@ class Poller:
         return False
 
     def first_pass(self) -> int:
-        """Make the first polling pass of a safe point, unless :meth:`pass_quietly` has made it.
+        """Make the first polling pass of ``safe_point``, unless :meth:`try_safe_point` has made it.
 
         Return its number of completions.
         """
@@ -262,7 +272,7 @@ class Poller:
                     error = None
                 except AsyncdistError as caught:
                     error = caught
-                except BaseException:  # For example, KeyboardInterrupt is raised by a signal handler.
+                except BaseException:  # KeyboardInterrupt, for example, is raised by a signal handler.
                     pending.append(operation)
                     raise
                 completed += 1
@@ -279,8 +289,8 @@ class Poller:
         self._request_count += completed
         return completed
 
-    def give_core(self) -> None:
-        """Sleep briefly during a transfer, so that a loop of safe points does not starve the transport's threads."""
+    def yield_core(self) -> None:
+        """Sleep briefly during a transfer, so that frequent calls of ``safe_point`` let the transport's threads run."""
         if self._has_threads and self._operations and time.perf_counter() - self._transferred_at < TRANSFER_GIVES_S:
             time.sleep(WARM_SLEEP_S)
 
@@ -312,7 +322,7 @@ class Poller:
     def is_loop_idle(self) -> bool:
         """Return whether the loop has nothing to run, so that the calling task need not yield.
 
-        The driver's callback is not counted if a safe point has made a polling pass since the driver last ran.
+        The driver's callback is not counted if ``safe_point`` has made a polling pass since the driver last ran.
         """
         if self._must_yield:
             self._must_yield = False
@@ -327,7 +337,7 @@ class Poller:
 
         Args:
             is_first: Whether to poll ``pollable`` before all others. True for pollables that copy parts of streams, so
-                that the same pass delivers the messages that have arrived during the copy.
+                that messages that arrive during the copy are delivered in the same pass.
         """
         self._pollables = (pollable, *self._pollables) if is_first else (*self._pollables, pollable)
         self.ring()
@@ -348,7 +358,7 @@ class Poller:
                 resolve_waiter(waiter, error)
 
     def fail(self, error: BaseException) -> None:
-        """Make every wait raise ``error``, now and later. Outstanding requests stay stored."""
+        """Make every wait raise ``error``, now and later. Outstanding requests remain stored."""
         self.failure = error
         for waiter in list(self._waiters):
             resolve_waiter(waiter, error)
@@ -358,7 +368,7 @@ class Poller:
         self._bell = None  # The parent's event loop still watches the bell's descriptor.
         self.stop()
         self.failure = error
-        self._in_pass = True  # Make every further polling pass return immediately.
+        self._in_pass = True  # Makes every further polling pass return immediately.
 
     # -- the driver -------------------------------------------------------------------------------------------------
 
@@ -386,11 +396,14 @@ class Poller:
             self._bell = None
 
     def _watch_bell(self, bell: Doorbell) -> None:
-        """Make a polling pass when another rank rings, in the context of this method's caller."""
+        """Make a polling pass whenever another rank writes to this rank's doorbell, a file descriptor.
+
+        The pass runs in the caller's context.
+        """
         try:
             self.loop.add_reader(bell.fileno(), self._on_bell)
             if self.loop_work is not None:
-                # A ring needs no loop iteration, because a safe point makes a polling pass.
+                # A ring does not count as work on the loop, because safe_point makes the polling pass itself.
                 self.loop_work.spare(bell.fileno())
         except NotImplementedError:  # The loop is not of asyncio or uvloop.
             bell.withdraw()
@@ -404,11 +417,11 @@ class Poller:
             self._unspun_count = self._unspun_count_max
             self._unspun_count_max = min(2 * self._unspun_count_max, UNSPUN_COUNT_MAX)
         self._has_spun = False
-        self._pass_on_ring()
+        self._poll_on_ring()
 
     def ring(self) -> None:
         """Request a polling pass, because a message may have arrived."""
-        if not self._misses_wakes:  # A transport that may miss rings makes one more polling pass anyway.
+        if not self._misses_wakes:  # A transport that may fail to notify makes one more pass anyway.
             self._passed_since_tick = False
             if self._state is _PASSING:
                 self._state = _HOT
@@ -416,10 +429,10 @@ class Poller:
 
     def _ring_from_a_thread(self) -> None:
         with contextlib.suppress(RuntimeError):  # Raised if the loop is closed. No task waits then.
-            self.loop.call_soon_threadsafe(self._pass_on_ring, context=self._context)
+            self.loop.call_soon_threadsafe(self._poll_on_ring, context=self._context)
 
-    def _pass_on_ring(self) -> None:
-        """Make a polling pass immediately. :meth:`ring` would first take a loop iteration, which is a system call."""
+    def _poll_on_ring(self) -> None:
+        """Make a polling pass now. :meth:`ring` would make it in the next loop iteration, which takes a system call."""
         if self._state is not _ASLEEP and self._state is not _IDLE:
             self.ring()
             return
@@ -441,7 +454,7 @@ class Poller:
             self._handle = self.loop.call_soon(self._take_tick, context=self._context)
 
     def _tick(self) -> None:
-        """Run the driver once: make a polling pass, unless a safe point has just made one, and set the next state."""
+        """Run the driver once: make a polling pass, unless ``safe_point`` has just made one, and set the next state."""
         pass_count = SAFETY_PASS_COUNT if self._state is _ASLEEP and self._bell is not None else 1
         self._state = _PASSING
         began_at = 0.0 if self._wakes else time.perf_counter()
@@ -450,7 +463,7 @@ class Poller:
             if self._bell is not None:
                 self._bell.disarm()
                 if self._quiet_tick_count and self._unspun_count_max > UNSPUN_COUNT_MIN:
-                    self._unspun_count_max -= 1  # Spinning was useful, so skip it in fewer later waits.
+                    self._unspun_count_max -= 1  # Polling was useful, so skip it in fewer later waits.
             self._quiet_tick_count = 0
         else:
             self._quiet_tick_count += 1
@@ -463,9 +476,9 @@ class Poller:
             self._tick_ended_at = time.perf_counter()
 
     def _poll_for_waiters(self, pass_count: int = 1) -> int:
-        """Make up to ``pass_count`` polling passes, until one completes something. Raise their error in every wait.
+        """Make up to ``pass_count`` polling passes, until one completes something.
 
-        No task awaits the driver, which would raise the error otherwise.
+        Raise a pass's error in every wait, because no task awaits the driver, which would lose the error.
         """
         try:
             completed = 0
@@ -487,15 +500,19 @@ class Poller:
                 return self.loop.call_soon(self._take_tick)
             self._state = _ASLEEP
             for operation in self._operations:
-                if not getattr(operation.request, "rings", True):  # For example, a device event does not ring.
+                if not getattr(operation.request, "rings", True):  # A device event, for example, does not notify.
                     return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
             return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick) if self._misses_wakes else None
         self._state = _HOT
-        # After a pass in which a pollable has rung, because it has more to copy, ``quiet`` is 1.
+        # ``quiet`` is 1 after a pass in which a pollable requested another pass, because it has more to copy.
         if self._unspun_count and quiet > 1 and not self._operations:
             self._unspun_count -= 1
             return self._sleep()
+        if quiet > SMALL_SEND_PASS_COUNT and self._operations and self._has_only_small_sends():
+            return self._sleep()
         if quiet <= HOT_PASS_COUNT:
+            if quiet == YIELD_PASS_COUNT and self._bell is not None:
+                os.sched_yield()
             return self.loop.call_soon(self._take_tick)
         if self._operations and time.perf_counter() - self._quiet_since < TRANSFER_HOT_S:
             self._quiet_tick_count = HOT_PASS_COUNT  # Count warm passes from the end of the transfer.
@@ -507,6 +524,12 @@ class Poller:
             time.sleep(WARM_SLEEP_S)
             return self.loop.call_soon(self._take_tick)
         return self._sleep()
+
+    def _has_only_small_sends(self) -> bool:
+        found = True
+        for operation in self._operations:
+            found = found and getattr(operation.request, "is_small_send", False)  # other requests lack the attribute
+        return found
 
     def _sleep(self) -> asyncio.Handle | None:
         """Enter the state IDLE or ASLEEP, unless a last polling pass completes something."""
@@ -520,7 +543,7 @@ class Poller:
                 return self.loop.call_soon(self._take_tick)
         if self._state is _STOPPED:
             return None
-        self._passed_since_tick = False  # Make a polling pass at the next tick, although arming the bell has made one.
+        self._passed_since_tick = False  # Poll at the next tick, although arming the bell has made a pass.
         if not self._operations and self._is_rung_by_all() and not self.transport.is_sending():
             self._state = _ASLEEP
             return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick)
@@ -533,12 +556,12 @@ class Poller:
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
-    """Return the loop's clock, or ``time.monotonic`` for uvloop, whose clock has millisecond steps."""
+    """Return the loop's clock, or ``time.monotonic`` for uvloop, whose clock advances in steps of a millisecond."""
     return time.monotonic if type(loop).__module__ == "uvloop" else loop.time
 
 
 def resolve_waiter(waiter: asyncio.Future[None], error: BaseException | None) -> None:
-    """Settle ``waiter`` with None, or with the exception ``error``, unless it is already done."""
+    """Complete the future ``waiter`` with None or with the exception ``error``, unless it is already done."""
     if waiter.done():
         return
     if error is None:
@@ -548,10 +571,10 @@ def resolve_waiter(waiter: asyncio.Future[None], error: BaseException | None) ->
 
 
 class Alarm:
-    """Timer that settles a future at a deadline on the loop's clock, in seconds, and never earlier.
+    """Timer that completes a future at a deadline on the loop's clock, in seconds, and never earlier.
 
-    uvloop's timers may fire half a millisecond early, because its clock has millisecond steps. A task that wakes early
-    would wait again, some hundred times until the clock advances.
+    uvloop's timers may fire half a millisecond early, because its clock advances in steps of a millisecond. A task that
+    is woken early would wait again, some hundred times, until the clock advances.
     """
 
     __slots__ = ("_deadline", "_loop", "_timer", "_waiter")

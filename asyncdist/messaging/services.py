@@ -48,7 +48,7 @@ class ChannelStatistics:
 
 
 class _WatchedContacts(set[int]):
-    """A set of ranks that calls ``listener`` with each added rank."""
+    """A set of ranks that calls ``listener`` with each newly added rank."""
 
     def __init__(self, contacts: Iterable[int], listener: Callable[[int], None]) -> None:
         super().__init__(contacts)
@@ -69,13 +69,13 @@ class Services:
         survives_loss: Whether the other ranks continue when a rank is lost.
         is_admitted: Whether the failure of this rank ends the job. False after a restart until a policy or a group
             admits the rank.
-        nonce: Number that identifies the job. Frames of other jobs are dropped.
+        nonce: Number that identifies the job. Messages of other jobs are dropped.
         hosts: Lowest rank on the host of each rank, indexed by rank. None if the hosts are unknown, or all ranks share
             one host. Equal on all ranks, unless a rank was lost while the ranks connected.
         slots: Slots of the streams that this rank receives, and byte counts of all its streams.
         gone: Ranks that have left or are lost.
-        restarted: Incarnation of each rank that was restarted after this rank was connected to it. Protocols that do
-            not admit restarted ranks treat these ranks as lost.
+        restarted: Number of restarts of each rank that was restarted after this rank was connected to it. Protocols
+            that do not admit restarted ranks treat these ranks as lost.
         left: Ranks that have stopped, because main has returned on them or after the failure of a rank.
         sent_to: Ranks to which this rank has sent messages on channels with ``counts_contacts``.
         received_from: Ranks from which messages on channels with ``counts_contacts`` have arrived.
@@ -85,8 +85,8 @@ class Services:
         events: Recent events on this rank.
         read_nbytes: Number of bytes read from the memory of other ranks.
         waited_s: Total seconds that the user's tasks have waited since :meth:`count_waits` was called.
-        end_recording: Function that ends this rank's recording as if its process had died. Its arguments are main's
-            wait, or None if the rank need not report it, and the wait's duration in seconds.
+        end_recording: Function that ends this rank's recording as if its process had died. Its arguments are the
+            identity of main's wait, or None if it need not be recorded, and the wait's duration in seconds.
         reports_in_turn: Whether this rank replays a rank that had its own process. Such a rank delays its failure
             report, because a lower rank may report the same failure.
         leftover_probes: Functions that describe a protocol's unreleased resources, called at the end of the rank.
@@ -158,11 +158,12 @@ class Services:
         """Open a channel for messages of a protocol.
 
         Args:
-            scope: Scope that only this protocol's ranks use.
+            scope: Number that identifies the messages of this protocol's ranks on the tag.
             capacity: Maximum number of messages in the mailbox, and of sends in progress.
             overflow: Effect of a full mailbox: ``"error"`` fails the channel, ``"latest"`` keeps only the newest
                 message of each source, ``"stall"`` stops receiving on the tag.
-            peer_scope: Scope of sent messages for peers of a different role, whose scope differs. By default ``scope``.
+            peer_scope: Scope of sent messages, if the receivers have a different role and therefore a different scope.
+                By default ``scope``.
             handler: Function called with each arriving message, during a polling pass, or None to queue messages in the
                 mailbox.
             epoch: First epoch (number of the coordinator), or None for a protocol without epochs.
@@ -212,7 +213,7 @@ class Services:
         return channel
 
     def _lost_senders(self, name: str, ranks: Sequence[int]) -> RankLostError | None:
-        """Return the error of a channel on which no rank can send any longer and at least one rank is lost, or None."""
+        """Return an error if all other ranks have left or are lost, and at least one is lost, otherwise None."""
         if len(self.gone) < len(ranks) - 1 or self.may_return:
             return None
         lost = self.lost_ranks().intersection(ranks)
@@ -221,7 +222,10 @@ class Services:
         return RankLostError(f"{name}: no rank is left that can send, because rank {min(lost)} is lost", rank=min(lost))
 
     def next_scope(self, ranks: Sequence[int], name: str) -> int:
-        """Return a new number for messages about ``name`` among ``ranks``. Its nth value is equal on all ranks."""
+        """Return a new number for messages about ``name`` among ``ranks``.
+
+        The nth such number is equal on all ranks.
+        """
         group = tuple(ranks)
         key = (wire.text_of(group), name)
         self._scope_counts[key] += 1
@@ -258,7 +262,10 @@ class Services:
         )
 
     def send_credit(self, tag: int, rank: int) -> None:
-        """Allow ``rank`` to send further messages on ``tag``, a tag of the user's program. Do nothing if it is lost."""
+        """Allow ``rank`` to send further messages on ``tag``, a tag of the user's program.
+
+        Do nothing if ``rank`` is lost.
+        """
         assert self._credits is not None, f"a credit for tag {tag}, on which no channel was opened"
         with contextlib.suppress(RankLostError, ClosedError):
             self._credits.send_nowait(Credit(tag), rank)
@@ -269,7 +276,7 @@ class Services:
             demultiplexer.flow.on_credit(envelope.source)
 
     def shared(self, make: Callable[[Services], T]) -> T:
-        """Return the result of ``make(self)``, which is called only once per rank."""
+        """Return the object that ``make(self)`` returns. It is made once per rank and then reused."""
         if make not in self._shared:
             self._shared[make] = make(self)
         found: T = self._shared[make]
@@ -295,7 +302,7 @@ class Services:
         self.engine.recheck()
 
     def on_defect(self, listener: Callable[[BaseException], None]) -> None:
-        """Call ``listener(error)`` if a service task fails, because no task awaits it."""
+        """Call ``listener(error)`` if a service task fails. No task awaits service tasks to receive their errors."""
         self._defect_listeners.append(listener)
 
     def count_waits(self, on_waited: Callable[[WaitId, float], None] | None = None) -> None:
@@ -347,7 +354,7 @@ class Services:
         return rank not in self.engine.transport.vacant_ranks()
 
     def on_gone(self, listener: Callable[[int], None], *, among: Iterable[int] | None = None) -> None:
-        """Call ``listener(rank)`` for each rank, or each rank in ``among``, that leaves or is lost later."""
+        """Call ``listener(rank)`` for each rank, or each rank in ``among``, that leaves or is lost from now on."""
         self._gone_listeners.append((listener, None if among is None else RankSet(among)))
 
     def off_gone(self, listener: Callable[[int], None]) -> None:
@@ -378,7 +385,7 @@ class Services:
     def note_restarted(self, rank: int, incarnation: int) -> None:
         """Record a restart of ``rank``, and drop the undelivered messages of its previous process.
 
-        If this process was itself restarted and never connected to that previous process, all messages are kept.
+        If this process was itself restarted and never connected to that previous process, no message is dropped.
         """
         is_replaced = not self.incarnation or rank in self._met
         self._met.add(rank)
@@ -398,7 +405,10 @@ class Services:
         self.engine.recheck()
 
     def note_returned(self, ranks: RankSet) -> list[tuple[int, int]]:
-        """Record that main has returned on ``ranks``. Return the (tag, rank) pairs whose messages may be in transit."""
+        """Record that main has returned on ``ranks``.
+
+        Return (tag, rank) pairs for which messages of this rank may still be in transit.
+        """
         new = ranks - self._returned
         self._returned |= new
         return [(each.tag, rank) for each in self._demultiplexers.values() for rank in each.on_left(new)] if new else []
@@ -419,7 +429,7 @@ class Services:
             demultiplexer.receiver.contacts = self.received_from
 
     def stop_reading(self) -> None:
-        """Drop the user's messages that arrive later. Called when main has returned on this rank."""
+        """Drop the user's messages that arrive from now on. Called when main has returned on this rank."""
         for demultiplexer in self._demultiplexers.values():
             demultiplexer.leave()
 
@@ -434,7 +444,7 @@ class Services:
         return any(each.under_way_count for each in self._demultiplexers.values() if each.is_users)
 
     def leftovers(self, spoiled_tags: Collection[int] = ()) -> list[str]:
-        """Describe unfinished requests, unread messages, streams and tasks, which are errors at the end of a rank."""
+        """Describe unfinished requests, unread messages, streams and tasks. At the end of a rank, they are errors."""
         requests = Counter(self.engine.outstanding(spoiled_tags))
         found = [f"request: {what}" if n == 1 else f"{n} requests: {what}" for what, n in requests.items()]
         for demultiplexer in self._demultiplexers.values():

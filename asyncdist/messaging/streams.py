@@ -4,7 +4,7 @@ The receiver takes a *slot*, one of the tags reserved for streams from this send
 sends a *grant* over a channel of the caller. The sender answers every grant with the whole stream, or with an *abort*,
 a message of zero bytes on the slot's tag. The slot stays taken until the answer is complete, so that a late chunk never
 arrives in the buffer of a different stream. A receiver that gives up sends a *cancel*, and discards the remaining
-chunks. The slots of a lost sender are retired, that is, never reused.
+chunks. The slots of a lost sender are never reused (*retired*).
 
 This module contains the receiving end and the slots. :mod:`asyncdist.messaging.outbound_streams` contains the sending
 end, and :mod:`asyncdist.messaging.direct_write_streams` contains direct writes into the receiver's memory.
@@ -53,7 +53,7 @@ class Grant:
     address: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a size is invalid, or if the sender would need too many chunk objects."""
+        """Raise ValueError if a size is invalid, or if the stream would have too many chunks."""
         _check_slot(self.slot)
         if not 0 <= self.written_nbytes <= self.nbytes or self.address < 0:
             raise ValueError(f"the sizes of a grant must be >= 0 and consistent, got {self}")
@@ -78,11 +78,11 @@ def _check_slot(slot: int) -> None:
 
 
 class StreamAborted(RemoteProtocolError):
-    """Raised if the sender of a stream has aborted it. Has ``rank`` and ``received_nbytes``."""
+    """Raised if the sender of a stream has aborted it. Has the attributes ``rank`` and ``received_nbytes``."""
 
 
 class StreamEnd:
-    """Base class of the sending and the receiving end of a stream, which detects a restart of the peer."""
+    """Base class of the sending and the receiving end of a stream. Detects a restart of the peer."""
 
     _kind: ClassVar[WaitKind]
 
@@ -96,7 +96,7 @@ class StreamEnd:
         self._error: AsyncdistError | None = None
 
     def _is_over(self) -> bool:
-        """Return whether the stream has failed. It fails with RankLostError if the peer was restarted."""
+        """Return whether the stream has failed. If the peer was restarted, the stream fails with RankLostError."""
         if self._slots.incarnation_of(self._peer) != self._incarnation:
             self._error = self._error or RankLostError(f"rank {self._peer} is gone", rank=self._peer)
         return self._error is not None
@@ -114,9 +114,9 @@ class StreamEnd:
 
 
 class _State(enum.Enum):
-    STEPPED = enum.auto()  #: the caller posts receives with ``chunks``, or with ``arrival`` and ``post_up_to``
+    STEPPED = enum.auto()  #: the caller posts receives through ``chunks``, or ``arrival`` and ``post_up_to``
     CONTINUOUS = enum.auto()  #: each arriving chunk posts the next receive
-    DISCARDING = enum.auto()  #: the receiver has given up, and discards chunks until the sender has answered
+    DISCARDING = enum.auto()  #: the receiver has given up, and discards chunks until the sender finishes or aborts
     ENDED = enum.auto()  #: the slot has been freed or retired
 
 
@@ -124,10 +124,10 @@ class InboundStream(StreamEnd):
     """Receives the chunks of one stream into given buffers, with a window of posted receives.
 
     Args:
-        targets: Buffers of the chunks. Chunk i is received into ``targets[i]``. Chunks i and i + ``window`` may share a
-            buffer if the caller iterates over :meth:`chunks`.
-        window: Number of posted receives, or 0 if the caller posts them with :meth:`post_up_to`, which allows several
-            streams to share the targets in turn.
+        targets: Buffers of the chunks. Chunk i is received into ``targets[i]``. If the caller iterates over
+            :meth:`chunks`, chunks i and i + ``window`` may share a buffer.
+        window: Number of posted receives, or 0 if the caller posts them with :meth:`post_up_to`, so that several
+            streams can share the targets in turn.
         more: Function that returns targets for further chunks, called once when the last target is filled.
         kept: Memory that the sender may write to. It stays referenced forever if the slot is retired.
         pacer: Object that posts the receives one at a time after :meth:`flow`, or None to keep ``window`` receives
@@ -203,9 +203,9 @@ class InboundStream(StreamEnd):
         self._take(index)
 
     def flow(self) -> None:
-        """Make each arriving chunk post the next receive. All targets must be different buffers."""
+        """Let each arriving chunk post the next receive. All targets must be different buffers."""
         self._state = _State.CONTINUOUS
-        self._post_next()  # Post receives for the chunks that have already arrived.
+        self._post_next()  # Continue after the chunks that have already arrived.
 
     def _post_next(self) -> None:
         if self._pacer is None:
@@ -252,7 +252,7 @@ class InboundStream(StreamEnd):
         """Post the receives of the first ``count`` chunks, except those that are already posted."""
         if count > self._post_limit:
             self._post_limit = count
-        # If _posting is true, the loop below has made this call, because a chunk arrived immediately.
+        # If _posting is true, the loop below has caused this call, because a chunk arrived immediately.
         if self._posting or self._is_over():
             return
         self._posting = True
@@ -300,14 +300,14 @@ class InboundStream(StreamEnd):
             self._slots.discarding_count += 1
             try:
                 cancel(self)
-            except RankLostError as error:  # The sender was restarted, so the grant was not sent either.
+            except RankLostError as error:  # The sender was restarted and never got the grant.
                 self._error = self._error or error
             self._discard_more()
 
     def _discard_more(self) -> None:
         """Receive and discard the remaining chunks, or the abort, in the background.
 
-        Targets that other streams share are replaced by a new buffer, because a different stream may now use them.
+        Targets that streams share are replaced by a new buffer, because another stream may be using them now.
         """
         if self._answered or self._error is not None:
             self._slots.discarding_count -= 1
@@ -345,8 +345,8 @@ class InboundStream(StreamEnd):
 class Pacer(Pollable):
     """Posts the receives of streams in turn, so that other tasks run between the chunks.
 
-    If the sender is on the same host, MPI copies a whole chunk when its receive is posted. One pass with several posted
-    receives would copy several chunks, during which no message is delivered.
+    If the sender is on the same host, MPI copies a whole chunk when its receive is posted. A polling pass with several
+    posted receives would copy several chunks, and would deliver no message meanwhile.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -360,10 +360,10 @@ class Pacer(Pollable):
         self._engine.ring()
 
     def poll(self) -> int:
-        """Receive one chunk, or several if no task waits for anything else. Return their number."""
+        """Receive one chunk, or several if no task waits for anything else. Return the number of chunks."""
         arrived_count = 0
         if self._streams:
-            self._engine.give_core_to_receivers()
+            self._engine.yield_core_to_receivers()
         for _ in range(1 if self._engine.waiter_count > 1 else BURST_COUNT):
             if not self._streams:
                 break
@@ -379,7 +379,7 @@ class Slots:
     Attributes:
         sent_nbytes: Number of bytes sent in streams, including aborted streams.
         received_nbytes: Number of bytes of completely received streams.
-        discarding_count: Number of cancelled streams whose sender has not finished or aborted yet.
+        discarding_count: Number of cancelled streams whose sender has not yet finished or aborted.
         retired_counts: Number of slots that are never reused, by sender.
         kept: Memory areas to which lost senders may still write.
     """
@@ -390,7 +390,7 @@ class Slots:
         self.kept: list[memoryview] = []
         self.discarding_count = 0
         self.sent_nbytes = self.received_nbytes = 0
-        # Number of different slots taken so far, and a heap of the slots that are free again, for each sender.
+        # For each sender, the number of different slots ever taken, and a heap of the slots that are free again.
         self._used_counts: Counter[int] = Counter()
         self.retired_counts: Counter[int] = Counter()
         self._given_back: defaultdict[int, list[int]] = defaultdict(list)
@@ -443,12 +443,12 @@ class Slots:
         *,
         window: int = WINDOW_COUNT,
     ) -> _Inbound:
-        """Return a context manager that receives a stream. On exit, it calls ``cancel`` for an unfinished stream."""
+        """Return a context manager that receives a stream. If the stream is unfinished on exit, it calls ``cancel``."""
         return _Inbound(InboundStream(self, source, targets, window), cancel)
 
 
 class _Inbound:
-    """Context manager of :meth:`Slots.inbound`. One from contextlib would take 10 us longer."""
+    """Context manager of :meth:`Slots.inbound`. A context manager from contextlib would take 10 us longer."""
 
     __slots__ = ("_cancel", "_stream")
 

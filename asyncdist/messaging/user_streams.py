@@ -1,11 +1,11 @@
 """Implements ``send_stream`` and ``receive_stream``, which move tensors of any size between two ranks.
 
 The receiver sends a grant over a channel of the runtime, and the sender answers with the bytes. The nth tensor sent to
-a rank goes to that rank's nth receive.
+a rank is received by that rank's nth receive.
 
 If both ranks share a host, the sender writes a large tensor, or a part of it, directly into the receiver's memory
-(:mod:`asyncdist.host_memory.cross_memory_attach`). All bytes are sent as messages until the receiver has offered access
-to its memory and the sender has confirmed that it has access.
+(:mod:`asyncdist.host_memory.cross_memory_attach`). Until the receiver has offered access to its memory and the sender
+has confirmed that it has access, all bytes are sent as messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.streams")
 
-#: Minimum tensor size, in bytes, for direct writes, which need an additional message.
+#: Minimum size, in bytes, of tensors that are written directly. A direct write needs an additional message.
 WRITTEN_NBYTES_MIN: Final = 512 << 10
 _PAGE_NBYTES: Final = 4096
 
@@ -50,7 +50,7 @@ class AttachAccept:
 
 
 class _Outgoing:
-    """A tensor being sent, its stream, and the receiver's grant if the grant has the wrong size."""
+    """A tensor being sent, and its stream or, if the receiver expects a different size, the receiver's grant."""
 
     __slots__ = ("address", "refused", "stream", "view")
 
@@ -84,7 +84,7 @@ class UserStreams:
         self._services = services
         self._engine = services.slots.engine
         self._refusing = False
-        # For each peer, grants that wait for tensors, or tensors that wait for grants.
+        # For each other rank, its grants that wait for tensors, or tensors that wait for its grants.
         self._grants: dict[int, deque[streams.Grant]] = {}
         self._waiting: dict[int, deque[_Outgoing]] = {}
         self._under_way: dict[tuple[int, int], OutboundStream] = {}
@@ -94,7 +94,7 @@ class UserStreams:
         self._processes: dict[int, PeerProcess] = {}  # ranks to whose memory this rank can write
         self._writer: Writer | None = None
         self._pacer: streams.Pacer | None = None
-        # Store offers that arrive while open_channel runs, because the replies need the channel.
+        # Offers that arrive during open_channel are stored, because the replies need the channel.
         early_offers: dict[int, AttachOffer] = {}
         self._early_offers: dict[int, AttachOffer] | None = early_offers
         self._channel: Channel[Any] = services.open_channel(
@@ -129,7 +129,7 @@ class UserStreams:
         elif isinstance(message, AttachAccept):
             self._finders |= self._tokens.keys() & {source}
         elif pending := [grant for grant in grants if grant.slot == message.slot]:
-            # The receive was cancelled before this rank sent anything. Older streams on this slot have arrived
+            # The receive was cancelled before this rank sent anything. Earlier streams on this slot have arrived
             # completely.
             grants.remove(pending[0])
             self._abort(source, message.slot)
@@ -137,7 +137,10 @@ class UserStreams:
             self._under_way[source, message.slot].stop()
 
     def refuse_all(self) -> None:
-        """Abort all streams that other ranks request, now and later. Called when this rank no longer sends."""
+        """Abort all streams that other ranks request from now on or have requested.
+
+        Called when this rank stops sending.
+        """
         self._refusing = True
         for source in self._grants:
             self._refuse(source)
@@ -146,7 +149,7 @@ class UserStreams:
         grants = self._grants[source]
         while grants:
             grant = grants.popleft()
-            if grant.nbytes:  # An empty stream has no chunk, so it needs no abort.
+            if grant.nbytes:  # An empty stream has no chunks, so it needs no abort.
                 self._abort(source, grant.slot)
 
     def _abort(self, source: int, slot: int) -> None:
@@ -160,7 +163,7 @@ class UserStreams:
         grant, outgoing = grants.popleft(), waiting.popleft()
         if grant.nbytes != len(outgoing.view):
             outgoing.refused = grant
-            if grant.nbytes:  # An empty stream gets no abort, which the next stream on the slot would receive.
+            if grant.nbytes:  # The next stream on the slot would receive an abort of an empty stream.
                 self._abort(dest, grant.slot)
             return
         sent_nbytes = grant.nbytes - grant.written_nbytes
@@ -203,7 +206,7 @@ class UserStreams:
 
     def _end(self, stream: OutboundStream) -> None:
         stream.cut()
-        # The receiver may have granted the slot again, so the entry may belong to a newer stream.
+        # The receiver may have granted the slot again. The entry then belongs to a newer stream.
         if self._under_way.get((stream.dest, stream.slot)) is stream:
             del self._under_way[stream.dest, stream.slot]
 
@@ -215,7 +218,7 @@ class UserStreams:
         services.check_peer(source)
         written_nbytes = self._written_nbytes(len(view), source)
         sent_nbytes = len(view) - written_nbytes
-        # A rank on the sender's host that copies a part of the tensor itself is blocked by the copy of a chunk.
+        # Chunks are small if this rank copies them from the sender on the same host, because each copy blocks its loop.
         is_copying = written_nbytes and sent_nbytes
         chunk_nbytes = direct_write_streams.CHUNK_NBYTES if is_copying else streams.USER_CHUNK_NBYTES
         targets = split(view[:sent_nbytes], chunk_nbytes)
@@ -260,7 +263,7 @@ class UserStreams:
         self._finders.discard(rank)
 
     def _write(self, sender: DirectWriteSender) -> None:
-        """Write the last part of a tensor directly, or send it as messages if direct writes are unavailable or busy."""
+        """Write the last part of a tensor directly. If direct writes are unavailable or busy, send it as messages."""
         if self._writer is None or (self._writer.is_busy and self._written_share < 1.0):
             sender.send_rest()
         else:

@@ -1,9 +1,9 @@
 """Frame format of messages: a header of fixed size, then one msgpack map with the fields of a frozen dataclass.
 
 A receiver checks the CRC32 of a frame, then the *route*, and then the type of every field. The route identifies the
-job, the format version, the channel and the message type. msgspec checks the types in a fifth of the time that Python
-code would take. A failed check raises :class:`FrameError`. Nothing is pickled, and no frame can make this rank allocate
-more memory than the frame's length.
+job, the format version, the channel and the message type. msgspec takes a fifth of the time that Python code would need
+to check the types. A failed check raises :class:`FrameError`. Nothing is pickled, and no frame can make this rank
+allocate more memory than the frame's length.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _rounded_up(nbytes: int) -> int:
 
 
 class FrameError(ValueError):
-    """Raised if a received message fails a check. ``reason`` names the check, without values from the message."""
+    """Raised if a received message fails a check. ``reason`` names the check without values from the message."""
 
     def __init__(self, reason: str, particulars: str = "") -> None:
         super().__init__(particulars or reason)
@@ -61,9 +61,9 @@ class Route(NamedTuple):
     """Part of a message's header that identifies the job, the channel and the message type.
 
     Attributes:
-        nonce: Random number of the job. Frames of other jobs are dropped.
-        epoch: Number of the protocol's coordinator, or 0 for protocols without one. Frames of earlier coordinators are
-            dropped.
+        nonce: Random number of the job. Messages of other jobs are dropped.
+        epoch: Number of the protocol's coordinator, or 0 for protocols without one. Messages of earlier coordinators
+            are dropped.
         scope: Scope of the channel: a hash of its group, name and creation index.
     """
 
@@ -80,9 +80,9 @@ def pack_route(kind: int, nonce: int, epoch: int, scope: int) -> bytes:
     return _ROUTE.pack(VERSION, kind, 0, nonce, epoch, scope)
 
 
-@functools.lru_cache(1024)  # The ranks of a simulation have the same routes.
+@functools.lru_cache(1024)  # All ranks of a simulation have the same routes.
 def pack_routes(kind_count: int, nonce: int, epoch: int, scope: int) -> tuple[tuple[bytes, tuple[int, int]], ...]:
-    """Return the packed route of each message type of a channel, with the two integers of :func:`keys_of`."""
+    """Return, for each message type of a channel, its packed route and the two integers of :func:`keys_of`."""
     routes = [pack_route(kind, nonce, epoch, scope) for kind in range(kind_count)]
     return tuple((route, keys_of(route)) for route in routes)
 
@@ -93,13 +93,13 @@ def unpack_route(route: bytes) -> Route:
 
 
 def keys_of(route: bytes) -> tuple[int, int]:
-    """Return a packed route as two integers: its key (scope and kind), and its stamp (nonce and epoch)."""
+    """Return a packed route as two integers: its key (scope and message type), and its stamp (nonce and epoch)."""
     words = memoryview(route).cast("I")
     return words[3] << 32 | words[0], words[2] << 32 | words[1]
 
 
 class FrameWriter:
-    """Makes frames with the same route (job, channel and message type), each in a new buffer."""
+    """Makes messages with the same route (job, channel and message type), each in a new buffer."""
 
     def __init__(self, route: bytes) -> None:
         self._header = bytearray(4) + route + bytes(12)
@@ -109,7 +109,10 @@ class FrameWriter:
         self._longs = view.cast("Q")
 
     def frame(self, round: int, sequence: int, payload: bytes) -> bytearray:
-        """Return a frame: a header with this round and sequence number, followed by the encoded message."""
+        """Return a message with its header, which has this round and sequence number.
+
+        ``payload`` is the encoded message.
+        """
         self._words[5] = round
         self._longs[3] = sequence
         self._words[0] = _crc32.of_header_and_payload(self._words, self._after_crc, payload)
@@ -117,7 +120,7 @@ class FrameWriter:
 
 
 class FrameBuffer:
-    """Writes frames of the same route and size into one buffer, in which each overwrites the previous one."""
+    """Writes messages of the same route and size into one buffer. Each message overwrites the previous message."""
 
     def __init__(self, route: bytes, buffer: bytearray, payload_nbytes: int) -> None:
         view = memoryview(buffer)
@@ -143,12 +146,12 @@ class FrameBuffer:
 
 
 class FrameReader:
-    """Checks frames (header and message) received into one buffer. The attributes describe the last opened frame.
+    """Checks messages that are received into one buffer. The attributes describe the last opened message.
 
     Attributes:
-        nbytes: Size of the last opened frame in bytes.
-        key, stamp: Two integers that identify the frame's route (see :func:`keys_of`).
-        payload: Encoded message, valid until the next frame is received into the buffer.
+        nbytes: Size of the last opened message in bytes, including its header.
+        key, stamp: Two integers that identify the message's route (see :func:`keys_of`).
+        payload: Encoded message, valid until the next one is received into the buffer.
     """
 
     def __init__(self, buffer: bytearray | memoryview) -> None:
@@ -161,7 +164,7 @@ class FrameReader:
         self.key = self.stamp = self.round = self.sequence = 0
 
     def open(self, nbytes: int) -> None:
-        """Read the header of a frame of ``nbytes`` bytes. Raise FrameError if the length or the CRC is wrong."""
+        """Read the header of a message of ``nbytes`` bytes. Raise FrameError if the length or the CRC is wrong."""
         if nbytes != self.nbytes:  # Consecutive frames often have the same length.
             if nbytes < _HEADER_NBYTES:
                 raise FrameError("too short", f"{nbytes} bytes, shorter than a header of {HEADER_NBYTES}")
@@ -176,11 +179,11 @@ class FrameReader:
         self.sequence = self._longs[3]
 
     def route(self) -> Route:
-        """Return the route of the last opened frame, which identifies its job, channel and message type."""
+        """Return the route of the last opened message, which identifies its job, channel and message type."""
         return unpack_route(bytes(self._view[4:20]))
 
     def copy(self) -> FrameReader:
-        """Return a reader with a copy of the last opened frame."""
+        """Return a reader with a copy of the last opened message."""
         buffer = bytearray(_rounded_up(self.nbytes))
         buffer[: self.nbytes] = self._view[: self.nbytes]
         copy = FrameReader(buffer)
@@ -189,7 +192,7 @@ class FrameReader:
 
 
 _SCALARS: Final = frozenset((bool, int, float, str, bytes))
-#: Sentinel for "no last message". A caller may pass None, which must be rejected.
+#: Sentinel for "no previous message", because a caller may pass None, which must be rejected.
 _NOTHING: Final = object()
 
 
@@ -243,11 +246,11 @@ class Codec:
         try:
             payload = _encode(message)
             if not self._is_plain(message) and not self._is_like_checked(message):
-                decoded = self.decoders[self._kind](payload)  # The receiver makes the same complete check.
+                decoded = self.decoders[self._kind](payload)  # The receiver makes the same check.
                 self._checked = (
                     message if decoded == message else None
                 )  # they differ if a tuple field holds a list, which may change later
-        except Exception as error:  # for example a wrong type, an int over 64 bits, or an error of __post_init__
+        except Exception as error:  # wrong type, int over 64 bits, or an error of __post_init__
             raise LocalProtocolError(f"cannot send the message {message!r:.200}: {error}") from error
         if len(payload) > _PAYLOAD_NBYTES_MAX:
             raise LocalProtocolError(
@@ -261,7 +264,7 @@ class Codec:
         return self._last_encoded
 
     def _is_plain(self, message: Any) -> bool:
-        """Return whether each field's type is exactly the declared type, which the receiver will accept."""
+        """Return whether each field's value has exactly the declared type, so that the receiver will accept it."""
         if self._plain_fields is None:
             return False
         for name, cls in self._plain_fields:  # noqa: SIM110 -- a generator expression takes longer
@@ -290,7 +293,7 @@ class Codec:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Return whether a message or a field's value is deeply immutable, unlike a tuple that contains a list."""
+    """Return whether a message or a field's value is deeply immutable. A tuple that contains a list is not."""
     if type(value) in _SCALARS or value is None:
         return True
     if type(value) is tuple:
@@ -309,14 +312,14 @@ def _decoder(cls: Any) -> Decode:
 
 @functools.cache
 def _checked_decoder(cls: type[Any]) -> Decode:
-    """Return the decoder of a class. It is cached, because creating one takes 100 us and channels share classes."""
+    """Return the decoder of a message type. It is cached, because creating a decoder takes 100 us."""
     _check_fields(cls)
     return msgspec.msgpack.Decoder(cls).decode
 
 
 @functools.cache
 def _plain_fields(cls: type[Any]) -> tuple[tuple[str, type[Any]], ...] | None:
-    """Return the name and type of each field, or None if a receiver checks more than these types."""
+    """Return the name and type of each field, or None if the receiver checks more than these types."""
     hints = typing.get_type_hints(cls)
     fields = tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))
     is_plain = all(kind in (bool, int, float, str, bytes) for _, kind in fields) and not hasattr(cls, "__post_init__")
@@ -331,7 +334,7 @@ def _kinds_of(classes: tuple[Any, ...]) -> dict[type[Any], tuple[int, Any]]:
 
 def _check_fields(cls: type[Any], holders: tuple[type[Any], ...] = ()) -> None:
     """Raise TypeError if a field's type cannot be sent. ``holders`` are the classes that contain ``cls``."""
-    if cls in holders:  # Compiled code would recurse without Python's recursion limit.
+    if cls in holders:  # In compiled code, Python's recursion limit would not stop the recursion.
         raise TypeError(f"{cls.__name__} must not contain itself, because a message type must have bounded depth")
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -358,7 +361,7 @@ def _check_type(annotation: Any, where: str, holders: tuple[type[Any], ...]) -> 
 
 
 def cached_for_ranks(function: Callable[[tuple[int, ...]], T]) -> Callable[[tuple[int, ...]], T]:
-    """Cache a function of a tuple of ranks. The latest tuple is recognised by identity.
+    """Cache the results of a function of a tuple of ranks. The latest tuple is recognised by identity.
 
     Hashing thousands of ranks takes 0.1 ms, and each of a simulation's ranks would do it several times.
     """
@@ -378,12 +381,12 @@ def cached_for_ranks(function: Callable[[tuple[int, ...]], T]) -> Callable[[tupl
 
 @cached_for_ranks
 def text_of(group: tuple[int, ...]) -> str:
-    """Return the group as a string, whose hash Python stores."""
+    """Return the group as a string. Unlike a tuple, a string stores its hash."""
     return repr(group)
 
 
 def scope_of(group: Sequence[int], name: str, index: int) -> int:
-    """Return a 32-bit hash of a group, a name and an index, which identifies a channel equally on all ranks."""
+    """Return a 32-bit hash of a group, a name and an index. It identifies a channel equally on all ranks."""
     return _scope_of(text_of(tuple(group)), name, index)
 
 

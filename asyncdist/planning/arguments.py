@@ -22,12 +22,12 @@ _PARAM_COUNT_MAX: Final = 10**15
 _BANDWIDTH_MAX: Final = 1e15
 _STEP_S_MIN: Final = 1e-9
 _SECONDS_MAX: Final = 1e9
-#: Numbers of steps between rounds that the tables compare by default.
+#: Default numbers of steps between averaging rounds that the tables compare.
 DEFAULT_EVERIES: Final = (30, 128, 500)
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the subcommand."""
+    """Add the subcommand ``plan`` and its arguments."""
     plan = add_parser(
         "plan",
         help="estimate what averaging costs on given ranks and links, and which policy to start from",

@@ -28,18 +28,18 @@ from asyncdist.planning.costs import (
 
 #: Utilisation that a recommended method should reach.
 TARGET: Final = 0.9
-#: Share of the values that the top-k codec sends by default.
+#: Fraction of the values that the top-k codec sends by default.
 TOPK_SHARE: Final = 0.03
-#: Largest number of fragments that is chosen without ``--fragments``.
+#: Maximum number of fragments of the model if ``--fragments`` is not given.
 _FRAGMENT_COUNT_MAX: Final = 4
-#: Largest number of steps between rounds that is suggested.
+#: Maximum number of steps between averaging rounds that is suggested.
 _EVERY_MAX: Final = 10**9
 _CODECS: Final = (FLOAT32, BFLOAT16, INT8, Q4, topk(TOPK_SHARE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """The user's options for Streaming DiLoCo. None selects a value for each number of steps between rounds."""
+class StreamingOptions:
+    """The user's options for Streaming DiLoCo. None means a value that depends on the steps between rounds."""
 
     fragments: int | None = None
     overlap_steps: int | None = None
@@ -47,11 +47,11 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the tables: a method with a codec.
+    """A row of the plan's tables: an averaging method with a codec.
 
     Attributes:
-        method: Function of the number of steps between rounds that returns the method, or None if it cannot be used
-            with that number.
+        method: Function that returns the method with a given number of steps between rounds, or None if it cannot be
+            used.
         averages_each_step: Whether a round is always one step.
     """
 
@@ -70,13 +70,13 @@ class Recommendation:
     reaches_target: bool
 
 
-def rows(job: Job, wishes: Wishes) -> list[Row]:
-    """Return the rows of the plan's tables, in order."""
+def rows(job: Job, streaming_options: StreamingOptions) -> list[Row]:
+    """Return the rows of the plan's tables: each averaging method with each codec."""
     return [
         *(Row("DDP", codec, _each_step(codec), averages_each_step=True) for codec in (FLOAT32, BFLOAT16)),
         Row("AverageAllPolicy", FLOAT32, lambda every: AverageAll(every=every)),
         *(Row("DiLoCo", codec, _blocking(codec)) for codec in _CODECS),
-        *(Row("Streaming DiLoCo", codec, _streaming(job, codec, wishes)) for codec in _CODECS),
+        *(Row("Streaming DiLoCo", codec, _streaming(job, codec, streaming_options)) for codec in _CODECS),
         Row("selective averaging", FLOAT32, lambda every: SelectiveAveraging(every=every)),
     ]
 
@@ -89,17 +89,17 @@ def _blocking(codec: Codec) -> Callable[[int], Method | None]:
     return lambda every: DiLoCo(every=every, codec=codec)
 
 
-def _streaming(job: Job, codec: Codec, wishes: Wishes) -> Callable[[int], Method | None]:
-    return lambda every: streaming(job, codec, every, wishes)
+def _streaming(job: Job, codec: Codec, streaming_options: StreamingOptions) -> Callable[[int], Method | None]:
+    return lambda every: streaming(job, codec, every, streaming_options)
 
 
-def streaming(job: Job, codec: Codec, every: int, wishes: Wishes) -> DiLoCo | None:
-    """Return Streaming DiLoCo with a round every ``every`` steps, or None if ``every`` is too small for the wishes.
+def streaming(job: Job, codec: Codec, every: int, streaming_options: StreamingOptions) -> DiLoCo | None:
+    """Return Streaming DiLoCo with a round every ``every`` steps, or None if that is too few for the user's options.
 
-    Without wishes, the number of fragments divides ``every``. The overlap is just long enough to hide the transfer of a
-    fragment, but ends before the next fragment.
+    Without options, the number of fragments divides ``every``. The overlap is just long enough to hide the transfer of
+    a fragment, but ends before the next fragment begins.
     """
-    fragments, overlap_steps = wishes.fragments, wishes.overlap_steps
+    fragments, overlap_steps = streaming_options.fragments, streaming_options.overlap_steps
     if fragments is None:
         fragments = max(count for count in range(1, _FRAGMENT_COUNT_MAX + 1) if every % count == 0)
     if fragments > every:
@@ -112,17 +112,18 @@ def streaming(job: Job, codec: Codec, every: int, wishes: Wishes) -> DiLoCo | No
     return DiLoCo(every=every, codec=codec, fragments=fragments, overlap_steps=overlap_steps)
 
 
-def recommend(job: Job, everies: Sequence[int], wishes: Wishes) -> Recommendation:
-    """Return the mildest method that reaches the target, or the method with the highest utilisation.
+def recommend(job: Job, everies: Sequence[int], streaming_options: StreamingOptions) -> Recommendation:
+    """Return the mildest averaging method with the target utilisation, or the method with the highest utilisation.
 
     ``everies`` are the allowed numbers of steps between rounds, in increasing order.
 
-    Averaging in each step is milder than averaging every ``n`` steps, and a small ``n`` is milder than a large one.
-    Methods without staleness are tried before methods with staleness, which use the smallest mild codec, because fewer
-    bytes mean less staleness. Top-k is never chosen, because it needs error feedback.
+    Averaging in each step is milder than averaging every ``n`` steps, and a small ``n`` is milder than a large one. For
+    each ``n``, DiLoCo is tried before Streaming DiLoCo, which adds staleness. Streaming DiLoCo uses only the smallest
+    codec, because fewer bytes mean less staleness. 4-bit codecs are tried after all others. Top-k is never tried,
+    because it needs error feedback.
     """
     tried = []
-    for method in _from_mildest(job, everies, wishes):
+    for method in _from_mildest(job, everies, streaming_options):
         cost = round_cost(job, method)
         if cost.utilisation >= TARGET:
             return Recommendation(method, cost, True)
@@ -130,25 +131,27 @@ def recommend(job: Job, everies: Sequence[int], wishes: Wishes) -> Recommendatio
     return max(tried, key=lambda each: each.cost.utilisation)
 
 
-def _from_mildest(job: Job, everies: Sequence[int], wishes: Wishes) -> Iterator[DataParallel | DiLoCo]:
+def _from_mildest(
+    job: Job, everies: Sequence[int], streaming_options: StreamingOptions
+) -> Iterator[DataParallel | DiLoCo]:
     yield DataParallel(codec=FLOAT32)
     yield DataParallel(codec=BFLOAT16)
     for codecs in ((FLOAT32, BFLOAT16, INT8), (Q4,)):
         for every in everies:
             if every > 1:  # DiLoCo in each step sends as much as DDP with the same codec, but is less exact
                 yield from (DiLoCo(every=every, codec=codec) for codec in codecs)
-                streamed = streaming(job, codecs[-1], every, wishes)
+                streamed = streaming(job, codecs[-1], every, streaming_options)
                 if streamed is not None:
                     yield streamed
 
 
-def every_for_target(job: Job, wishes: Wishes) -> int | None:
-    """Return the smallest number of steps between rounds with which Streaming DiLoCo in 4 bits reaches the target.
+def every_for_target(job: Job, streaming_options: StreamingOptions) -> int | None:
+    """Return the smallest number of steps between rounds with which 4-bit Streaming DiLoCo has the target utilisation.
 
-    Return None if a billion steps are not enough.
+    Return None if a billion steps are too few.
     """
-    fragments = wishes.fragments or _FRAGMENT_COUNT_MAX
-    fixed = replace(wishes, fragments=fragments)
+    fragments = streaming_options.fragments or _FRAGMENT_COUNT_MAX
+    fixed = replace(streaming_options, fragments=fragments)
 
     def reaches_target(every: int) -> bool:
         method = streaming(job, Q4, every, fixed) or DiLoCo(every=every, codec=Q4)

@@ -12,7 +12,7 @@ from asyncdist.planning.choice import (
     TOPK_SHARE,
     Recommendation,
     Row,
-    Wishes,
+    StreamingOptions,
     every_for_target,
     recommend,
     rows,
@@ -35,39 +35,40 @@ def run(options: argparse.Namespace) -> int:
     """Print the plan, and return the exit code."""
     link = Link(bandwidth_nbytes_per_s=options.link, latency_s=options.latency)
     job = Job(param_count=options.params, rank_count=options.ranks, step_s=options.step, link=link)
-    wishes = Wishes(fragments=options.fragments, overlap_steps=options.overlap)
+    streaming_options = StreamingOptions(fragments=options.fragments, overlap_steps=options.overlap)
     everies = options.every or DEFAULT_EVERIES
-    problem = _problem(wishes, max(everies))
+    problem = _problem(streaming_options, max(everies))
     if (options.slowest is None) != (options.shards is None):
         given, missing = ("--slowest", "--shards") if options.shards is None else ("--shards", "--slowest")
         problem = f"argument {given}: needs {missing} as well"
     if problem is not None:
         return refuse("plan", problem)
     speeds = None if options.slowest is None else (options.slowest, options.shards)
-    return print_to("plan", lambda: print("\n".join(plan_lines(job, everies, wishes, speeds))))
+    return print_to("plan", lambda: print("\n".join(plan_lines(job, everies, streaming_options, speeds))))
 
 
-def _problem(wishes: Wishes, every: int) -> str | None:
-    """Return why the wishes cannot be met even with ``every`` steps between rounds, or None."""
-    if wishes.fragments is not None and wishes.fragments > every:
-        return f"argument --fragments: must be <= {every} with --every {every}, got {wishes.fragments}"
-    if wishes.overlap_steps is not None and wishes.overlap_steps >= every:
-        return f"argument --overlap: must be < {every} with --every {every}, got {wishes.overlap_steps}"
+def _problem(streaming_options: StreamingOptions, every: int) -> str | None:
+    """Return why the options cannot be used even with ``every`` steps between rounds, or None."""
+    if streaming_options.fragments is not None and streaming_options.fragments > every:
+        return f"argument --fragments: must be <= {every} with --every {every}, got {streaming_options.fragments}"
+    if streaming_options.overlap_steps is not None and streaming_options.overlap_steps >= every:
+        return f"argument --overlap: must be < {every} with --every {every}, got {streaming_options.overlap_steps}"
     return None
 
 
 def plan_lines(
-    job: Job, everies: Sequence[int], wishes: Wishes, speeds: tuple[float, str] | None = None
+    job: Job, everies: Sequence[int], streaming_options: StreamingOptions, speeds: tuple[float, str] | None = None
 ) -> Iterator[str]:
-    """Yield the printed lines: the job, a table of utilisations, a table of costs, and the recommended policy.
+    """Yield the lines of the plan: the job, a table of utilisations, a table of costs, and the recommended policy.
 
-    With ``speeds``, a pair of the speed ratio and the shards, a recommendation for ranks of different speeds follows.
+    With ``speeds``, the pair (ratio of step times, kind of data), also yield a recommendation for ranks of different
+    speeds.
     """
     yield f"{plural(job.param_count, 'parameter')} ({size_in_words(job.model_nbytes)} in float32)"
     yield f"{job.rank_count:,} ranks, one per host, with {seconds_in_words(job.step_s)} per step"
-    bandwidth, latency = _link_in_words(job.link.bandwidth_nbytes_per_s), seconds_in_words(job.link.latency_s)
+    bandwidth, latency = _describe_link(job.link.bandwidth_nbytes_per_s), seconds_in_words(job.link.latency_s)
     yield f"{bandwidth} and {latency} of latency between hosts"
-    all_rows, chosen = rows(job, wishes), recommend(job, everies, wishes)
+    all_rows, chosen = rows(job, streaming_options), recommend(job, everies, streaming_options)
     if len(everies) > 1:
         yield from ("", "Utilisation: share of the time in which a rank computes, by steps between rounds")
         yield _utilisations(job, all_rows, everies)
@@ -80,7 +81,7 @@ def plan_lines(
     yield ""
     if speeds is not None:
         yield "If all ranks were equally fast:"
-    yield from _recommendation(job, wishes, chosen)
+    yield from _recommendation(job, streaming_options, chosen)
     if speeds is not None:
         yield ""
         yield from outer_rules.lines(
@@ -136,7 +137,7 @@ def _notes(job: Job, every: int) -> Iterator[str]:
         yield f"One of its rounds takes {step_count:,} steps here, so average_every should not be smaller."
 
 
-def _recommendation(job: Job, wishes: Wishes, chosen: Recommendation) -> Iterator[str]:
+def _recommendation(job: Job, streaming_options: StreamingOptions, chosen: Recommendation) -> Iterator[str]:
     share, target = _percent(chosen.cost.utilisation), f"{100 * TARGET:.0f} %"
     if chosen.reaches_target:
         yield f"Start from this, with a utilisation of {share}:"
@@ -144,7 +145,7 @@ def _recommendation(job: Job, wishes: Wishes, chosen: Recommendation) -> Iterato
         return
     yield f"Neither DDP nor DiLoCo without topk reaches a utilisation of {target}. The best one has {share}:"
     yield from _python(chosen.method)
-    every = every_for_target(job, wishes)
+    every = every_for_target(job, streaming_options)
     if every is not None:
         yield f"Streaming DiLoCo in 4 bits would reach {target} with a round every {plural(every, 'step')}."
 
@@ -161,7 +162,7 @@ def _python(method: DataParallel | DiLoCo) -> Iterator[str]:
 
 
 def _options(method: DiLoCo) -> str:
-    """Return the arguments of DiLoCoPolicy, without options that equal their defaults."""
+    """Return the arguments for DiLoCoPolicy that differ from its defaults, as Python code."""
     options = [f"average_every={method.every}"]
     if method.fragments > 1:
         options.append(f"fragments={method.fragments}")
@@ -172,7 +173,7 @@ def _options(method: DiLoCo) -> str:
     return ", ".join(options)
 
 
-def _link_in_words(nbytes_per_s: float) -> str:
+def _describe_link(nbytes_per_s: float) -> str:
     bits = nbytes_per_s * 8
     for unit, multiple in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if bits >= multiple:

@@ -4,13 +4,13 @@ Each rank has its own host, whose link carries the same number of bytes per seco
 takes the link's latency, plus its bytes divided by the bandwidth. Encoding, sums and outer steps take no time, and all
 ranks step at the same pace.
 
-A sharded mean is computed in two phases. First each rank sends every other rank that rank's slice. Then each rank sends
-the mean of its own slice to all others. A rank sends, and receives, 2 S (k - 1) / k bytes, where S is the encoded size
-of the values and k the number of ranks. A top-k mean contains the values of all ranks, so it has k times as many bytes,
-but at most as many as in float32. In DiLoCo, a report to the leader, its decision, and the requests for the slices
-precede the first phase. A slice is sent in chunks, and at the end of a phase a rank still receives the last chunk of
-each other rank. While the ranks train, each message also waits for the end of a step, because a rank moves data only
-while a step awaits.
+A sharded mean is computed in two phases. First each rank sends to each other rank the slice that this other rank
+averages. Then each rank sends the mean of its own slice to all others. A rank sends, and receives, 2 S (k - 1) / k
+bytes, where S is the encoded size of the values and k the number of ranks. A top-k mean contains the values of all
+ranks, so it has k times as many bytes, but at most as many as in float32. In DiLoCo, a report to the leader, its
+decision, and the requests for the slices precede the first phase. A slice is sent in chunks, and at the end of a phase
+a rank still receives the last chunk of each other rank. While the ranks train, each message also waits for the end of a
+step, because a rank sends and receives data only while a step awaits.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Final, TypeAlias
 
 from asyncdist import validation
 
-#: Number of values that share a float32 scale in a block-scaled codec.
+#: Number of values in a block that shares one float32 scale.
 _BLOCK_COUNT: Final = 256
 _SCALE_NBYTES: Final = 4
 _FLOAT32_NBYTES: Final = 4
-#: Share of a step's time in the backward pass, behind which DDP hides its transfer. A forward pass takes about half as
-#: long as a backward pass.
+#: Fraction of a step's time in the backward pass, which hides DDP's transfer. A forward pass takes about half as long
+#: as a backward pass.
 _BACKWARD_SHARE: Final = 2 / 3
-#: Number of latencies before the first byte of a DiLoCo exchange: a report, a decision and a request.
+#: Number of messages before the first byte of a DiLoCo exchange: a report, a decision and a request.
 _CONTROL_COUNT: Final = 3
 #: Number of consecutive messages in a DiLoCo exchange: control messages, slices and means.
 _MESSAGE_COUNT: Final = _CONTROL_COUNT + 2
-#: Number of chunks of a slice, unless chunks would be smaller or larger than these sizes.
+#: Number of chunks of a slice. The following limits on a chunk's size have precedence.
 _CHUNK_COUNT: Final = 32
 _CHUNK_NBYTES_MIN: Final = 128 << 10
 _CHUNK_NBYTES_MAX: Final = 4 << 20
@@ -130,7 +130,7 @@ def topk(share: float) -> Codec:
 class DataParallel:
     """Averages gradients in each step, as DDP does. A round is one step.
 
-    The estimate is the best case: recursive halving and doubling (Thakur et al., 2005), behind the backward pass.
+    The estimate is the best case: recursive halving and doubling (Thakur et al., 2005), hidden by the backward pass.
     """
 
     codec: Codec = FLOAT32
@@ -141,7 +141,8 @@ class AverageAll:
     """Averages the weights of all ranks every ``every`` steps, as AverageAllPolicy or local SGD does.
 
     Attributes:
-        is_sharded: Whether the mean is sharded. Otherwise, the first rank receives all weights and sends their mean.
+        is_sharded: Whether each rank averages one slice. Otherwise, the first rank receives all weights and sends their
+            mean.
     """
 
     every: int
@@ -153,7 +154,7 @@ class AverageAll:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo:
-    """Averages the ranks' differences from an anchor for an outer optimizer with momentum (Douillard et al., 2023).
+    """Averages the ranks' differences from common weights, for an outer optimizer (Douillard et al., 2023).
 
     With ``fragments`` or ``overlap_steps`` it is Streaming DiLoCo (Douillard et al., 2025). A round is the exchange of
     all fragments.
@@ -161,7 +162,7 @@ class DiLoCo:
     Attributes:
         every: Steps between two exchanges of the same fragment.
         codec: Encoding of the differences.
-        fragments: Number of equal parts that are exchanged in turn, at most ``every``.
+        fragments: Number of equal parts of the model that are exchanged in turn, at most ``every``.
         overlap_steps: Steps that a rank trains while a fragment is exchanged, fewer than ``every``.
     """
 
@@ -187,9 +188,9 @@ class DiLoCo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveAveraging:
-    """Replaces the worst ranks' weights with the mean of the others while no rank waits: AsyncSelectiveAveragingPolicy.
+    """Replaces the worst ranks' weights with the mean of the others', as AsyncSelectiveAveragingPolicy. No rank waits.
 
-    The estimate is for the sharded route and the default share of replaced ranks.
+    The estimate is for sharded means and the default fraction of replaced ranks.
     """
 
     every: int
@@ -203,7 +204,7 @@ Method: TypeAlias = DataParallel | AverageAll | DiLoCo | SelectiveAveraging
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundCost:
-    """The cost of one round for the busiest rank.
+    """The cost of one averaging round for the busiest rank.
 
     Attributes:
         transfer_s: Seconds that the transfers of the round take.
@@ -223,12 +224,12 @@ class RoundCost:
 
     @property
     def utilisation(self) -> float:
-        """Share of the time in which the rank computes."""
+        """Fraction of the time in which the rank computes."""
         return self.compute_s / (self.compute_s + self.wait_s)
 
 
 def round_cost(job: Job, method: Method) -> RoundCost:
-    """Return the cost of one round of ``method``."""
+    """Return the cost of one averaging round of ``method``."""
     match method:
         case DataParallel():
             return _data_parallel(job, method)
@@ -241,7 +242,7 @@ def round_cost(job: Job, method: Method) -> RoundCost:
 
 
 def _sharded_nbytes(job: Job, nbytes: float) -> float:
-    """Return the bytes that a rank sends, and receives, for a sharded mean of ``nbytes`` bytes per rank."""
+    """Return the bytes that a rank sends, and receives, if each rank averages one slice of ``nbytes`` bytes."""
     return 2 * nbytes * (job.rank_count - 1) / job.rank_count
 
 
@@ -295,13 +296,13 @@ def _fragment_s(job: Job, method: DiLoCo) -> float:
 
 
 def chunk_nbytes(slice_nbytes: float) -> float:
-    """Return the size in bytes of the chunks in which the exchange sends a slice, if the ranks wait for it."""
+    """Return the size in bytes of the chunks in which a slice of the values is sent, if the ranks wait for it."""
     size = min(max(slice_nbytes / _CHUNK_COUNT, _CHUNK_NBYTES_MIN), _CHUNK_NBYTES_MAX)
     return min(size, slice_nbytes)
 
 
 def _moved_nbytes(job: Job, method: DiLoCo) -> float:
-    """Return the bytes that a rank sends in a round: slices of the contributions and means of slices."""
+    """Return the bytes that a rank sends in a round: slices of its values, and means of its own slice."""
     codec = method.codec
     of_both = codec.nbytes_per_value + codec.mean_nbytes_per_value(job.rank_count)
     return _sharded_nbytes(job, job.param_count * of_both / 2)
@@ -316,7 +317,8 @@ def _diloco(job: Job, method: DiLoCo) -> RoundCost:
     busy_s = fragment_s - method.spacing_steps * job.step_s if method.overlap_steps else 0.0
     wait_s = min(fragment_s, max(0.0, late_s, busy_s))
     in_flight_count = max(1, math.ceil(method.overlap_steps / method.spacing_steps))
-    # In flight are the contribution, the mean and a decoded copy. The anchor and the momentum are always kept.
+    # Memory is used for the contribution, the mean and a decoded copy. The common weights and the momentum are always
+    # kept.
     encoded = (codec.nbytes_per_value + of_mean) / _FLOAT32_NBYTES
     in_flight = in_flight_count / method.fragments * (encoded + (codec != FLOAT32))
     copies = 2 + codec.keeps_residual + in_flight
@@ -332,9 +334,10 @@ def _diloco(job: Job, method: DiLoCo) -> RoundCost:
 
 
 def _selective(job: Job, method: SelectiveAveraging) -> RoundCost:
-    """Return the cost of a round in which the donors reduce, because there are more donors than replaced ranks.
+    """Return the cost of a round in which the donors (the ranks whose weights are averaged) compute the mean.
 
-    First each donor receives its slice of the other donors' weights. Then it sends the mean to each replaced rank.
+    Donors outnumber the replaced ranks. First each donor receives its slice of the other donors' weights. Then it sends
+    the mean to each replaced rank.
     """
     replaced_count = max(1, math.floor(job.rank_count * _REPLACEMENT_RATIO + 0.5))
     donor_count = job.rank_count - replaced_count

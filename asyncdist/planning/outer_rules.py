@@ -1,9 +1,9 @@
 """Recommends the outer rule of DiLoCo for ranks of different speeds, from the figures of ``./tools/bench staleness``.
 
-An asynchronous rule is recommended if the best tuned asynchronous rule is better than the best synchronous rule on each
-seed. The recommended rule is the default rule if all ranks have the same kind of data and the untuned default rule is
-also better on each seed. It is SGD without momentum and weight if its loss is within 3 % of the best rule's. Otherwise,
-synchronous DiLoCo is recommended. Between two measured speed ratios, both measurements are printed.
+Synchronous DiLoCo is recommended unless the best tuned asynchronous rule is better than the best synchronous rule on
+each seed. Then the asynchronous default rule is recommended if it is also better untuned, and all ranks have the same
+kind of data. Otherwise, SGD without momentum and staleness weight is recommended if its loss is within 3 % of the best
+rule's, or else the best tuned rule. Between two measured speed ratios, both measurements are printed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measurement of one combination of data and speeds, with four ranks.
+    """The measured loss of one outer rule with four ranks, for one kind of data and one ratio of speeds.
 
     Attributes:
         rule: Name of the recommended asynchronous rule.
@@ -33,7 +33,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
+class DataDivision:
     """Describes how the ranks' data differ.
 
     Attributes:
@@ -48,7 +48,7 @@ class Shards:
 DEFAULT: Final = "the default rule"
 #: Divisions of the data, keyed by their names on the command line.
 SHARDS: Final = {
-    "iid": Shards(
+    "iid": DataDivision(
         "all ranks have the same kind of data",
         "iid",
         {
@@ -57,7 +57,7 @@ SHARDS: Final = {
             16: Measured(DEFAULT, None, 0.58, True, best=("SGD, staleness weight, lr=2", 0.50)),
         },
     ),
-    "mixed": Shards(
+    "mixed": DataDivision(
         "the ranks have different shares of each kind of data",
         "Dirichlet 0.3",
         {
@@ -66,7 +66,7 @@ SHARDS: Final = {
             16: Measured("SGD", 1.0, 0.83, True, best=("Nesterov", 0.81)),
         },
     ),
-    "separate": Shards(
+    "separate": DataDivision(
         "each rank has a different kind of data",
         "one class",
         {
@@ -79,16 +79,16 @@ SHARDS: Final = {
 
 
 def lines(slowest: float, shards: str, every: int) -> Iterator[str]:
-    """Yield the printed recommendation.
+    """Yield the printed recommendation for ranks of different speeds.
 
     Args:
         slowest: Ratio of the slowest rank's step time to the fastest rank's, at least 1.
-        shards: Name of the division of the data.
+        shards: Name of the way in which the ranks' data differ.
     """
     found = SHARDS[shards]
     yield f"The slowest rank takes {slowest:g} times as long as the fastest, and {found.described}."
     yield "The policy and the utilisation above are for ranks of equal speed."
-    cells = _beside(slowest, found.cells)
+    cells = _nearest_measurements(slowest, found.cells)
     if not cells:
         measured = " and ".join(map(str, found.cells))
         yield f"There is no recommendation: this was only measured with ranks that are {measured} times slower."
@@ -111,8 +111,11 @@ def lines(slowest: float, shards: str, every: int) -> Iterator[str]:
     yield "This was measured with a small model on 4 ranks: docs/staleness.md."
 
 
-def _beside(slowest: float, cells: Mapping[int, Measured]) -> dict[int, Measured]:
-    """Return the measurement for a ratio, or for the two nearest ratios. Return {} outside the measured range."""
+def _nearest_measurements(slowest: float, cells: Mapping[int, Measured]) -> dict[int, Measured]:
+    """Return the measurements at a speed ratio, or at the nearest ratios below and above.
+
+    Outside the range, return {}.
+    """
     below = max((ratio for ratio in cells if ratio <= slowest), default=None)
     above = min((ratio for ratio in cells if ratio >= slowest), default=None)
     return {} if below is None or above is None else {ratio: cells[ratio] for ratio in sorted({below, above})}

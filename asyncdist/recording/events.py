@@ -1,11 +1,13 @@
 """Defines the events of a rank, keeps the latest events in memory, and passes all events to a recording.
 
 An event has a time, a kind and fields. A file represents a kind by its index in :data:`KINDS`, so new kinds and fields
-are appended (see :mod:`asyncdist.recording.writer`). Some fields are needed only for replays. ``pass`` is the number of
-a polling pass modulo 65536. It is -1 if a task received the message without a pass, and -2 before the world was open.
-``turn`` counts the passes and yields of the current safe point. ``woken`` and ``begun`` count the waits that have ended
-and begun since the last safe point began. In the event of a safe point, ``woken`` counts from the previous safe point.
-The beginning of a safe point without events is not recorded.
+are appended (see :mod:`asyncdist.recording.writer`).
+
+Some fields are needed only for replays. ``pass`` is the number of a polling pass modulo 65536. It is -1 if a task
+received the message without a pass, and -2 before the world was open. ``turn`` counts the passes and yields of the
+current call of ``safe_point``. ``woken`` and ``begun`` count the waits that have ended and begun since the last call of
+``safe_point`` began. A call's own event counts ``woken`` from the previous call. The beginning of a call without
+events is not recorded.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ Field: TypeAlias = int | float | str | WaitId | Sequence[int] | Sequence[float] 
 
 
 def whole(field: Field) -> int:
-    """Narrow a field to int for the type checker."""
+    """Return ``field``, and assert for the type checker that it is an int."""
     assert isinstance(field, int), f"the field must be an integer, got {field!r}"
     return field
 
 
-#: Kinds of events, each with its field names. The field ``seconds`` is a duration that ends at the event.
+#: Kinds of events and their field names. The field ``seconds`` is a duration that ends at the event.
 KINDS: Final[dict[str, tuple[str, ...]]] = {
     # A policy started on this rank. Its number identifies it in other events.
     "policy": ("policy", "class_name", "name", "average_every", "model_nbytes", "ranks"),
@@ -34,7 +36,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "step": ("policy", "iteration", "seconds"),
     # The user's code returned a metric.
     "metric": ("policy", "iteration", "value"),
-    # This rank entered a new state of a round. protocols.selective.member defines the states.
+    # This rank entered a new state of an averaging round. protocols.selective.member defines the states.
     "role": ("policy", "round", "state"),
     # This rank applied new weights. The fields from ``fragment`` on describe averages of contributions.
     "applied": (
@@ -43,9 +45,9 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
         *("fragment", "version", "staleness_versions", "left_out", "gains"),
         *("wire_nbytes", "unencoded_nbytes", "outer_norm", "cosine", "waited_s"),
     ),
-    # A round whose average this rank should have applied was abandoned.
+    # A round was abandoned, although this rank should have applied its average.
     "abandoned": ("policy", "round", "iteration", "reason"),
-    # On the coordinator: a rank's report arrived, a round was decided, its donors were fixed, or the round ended.
+    # The coordinator received a rank's report, decided on a round, fixed its donors, or ended the round.
     "heard": ("policy", "source", "iteration", "value"),
     "decided": ("policy", "round", "donors", "replacers", "route"),
     "frozen": ("policy", "round", "donors"),
@@ -54,8 +56,8 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "coordinator": ("policy", "epoch", "rank"),
     # A policy ended on this rank.
     "closed": ("policy", "iteration"),
-    # A message was passed to the transport. The k-th message sent to a rank on a tag is the k-th message received
-    # there.
+    # A message was passed to the transport. The k-th message sent to a rank on a tag is the k-th message that the rank
+    # receives on the tag from this rank.
     "sent": ("dest", "tag", "nbytes"),
     # A message was received from the transport.
     "received": ("source", "tag", "nbytes", "pass", "turn", "woken", "begun"),
@@ -66,7 +68,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "returned": ("rank", "incarnation"),
     # Main ended with ``error``, or returned if ``error`` is "".
     "over": ("error",),
-    # For replays: a safe point began or ended, a line of code read the clock, or a deadline expired.
+    # For replays: a ``safe_point`` call began or ended, a line of code read the clock, or a deadline expired.
     "safe_point": ("has_ended", "turns", "woken"),
     "clock": ("seconds", "line"),
     "deadline": ("what", "turn", "woken"),
@@ -76,13 +78,13 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "timer": ("what", "turn", "woken", "begun"),
     # A task continued after a failed collective.
     "failed": ("turn", "woken"),
-    # A signal cancelled main. ``waited_for`` names main's wait and its line of code, or "" if main was not waiting.
+    # A signal cancelled main. ``waited_for`` has main's wait and its line of code, or "" if main was not waiting.
     "interrupted": ("waited_for",),
     # A task continued after a collective that MPI completed.
     "collective": ("tag", "turn", "woken"),
     # MPI reduced floating-point numbers in its own order. ``result`` is hexadecimal, or "" if it is too large.
     "reduced": ("tag", "nbytes", "result"),
-    # A timing-dependent number was measured, such as the part of a tensor that another rank has written so far.
+    # A number that depends on timing was measured, such as the part of a tensor that another rank has written so far.
     "measured": ("what", "value"),
     # The file ends before its rank does, because the file has reached its size limit or can no longer be written.
     "cut": ("why",),
@@ -95,7 +97,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
         *("policy", "round", "fragment", "iteration", "version"),
         *("weight", "norm", "wire_nbytes", "unencoded_nbytes", "group"),
     ),
-    # This rank got new hyperparameters. The two JSON objects are the donor's hyperparameters and the new ones derived
+    # This rank got new hyperparameters. Two JSON objects have the donor's hyperparameters, and the new ones derived
     # from them. The donor is -1 when the policy starts.
     "hyperparameters": ("policy", "round", "iteration", "donor", "inherited", "chosen"),
 }
@@ -135,7 +137,7 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """Keeps the latest events of one rank, and passes every event to a sink if there is one.
+    """Keeps the latest events of one rank, and passes every event to a sink, if there is one.
 
     Attributes:
         sink: Function called with each event, or None.
@@ -158,7 +160,7 @@ class EventLog:
             self.sink(time_s, kind, fields)
 
     def record(self, kind: str, *fields: Field) -> None:
-        """Pass an event to the sink without keeping it in memory, because such events are too frequent."""
+        """Pass an event to the sink without keeping it in memory. Frequent events would displace all others there."""
         if self.sink is not None:
             self.sink(self.now(), kind, fields)
 
@@ -167,6 +169,6 @@ class EventLog:
         return tuple(self._latest)
 
     def number_policy(self) -> int:
-        """Return a number, counted from 0, for this rank's next policy."""
+        """Return the number of this rank's next policy. Policies are counted from 0."""
         self._policy_count += 1
         return self._policy_count - 1

@@ -26,7 +26,7 @@ from asyncdist.validation import printable
 
 logger = logging.getLogger("asyncdist.recording.reader")
 
-#: Maximum number of jobs, the latest ones, that an error lists.
+#: Maximum number of jobs that an error lists. It lists the latest ones.
 _JOB_COUNT_MAX: Final = 8
 #: Number of bytes to read, and to check, at a time.
 _READ_NBYTES: Final = 1 << 16
@@ -43,7 +43,7 @@ class RankRecording:
 
     Attributes:
         nbytes: Size of the file in bytes when it was opened. Events that a running rank writes later are not read.
-        damage: Description of the damage at which reading stops, or "".
+        damage: Description of the damage at which reading stops, or an empty string.
     """
 
     path: Path
@@ -85,7 +85,10 @@ class RankRecording:
                 yield from read(block.content, block.time_s)
 
     def check(self) -> str:
-        """Check the whole file. Return a description of any damage, or "". Raise RecordingError for invalid content."""
+        """Check the whole file. Return a description of its damage, or an empty string.
+
+        Raise RecordingError for invalid content.
+        """
         damage, waiting, nbytes = "", list[_Block](), 0
         for block in self.blocks():
             if isinstance(block, str):
@@ -100,7 +103,7 @@ class RankRecording:
         return damage
 
     def _check(self, blocks: Sequence[_Block]) -> None:
-        """Check several blocks together, which is faster. If one is invalid, check each block to find it."""
+        """Check several blocks together, which is faster. If one is invalid, check each block separately to find it."""
         try:
             self.schema.check(b"".join([block.content for block in blocks]))
         except EventError:
@@ -113,7 +116,7 @@ class RankRecording:
             raise AssertionError("blocks were refused together, but each is valid alone") from None
 
     def blocks(self) -> Iterator[_Block | str]:
-        """Yield the blocks, and finally a description of the damage if there is any."""
+        """Yield the blocks and, at the end, a description of the damage, if any."""
         with self.path.open("rb") as file:
             file.seek(self.header_nbytes)
             yield from _blocks(_Part(file, self.nbytes - self.header_nbytes), self.header_nbytes, self.nbytes)
@@ -160,7 +163,7 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
     if not found:
         raise RecordingError(f"{root} has no recording, because all its files that end with {SUFFIX} are empty")
     chosen = _chosen_job(root, found, job)
-    ranks = tuple(sorted((_looked_at(each) for each in found if each.header.job == chosen), key=_place))
+    ranks = tuple(sorted((_examined(each) for each in found if each.header.job == chosen), key=_place))
     for each, other in itertools.pairwise(ranks):
         if _place(each) == _place(other):
             raise RecordingError(
@@ -242,7 +245,7 @@ class _Part:
 
 
 def _open(path: Path, schemas: dict[Any, EventSchema]) -> RankRecording | None:
-    """Read a file's header, and return its recording, or None if the file is empty. ``schemas`` caches schemas."""
+    """Read the header of a file, and return its recording, or None if it is empty. ``schemas`` is a cache."""
     if not path.is_file():
         raise RecordingError(f"{path} must be a file")
     try:
@@ -271,8 +274,8 @@ def _open(path: Path, schemas: dict[Any, EventSchema]) -> RankRecording | None:
     return RankRecording(path, header, events, header_nbytes)
 
 
-def _looked_at(each: RankRecording) -> RankRecording:
-    """Check all blocks of a file, and return its recording with the current size and the damage."""
+def _examined(each: RankRecording) -> RankRecording:
+    """Check all blocks of a file, and return its recording, with the current size and any damage."""
     try:
         each = replace(each, nbytes=each.path.stat().st_size)
         return replace(each, damage=each.check())
@@ -307,7 +310,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(file: _Part, begin: int, end: int) -> Iterator[_Block | str]:
-    """Yield the blocks from byte ``begin`` to ``end``, and then a description of any damage."""
+    """Yield the blocks from byte ``begin`` to ``end`` and, at the end, a description of the damage, if any."""
     limits = {"max_bin_len": OBJECT_NBYTES_MAX, "max_array_len": 3, **dict.fromkeys(_NONE, 0)}
     unpacker = msgpack.Unpacker(file, read_size=_READ_NBYTES, max_buffer_size=4 * OBJECT_NBYTES_MAX, **limits)
     for count in itertools.count():
@@ -332,5 +335,5 @@ def _blocks(file: _Part, begin: int, end: int) -> Iterator[_Block | str]:
                 return
 
 
-#: msgpack types that blocks do not contain, for which all limits are 0.
+#: Names of the limits on msgpack types that blocks do not contain. These limits are 0.
 _NONE: Final = ("max_str_len", "max_map_len", "max_ext_len")

@@ -1,4 +1,4 @@
-"""Defines the valid content of a recording, against which each header and each event is checked.
+"""Defines the valid content of a recording. Each header and each event is checked against it.
 
 A recording is untrusted input: another version, a damaged disk or an attacker may have produced it. msgspec decodes the
 bytes directly into the types below and rejects everything else, so a few bytes cannot allocate gigabytes.
@@ -22,7 +22,7 @@ from asyncdist.validation import printable
 
 #: Maximum number of ranks of a job.
 SIZE_MAX: Final = 1 << 16
-#: Maximum size of a header or a block, in bytes. Writers make blocks of 32 KiB, or larger for a longer event.
+#: Maximum size of a header or a block, in bytes. Writers make blocks of 32 KiB, or larger ones for a long event.
 OBJECT_NBYTES_MAX: Final = 1 << 22
 #: Maximum times on a monotonic clock (some 300 years) and on the wall clock (the year 9999), in seconds.
 CLOCK_S_MAX: Final = 1e10
@@ -44,7 +44,8 @@ _Wait: TypeAlias = tuple[
 ]
 #: Value of a field that this version does not know.
 _Other: TypeAlias = bool | int | float | Text | list[int | float] | None
-#: Name of a job, the prefix of its files. With any other name, a forged recording could replace a file ``NAME.html``.
+#: Name of a job, which is the prefix of its files. With other names, a forged recording could replace a file
+#: ``NAME.html``.
 _Job: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}\Z")]
 _Name: TypeAlias = Annotated[str, Meta(pattern=r"^[a-z][a-z_]{0,31}\Z")]
 
@@ -114,14 +115,14 @@ class Header(Struct, frozen=True, kw_only=True):
 
 
 class Conditions(Struct, frozen=True, kw_only=True):
-    """Initial conditions of a rank, from the header, in which a replay starts.
+    """Initial conditions of a rank, read from the header of its file. A replay starts with them.
 
     Attributes:
         hosts: For each rank, the lowest rank on its host. None if all ranks are on one host.
-        first_seed: Torch's initial seed at import, or None if it is not recorded.
+        first_seed: torch's initial seed at import, or None if it is not recorded.
         sent_before_count: Number of messages sent before the world was open.
-        tells_sleeps: Whether the file says when asyncio's timers fired.
-        tells_collectives: Whether the file says when tasks continued after collectives.
+        tells_sleeps: Whether the file records when asyncio's timers fired.
+        tells_collectives: Whether the file records when tasks continued after collectives.
     """
 
     torch: Text
@@ -145,7 +146,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
 
 
 class Preamble(Struct, frozen=True):
-    """Part of a header that identifies a recording and the version of its format."""
+    """The part of a header that identifies a recording and the version of its format."""
 
     format: Any = None
     version: Any = None
@@ -156,7 +157,7 @@ read_header: Final = msgspec.msgpack.Decoder(Header).decode
 read_conditions: Final = msgspec.msgpack.Decoder(Conditions).decode
 read_preamble: Final = msgspec.msgpack.Decoder(Preamble).decode
 
-#: Number of fields that are always present, for kinds of events with optional last fields.
+#: Number of fields that are always present, for kinds of events whose last fields are optional.
 _REQUIRED_COUNTS: Final[Mapping[str, int]] = {"safe_point": 2, "received": 3, "applied": 10}
 _OFFSET: Final = Annotated[int, Meta(ge=-(10**16), le=10**16)]
 
@@ -196,7 +197,7 @@ def _types_of_fields(size: int) -> Mapping[str, Any]:
     }
 
 
-#: Creates an event from a tuple in half the time of the constructor, because a recording may have millions of events.
+#: Creates an event from a tuple in half the time of the constructor. A recording may have millions of events.
 _new_event: Final = functools.partial(tuple.__new__, Event)
 
 
@@ -208,7 +209,7 @@ class EventSchema:
     """Decodes the blocks of one file into checked events.
 
     ``kinds`` maps the kinds of events in the file to their fields. Kinds that this version does not know are ignored,
-    and listed in ``unknown``.
+    and ``unknown`` lists them.
     """
 
     def __init__(self, kinds: Mapping[str, Sequence[str]], size: int) -> None:
@@ -243,7 +244,7 @@ class EventSchema:
         try:
             self._check(b"\xdd" + self._count(content).to_bytes(4) + content)
         except (ValueError, RecursionError) as error:
-            self._counter = _unpacker()  # the previous unpacker may have stopped inside the content
+            self._counter = _unpacker()  # The previous unpacker may have stopped inside the content.
             self._refuse(content, error)
 
     def reader(self) -> Callable[[bytes, float], list[Event]]:
@@ -261,7 +262,7 @@ class EventSchema:
         return read
 
     def _count(self, content: bytes) -> int:
-        """Return the number of complete objects, which the decoder needs. The decoder reports an incomplete object."""
+        """Return the number of complete objects, which the decoder needs. The decoder refuses an incomplete object."""
         self._counter.feed(content)
         count = 0
         try:
@@ -283,10 +284,10 @@ class EventSchema:
                 f"event {name!r} must have the fields {', '.join(self._fields[name])}, got another number of fields"
             ) from error
         event = f"event {name!r}{field}" if name else "an event of an unknown kind"
-        raise EventError(f"{event}: {_in_words(found['what'])}") from error
+        raise EventError(f"{event}: {_describe(found['what'])}") from error
 
     def _name_of(self, content: bytes, number: int) -> str:
-        """Return the kind of the event with this index, or "" if the kind is unknown."""
+        """Return the kind of the event with this index, or an empty string if the kind is unknown."""
         unpacker = _unpacker()
         unpacker.feed(content)
         try:
@@ -305,7 +306,7 @@ def _unpacker() -> msgpack.Unpacker:
 
 
 def _is_known(name: str, fields: Sequence[str]) -> bool:
-    """Return whether this version knows a kind of events, possibly with more or fewer fields at the end."""
+    """Return whether this version knows a kind of events. Last fields of the kind may be missing or new."""
     return name in KINDS and all(theirs == ours for theirs, ours in zip(fields, KINDS[name], strict=False))
 
 
@@ -313,10 +314,10 @@ def why_refused(error: Exception) -> str:
     """Return msgspec's description of an invalid header: the field, the expected value and the actual value."""
     found = re.match(r"(?P<what>.*) - at `\$\.(?P<where>[^`]*)`$", str(error), re.DOTALL)
     if found is None:
-        return _in_words(str(error))
-    return f"{printable(found['where'])}: {_in_words(found['what'])}"
+        return _describe(str(error))
+    return f"{printable(found['where'])}: {_describe(found['what'])}"
 
 
-def _in_words(what: str) -> str:
+def _describe(what: str) -> str:
     words = printable(what.replace("`", ""))
     return f"{words[:1].lower()}{words[1:]}" if words else "unreadable"

@@ -46,7 +46,7 @@ LIMIT_NBYTES: Final = 1 << 28
 WAIT_S_MIN: Final = 0.001
 
 _BLOCK_NBYTES: Final = 1 << 15
-#: Number of bytes reserved for the block that says that the size limit was reached.
+#: Number of bytes reserved for the block that records that the size limit was reached.
 _CUT_NBYTES: Final = 160
 _BLOCK_AGE_S: Final = 1.0
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
@@ -89,7 +89,10 @@ def file_name(job: str, rank: int, incarnation: int) -> str:
 
 
 def remove_earlier(folder: Path, job: str, kept: str) -> None:
-    """Remove the files of earlier runs of this job except ``kept``. Simulations with equal seeds share a job name."""
+    """Remove the files of earlier runs of this job except ``kept``.
+
+    Simulations with equal seeds have equal job names.
+    """
     with contextlib.suppress(OSError):
         for path in folder.glob(f"{job}-rank*{SUFFIX}"):
             if path.name != kept:
@@ -97,7 +100,7 @@ def remove_earlier(folder: Path, job: str, kept: str) -> None:
 
 
 def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: str, hostname: str) -> dict[str, Any]:
-    """Return the header of a rank's file, without the conditions for replays, which the runtime adds."""
+    """Return the header of a rank's file. The runtime adds the conditions for replays."""
     script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     return {
         "format": FORMAT,
@@ -122,7 +125,7 @@ def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: st
 
 
 def readable(text: str) -> str:
-    """Return a string that UTF-8 can encode: undecodable bytes of a path or argument become backslash escapes."""
+    """Return a string that UTF-8 can encode. Undecodable bytes of a path or argument become backslash escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -156,9 +159,9 @@ class RecordWriter:
         self._block = bytearray()
         self._process_id = os.getpid()
         self._block_began_at = clock()
-        self._is_at_safe_point = False  # whether the beginning of a safe point must still be recorded
+        self._is_at_safe_point = False  # whether the beginning of safe_point must still be recorded
         self._woken_count = 0
-        self._turn_count = -1  # turns of a safe point whose end must still be recorded, or -1
+        self._turn_count = -1  # turns of a safe_point whose end must still be recorded, or -1
         self._has_sent = False
 
     @property
@@ -196,10 +199,10 @@ class RecordWriter:
         begin = len(block)
         try:
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *fields), block, -1)
-        except UnicodeEncodeError:  # for example in an error message that contains a file name
+        except UnicodeEncodeError:  # for example, an error message with a file name
             del block[begin:]  # removes the part that was already encoded
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *_readable_fields(fields)), block, -1)
-        # A report that the job makes no progress is written at once, because the process may soon be killed.
+        # A report that the job makes no progress is written immediately, because the process may be killed soon.
         if self._is_block_due(time_s) or (self._has_sent and code in (_STEP, _POLICY)) or code == _TOLD:
             self.flush()
 
@@ -211,10 +214,10 @@ class RecordWriter:
         self.add(self._clock(), kind, fields)
 
     def begin_safe_point(self, woken_count: int) -> None:
-        """Note that a safe point begins after ``woken_count`` ended waits, and record this before the next event."""
+        """Record, before the next event, that a ``safe_point`` call has begun after ``woken_count`` ended waits."""
         if self._is_over:
             return
-        if self._turn_count >= 0:  # no event was recorded since the last safe point
+        if self._turn_count >= 0:  # no event was recorded since the last safe_point
             time_s = self._clock()
             self._add_safe_point(time_s)
             if self._is_block_due(time_s):
@@ -222,7 +225,10 @@ class RecordWriter:
         self._is_at_safe_point, self._woken_count = True, woken_count
 
     def end_safe_point(self, turn_count: int) -> None:
-        """Record the end of a safe point: at once if the rank has sent messages, otherwise before the next event."""
+        """Record the end of a ``safe_point`` call, immediately if the rank has sent messages.
+
+        Otherwise, it is recorded before the next event.
+        """
         if self._is_over:
             return
         self._turn_count = turn_count
@@ -230,7 +236,7 @@ class RecordWriter:
             self.flush()
 
     def _add_safe_point(self, time_s: float) -> None:
-        """Record the beginning or the end of a safe point, or both as one event if no event occurred in between."""
+        """Record the beginning or the end of a ``safe_point`` call, or both as one event if none occurred during it."""
         block = self._block
         if not block:
             self._block_began_at = time_s
@@ -291,7 +297,7 @@ class RecordWriter:
         self._end()
 
     def _write_cut(self, why: str) -> None:
-        """Record why the file ends, if there is space. Otherwise, it looks like a killed rank's file."""
+        """Record why the file ends, if there is space. Without the reason, the rank seems to have been killed."""
         if self._file is None:
             return
         content = _encode((_CODES["cut"], 0, why))

@@ -19,7 +19,7 @@ from asyncdist.report.series import TimeBins
 
 
 class AverageKey(NamedTuple):
-    """Identity of a round: its population, the policy's index there, its group's lowest rank, and its number."""
+    """Identity of an averaging round: its population, policy and group (by its lowest rank), and its number."""
 
     population: int
     policy: int
@@ -33,12 +33,12 @@ class Average:
 
     Attributes:
         first_s, last_s: Times of the first and the last contribution.
-        applied_s: Time at which the last rank applied the average; NaN if no rank applied it.
-        left_out: Members whose contributions were not averaged.
-        gains: Gain of each donor's contribution on held-out data; empty if gains were not measured.
+        applied_s: Time at which the last rank applied the average, or NaN if no rank applied it.
+        left_out: Ranks of the group whose contributions were not averaged.
+        gains: Gain of each averaged contribution on held-out data; empty if gains were not measured.
         waited_s: Longest wait of a rank for the average.
         staleness_steps: Largest number of steps between a rank's contribution and its application of the average.
-        staleness_versions: See :class:`protocols.StepInfo`.
+        staleness_versions: Age, in averages, of the weights from which the oldest contribution was computed.
     """
 
     key: AverageKey
@@ -66,7 +66,7 @@ class Average:
 
 @dataclass(slots=True)
 class RankAverages:
-    """Contributions of one rank, and averages that it applied.
+    """The averaging rounds of one rank: its contributions, and the averages that it applied.
 
     Attributes:
         last_count: Number of rounds in which this rank's contribution was the last of several.
@@ -100,7 +100,7 @@ class Averages:
         self._groups: dict[tuple[int, int, int], int] = {}  # the group's lowest rank, keyed by rank and policy
 
     def add(self, rank: int, place: tuple[int, int], time_s: float, event: Event) -> None:
-        """Add an event of the kind ``contributed``, or of the kind ``applied`` if it has a fragment.
+        """Add an event: a contribution to an average, or an applied average.
 
         Args:
             place: Population of the policy, and the policy's index in it.
@@ -132,11 +132,14 @@ class Averages:
         found.outer_norm, found.cosine = event.get("outer_norm"), event.get("cosine")
 
     def first_s(self, rank: int, place: tuple[int, int], event: Event) -> float:
-        """Return the time of the first contribution to the round of ``event``, which is also a contribution."""
+        """Return the time of the first contribution to the round of ``event``, which must be a contribution."""
         return self._find(rank, place, event).first_s
 
     def count_late(self) -> None:
-        """Count the rounds in which each rank was last or left out. Called after all events have been added."""
+        """Count the rounds in which each rank contributed last, or was omitted.
+
+        Called after all events have been added.
+        """
         for each in self._rounds.values():
             if each.contribution_count > 1:
                 self.ranks[each.last_rank].last_count += 1

@@ -20,7 +20,7 @@ from asyncdist.recording.reader import RankRecording, Recording
 
 #: Source, destination and tag of a sequence of messages.
 Line: TypeAlias = tuple[int, int, int]
-#: Maximum number of correction rounds. More rounds than hosts mean that the constraints contradict each other.
+#: Maximum number of passes over all pairs of hosts. A correction that needs more contradicts itself.
 _ROUND_COUNT_MAX: Final = 64
 
 
@@ -77,7 +77,7 @@ class Clocks:
             self._offsets[host] += shift
 
     def _least_delays(self, recording: Recording) -> dict[tuple[str, str], float]:
-        """Return the minimum message delay in seconds, keyed by source host and destination host."""
+        """Return the minimum delay of messages in seconds, keyed by (source host, destination host)."""
         hosts = {each.rank: self._hosts[each.path] for each in recording.ranks}
         sent, received = messages(recording, self, lambda line: hosts[line[0]] != hosts[line[1]])
         delays: dict[tuple[str, str], float] = {}
@@ -90,7 +90,7 @@ class Clocks:
 
 
 def _first_time_of(each: RankRecording) -> float:
-    """Return the time of a file's header, or of its first event if a rank has sent a message before its header."""
+    """Return the time of a file's first event. A rank may send a message before it writes its header."""
     return min([each.header.clock_s, *(event.time_s for event in itertools.islice(each.events(), 1))])
 
 
@@ -101,10 +101,10 @@ def _host_of(each: RankRecording) -> str:
 def messages(
     recording: Recording, clocks: Clocks, wanted: Callable[[Line], bool] | None = None
 ) -> tuple[dict[Line, array[float]], dict[Line, array[float]]]:
-    """Return the times of sends and of receives, in order, keyed by line (source, destination and tag).
+    """Return the times of sends and of receives, in order, keyed by (source, destination, tag).
 
-    The k-th send of a line belongs to its k-th receive. Lines of restarted ranks are left out, because messages to an
-    earlier process may be lost. ``wanted`` returns whether to include a line.
+    The k-th send with a key belongs to the k-th receive with that key. Messages of restarted ranks are omitted, because
+    messages to an earlier process may be lost. ``wanted`` returns whether to include a key.
     """
     counts: dict[int, int] = defaultdict(int)
     for each in recording.ranks:

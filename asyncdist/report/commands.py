@@ -35,7 +35,10 @@ def _name(text: str) -> str:
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the subcommands. The parsed option ``call`` is a function that runs one of them and returns its exit code."""
+    """Add the subcommands.
+
+    Each parser's option ``call`` is a function that runs its command and returns the exit code.
+    """
     report = add_parser(
         "report",
         help="write a recording as one HTML page",
@@ -106,7 +109,7 @@ def run_report(folder: str, job: str | None, out: str | None) -> int:
             file.write_text(page, encoding="utf-8")
     except (RecordingError, _WriteError, OSError) as error:
         return refuse("report", error)
-    return _say("report", f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    return _print("report", f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
 def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[str]) -> int:
@@ -121,7 +124,7 @@ def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[
             count = write_trace(recording, path, [Path(each) for each in profiles])
     except (RecordingError, TraceError, _WriteError, OSError) as error:
         return refuse("trace", error)
-    return _say(
+    return _print(
         "trace", f"wrote {path}, {count} entries, {len(recording.ranks)} ranks; open it at https://ui.perfetto.dev"
     )
 
@@ -141,7 +144,7 @@ def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
         return refuse("export", f"--format parquet needs pyarrow ({error}): pip install 'asyncdist[parquet]'")
     except (RecordingError, _WriteError, OSError) as error:
         return refuse("export", error)
-    return _say("export", f"wrote {plural(len(files), 'table')} to {to}: {', '.join(file.name for file in files)}")
+    return _print("export", f"wrote {plural(len(files), 'table')} to {to}: {', '.join(file.name for file in files)}")
 
 
 def run_query(folder: str, job: str | None, statement: str) -> int:
@@ -168,7 +171,7 @@ def _printable(row: Sequence[object]) -> list[object]:
     return [printable(cell, keep="\n\t") if isinstance(cell, str) else cell for cell in row]
 
 
-def _say(command: str, text: str) -> int:
+def _print(command: str, text: str) -> int:
     return print_to(command, lambda: print(printable(text)))
 
 

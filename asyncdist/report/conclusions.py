@@ -21,7 +21,7 @@ _REASON_COUNT_MAX: Final = 3
 
 
 def conclusions(summary: Summary) -> list[str]:
-    """Return sentences about the ranks' ends, steps, metrics, rounds, the weights' ancestry, and messages."""
+    """Return sentences on how ranks ended, steps, metrics, rounds, the origin of the weights, and messages."""
     return [
         *_ends(summary),
         *_steps(summary),

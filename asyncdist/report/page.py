@@ -23,7 +23,7 @@ from asyncdist.wording import ranks_in_words, size_in_words
 
 #: Maximum number of ranks for which each rank has its own line. For more ranks, quantiles are drawn.
 LINE_COUNT_MAX: Final = 64
-#: Maximum numbers of rounds and of replacements to draw, evenly spaced.
+#: Maximum numbers of rounds and of replacements of weights to draw, evenly spaced.
 ROUND_COUNT_MAX: Final = 400
 MARK_COUNT_MAX: Final = 1500
 #: Number of columns of the heat maps over time.
@@ -35,7 +35,7 @@ _SCALE_SPREADS: Final = 8.0
 #: Factor by which the metric axis may become longer in order to show all values.
 _SCALE_FACTOR: Final = 2.0
 _QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
-#: Minimum range of a colour scale, as a fraction of the step time, because ranks always differ slightly.
+#: Minimum range of a heat map's colours, as a fraction of the step time, because ranks always differ slightly.
 _NOISE: Final = 0.05
 #: Maximum number of losses, failovers and errors that are listed.
 _NEWS_COUNT_MAX: Final = 200
@@ -89,7 +89,7 @@ def render(recording: Recording) -> str:
             data = str(figure.to_json()).replace("<", "\\u003c")  # "<" might end the script or begin a comment
             drawn = f'<script type="application/json">{data}</script>'
             sections.append(f'<div class="figure" style="height: {figure.layout.height}px">{drawn}</div>')
-    body = "\n".join([_conclusions(summary), _facts(recording, summary), *sections, _news(summary)])
+    body = "\n".join([_conclusions(summary), _facts(recording, summary), *sections, _notable_events(summary)])
     return _PAGE.format(title=f"Job {html.escape(recording.job)}", plotly=get_plotlyjs(), body=body, drawing=_DRAWING)
 
 
@@ -129,7 +129,7 @@ def _facts_of_rounds(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, go.Figure | str | None]]:
-    """Yield (title, note, figure) for each section. The figure may be a table in HTML.
+    """Yield title, note and figure of each section. The figure may be a table in HTML.
 
     The figure is None if there is no data, because plotly would invent axes.
     """
@@ -151,7 +151,7 @@ def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, 
 
 
 def _of_populations(summary: Summary) -> Iterator[tuple[str, str, go.Figure | None]]:
-    """Yield the metric and the lineage of each population, because populations never exchange weights."""
+    """Yield each population's figures of its metric and of its weights' origin. Populations never exchange weights."""
     if len(summary.populations) < 2:
         whose = [(0, "")]
     else:
@@ -184,7 +184,7 @@ def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
         )
     else:
         columns = np.linspace(0, summary.duration_s, COLUMN_COUNT)
-        values = np.array([_held(rows, columns) for rows in series])
+        values = np.array([_latest_values(rows, columns) for rows in series])
         for name, row in zip(
             ("minimum", "lower quartile", "median", "upper quartile", "maximum"), _spread(values), strict=True
         ):
@@ -194,7 +194,7 @@ def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
             " minimum or maximum that leaves the quartiles: one or a few ranks differ from the others."
         )
     marks = evenly([each for each in summary.applied if each.population == place], MARK_COUNT_MAX)
-    heights = np.array([_held(series[each.rank], np.array([each.time_s]))[0] for each in marks])
+    heights = np.array([_latest_values(series[each.rank], np.array([each.time_s]))[0] for each in marks])
     finite = np.concatenate([rows[:, 1] for rows in series])
     finite = finite[np.isfinite(finite)]
     heights[~np.isfinite(heights)] = finite.min() if len(finite) else 0.0
@@ -213,14 +213,14 @@ def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
 
 
 def _set_metric_range(figure: go.Figure, series: Sequence[Any], summary: Summary) -> str:
-    """Limit the range of the metric axis to exclude rare outliers, and return a sentence about this, or ""."""
+    """Limit the metric axis to exclude rare outliers. Return a sentence about this, or an empty string."""
     if math.isfinite(summary.first_step_s) and summary.first_step_s > 0.03 * summary.duration_s:
         figure.add_vrect(x0=0, x1=summary.first_step_s, fillcolor="#eee", line_width=0, layer="below")
         started = f" The grey part, {summary.first_step_s:.3g} s, is the time before the first step of any rank."
     else:
         started = ""
     columns = np.linspace(0, summary.duration_s, 4 * COLUMN_COUNT)
-    values = np.concatenate([_held(rows, columns) for rows in series])
+    values = np.concatenate([_latest_values(rows, columns) for rows in series])
     values = values[np.isfinite(values)]
     if not len(values):
         return started
@@ -246,8 +246,8 @@ def _spread(values: Any) -> Any:
         return np.nanquantile(values, (0.0, 0.25, 0.5, 0.75, 1.0), axis=0)
 
 
-def _held(rows: Any, times: Any) -> Any:
-    """Return the latest value at each time, or NaN before the first value."""
+def _latest_values(rows: Any, times: Any) -> Any:
+    """Return the latest value in ``rows`` at each of ``times``, or NaN before the first value."""
     if not len(rows):
         return np.full(len(times), np.nan)
     places = np.searchsorted(rows[:, 0], times, side="right") - 1
@@ -377,7 +377,7 @@ def _bytes(summary: Summary) -> tuple[str, go.Figure | None]:
     return note, figure
 
 
-def _news(summary: Summary) -> str:
+def _notable_events(summary: Summary) -> str:
     title = "<h2>Losses, failovers and errors</h2>"
     if not summary.news:
         return f"{title}\n<p>None.</p>"

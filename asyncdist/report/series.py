@@ -47,13 +47,16 @@ class LogHistogram:
             return math.nan
         wanted, up_to = max(fraction * self.count, 1), np.cumsum(self._counts)
         place = int(np.searchsorted(up_to, wanted))
-        # Assumes that the values in a bin are evenly distributed.
+        # The values in a bin are assumed to be evenly distributed.
         within = 1 - (up_to[place] - wanted) / self._counts[place]
         return min(float(10 ** (_LOWEST_DECADE + (place + within) / _PER_DECADE)), self._largest)
 
 
 class TimeBins:
-    """Averages values over time in at most ``capacity`` bins. Their width doubles when a value lies beyond them."""
+    """Averages values over time in at most ``capacity`` bins.
+
+    The bins' width doubles when a value lies beyond the last bin.
+    """
 
     __slots__ = ("_begin_s", "_capacity", "_counts", "_sums", "_width_s")
 
@@ -94,7 +97,10 @@ class TimeBins:
         return math.inf if self._begin_s is None else self._begin_s
 
     def means(self, begin_s: float, end_s: float, columns: int) -> NDArray[np.float64]:
-        """Return the means in equal columns from ``begin_s`` to ``end_s``, or NaN in empty columns."""
+        """Return the mean of the values in each of ``columns`` equal intervals from ``begin_s`` to ``end_s``.
+
+        The mean of an empty interval is NaN.
+        """
         counts, sums = np.zeros(columns), np.zeros(columns)
         middles = (np.arange(len(self._sums)) + 0.5) * self._width_s + (self._begin_s or 0.0) - begin_s
         places = np.clip((middles / max(end_s - begin_s, 1e-12) * columns).astype(int), 0, columns - 1)

@@ -15,7 +15,7 @@ _SPAN_COUNT_MAX: Final = 8
 
 
 def slow_ranks_in_words(step_s: Mapping[int, float]) -> str | None:
-    """Return a sentence that names the slow ranks, or None if no rank is slow. ``step_s`` maps ranks to step times."""
+    """Return a sentence that names the slow ranks, or None if there are none. ``step_s`` maps ranks to step times."""
     typical_s = statistics.median_low(step_s.values()) if step_s else 0.0
     slow = {rank: each_s / typical_s for rank, each_s in step_s.items() if each_s > SLOW_FACTOR * typical_s > 0}
     if not slow:

@@ -24,7 +24,7 @@ _METRIC_COUNT: Final = 20_000
 _HYPERPARAMETER_COUNT: Final = 100_000
 #: Maximum number of ranks, for which each table of all pairs of ranks takes 32 MB.
 SIZE_MAX: Final = 2048
-#: Maximum number of policies that a rank has open at once. Each belongs to a different population.
+#: Maximum number of policies that a rank can have open at once. Each belongs to a different population.
 POPULATION_COUNT_MAX: Final = 8
 _WITHOUT_END: Final = (
     "its recording ends before main: the rank was killed or stopped, its disk was full, or it is still running"
@@ -36,7 +36,7 @@ RoundNumber: TypeAlias = tuple[int, int, int]
 
 
 class Applied(NamedTuple):
-    """The replacement of a rank's weights."""
+    """A replacement of a rank's weights by an average."""
 
     time_s: float
     rank: int
@@ -51,7 +51,7 @@ class Applied(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The start of a policy in a restarted process, with a donor's weights or with newly initialised weights."""
+    """The start of a policy in a restarted process, with the weights of ``donor``, which are new if it is ``rank``."""
 
     time_s: float
     rank: int
@@ -64,10 +64,10 @@ class Round:
     """An averaging round, with the times at which its phases ended, in seconds since the job began.
 
     Attributes:
-        number: Identity of the round. Islands and policies on several groups number their rounds independently.
+        number: Identity of the round. Policies on different groups of ranks number their rounds independently.
         began_s: Time of the decision. This and the following times are NaN for phases that were not reached.
-        frozen_s: Time at which the donors were chosen.
-        applied_s: Time at which the last replacer applied the average.
+        frozen_s: Time at which the ranks whose weights are averaged were chosen.
+        applied_s: Time at which the last rank replaced its weights by the average.
         ended_s: Time at which the coordinator ended the round.
     """
 
@@ -87,8 +87,8 @@ class Round:
 class RankSummary:
     """Step times of one rank: seconds between the ends of consecutive steps, and seconds in ``policy.step``.
 
-    ``lag_bins`` has the seconds, over time, by which this rank was later than the first rank with its contribution to a
-    round, or with its metric of an iteration.
+    ``lag_bins`` has, over time, this rank's delay in seconds after the first rank that contributed to a round, or that
+    reported an iteration's metric.
     """
 
     intervals: LogHistogram = field(default_factory=LogHistogram)
@@ -112,7 +112,7 @@ class Population:
 
 @dataclass(slots=True)
 class Summary:
-    """Summary of a job.
+    """Contents of a job's report.
 
     Attributes:
         began_at_s: Time of the first event, in seconds since 1970.
@@ -122,8 +122,8 @@ class Summary:
         nbytes: Size in bytes of all messages from one rank (row) to another (column), with shape (size, size).
         news: Losses, failovers, errors of main and incomplete files, each with time, reporting rank and text.
         first_step_s: Time at which the first step of any rank ended, in seconds since the job began, or infinity.
-        ends: Error that ended main on each recorded rank: "" if main returned, None if the end is not recorded. For a
-            restarted rank, the error in its last process.
+        ends: Error that ended main on each recorded rank: an empty string if main returned, None if the end is not
+            recorded. For a restarted rank, it is the error in the last process.
         message_count: Number of messages, including messages of policies and of the runtime.
         sent_counts, received_counts: Numbers of messages of the program's own channels, keyed by (source, destination,
             tag).
@@ -150,7 +150,7 @@ class Summary:
     received_counts: Counter[Line] = field(default_factory=Counter)
 
     def lost_messages(self) -> dict[Line, int]:
-        """Count the messages that were sent to recorded ranks but not received, keyed by line."""
+        """Count the messages that were sent to recorded ranks but not received, keyed by (source, destination, tag)."""
         return {
             line: count - self.received_counts[line]
             for line, count in self.sent_counts.items()
@@ -214,15 +214,19 @@ def summarise(recording: Recording) -> Summary:
 class _Populations:
     """Assigns the policies of all processes to populations.
 
-    Policies that a process opens in turn belong to one population, as do policies of other processes with the same name
-    or class. Policies with different names that are open at the same time belong to different populations.
+    Policies that a process opens one after another belong to one population, as do policies of different processes with
+    the same name or class. Policies with different names that are open at the same time belong to different
+    populations.
     """
 
     def __init__(self) -> None:
         self._spans: list[dict[str, _Span]] = []  # each population's policies, keyed by name
 
     def begin(self, taken: Collection[int], name: str, time_s: float) -> tuple[int, _Span]:
-        """Assign a process's new policy to a population not in ``taken``. Return the population's index and a span."""
+        """Choose a population, not in ``taken``, for a process's new policy.
+
+        Return its index, and the count of open policies.
+        """
         free = [place for place in range(len(self._spans) + 1) if place not in taken]
         named = next((place for place in free[:-1] if name in self._spans[place]), None)
         place = next(place for place in free if not self._has_other(place, name, time_s)) if named is None else named
@@ -250,7 +254,7 @@ class _Span:
 
 
 class _Policies:
-    """Assigns the policies of one process to populations, and numbers them in each population."""
+    """Assigns the policies of one process to populations, and numbers this process's policies in each population."""
 
     def __init__(self, populations: _Populations, is_again: bool) -> None:
         self.is_again = is_again
@@ -293,7 +297,7 @@ def _population(summary: Summary, place: int, name: str = "") -> Population | No
 
 
 def _round_of(applied: Applied, decided: Sequence[Round]) -> Round | None:
-    """Return the round of a replacement. ``decided`` has the coordinator's rounds with this number.
+    """Return the averaging round of a replacement, from the coordinator's rounds with the same number.
 
     These rounds may belong to several policies. A round with the replacement's policy number is preferred, otherwise
     the latest round, because a policy may have different numbers on different ranks.
@@ -412,7 +416,7 @@ def _add_to_round(rounds: dict[RoundNumber, Round], rank: int, time_s: float, ev
 
 
 def _news_of(event: Event) -> str:
-    """Return the text of an event for the list of news, or "" if the event does not belong in the list."""
+    """Return the text of an event for the list of news, or an empty string if the event does not belong in the list."""
     match event.kind:
         case "lost":
             return f"rank {event.get('rank')} is lost"
@@ -433,10 +437,10 @@ def _news_of(event: Event) -> str:
 
 
 def _follow(summary: Summary) -> None:
-    """Compute the ancestry of each rank's final weights, and the time at which each round's average was last applied.
+    """Compute from which initial weights each rank's final weights descend, and when each average was last applied.
 
-    Training does not change a rank's ancestry, but a replacement of its weights does. Ranks that apply the same average
-    get the same ancestry. Otherwise, an average of all ranks would favour the rank that applies it last.
+    Training leaves this origin unchanged, but a replacement of the weights changes it. Ranks that apply the same
+    average get the same origin. Otherwise, an average of all ranks would favour the rank that applies it last.
     """
     mixtures: dict[RoundNumber, _Mixture] = {}
     decided: dict[tuple[int, int], list[Round]] = {}
@@ -466,7 +470,7 @@ def _follow(summary: Summary) -> None:
 
 @dataclass(slots=True)
 class _Mixture:
-    """The ancestry of one average, and the ranks that have applied it."""
+    """The ranks from whose initial weights an average descends, and the ranks that have applied it."""
 
     donors: tuple[int, ...]
     shares: NDArray[np.float32]
@@ -481,7 +485,7 @@ def _mixed(population: Population, applied: Applied) -> NDArray[np.float32]:
 
 
 def _begin(summary: Summary, begun: Begun) -> None:
-    """Set the ancestry of a restarted process's weights to its donor's, or to its own initial weights."""
+    """Record that a restarted process begins with its donor's weights, or with new weights if it is its own donor."""
     population = _population(summary, begun.population)
     if population is not None and 0 <= begun.donor < summary.size:
         own = np.eye(summary.size, dtype=np.float32)[begun.rank]

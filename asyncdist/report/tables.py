@@ -1,8 +1,8 @@
 """Converts a recording to tables: one for each kind of event, and one of the ranks.
 
 The row of an event has the rank, its incarnation, the time in seconds since the job began, and the fields listed in
-:data:`asyncdist.recording.events.KINDS`. A field with the name of one of the first three columns gets the table's name
-as a prefix, for example ``lost_rank``. Lists are JSON strings, for example ``[0, 2]``.
+:data:`asyncdist.recording.events.KINDS`. A field named like one of the first three columns gets the table's name as a
+prefix, for example ``lost_rank``. Lists are JSON strings, for example ``[0, 2]``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIRST: Final = ("rank", "incarnation", "time_s")
 #: Columns of the rank table.
 RANKS: Final = ("rank", "incarnation", "hostname", "pid", "transport", "began_at_s", "damage")
 _BATCH: Final = 10_000
-#: String columns. Types are declared because the first rows of a column may have no values. The default is integer.
+#: Columns with strings. Types are declared because the first rows of a column may be empty. The default is integer.
 _TEXTS: Final = frozenset(
     {
         *("class_name", "name", "state", "reason", "route", "what", "error", "why", "result"),
@@ -44,7 +44,7 @@ def columns_of(table: str) -> tuple[str, ...]:
 
 
 def rows(recording: Recording, wanted: Collection[str] = tuple(KINDS)) -> Iterator[tuple[str, tuple[Value, ...]]]:
-    """Yield the rows of the wanted tables, each with the name of its table."""
+    """Yield each row of the wanted tables, with the name of its table."""
     clocks = Clocks(recording)
     if "ranks" in wanted:
         for each in recording.ranks:
@@ -79,7 +79,7 @@ def _plain(field: Any) -> Value:
 
 
 def export_csv(recording: Recording, folder: Path) -> list[Path]:
-    """Write each table that is not empty as ``KIND.csv``, and return the files."""
+    """Write each table of a recording as ``KIND.csv``, unless it is empty, and return the files."""
     writers: dict[str, Any] = {}
     with whole_folder(folder) as written, contextlib.ExitStack() as files:
         for table, row in rows(recording, (*KINDS, "ranks")):
@@ -92,7 +92,10 @@ def export_csv(recording: Recording, folder: Path) -> list[Path]:
 
 
 def export_parquet(recording: Recording, folder: Path) -> list[Path]:
-    """Write each table that is not empty as ``KIND.parquet``, with pyarrow, and return the files."""
+    """Write each table of a recording as ``KIND.parquet``, unless it is empty, and return the files.
+
+    Requires pyarrow.
+    """
     import pyarrow
     import pyarrow.parquet
 

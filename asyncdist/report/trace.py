@@ -58,7 +58,7 @@ _MESSAGE_US: Final = 0.1
 _WAIT_SLACK_US: Final = 1000.0
 #: Number of the first process in the first profile, and the distance to the first process in the next profile.
 _PROFILER_PID: Final = 1_000_000
-#: Number of identifiers reserved for the arrows of one line (source, destination, tag) or of one profile.
+#: Number of identifiers reserved for the arrows with one source, destination and tag, or of one profile.
 _ARROWS: Final = 1 << 32
 _PROFILER_ARROWS: Final = 1 << 62
 #: Maximum size of a profile in bytes, uncompressed. A small compressed file could otherwise fill the memory.
@@ -66,11 +66,11 @@ _PROFILE_NBYTES_MAX: Final = 1 << 30
 
 
 class TraceError(Exception):
-    """A trace cannot be made. The message is one line for the user."""
+    """A trace cannot be written. The message is one line for the user."""
 
 
 def write_trace(recording: Recording, path: Path, profiles: Sequence[Path] = ()) -> int:
-    """Write the trace, compressed if ``path`` ends with ``.gz``, and return the number of its entries.
+    """Write the trace of a recording, compressed if ``path`` ends with ``.gz``, and return the number of its entries.
 
     ``profiles`` are files written by ``torch.profiler.profile.export_chrome_trace``. Raise TraceError if a file cannot
     be read.
@@ -144,9 +144,10 @@ def _meta(kind: str, pid: int, track: int, name: str) -> Entry:
 
 
 class _Arrows:
-    """Numbers the arrows of messages. The k-th message sent on a line is the k-th message received on that line.
+    """Numbers the arrows from sends to receives. The k-th send with a key belongs to the k-th receive with that key.
 
-    Messages of a restarted rank have no arrows, because it is unknown to which of its processes they belong.
+    Keys are (source, destination, tag). Messages of a restarted rank have no arrows, because it is unknown to which of
+    its processes they belong.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -157,7 +158,7 @@ class _Arrows:
         self._ended_counts: defaultdict[int, int] = defaultdict(int)
 
     def begin(self, line: tuple[int, int, int], at_us: float) -> int | None:
-        """Return the number of the next arrow on a line (source, destination, tag), or None if it has no arrows."""
+        """Return the number of a send's arrow, or None. ``line`` is (source, destination, tag)."""
         if not self._restarted.isdisjoint(line[:2]):
             return None
         number = self._lines.setdefault(line, len(self._lines))
@@ -165,7 +166,7 @@ class _Arrows:
         return number * _ARROWS + len(self._begun_us[number]) - 1
 
     def end(self, line: tuple[int, int, int]) -> tuple[int | None, float]:
-        """Return the number of the next arrow that ends on a line, and the time of its send.
+        """Return the number of a receive's arrow, and the time of the send.
 
         The number is None if the send is not recorded, because its rank was killed or has not written it yet.
         """
@@ -222,7 +223,7 @@ class _CounterNames:
         self._freed: defaultdict[str, list[int]] = defaultdict(list)  # heap of free numbers for each plain name
 
     def open(self, policy: int, policy_name: str) -> None:
-        """Choose a policy's name: the first one that no other open policy uses."""
+        """Choose a name for a policy's counter that no other open policy uses."""
         plain = f"metric of {policy_name}" if policy_name else "metric"
         while True:
             number = heapq.heappop(self._freed[plain]) if self._freed[plain] else next(self._numbers[plain])
@@ -247,7 +248,7 @@ class _Tracks:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._counters = _CounterNames()
-        self._roles: dict[int, tuple[float, int, str]] = {}  # begin, round and state of each policy's role
+        self._roles: dict[int, tuple[float, int, str]] = {}  # begin, round and state of each policy's current role
         # For each track: the sorted ends of the last spans on it (number 0) and on its additional tracks (-1, -2, ...).
         self._ends_us: defaultdict[int, list[tuple[float, int]]] = defaultdict(lambda: [(-math.inf, 0)])
 
@@ -280,7 +281,7 @@ class _Tracks:
                 yield {"ph": "i", "s": "t", "name": kind, "tid": ROUNDS, **at, "args": facts}
 
     def rest(self, at_us: float) -> Iterator[Entry]:
-        """Yield the spans of the roles that lasted until the end of the recording."""
+        """Yield a span for each policy's role that lasted until the end of the recording."""
         for policy in list(self._roles):
             yield from self._role(policy, at_us)
 
@@ -292,12 +293,12 @@ class _Tracks:
     def _added(
         self, track: int, name: str, began_us: float, until_us: float, facts: Entry, *, slack_us: float = 0.0
     ) -> Iterator[Entry]:
-        """Yield a span that begins at 0 or later. A span that overlaps another span is on an additional track.
+        """Yield a span on a track, or on an additional track if it overlaps another span, beginning at 0 or later.
 
         Perfetto ignores overlapping spans and spans that begin before 0.
         """
         ends_us = self._ends_us[track]
-        # The span is drawn on the free track whose last span ended most recently.
+        # Among free tracks, the span is drawn on the track whose last span ended most recently.
         latest = round(began_us + slack_us, 3)
         index = bisect.bisect_right(ends_us, latest, key=lambda last: round(last[0], 3)) - 1
         end_us, place = ends_us.pop(index) if index >= 0 else (-math.inf, -len(ends_us))

@@ -22,8 +22,8 @@ _SHARED_MODE: Final = stat.S_ISVTX | stat.S_IWOTH
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield the path of a new file, which replaces ``path`` when the context ends.
 
-    If the body raises, the new file is removed and ``path`` stays unchanged. For a device or pipe, such as
-    ``/dev/stdout``, or in a folder without write permission, ``path`` itself is yielded.
+    If the block raises an exception, the new file is removed and ``path`` stays unchanged. For a device or pipe, such
+    as ``/dev/stdout``, or in a folder without write permission, ``path`` itself is yielded.
     """
     target = _target(path)
     if (path.exists() and not path.is_file()) or not os.access(target.parent, os.W_OK):
@@ -37,7 +37,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder inside ``folder``, whose files are moved to ``folder`` when the context ends.
 
-    If the body raises, the temporary folder is removed. ``folder`` is also removed if it did not exist before.
+    If the block raises an exception, the temporary folder is removed, and ``folder`` too if it did not exist before.
     """
     if folder.is_symlink():
         _target(folder)
@@ -70,7 +70,7 @@ def _target(path: Path) -> Path:
 def is_planted(found: os.stat_result, folder: os.stat_result, user: int) -> bool:
     """Return whether a file in a shared folder is another user's link, pipe or device, which may be an attack.
 
-    Linux applies the same rule to links if ``fs.protected_symlinks`` is set. ``found`` is the status of the file
+    Linux itself refuses such links if ``fs.protected_symlinks`` is set. ``found`` is the status of the file
     itself, even if it is a link.
     """
     is_shared = folder.st_mode & _SHARED_MODE == _SHARED_MODE

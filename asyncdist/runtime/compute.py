@@ -26,22 +26,22 @@ _AUTOCAST_DEVICE_KINDS: Final = ("cpu", "cuda")
 
 
 class TorchModes(NamedTuple):
-    """Torch modes of a thread, which a worker thread copies from its caller.
+    """Torch modes of a thread, which are copied to a worker thread.
 
     Attributes:
-        autocast: Name, autocast switch and autocast dtype of each device type.
-        cuda_device: Index of the current GPU, or None if this process uses no GPU.
+        autocast: Device type, whether autocast is enabled, and the autocast dtype, for each device type.
+        cuda_stream: Current CUDA stream, whose device is the current GPU, or None if this process uses no GPU.
     """
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     default_device: torch.device
-    cuda_device: int | None
+    cuda_stream: torch.cuda.Stream | None
 
 
 class Computing:
-    """Runs a user's functions in a worker thread, one at a time, for tasks that wait for their results."""
+    """Runs functions of the user in a worker thread, one at a time, and lets tasks wait for their results."""
 
     def __init__(self, rank: int, loop: asyncio.AbstractEventLoop, wake: Callable[[Callable[[], None]], None]) -> None:
         self.is_under_way = False
@@ -55,7 +55,7 @@ class Computing:
         self._thread: int | None = None
 
     def settles(self, future: object) -> bool:
-        """Return whether ``future`` waits for the function that :meth:`run` is executing."""
+        """Return whether ``future`` belongs to the call of :meth:`run` that is in progress."""
         return any(future is each for each in self._awaited)
 
     def frame(self) -> types.FrameType | None:
@@ -63,7 +63,7 @@ class Computing:
         return sys._current_frames().get(self._thread) if self.is_under_way and self._thread is not None else None
 
     async def run(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
-        """Run ``fn`` in a thread, or at a virtual time of ``clock`` in a simulation, and return its result."""
+        """Run ``fn`` in a thread and return its result. In a simulation, ``clock`` runs ``fn`` at a virtual time."""
         if self.is_under_way:
             raise BusyError(
                 "world.compute() can run one function at a time, but another one is running; await it first",
@@ -86,7 +86,7 @@ class Computing:
             return await self.run(clock, fn)
 
     async def _call(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
-        # Return the exception of fn as a value. A future cannot store StopIteration, and asyncio would treat
+        # The exception of fn is returned as a value. A future cannot store StopIteration, and asyncio would treat
         # concurrent.futures.CancelledError, an ordinary error here, as a cancellation of this task.
         call = functools.partial(caught, functools.partial(call_in_modes, torch_modes(), fn))
         future = self._in_thread(call) if clock is None else clock.run_concurrently(call)
@@ -105,7 +105,7 @@ class Computing:
         except asyncio.CancelledError:
             while not has_ended:
                 self._wait_anew(future)
-                # The task was cancelled again. The first cancellation is raised below.
+                # The task was cancelled again. Only the first cancellation is raised, below.
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._waiter
             raise
@@ -132,7 +132,7 @@ class Computing:
         return self._loop.run_in_executor(self._executor, call_here)
 
     def close(self) -> None:
-        """Start no further thread. A function that is still running continues in the background."""
+        """Start no more threads. A function that is still running continues in the background."""
         if self._executor is not None:
             self._executor.shutdown(wait=False)
 
@@ -162,7 +162,7 @@ def torch_modes() -> TorchModes:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICE_KINDS
         ),
         default_device(),
-        torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
     )
 
 
@@ -175,8 +175,8 @@ def call_in_modes(modes: TorchModes, fn: Callable[[], T]) -> T:
             # torch would warn about autocast for a GPU if there is no GPU.
             if kind == "cpu" or is_enabled or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
-        if modes.default_device != default_device():  # An active device context slows every operator down.
+        if modes.default_device != default_device():  # An active device context slows every operator.
             stack.enter_context(modes.default_device)
-        if modes.cuda_device is not None:
-            stack.enter_context(torch.cuda.device(modes.cuda_device))
+        if modes.cuda_stream is not None:  # also selects the stream's device
+            stack.enter_context(torch.cuda.stream(modes.cuda_stream))
         return fn()

@@ -28,7 +28,8 @@ from asyncdist.messaging.services import Services
 from asyncdist.runtime.failing.replica_mates import ReplicaMates
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds that this rank waits to detect a loss that has ended its request for a group, before it repeats the request.
+#: Seconds in which a rank may be notified of a loss that has ended its request for a group, before it repeats the
+#: request.
 _NOTICED_AFTER_S: Final = 0.05
 _SUBJECT: Final = "new group"
 _OF_SURVIVORS: Final = "group of the survivors"
@@ -37,7 +38,7 @@ logger = logging.getLogger("asyncdist.runtime.group_creation")
 
 
 class GroupCreation:
-    """Makes and frees the groups of one rank, which ``ledger`` records."""
+    """Makes and frees the groups of one rank. ``ledger`` records them."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class GroupCreation:
     async def new_groups(
         self, lists: Iterable[Sequence[int]], timeout_s: float, *, part_of: Start[Any] | None = None
     ) -> list[Group]:
-        """Make several groups in turn, or no group if one of them fails. See :meth:`asyncdist.World.new_groups`."""
+        """Make several groups one after another, or none if one fails. See :meth:`asyncdist.World.new_groups`."""
         made: list[Group] = []
         wanted = list(lists)
         now = self._services.time
@@ -69,27 +70,28 @@ class GroupCreation:
                 left_s = max(round(give_up_at - now(), 3), 0.001)
                 made += [await self.new_group(ranks, left_s, part_of=part_of)]
         except BaseException as error:  # Raised also by a cancellation or an invalid list.
-            self._stay_away(wanted[len(made) + 1 :], error, part_of)
+            self._decline(wanted[len(made) + 1 :], error, part_of)
             await free_all(made)
             raise
         return made
 
-    def _stay_away(self, lists: Iterable[Sequence[int]], error: BaseException, part_of: Start[Any] | None) -> None:
-        """Notify the other members that this rank will not join their groups, so that they need not time out."""
+    def _decline(self, lists: Iterable[Sequence[int]], error: BaseException, part_of: Start[Any] | None) -> None:
+        """Notify the other members that this rank will not join their groups, so that they do not wait for it."""
         subject = _SUBJECT if part_of is None else _subject_for(part_of)
         for ranks in lists:
-            # If the list is not a valid group, no member waits.
+            # No member waits for a list that is not a valid group.
             with contextlib.suppress(LocalProtocolError, TypeError):
                 members = check_ranks(ranks, rank=self._services.rank, size=self._services.size)
                 meeting = self._agreements.next_request(members, subject)
-                self._agreements.stay_away(meeting, error if isinstance(error, Exception) else None)
+                self._agreements.decline(meeting, error if isinstance(error, Exception) else None)
 
     async def surviving_group(self, group: Group, timeout_s: float) -> Group:
-        """Make a group of the live members of ``group``. See :func:`asyncdist.surviving_group`.
+        """Make a group of the living members of ``group``. See :func:`asyncdist.surviving_group`.
 
-        Members detect a loss at different times. A member whose request includes a lost rank gets an error and requests
-        a smaller group, so all survivors request the final list equally often. The agreement is named after the
-        original group, because tasks that lost a rank in different groups may request equal lists concurrently.
+        Members are notified of a loss at different times. A member whose request includes a lost rank gets an error and
+        requests a smaller group, so all remaining members request the final list equally often. The agreement is named
+        after the original group, because tasks that lost a rank in different groups may request equal lists
+        concurrently.
 
         Members that were restarted since the group was made are omitted. A restarted rank may never call this method,
         and the others connect to it at different times, so that they would request different lists.
@@ -116,8 +118,8 @@ class GroupCreation:
             except (RankLostError, ClosedError, DisagreementError):
                 if services.engine.failure is not None or services.time() >= give_up_at:
                     raise
-                # A rank that detected the loss earlier may have ended the request. Wait until this rank detects the
-                # loss, too.
+                # A rank that was notified of the loss earlier may have ended the request. Wait until this rank is
+                # notified, too.
                 hears = functools.partial(services.gone.__ne__, gone)
                 until = min(give_up_at, services.time() + _NOTICED_AFTER_S)
                 await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until)
@@ -126,7 +128,8 @@ class GroupCreation:
         """Make a group of the ranks of a replica. On a restarted rank, first wait until the other ranks are back.
 
         If a rank of a replica is lost, the others end as well, and all of them are restarted at different times. A rank
-        may also be lost again while it starts. From this call on, an error then ends this restarted rank as lost.
+        may also be lost again while it starts. From this call on, the loss of another rank of the replica therefore
+        ends this restarted rank, too, as a lost rank.
         """
         services = self._services
         if not services.incarnation:
@@ -134,16 +137,16 @@ class GroupCreation:
         others = [rank for rank in ranks if rank != services.rank]
         services.shared(ReplicaMates).ranks = frozenset(others)
 
-        def are_back() -> bool:
+        def have_returned() -> bool:
             is_back = (rank not in services.gone and services.restarted.get(rank) for rank in others)
             return all(is_back)
 
         def is_one_lost() -> bool:
-            return not are_back()
+            return not have_returned()
 
         give_up_at = services.time() + timeout_s
         while True:
-            await services.engine.until(are_back, WaitId(WaitKind.LOSSES), deadline=give_up_at)
+            await services.engine.until(have_returned, WaitId(WaitKind.LOSSES), deadline=give_up_at)
             try:
                 left_s = max(round(give_up_at - services.time(), 3), 0.001)
                 return await self.new_group(ranks, left_s, subject=subject)
@@ -164,7 +167,8 @@ class GroupCreation:
         """Make a group of ``ranks``. See :meth:`asyncdist.World.new_group`.
 
         Args:
-            part_of: Collective start that needs the group, if any. Its groups are counted separately.
+            part_of: Start of the operation that needs the group, or None. The groups of such a start are counted
+                separately.
             subject: Name of the operation, such as a new group or a group of survivors. Each operation's groups are
                 counted separately.
         """
@@ -174,17 +178,17 @@ class GroupCreation:
         members = check_ranks(ranks, rank=services.rank, size=services.size)
         validation.seconds("timeout_s", timeout_s)
         transport = services.engine.transport
-        # Count the losses before the agreement, so that a member lost during the agreement ends the group, too.
+        # Count the losses before the agreement, so that the loss of a member during the agreement ends the group, too.
         loss_count = self._attendance.loss_count
 
         async def make(start: Start[Group]) -> Group:
-            async with self._turns.turn(start, timeout_s, self.ledger.taken) as agreed:
+            async with self._turns.turn(start, timeout_s, self.ledger.numbers_in_use) as agreed:
                 tag = self.ledger.tag_of(agreed.number)
                 native = None
                 if transport.capabilities.native_collectives:
                     await assemble(self._agreements, members, "new communicator")
                     native = transport.new_group(members, tag)
-                # The serial number is unique among the groups of these ranks for all operations.
+                # Several kinds of operations create groups. No two groups of the same ranks may share a serial number.
                 qualified = start.meeting.key.subject
                 serial = agreed.time if qualified == _SUBJECT else wire.scope_of(members, qualified, agreed.time)
                 group = self.ledger.open(members, services.rank, tag, serial, native, made_after=loss_count)
@@ -199,7 +203,10 @@ class GroupCreation:
         )
 
     def losses(self) -> Losses:
-        """Return the lost ranks, except ranks that this restarted rank has not connected to, which may be alive."""
+        """Return the lost ranks.
+
+        A restarted rank omits ranks that it has not connected to, because they may be alive.
+        """
         return tuple(each for each in self._attendance.lost if not self._services.is_unmet(each[0]))
 
     async def _free(self, group: Group) -> None:
@@ -220,7 +227,7 @@ class GroupCreation:
                     self._system.send_nowait(freed, rank)
 
     def _forget(self, group: Group) -> None:
-        """Remove the state of a group that all members have freed from the agreements and the checker."""
+        """Remove the records of a group that all members have freed from the agreements and the checker."""
         for subject in group.lease.subjects:
             self._agreements.forget(group.ranks, subject)
         checker = self._services.engine.transport.collective_checker

@@ -27,16 +27,16 @@ from asyncdist.transports.base import Transport
 
 logger = logging.getLogger("asyncdist.runtime.handshake")
 
-#: Handshake message with the job's nonce that the sender proposes, the digest of its host name, and its version.
+#: Handshake message: the number that the sender proposes for the job, the digest of its host name, and its version.
 _HELLO: Final = struct.Struct("<I8s52s")
 _HOST_NBYTES: Final = 8
 _VERSION_NBYTES: Final = 52
 
 
-async def meet_all(transport: Transport, engine: Engine, loop: asyncio.AbstractEventLoop) -> World:
+async def complete_handshake(transport: Transport, engine: Engine, loop: asyncio.AbstractEventLoop) -> World:
     """Perform the handshake with all other ranks, and return this rank's world.
 
-    If the transport does not provide the number that identifies the job (the nonce), the ranks agree on one.
+    If the transport does not provide the number that identifies the job (the nonce), the ranks agree on a number.
     """
     group = Group(_everybody(transport.size), transport.rank, tags.COLLECTIVE_FIRST, transport.world_group)
     nonce, hosts = transport.job_nonce, transport.hosts
@@ -48,7 +48,7 @@ async def meet_all(transport: Transport, engine: Engine, loop: asyncio.AbstractE
             if transport.launch_nonce is None or engine.failure is not None:
                 raise
             nonce = transport.launch_nonce
-        transport.note_met()
+        transport.note_handshake()
     if transport.trusts_network and transport.rank == 0:
         logger.warning(
             "this job %s, so its ranks trust every process that can reach their ports: set ASYNCDIST_JOB_SECRET_FILE "
@@ -69,7 +69,7 @@ def first_ranks(hosts: Sequence[Hashable]) -> tuple[int, ...] | None:
 
 @functools.lru_cache(8)
 def _everybody(size: int) -> tuple[int, ...]:
-    """Return all ranks. Cached, because a simulation may have thousands of ranks in one process."""
+    """Return all ranks. The result is cached, because a simulation may have thousands of ranks in one process."""
     return tuple(range(size))
 
 

@@ -31,7 +31,7 @@ from asyncdist.runtime.recording import Recording
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.stall_warnings import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
 from asyncdist.runtime.story.answering import WaitReporter
-from asyncdist.runtime.story.requests import tell_on_request, unregister_report
+from asyncdist.runtime.story.requests import register_report, unregister_report
 from asyncdist.runtime.world import World, _current_world
 from asyncdist.transports.base import Transport
 
@@ -46,7 +46,8 @@ class RankOptions:
     Attributes:
         tells: Whether the rank reports its waits on SIGUSR1 and on a socket.
         last_counters: Folder in which the rank stores its counters after main has ended, or None.
-        instrument: Factory of the object that replaces :class:`~asyncdist.runtime.recording.Recording` in replays.
+        instrument: Function that makes the object that replaces :class:`~asyncdist.runtime.recording.Recording` in a
+            replay.
     """
 
     grace_s: float = GRACE_S
@@ -82,7 +83,7 @@ async def host_rank(
     """Host one rank from the handshake to its end, and return its result or error.
 
     This function never raises, because a SystemExit or KeyboardInterrupt that leaves a task would stop the loop that
-    ranks share. ``interrupts`` cancels main after a signal, and ``on_open`` is called with the world before main.
+    ranks share. ``interrupts`` cancels main after a signal. ``on_open`` is called with the world before main.
     """
     interrupts = interrupts or Interrupts()
     try:
@@ -92,10 +93,10 @@ async def host_rank(
                 on_open(world)
             # If ranks share this process, main was checked before they were started.
             if not transport.capabilities.shares_process:
-                validation.main_function(main, args)  # an error here, which all ranks raise, is reported once
-            with _loop_named():
+                validation.main_function(main, args)  # An error here is raised by all ranks and reported once.
+            with _nest_asyncio_explained():
                 value = await main(world, *args)
-            # A signal that arrived while main blocked the loop raises now, as in asyncio.run.
+            # A signal that arrived while main blocked the loop raises its error now, as in asyncio.run.
             interrupts.check_pending()
             return RankResult(value=value)
     except BaseException as error:
@@ -103,8 +104,8 @@ async def host_rank(
 
 
 @contextlib.contextmanager
-def _loop_named() -> Iterator[None]:
-    """Explain, in a note, the error that nest_asyncio raises because it cannot patch uvloop's loops."""
+def _nest_asyncio_explained() -> Iterator[None]:
+    """Add a note that explains the error that nest_asyncio raises because it cannot patch uvloop's loops."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -122,7 +123,7 @@ def _loop_named() -> Iterator[None]:
 async def hosted(
     transport: Transport, interrupts: Interrupts, options: RankOptions = DEFAULT_OPTIONS
 ) -> AsyncIterator[World]:
-    """Run the body of ``async with`` as one rank, from the handshake to the end."""
+    """Run the ``async with`` block as one rank, from the handshake to the end."""
     loop = asyncio.get_running_loop()
     recording = (
         Recording(options.record, transport, loop)
@@ -137,7 +138,7 @@ async def hosted(
     stack.enter_context(abandoned_in_children(functools.partial(_abandon, engine, loop)))
     try:
         try:
-            world = await handshake.meet_all(transport, engine, loop)
+            world = await handshake.complete_handshake(transport, engine, loop)
         except BaseException as caught:
             error = own_error(caught, None, interrupts, transport.rank)
             fail_alone(transport, error)
@@ -146,15 +147,16 @@ async def hosted(
         recording.begin(world)
         exporter = _exporter(world, transport, options)
         token = _current_world.set(world)
-        engine.start()  # Start the engine again, so that messages are handled in the context of this rank.
-        monitor = FailureMonitor(world)
+        engine.start()  # The second call makes messages run in the context of this rank.
+        main, monitor = asyncio.current_task(), FailureMonitor(world)
         world.agreements.is_interrupted = lambda: interrupts.received is not None
-        interrupts.ask_before(world.rank, functools.partial(_note_interrupt, asyncio.current_task(), world))
-        teller = _teller(world, transport, options, stack)
+        interrupts.ask_before(world.rank, functools.partial(_note_interrupt, main, world, monitor))
+        interrupts.spare(main, monitor.is_stopped)
+        reporter = _reporter(world, transport, options, stack)
         success: SystemExit | None = None  # sys.exit(0) counts as a normal return
         try:
             try:
-                async with _task_group(world, monitor, options.watchdogs, teller):
+                async with _task_group(world, monitor, options.watchdogs, reporter):
                     with ending_forked_children():
                         yield world
             except SystemExit as caught:
@@ -168,12 +170,14 @@ async def hosted(
             error = own_error(caught, monitor, interrupts, world.rank)
             recording.note_end(error)
             _leave_counters(world, options)
-            await fail(world, transport, error, options.grace_s, teller.tell_abort if teller is not None else None)
+            await fail(
+                world, transport, error, options.grace_s, reporter.report_abort if reporter is not None else None
+            )
             if error is caught:
                 raise
             _raise_as_it_is(error)
         transport.close()
-        # Raise this error last, so that leftovers on this rank do not end the other ranks.
+        # Leftovers are reported last, so that their error does not end the other ranks.
         report_leftovers(world, leftovers, strict=options.strict and success is None)
         if success is not None:
             raise success
@@ -196,8 +200,8 @@ def _abandon(engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
     end_at_next_turn(loop, rank)
 
 
-def _note_interrupt(task: asyncio.Task[Any] | None, world: World) -> str | None:
-    waited = describe_wait(task, world)
+def _note_interrupt(task: asyncio.Task[Any] | None, world: World, monitor: FailureMonitor) -> str | None:
+    waited = monitor.waited if monitor.is_stopped() else describe_wait(task, world)
     world.services.events.add("interrupted", waited or "")
     return waited
 
@@ -213,38 +217,38 @@ def _exporter(world: World, transport: Transport, options: RankOptions) -> Expor
 
 
 def _leave_counters(world: World, options: RankOptions) -> None:
-    """Store the rank's last counters, if requested, for tables that are shown after the rank has ended."""
+    """Store the rank's last counters, if requested. Tables show them after the rank has ended."""
     if options.last_counters is not None:
         last_counters.leave(options.last_counters, counters_of(world.services))
 
 
-def _teller(
+def _reporter(
     world: World, transport: Transport, options: RankOptions, stack: contextlib.ExitStack
 ) -> WaitReporter | None:
-    """Make the rank report its waits, on SIGUSR1 or on request over a socket, until ``stack`` is closed."""
+    """Let the rank report its waits, on SIGUSR1 or on request over a socket, until ``stack`` is closed."""
     main = asyncio.current_task()
     if not options.tells or main is None:
         return None
-    teller = WaitReporter(world, main, options.watchdogs.job_stall_s)
-    tell_on_request(teller, teller.tell, teller.forget_in_child)
-    stack.callback(unregister_report, teller)
+    reporter = WaitReporter(world, main, options.watchdogs.job_stall_s)
+    register_report(reporter, reporter.report, reporter.forget_in_child)
+    stack.callback(unregister_report, reporter)
     if not transport.capabilities.shares_process:
-        teller.begin()
-        stack.callback(teller.end)
-    return teller
+        reporter.begin()
+        stack.callback(reporter.end)
+    return reporter
 
 
 @asynccontextmanager
 async def _task_group(
-    world: World, monitor: FailureMonitor, watchdogs: WatchdogOptions, teller: WaitReporter | None
+    world: World, monitor: FailureMonitor, watchdogs: WatchdogOptions, reporter: WaitReporter | None
 ) -> AsyncIterator[None]:
-    """Run main, which is the body of ``async with``, in one task group with the tasks that it spawns."""
+    """Run main, which is the ``async with`` block, in one task group with the tasks that it spawns."""
     error_of_main: BaseException | None = None
     watch = EndWatch(world, watchdogs.watchdog_s)
     stop = monitor.stop if watchdogs.stall_aborts else None
     stall_watch = StallWatch(world, asyncio.current_task(), watchdogs, stop)
-    if teller is not None:
-        stall_watch.is_told_elsewhere = teller.has_told_standstill
+    if reporter is not None:
+        stall_watch.is_reported_by_others = reporter.has_reported_standstill
     try:
         with monitor:
             async with asyncio.TaskGroup() as task_group:
@@ -269,7 +273,7 @@ async def _task_group(
 
 
 def _raise_as_it_is(error: BaseException) -> NoReturn:
-    """Raise ``error`` with its original context, because IPython may fail to display the exception group."""
+    """Raise ``error`` with its original context. IPython may fail to display the exception group in the new context."""
     context = error.__context__
     try:
         raise error

@@ -1,6 +1,6 @@
-"""Ends a rank cleanly. Notifies its peers that main has returned, and waits until all ranks have ended.
+"""Ends a rank cleanly. Notifies the other ranks that main has returned, and waits until all ranks have ended.
 
-Background services run until all ranks have ended, because other ranks may still need them, such as a coordinator.
+Background services, such as a coordinator, run until all ranks have ended, because other ranks may still need them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger("asyncdist.runtime.leaving")
 
 #: Maximum seconds to wait for this rank's outstanding requests.
 _FLUSH_S: Final = 5.0
-#: Seconds to wait for the peers' last messages after main has returned on all of them.
+#: Seconds to wait for the other ranks' last messages after main has returned on all of them.
 _FINALIZE_S: Final = 60.0
 
 
@@ -31,7 +31,7 @@ async def leave(world: World, transport: Transport) -> list[str]:
     world.refuse_streams()
     given_up = world.give_up_requests()
     await world.services.engine.until(lambda: world.services.task_count == 0, WaitId(WaitKind.OWN_SERVICES))
-    # Wait before the barrier, because a peer drops user messages that arrive after its main has returned.
+    # Wait until the user's messages have left. A receiver whose main has returned receives and drops them.
     is_nobody_in_main = _have_all_left(world, transport)
     await world.services.engine.until(
         lambda: not world.services.is_sending or is_nobody_in_main(),
@@ -49,7 +49,7 @@ async def leave(world: World, transport: Transport) -> list[str]:
 async def _last_barrier(world: World, transport: Transport) -> None:
     own_group, announcements = transport.end_group, world.peers.announcements
     if own_group is not None:
-        if announcements is not None:  # Wait until no rank sends along the tree any longer.
+        if announcements is not None:  # Wait until no rank sends along the tree.
             await world.services.engine.until(_have_all_left(world, transport), WaitId(WaitKind.OTHERS_LEFT))
             await _flush(world)
         await world.services.engine.wait(own_group.barrier(), WaitId(WaitKind.OTHERS_ENDED))
@@ -67,7 +67,7 @@ async def _last_barrier(world: World, transport: Transport) -> None:
         Everybody(world, transport, world.peers.answered, world.services.left),
         WaitId(WaitKind.OTHERS_ENDED),
     )
-    # The other ranks are about to end. The wait is bounded, because a corrupted finalize message may have been dropped.
+    # The other ranks are about to end. The wait is bounded, because a corrupted Finalize message may have been dropped.
     await world.services.engine.until(
         Everybody(world, transport, world.peers.answered),
         WaitId(WaitKind.FINALIZE_MESSAGES),
@@ -91,7 +91,10 @@ async def _flush(world: World) -> None:
 
 
 def report_leftovers(world: World, leftovers: Sequence[str], *, strict: bool) -> None:
-    """Log the descriptions that :func:`leave` has returned, or raise LocalProtocolError with them if ``strict``."""
+    """Log the descriptions that :func:`leave` has returned.
+
+    If ``strict``, raise LocalProtocolError with them instead.
+    """
     if leftovers:
         text = f"rank {world.rank} ended with {'; '.join(leftovers)}"
         if strict:

@@ -1,7 +1,7 @@
-"""Tracks which peers of a rank have returned from main, left, failed or been lost, by exchanging messages with them.
+"""Tracks which other ranks have returned from main, left, failed or been lost, by exchanging messages with them.
 
 The runtimes of all ranks communicate on one channel, the system channel. It also carries the messages of agreements and
-of freed groups. In a small world each rank notifies all others when it leaves, ends or fails. In a larger world it
+of freed groups. In a small world, each rank notifies all others when it leaves, ends or fails. In a larger world, it
 notifies the ranks with which it has exchanged messages. The others are notified along a tree
 (:mod:`asyncdist.runtime.departing.announcements`).
 """
@@ -52,14 +52,14 @@ from asyncdist.transports.rank_sets import RankSet
 
 logger = logging.getLogger("asyncdist.runtime.peers")
 
-#: Size of the largest world in which each rank notifies all others directly. Worlds whose ranks can be restarted have
-#: no limit.
+#: Size of the largest world in which each rank notifies all others directly. If ranks can be restarted, they do so in
+#: worlds of any size.
 FLAT_SIZE_MAX: Final = DIRECT_COUNT_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Message to every peer that the sender's main has returned, so the sender starts no further collectives.
+    """Notifies every other rank that the sender's main has returned. The sender starts no further collectives.
 
     Attributes:
         started: Pairs of a group's tag and the number of collectives that the sender has started in the group.
@@ -72,14 +72,17 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Message to every peer that the sender has failed, so the job must stop."""
+    """Notifies every other rank that the sender has failed, so the job must stop."""
 
     summary: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finalize:
-    """Message to every peer that the sender has ended. Repeats a :class:`Leave` that may have been lost."""
+    """Notifies every other rank that the sender has ended.
+
+    Repeats the data of a :class:`Leave` that may have been lost.
+    """
 
     started: tuple[tuple[int, int], ...] = ()
     lost: Losses = ()
@@ -97,7 +100,7 @@ class FailureAcknowledged:
     """Answer to :class:`Failed`: the sender has stopped because the job has failed."""
 
 
-LastWords: TypeAlias = Leave | Failed | Finalize | FailureAcknowledged
+FinalMessage: TypeAlias = Leave | Failed | Finalize | FailureAcknowledged
 
 
 class Peers:
@@ -105,7 +108,7 @@ class Peers:
 
     Attributes:
         answered: Ranks that have acknowledged a failure, have failed, or have ended.
-        turns: Queue in which the collective starts of this rank take turns.
+        turns: Queue in which the blocking collective starts of this rank wait for their turn.
         announcements: Exchange of end notices along the tree, or None if this rank notifies all others directly.
         warns_of_losses: Whether the lowest present rank logs a warning for each lost rank. False if the launcher or the
             transport logs the losses.
@@ -118,7 +121,7 @@ class Peers:
         self._services = services
         self._lost: set[int] = set()
         self._has_returned = False
-        self._last_words: list[LastWords] = []  # messages to repeat to ranks that are restarted later
+        self._final_messages: list[FinalMessage] = []  # messages to repeat to ranks that are restarted later
         self._failure_listeners: list[Callable[[int, str], None]] = []
         self._system: Channel[Any] = services.open_channel(
             Join
@@ -155,10 +158,10 @@ class Peers:
         self.announcements: Announcements | None = None
         if services.size > FLAT_SIZE_MAX and not services.may_return:
             self.announcements = Announcements(services, group.ranks, self._on_departure, self._on_failure)
-        # The group of all ranks contains the previous process of a restarted rank, but not this process.
+        # The group of all ranks contains the previous process of a restarted rank, not this process.
         if services.engine.transport.incarnation:
             self.attendance.on_lost(services.rank)
-        for rank in sorted(services.lost_ranks()):  # Report these losses now, so that main sees them from its start.
+        for rank in sorted(services.lost_ranks()):  # Main must see these losses from its start.
             self.mark_lost(rank)
         services.engine.transport.set_loss_listener(self.mark_lost)
         services.engine.transport.set_return_listener(self.mark_returned)
@@ -168,7 +171,7 @@ class Peers:
         self._failure_listeners.append(listener)
 
     def mark_gone(self, ranks: RankSet, *, of_a_failure: bool = False, is_lost: bool = False) -> None:
-        """Record that ranks no longer take part because they have left, are lost, or stopped after another failure."""
+        """Record that ranks no longer take part, because they have left, are lost, or stopped after another failure."""
         services = self._services
         new = ranks - services.gone
         if new:
@@ -189,7 +192,7 @@ class Peers:
             self._warn_of_loss(rank)
         self._services.left.discard(rank)
         self._services.forget_returned(rank)
-        self._services.gone.discard(rank)
+        self._services.gone.discard(rank)  # so that mark_gone also reports the loss of a rank that had left
         self.attendance.on_lost(rank)
         self.mark_gone(RankSet((rank,)), is_lost=True)
         if self.announcements is not None:
@@ -214,7 +217,7 @@ class Peers:
         self.attendance.on_returned(rank, incarnation)
         self.agreements.on_returned(rank, incarnation)
         services.note_restarted(rank, incarnation)
-        for message in self._last_words:
+        for message in self._final_messages:
             self._send(message, rank)
         services.notify_returned(rank)
 
@@ -271,18 +274,18 @@ class Peers:
         self._services.engine.recheck()
 
     def _on_failure(self, rank: int, summary: str) -> None:
-        """Record the failure of a peer, and acknowledge it if this rank has already stopped."""
+        """Record that another rank has failed, and acknowledge that if this rank has already stopped."""
         is_new = rank not in self.answered
         self.answered.add(rank)
         for listener in self._failure_listeners:
             listener(rank, summary)
         if self.announcements is not None and is_new:
-            for message in self._last_words:
+            for message in self._final_messages:
                 if isinstance(message, (Failed, FailureAcknowledged)):
                     self._send(message, rank)
 
     def _on_departure(self, departure: Departure) -> None:
-        """Handle a departure that has arrived along the tree, except for ranks that notify this rank directly.
+        """Handle departures announced along the tree. Skip ranks that also notify this rank directly.
 
         The end of a rank is always recorded, because all its messages have arrived by then.
         """
@@ -290,7 +293,7 @@ class Peers:
         if self._has_returned and not services.task_count and not services.is_sending:
             return
         if is_in(services.rank, departure.told):
-            return  # Its earlier messages may still be in transit, and must be delivered first.
+            return  # Messages that the rank sent earlier must be delivered first.
         ranks = departure.ranks - services.left - services.lost_ranks()
         ranks.discard(services.rank)
         if departure.stage == Stage.LEFT:
@@ -307,7 +310,7 @@ class Peers:
         self.mark_gone(ranks)
 
     def _note_losses(self, losses: Losses) -> None:
-        """Record the lost ranks that a leaving rank has reported. A loss may be the reason why it left."""
+        """Record the losses that a leaving rank has reported. A loss may be the reason why that rank has left."""
         for rank, incarnation in losses:
             is_peer = 0 <= rank < self._services.size and rank != self._services.rank
             if is_peer and not self.attendance.knows_loss(rank, incarnation):
@@ -315,26 +318,26 @@ class Peers:
                 self.agreements.on_gone(RankSet((rank,)), is_lost=True)
 
     def leave(self) -> None:
-        """Notify every peer that main has returned on this rank."""
+        """Notify every other rank that main has returned on this rank."""
         self._has_returned = True
         self._services.stop_reading()
         self.agreements.leave()
         self.attendance.leave()
         self.announce(Leave(self.attendance.started(), self.groups.losses()))
         if self.announcements is not None:
-            self._services.watch_contacts(self._tell_contact)
+            self._services.watch_contacts(self._notify_contact)
             self.announcements.depart(self._departure(Stage.LEFT))
 
     def finalize(self) -> None:
-        """Notify every peer that this rank has ended."""
+        """Notify every other rank that this rank has ended."""
         self.announce(Finalize(self.attendance.started(), self.groups.losses()))
         if self.announcements is not None:
             self.announcements.depart(self._departure(Stage.ENDED))
 
-    def announce(self, message: LastWords) -> None:
-        """Send ``message`` to every peer that can still receive it, directly or along the tree."""
+    def announce(self, message: FinalMessage) -> None:
+        """Send ``message`` to every other rank that can still receive it, directly or along the tree."""
         services = self._services
-        self._last_words.append(message)
+        self._final_messages.append(message)
         peers: Collection[int] = range(services.size)
         if self.announcements is not None:
             if isinstance(message, Failed):
@@ -346,13 +349,13 @@ class Peers:
             if rank != services.rank and rank not in lost:
                 self._send(message, rank)
 
-    def tell_silent(self, message: Failed) -> None:
-        """Send ``message`` directly to the ranks that have not answered. The ranks that relay it may be busy."""
+    def notify_silent(self, message: Failed) -> None:
+        """Send ``message`` directly to ranks that have not answered, because the ranks that relay it may be busy."""
         for rank in set(range(self._services.size)) - self.answered - {self._services.rank}:
             self._send(message, rank)
 
     @property
-    def is_failure_led_elsewhere(self) -> bool:
+    def is_failure_led_by_lower_rank(self) -> bool:
         """Whether a lower rank has failed, too, and is therefore responsible for stopping all ranks."""
         return (
             self.announcements is not None
@@ -368,12 +371,12 @@ class Peers:
         told = runs_of(tuple(sorted(self._services.sent_to - self._services.received_from)))
         return Departure.of(self._services.rank, stage, self.attendance.started(), self.groups.losses(), told)
 
-    def _tell_contact(self, rank: int) -> None:
+    def _notify_contact(self, rank: int) -> None:
         """Notify a rank whose first message arrived after main had returned on this rank."""
-        for message in self._last_words:
+        for message in self._final_messages:
             if isinstance(message, (Leave, Finalize)) and rank != self._services.rank:
                 self._send(message, rank)
 
-    def _send(self, message: LastWords, rank: int) -> None:
+    def _send(self, message: FinalMessage, rank: int) -> None:
         with contextlib.suppress(RankLostError, BusyError):
             self._system.send_nowait(message, rank)

@@ -12,27 +12,41 @@ import torch
 
 from asyncdist.launchers import detection
 
-#: Modules built with nanobind, which prints all its objects that still exist at the interpreter's exit. GPU builds of
-#: torch import triton.
+#: Modules built with nanobind, which at the interpreter's exit prints all of its objects that still exist. GPU builds
+#: of torch import triton.
 _COUNT_AT_THE_END: Final = ("triton", "jaxlib")
+#: A container that is hidden from the garbage collector if objects were frozen while wrappers could exist.
+_mark = [object()]
 
 
 def limit_threads() -> None:
-    """Limit torch to this rank's share of the host's cores. By default, every rank would use all cores."""
+    """Limit torch's threads to this rank's share of the host's cores. By default, every rank would use all cores."""
     threads = detection.threads_per_rank()
     if threads is not None:
         torch.set_num_threads(threads)
 
 
-@functools.cache  # counting frozen objects takes time in proportion to their number
+@functools.cache  # Counting frozen objects takes time in proportion to their number.
 def spare_collections() -> None:
-    """Exclude all existing objects, of which torch makes some 170,000, from garbage collection, once per process.
+    """Exclude all existing objects from garbage collection. Only the first call has an effect.
 
-    These objects live as long as the process. Visiting them in full collections took a quarter of an idle rank's time.
+    These objects, of which torch makes some 170,000, live as long as the process. Visiting them in full collections
+    took a quarter of an idle rank's time.
     """
+    global _mark
     if gc.get_freeze_count() == 0:
         gc.freeze()
         atexit.register(_end)
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            _mark = [object()]
+
+
+def may_hide_wrappers() -> bool:
+    """Return whether frozen objects may include DDP or FSDP wrappers, which only exist with torch.distributed.
+
+    If so, :func:`gc.get_referrers` does not find all wrappers.
+    """
+    return not any(holder is _mark for holder in gc.get_referrers(_mark[0]))
 
 
 def _end() -> None:

@@ -69,15 +69,15 @@ class Recording:
         is_simulated = hasattr(self._loop, "rank")
         # Sleeps cannot be recorded if several ranks share a loop.
         tells_sleeps = is_simulated or not transport.capabilities.shares_process
-        told = {"sent_before_count": self._sent_before_count, "tells_sleeps": tells_sleeps, "tells_collectives": True}
-        writer.open({**header, **_conditions(world), **told})
+        facts = {"sent_before_count": self._sent_before_count, "tells_sleeps": tells_sleeps, "tells_collectives": True}
+        writer.open({**header, **_conditions(world), **facts})
         engine.begin()
         services = world.services
         services.events.sink = writer.add
         services.count_waits(writer.note_wait)
         services.end_recording = functools.partial(self._end, writer)
         if tells_sleeps:
-            self._tell_sleeps(engine)
+            self._record_sleeps(engine)
         # A rank with its own process can be killed, so its file is written regularly.
         if not transport.capabilities.shares_process:
             self._tick(writer)
@@ -94,7 +94,7 @@ class Recording:
             self._sent_before_count += self._recorded is None or not self._recorded.has_begun
             writer.note(kind, peer, tag, nbytes)
 
-    def _tell_sleeps(self, engine: Engine) -> None:
+    def _record_sleeps(self, engine: Engine) -> None:
         call_at = self._loop.call_at
 
         def set_timer(
@@ -121,7 +121,7 @@ class Recording:
         writer.close()
 
     def note_end(self, error: BaseException | None) -> None:
-        """Record that main has ended, and flush the file, because the process may end during the shutdown."""
+        """Record that main has ended, and flush the file, because the process may end before the rank has shut down."""
         self._leave_loop()
         if self._writer is not None:
             self._writer.note("over", "" if error is None else f"{type(error).__name__}: {error}"[:1000])
@@ -137,16 +137,16 @@ class Recording:
 
 
 class ObservedEngine(Engine):
-    """Engine that counts a rank's waits. A replay uses the counts to deliver each message at the recorded position.
+    """Engine that counts a rank's waits. A replay uses the counts to deliver each message at its recorded position.
 
     Attributes:
         has_begun: Whether the world is open. Earlier events are not counted.
-        woken_count: Number of wake-ups since the last safe point began: ends of waits for messages and conditions,
+        woken_count: Number of wake-ups since ``safe_point`` was last called: ends of waits for messages and conditions,
             collectives that began, failed or ended without a message, and calls of :meth:`wake_by`.
-        begun_count: Number of waits for messages and conditions that have begun since the last safe point began.
+        begun_count: Number of waits for messages and conditions that have begun since ``safe_point`` was last called.
     """
 
-    tells_sends: ClassVar[bool] = True
+    notes_sends: ClassVar[bool] = True
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(transport, loop)
@@ -157,15 +157,15 @@ class ObservedEngine(Engine):
         )
 
     def begin(self) -> None:
-        """Start counting. Earlier events are not counted, because a replay opens the world differently."""
+        """Start counting. Earlier events are not counted, because a replay opens the world in a different way."""
         self.has_begun = True
         self.woken_count = self.begun_count = 0
 
     def name_send(self, kind: WaitKind, dest: int, tag: int) -> WaitId | None:
         return WaitId(kind, tag, dest, next(self._send_counts[kind, dest, tag])) if self.has_begun else None
 
-    def pass_quietly(self) -> bool:
-        return False  # Every safe point must be recorded.
+    def try_safe_point(self) -> bool:
+        return False  # Every call of safe_point must be recorded.
 
     def note_collective_begun(self) -> None:
         self.woken_count += 1
@@ -181,12 +181,12 @@ class ObservedEngine(Engine):
 
 
 class RecordedEngine(ObservedEngine):
-    """Engine that records everything that a replay must repeat."""
+    """Engine that records all events that a replay must repeat."""
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop, writer: RecordWriter) -> None:
         super().__init__(transport, loop)
         self._writer = writer
-        self._is_native = transport.capabilities.native_collectives  # MPI chooses the order of reductions
+        self._is_native = transport.capabilities.native_collectives  # MPI chooses the order of its reductions
         self._unrecorded_clock, self.clock = self.clock, self._read_clock
 
     def _read_clock(self) -> float:

@@ -24,11 +24,11 @@ from asyncdist import environment, validation
 from asyncdist.errors import AsyncdistError, LateError, is_consequence
 from asyncdist.launchers import child_environment, detection
 from asyncdist.live.destinations import destinations
-from asyncdist.live.population import PopulationView
+from asyncdist.live.hosted_table import HostedRanksTable
 from asyncdist.recording.writer import LIMIT_NBYTES, RecordOptions
 from asyncdist.runtime.failing.failure import end_late, refuse
 from asyncdist.runtime.hosting import GRACE_S, RankOptions, RankResult, host_rank, hosted
-from asyncdist.runtime.notebooks import call_outside_loop, is_loop_running
+from asyncdist.runtime.outside_loop import call_outside_loop, is_loop_running
 from asyncdist.runtime.process import limit_threads, spare_collections
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.stall_warnings import WatchdogOptions
@@ -68,15 +68,15 @@ WATCHDOG_S: Final = 10.0
 STALL_S: Final = 60.0
 #: Seconds that main may wait in one collective before a warning is logged, unless ``stall_s`` is set.
 COLLECTIVE_STALL_S: Final = 300.0
-#: Pattern of launcher options that set the number of ranks.
+#: Pattern of the options with which launchers set the number of ranks.
 _RANKS_ASKED_FOR: Final = re.compile(r"(?<!\S)((?:-n|-np|--ranks|--nproc[-_]per[-_]node)[ =]?(\d+))(?!\S)")
-#: Function that :func:`run` calls with main, its arguments and ``strict`` instead of hosting the ranks, or None.
-run_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
-    "run_elsewhere", default=None
+#: Function that :func:`run` calls with main, its arguments and ``strict`` instead of hosting a rank, or None.
+run_override: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
+    "run_override", default=None
 )
-#: Function for replays that :func:`run_local` calls with main, its arguments and ``strict``, or None.
-run_local_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], list[Any]] | None] = ContextVar(
-    "run_local_elsewhere", default=None
+#: Function that :func:`run_local` calls with main, its arguments and ``strict`` in a replay, or None.
+run_local_override: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], list[Any]] | None] = ContextVar(
+    "run_local_override", default=None
 )
 
 
@@ -108,14 +108,15 @@ def run(
         main: Coroutine function whose first argument is the :class:`World`.
         transport: ``"mpi"``, ``"torch"``, ``"local"`` or ``"auto"``. ``"auto"`` selects MPI under an MPI launcher. It
             selects torch if RANK, WORLD_SIZE and MASTER_ADDR are set, for example by torchrun, or if the program has
-            made a process group of several ranks. Otherwise it selects local. ``"torch"`` sends over gloo in process
+            made a process group of several ranks. Otherwise, it selects local. ``"torch"`` sends over gloo in process
             groups that asyncdist creates. The program's own groups may use any backend.
         ranks: Number of ranks to host on one loop of this process, only with ``transport="local"``. The result of rank
             0 is returned.
         loop: ``"uvloop"`` (the default if it is installed) or ``"asyncio"``.
-        grace_s: Seconds that the peers of a failed rank have to stop on their own before they are aborted.
-        strict: Whether to raise LocalProtocolError instead of logging a warning if anything is left at the end: an
-            unread message, a request, a stream slot, a snapshot or a task.
+        grace_s: Seconds in which the other ranks must stop on their own after a rank has failed. Then the job is
+            aborted. After a signal they have 10 s, if that is longer.
+        strict: Whether to raise LocalProtocolError instead of logging a warning if an unread message, a request, a
+            stream slot, a snapshot or a task is left at the end.
         watchdog_s: Seconds after main's return until a warning lists the spawned tasks, if all of them are still
             waiting, or ``math.inf`` for no warning.
         stall_s: Seconds without a step or a received message on any rank of this host, after which the waits of all its
@@ -124,23 +125,23 @@ def run(
             when main has waited in one line for once to twice this time while other ranks continue. The wait may be for
             a message, a stream, a collective, or main's own future or event. If no value is set, the warning is logged
             after 300 s and only for collectives, because a main that waits for messages may be a server.
-        stall_aborts: Whether to raise StallError instead of logging this warning, if main waits for its peers.
+        stall_aborts: Whether to raise StallError instead of logging this warning if main waits for other ranks.
         record: Folder in which each rank records its steps, metrics, rounds, messages and waits.
             :mod:`asyncdist.recording.writer` describes the files, and :func:`asyncdist.recording.reader.read_recording`
             reads them. The default is the variable ASYNCDIST_RECORD (``asyncdist run --record``). If the folder cannot
             be written, a warning is logged.
-        record_limit_nbytes: Maximum size of a rank's file, in bytes, at which recording stops.
+        record_limit_nbytes: Size of a rank's file, in bytes, at which recording stops.
         metrics: Destination of each rank's counters: ``"tensorboard:FOLDER"``, ``"wandb"``, ``"wandb:PROJECT"``,
             ``"opentelemetry"``, a port or ``"HOST:PORT"`` for Prometheus, or a list of several. For Prometheus, the
-            first rank of a host listens on the given port, and the other ranks on the following ports. The default
-            address is 127.0.0.1. The default is the variable ASYNCDIST_METRICS (``asyncdist run --metrics``). If a
+            first rank of a host listens on the given port, and the other ranks on the following ports. The default host
+            is 127.0.0.1. The default destination is the variable ASYNCDIST_METRICS (``asyncdist run --metrics``). If a
             destination fails, a warning is logged.
 
     Raises:
         TypeError: ``main`` is not a coroutine function, or cannot be called with a world and ``args``.
         ValueError: An option is not valid, for example the name of the transport.
         RankLostError: Another rank failed and has printed its traceback.
-        StallError: main waited for its peers for too long (``stall_aborts``).
+        StallError: main waited for other ranks for too long (``stall_aborts``).
         TransportError: The transport cannot be used, or launcher and MPI library do not match.
         LocalProtocolError: This code already runs inside a world. A rank has only one world.
         RuntimeError: A launcher started this process, and a loop is already running. Use :func:`open_world` instead.
@@ -160,17 +161,17 @@ def run(
             metrics=metrics,
         )
         _check_options(transport, ranks, loop, grace_s)
-        elsewhere = run_elsewhere.get()
+        override = run_override.get()
         with StoryRequests():
-            opened = _open_here(transport, ranks) if elsewhere is None else None
+            opened = _open_here(transport, ranks) if override is None else None
     except LateError as late:
         end_late(late)
     except (ValueError, AsyncdistError) as refusal:
         refuse(refusal, sys._getframe(1))
         refusal.__traceback__ = None  # Only the message is printed.
         raise
-    if elsewhere is not None:
-        return cast(T, elsewhere(main, args, strict))
+    if override is not None:
+        return cast(T, override(main, args, strict))
     if opened is None:
         if transport == "auto" and ranks is None and getattr(main, "__module__", None) == "__main__":
             _warn_if_alone(sys.argv)
@@ -181,13 +182,13 @@ def run(
         outcome = _complete(event_loop, [task])[0]
         if isinstance(outcome.error, LateError):
             end_late(outcome.error)
-        if outcome.error is not None:  # Raise inside the block, so that a later Ctrl-C has this error as its context.
+        if outcome.error is not None:  # A later Ctrl-C has this error as its context.
             raise outcome.error
     return cast(T, outcome.value)
 
 
 def _warn_if_alone(words: Sequence[str]) -> None:
-    """Log a warning if the script's arguments request several ranks although no launcher started this process."""
+    """Log a warning if the script's arguments request several ranks although no launcher has started this process."""
     found = _RANKS_ASKED_FOR.search(" ".join(words[1:]))
     if found is not None and int(found[2]) > 1 and not environment.VARIABLES.get(environment.TRANSPORT_VARIABLE):
         logger.warning(
@@ -262,13 +263,13 @@ def run_local(
         metrics=metrics,
     )
     _check_options("local", ranks, loop, GRACE_S)
-    elsewhere = run_local_elsewhere.get()
-    if elsewhere is not None:
-        return elsewhere(main, args, strict)
+    override = run_local_override.get()
+    if override is not None:
+        return override(main, args, strict)
     if not live:
         return _run_local(main, args, ranks, loop, options)
     validation.main_function(main, args)
-    view = PopulationView()
+    view = HostedRanksTable()
     with view.shown() as refresh:
         return _run_local(view.watched(main), args, ranks, loop, options, meanwhile=refresh)
 
@@ -282,7 +283,7 @@ def _run_local(
     meanwhile: Callable[[], None] | None = None,
 ) -> list[T]:
     validation.main_function(main, args)
-    # Set the signal handlers here, because only the main thread may set them.
+    # Signal handlers must be set here, because only the main thread may set them.
     with Interrupts(spares_process=is_loop_running()) as interrupts:
         outcomes = call_outside_loop(
             functools.partial(_host_locally, main, args, ranks, loop, interrupts, options), meanwhile
@@ -376,7 +377,7 @@ def prepare_rank(
     transport: TransportName,
     options: RankOptions,
 ) -> Callable[[Interrupts], AbstractAsyncContextManager[World]]:
-    """Open the transport for a rank whose main is the body of a context manager.
+    """Open the transport for a rank whose main is the block of a context manager.
 
     Returns:
         A function that makes the context manager, which must be entered on a loop.
@@ -406,7 +407,7 @@ def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Rank
 
 @contextmanager
 def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
-    """Yield a new loop of the given kind. After the body, cancel the remaining tasks and close the loop."""
+    """Yield a new loop of the given kind. At the end of the context, cancel the remaining tasks and close the loop."""
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     if name == "uvloop" or (name is None and importlib.util.find_spec("uvloop") is not None):
         import uvloop

@@ -1,8 +1,9 @@
 """Ends a rank after Ctrl-C (SIGINT), SIGTERM or SIGHUP.
 
-The first signal asks the rank to stop at its next await, and a second one, ``COPIES_S`` later, ends the process. The
-handlers are plain signal handlers, because those of an event loop do not run while torch blocks the loop. When a
-terminal closes, its ranks receive SIGHUP, often twice, so a second SIGHUP is ignored.
+The first signal asks the rank to stop at its next await. A second signal ends the process if it arrives ``COPIES_S``
+later, or if it is a second Ctrl-C in this process's terminal. The handlers are plain signal handlers, because an event
+loop's handlers do not run while torch blocks the loop. When a terminal closes, its ranks receive SIGHUP, often twice,
+so a second SIGHUP is ignored.
 """
 
 from __future__ import annotations
@@ -17,35 +18,36 @@ from types import FrameType
 from typing import Any, Final
 
 from asyncdist import rank_program
+from asyncdist.launchers import launcher_signals
 from asyncdist.runtime.failing.process_ends import exit_immediately
 from asyncdist.runtime.story.requests import StoryRequests, forget_in_child
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: Seconds after the first signal in which further signals count as copies of the first.
-COPIES_S: Final = 1.0
 
 
 class StopRequest:
-    """Distinguishes a user's second stop signal from copies of the first.
+    """Distinguishes a user's second stop signal from copies of the first signal.
 
-    Service managers, batch systems and ``timeout`` send one signal to all processes of a job. The launcher and the
-    guardians forward it as well, possibly as SIGTERM, so that a rank receives several copies of the same request.
+    Service managers, batch systems and ``timeout`` send one signal to all processes of a job. The launcher and its
+    helper processes on each host forward it as well, possibly as SIGTERM. A rank therefore receives several copies of
+    the same request. Each Ctrl-C in a terminal, however, reaches the terminal's foreground processes once.
     """
 
     def __init__(self) -> None:
         self._first_at_s: float | None = None
 
-    def is_copy(self) -> bool:
+    def is_copy(self, number: int) -> bool:
         """Record a stop signal. Return whether it is a copy of the first signal."""
         now_s = time.monotonic()
         if self._first_at_s is None:
             self._first_at_s = now_s
             return False
-        return now_s - self._first_at_s < COPIES_S
+        is_key = number == signal.SIGINT and launcher_signals.is_in_foreground()
+        return now_s - self._first_at_s < launcher_signals.COPIES_S and not is_key
 
 
 class Interrupts:
-    """Context manager that cancels tasks at the first signal of :data:`SIGNALS`, and ends the process at the second.
+    """Cancels tasks at the first signal of :data:`SIGNALS`, and ends the process at the second. A context manager.
 
     Outside the main thread, it does nothing. In a forked process, the previous handlers are restored. SIGHUP has no
     effect if it is ignored, as under ``nohup``, or if the program handles it.
@@ -64,7 +66,7 @@ class Interrupts:
         self.received: int | None = None
         self.raises_at_once = False
         self._request = StopRequest()
-        self._is_pending = False  # a signal was received and has not cancelled the tasks yet
+        self._is_pending = False  # a signal was received, but has not cancelled the tasks yet
         self._stopping: asyncio.Handle | None = None  # scheduled cancellation of the tasks
         self._previous: dict[int, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -72,13 +74,18 @@ class Interrupts:
         self._story_requests = StoryRequests()
         self._waits: dict[int, Callable[[], str | None]] = {}
         self._waited: dict[int, str | None] = {}
+        self._are_ending: dict[asyncio.Task[Any] | None, Callable[[], bool]] = {}
 
     def ask_before(self, rank: int, wait: Callable[[], str | None]) -> None:
-        """Register ``wait``, which describes the wait of ``rank`` and is called before the tasks are cancelled."""
+        """Register ``wait``, which describes the wait of ``rank``. It is called before the tasks are cancelled."""
         self._waits[rank] = wait
 
+    def spare(self, task: asyncio.Task[Any] | None, is_ending: Callable[[], bool]) -> None:
+        """Do not cancel ``task`` if ``is_ending()``, because it may be cleaning up after another rank was stopped."""
+        self._are_ending[task] = is_ending
+
     def error(self, rank: int) -> BaseException | None:
-        """Return the exception for the received signal, with a note on the wait of ``rank``, or None."""
+        """Return the exception for the received signal, with a note that describes the wait of ``rank``, or None."""
         if self.received is None:
             return None
         error = interrupt_error(self.received)
@@ -98,7 +105,7 @@ class Interrupts:
             raise interrupt_error(self.received)
 
     def check_pending(self) -> None:
-        """Raise KeyboardInterrupt or SystemExit if a signal was received and has not cancelled a task yet."""
+        """Raise KeyboardInterrupt or SystemExit if a signal was received, but has not cancelled a task yet."""
         if self._is_pending:
             self.check()
 
@@ -135,7 +142,7 @@ class Interrupts:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self.received is not None:
             return
-        if self._request.is_copy() and not self._spares_process:
+        if self._request.is_copy(number) and not self._spares_process:
             return
         rank_program.write_past_mpirun()
         if number != signal.SIGINT and not self._spares_process:
@@ -160,7 +167,8 @@ class Interrupts:
         self._is_pending = False
         self._waited = {rank: wait() for rank, wait in self._waits.items()}
         for task in self._tasks:
-            task.cancel()
+            if task not in self._are_ending or not self._are_ending[task]():
+                task.cancel()
 
 
 def _restore_signals_in_child() -> None:
@@ -177,7 +185,7 @@ def _restore_signals_in_child() -> None:
 
 
 class _Held:
-    """Blocks signals during a fork, so that a child does not lose signals that arrive before its handlers are set."""
+    """Blocks signals during a fork. Otherwise, a child would lose signals that arrive before its handlers are set."""
 
     def __init__(self) -> None:
         self._masks = threading.local()
@@ -199,7 +207,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _forget_workers() -> None:
-    """Keep torch from raising RuntimeError about ended DataLoader workers while this process exits."""
+    """Prevent torch from raising RuntimeError about ended DataLoader workers while this process exits."""
     if getattr(signal.getsignal(signal.SIGCHLD), "__module__", "") == "torch.utils.data._utils.signal_handling":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 

@@ -20,7 +20,7 @@ SetTimer = Callable[[WaitId, float, Callable[..., object], tuple[Any, ...], cont
 
 
 def set_sleeps_by(loop: asyncio.AbstractEventLoop, set_timer: SetTimer) -> Callable[[], None]:
-    """Make ``set_timer`` set the timers of asyncio's own functions. Return a function that restores the loop."""
+    """Let ``set_timer`` set the timers of asyncio's own functions. Return a function that restores the loop."""
     replaced: Any = loop
     call_at, call_later, numbers = loop.call_at, loop.call_later, itertools.count()
 

@@ -18,7 +18,7 @@ from asyncdist.runtime.world import World
 logger = logging.getLogger("asyncdist.runtime.stall_warnings")
 
 #: Coroutines of asyncio that end automatically, after a time or when a thread ends. Their futures look like futures
-#: that a peer or the user settles.
+#: that another rank or the user completes.
 _TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__})
 _LIBRARIES: Final = frozenset({"asyncdist", "asyncio", "contextlib"})
 #: Coroutines of asyncio that wait for several tasks, with the name of the call in the user's code.
@@ -26,7 +26,7 @@ _JOINS: Final = {asyncio.TaskGroup.__aexit__.__code__: "asyncio.TaskGroup", asyn
 #: Maximum number of tasks, and maximum depth of nested waits, in the description of a wait for several tasks.
 _PART_COUNT_MAX: Final = 4
 _PART_DEPTH_MAX: Final = 3
-#: Maps the task of a main driven by blocking code to a function that returns the innermost frame of that code.
+#: For a main driven by blocking code: maps its task to a function that returns the innermost frame of that code.
 frame_of_caller: Final[WeakKeyDictionary[asyncio.Task[Any], Callable[[], types.FrameType | None]]] = WeakKeyDictionary()
 
 
@@ -35,8 +35,8 @@ class WatchdogOptions:
     """Seconds after which long waits are reported, or infinity for never. Most are options of :func:`asyncdist.run`.
 
     Attributes:
-        collectives_alone: Whether ``stall_s`` applies only to collectives, because a main that waits for messages may
-            be a server.
+        collectives_alone: Whether ``stall_s`` applies only to collectives. A main that waits for messages may be a
+            server.
         job_stall_s: Seconds without a step or message on any rank after which the waits of all ranks are printed.
     """
 
@@ -56,7 +56,7 @@ ENDLESS: Final = WatchdogOptions()
 
 
 class EndWatch:
-    """Warns once if main has returned, but spawned tasks that only wait keep the rank from ending.
+    """Warns once if main has returned, but spawned tasks that only wait prevent the rank from ending.
 
     The warning is logged when every task has been in the same wait for ``period_s`` seconds.
     """
@@ -71,30 +71,30 @@ class EndWatch:
         """Start watching after main has returned."""
         self._seen = {task: waiter_of(task) for task in self._world.spawned_tasks()}
         if self._seen and self._period_s < math.inf:
-            self._timer = asyncio.get_running_loop().call_later(self._period_s, self._look)
+            self._timer = asyncio.get_running_loop().call_later(self._period_s, self._check)
 
     def end(self) -> None:
         """Stop watching after the tasks have ended, or before they are cancelled."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         world = self._world
         world.services.engine.poll()
         tasks = world.spawned_tasks()
-        if world.is_computing or not all(self._still_waits(task) for task in tasks):
+        if world.is_computing or not all(self._is_waiting(task) for task in tasks):
             self.begin()
             return
-        told = "; ".join(f"{task.get_name()}: {what_awaits(task, world)}" for task in tasks)
+        waits = "; ".join(f"{task.get_name()}: {describe_task_wait(task, world)}" for task in tasks)
         logger.warning(
             "main of rank %d has returned, but the tasks that it spawned keep the rank from ending; they have waited "
             "for %g s: %s. If nothing ends them, leave their loops, cancel them, or close the channels that they read",
             world.rank,
             self._period_s,
-            told,
+            waits,
         )
 
-    def _still_waits(self, task: asyncio.Task[Any]) -> bool:
+    def _is_waiting(self, task: asyncio.Task[Any]) -> bool:
         waiter = waiter_of(task)
         return waiter is not None and not waiter.done() and self._seen.get(task) is waiter
 
@@ -102,12 +102,12 @@ class EndWatch:
 class StallWatch:
     """Warns once per wait if main has waited for a long time.
 
-    The watch covers waits for peers and for the user's own futures, events and queues: directly in main, in
+    The watch covers waits for other ranks and for the user's own futures, events and queues. Main may wait directly, in
     ``asyncio.gather``, ``asyncio.wait`` or ``asyncio.TaskGroup``, or through a task. Waits that end automatically, such
     as sleeps and waits with a timeout, are not reported.
 
     Args:
-        end: Function called with a StallError if main waits only for its peers. Otherwise, or if ``end`` is None, a
+        end: Function called with a StallError if main waits only for other ranks. Otherwise, or if ``end`` is None, a
             warning is logged.
     """
 
@@ -122,16 +122,16 @@ class StallWatch:
         self._main = main
         self._options = options
         self._end = end
-        self.is_told_elsewhere: Callable[[], bool] = lambda: False
+        self.is_reported_by_others: Callable[[], bool] = lambda: False
         self._seen: list[Any] = []
-        self._told: list[Any] = []
+        self._reported: list[Any] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
         """Schedule the next check of main's wait."""
         if self._main is not None and self._options.stall_s < math.inf:
             self._seen = self._awaited(self._main)
-            self._timer = asyncio.get_running_loop().call_later(self._options.stall_s, self._look)
+            self._timer = asyncio.get_running_loop().call_later(self._options.stall_s, self._check)
 
     def end(self) -> None:
         """Stop watching after main has returned, or before it is cancelled."""
@@ -144,41 +144,47 @@ class StallWatch:
             return []
         return futures_awaited(main, self._world, set()) or []
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         before = self._seen
         self._world.services.engine.poll()
         self.begin()
         awaited = self._seen
-        if awaited and awaited == before and awaited != self._told and not any(future.done() for future in awaited):
-            self._told = awaited
-            self._tell(awaited)
+        if awaited and awaited == before and awaited != self._reported and not any(future.done() for future in awaited):
+            self._reported = awaited
+            self._report(awaited)
 
-    def _tell(self, awaited: Sequence[Any]) -> None:
+    def _report(self, awaited: Sequence[Any]) -> None:
         assert self._main is not None, "there is no main to watch"
         known = [self._world.services.engine.awaited(future) for future in awaited]
-        where = _part_in_words(self._main, self._world, _PART_DEPTH_MAX)
+        where = _describe_part(self._main, self._world, _PART_DEPTH_MAX)
         text = f"has waited for {self._options.stall_s:g} s: {where}"
         if self._end is None or None in known:
-            if not self.is_told_elsewhere():
+            if not self.is_reported_by_others():
                 logger.warning("main of rank %d %s", self._world.rank, text)
         else:
             self._end(StallError(f"main {text}", rank=self._world.rank))
 
 
 def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
-    """Describe the wait of main, or of its spawned tasks after it has returned. None if main is ready to run."""
+    """Describe the wait of main or, after it has returned, of its spawned tasks.
+
+    Return None if main is ready to run.
+    """
     if main is None or main is asyncio.current_task():
         return None
     if any(not is_library(frame) for frame in frames_of(main)):
-        return None if waiter_of(main) is None else _part_in_words(main, world, _PART_DEPTH_MAX)
+        return None if waiter_of(main) is None else _describe_part(main, world, _PART_DEPTH_MAX)
     tasks = world.spawned_tasks()
     if not tasks:
         return "the other ranks, since its main has returned"
-    return ", and ".join(f"{task.get_name()}: {what_awaits(task, world)}" for task in tasks)
+    return ", and ".join(f"{task.get_name()}: {describe_task_wait(task, world)}" for task in tasks)
 
 
 def futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | None:
-    """Return the futures on which ``waiter`` depends, except those in ``seen``, or None if it may end automatically."""
+    """Return the futures that ``waiter`` depends on, except futures in ``seen``.
+
+    Return None if ``waiter`` may complete automatically.
+    """
     if id(waiter) in seen:
         return []
     seen.add(id(waiter))
@@ -210,7 +216,7 @@ def futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | No
 
 
 def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
-    """Return the futures and tasks that a task waits for, or None if the wait ends on its own, like a sleep."""
+    """Return the futures and tasks that a task waits for, or None if the wait ends automatically, like a sleep."""
     frames = {frame.f_code: frame.f_locals for frame in frames_of(task)}
     if not _TIMED.isdisjoint(frames):
         return None
@@ -230,7 +236,7 @@ def waiter_of(task: asyncio.Task[Any]) -> Any:
     return getattr(task, "_fut_waiter", None)
 
 
-def what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
+def describe_task_wait(task: asyncio.Task[Any], world: World | None) -> str:
     """Describe the wait of a task, and name the line of the user's code, if any."""
     what, frame = wait_of(task, world)
     return f"{what}, in {line_of(frame)}" if frame is not None else what
@@ -246,7 +252,7 @@ def wait_of(task: asyncio.Task[Any], world: World | None) -> tuple[str, types.Fr
     if world is not None:
         engine = world.services.engine
         settler = engine.settler(awaited)
-        # For a collective, the name of the user's call says more than the awaited message.
+        # For a collective, the name of the user's call is more useful than the awaited message.
         if settler is not None and (position is None or awaited not in engine.collective_waits):
             awaited = waiter_of(settler)
         known = engine.awaited(awaited)
@@ -264,14 +270,17 @@ def wait_of(task: asyncio.Task[Any], world: World | None) -> tuple[str, types.Fr
 def wait_with_parts(
     task: asyncio.Task[Any], world: World, depth: int = _PART_DEPTH_MAX
 ) -> tuple[str, types.FrameType | None]:
-    """Describe the wait of a task, or of the tasks it waits for, and return the frame of the user's code, if any."""
+    """Describe what a task waits for, and return the innermost frame of the user's code in it, or None.
+
+    If the task waits for other tasks, as in ``asyncio.gather``, describe what these wait for.
+    """
     what, frame = wait_of(task, world)
     joined = _joined(task, world) if depth and frame is not None else None
-    return what if joined is None else _join_in_words(*joined, world, depth), frame
+    return what if joined is None else _describe_parts(*joined, world, depth), frame
 
 
 def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] | None:
-    """Return the name of a wait for other tasks and these tasks, or None if ``task`` waits for something else."""
+    """Return the name of a wait for other tasks, and these tasks, or None if ``task`` waits for something else."""
     frames, waiter = frames_of(task), waiter_of(task)
     position = next(i for i in reversed(range(len(frames))) if not is_library(frames[i]))
     called = frames[position + 1 :]
@@ -286,21 +295,21 @@ def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] 
     return None if gathered is None or is_librarys else ("asyncio.gather", gathered)
 
 
-def _join_in_words(join: str, parts: Iterable[Any], world: World, depth: int) -> str:
-    """Describe the waits of the awaited tasks. Waits for peers are first, and equal waits are combined."""
+def _describe_parts(join: str, parts: Iterable[Any], world: World, depth: int) -> str:
+    """Describe the waits of the awaited tasks. Waits for other ranks are first, and equal waits are combined."""
     engine = world.services.engine
     counts: dict[tuple[bool, str], int] = {}
     for part in parts:
         if part is not None and not part.done():
             is_for_peers = any(map(engine.awaited, futures_awaited(part, world, set()) or ()))
-            key = not is_for_peers, _part_in_words(part, world, depth - 1)
+            key = not is_for_peers, _describe_part(part, world, depth - 1)
             counts[key] = counts.get(key, 0) + 1
     texts = [f"{text} ({counts[key]} tasks)" if counts[key] > 1 else text for key in sorted(counts) for text in key[1:]]
     more = [f"and {len(texts) - _PART_COUNT_MAX} more"] if len(texts) > _PART_COUNT_MAX else []
     return f"{join} [{'; '.join([*texts[:_PART_COUNT_MAX], *more])}]" if texts else join
 
 
-def _part_in_words(part: Any, world: World, depth: int) -> str:
+def _describe_part(part: Any, world: World, depth: int) -> str:
     if not isinstance(part, asyncio.Task):
         return str(world.services.engine.awaited(part) or _name(part))
     what, frame = wait_with_parts(part, world, depth) if waiter_of(part) is not None else ("about to run", None)
@@ -320,7 +329,7 @@ def _name(awaited: Any) -> str:
 
 
 def frames_of(task: asyncio.Task[Any]) -> list[types.FrameType]:
-    """Return a task's frames, outermost first. If blocking code drives the task, that code's frame is the first."""
+    """Return a task's frames, outermost first. If blocking code drives the task, the first frame is that code's."""
     of_caller = frame_of_caller.get(task)
     frame = None if of_caller is None else of_caller()
     while frame is not None and is_library(frame):

@@ -47,9 +47,9 @@ class WorldStatistics:
     Attributes:
         engine: Numbers of polling passes, completed requests and outstanding requests.
         sent_count, received_count: Numbers of messages sent and received on channels.
-        dropped: Number of undelivered frames, by reason.
-        drop_examples: Description of the last undelivered frame, by reason.
-        stream_sent_nbytes, stream_received_nbytes: Numbers of bytes sent and received in bulk streams.
+        dropped: Number of undelivered messages, by reason.
+        drop_examples: Description of the last undelivered message, by reason.
+        stream_sent_nbytes, stream_received_nbytes: Numbers of bytes sent and received in tensor streams.
         events: Number of events of each kind in :mod:`asyncdist.recording.events` except steps and messages. Roles are
             counted by state, such as ``"role giving"``.
     """
@@ -121,7 +121,7 @@ class World:
         group: Group of all ranks.
         time: Function that returns the loop's time in seconds since an arbitrary start.
         services: Interface for protocols: channels on reserved tags, background tasks, stream slots.
-        collectives: Collectives of this rank, which :mod:`asyncdist.functional` is built on.
+        collectives: Collectives of this rank. :mod:`asyncdist.functional` is built on them.
         agreements: Agreements of this rank, which precede every collective operation.
         scratch: Scratch memory that successive collectives on one model reuse.
         peers: State of the other ranks, for the runtime.
@@ -157,8 +157,8 @@ class World:
         """Number of restarts of this rank: 0 for an initial process, 1 or more for a restarted or late process.
 
         If the rank had no process when the job started, its first process has number 1. A process with a number above 0
-        does not belong to the group of all ranks, so collectives need a new group. Policies that support it admit the
-        process (:class:`protocols.AsyncSelectiveAveragingPolicy`). Ranks that are not connected to the process yet
+        does not belong to the group of all ranks, so collectives need a new group. Policies that support restarts admit
+        the process (:class:`protocols.AsyncSelectiveAveragingPolicy`). Ranks that are not yet connected to the process
         count as lost. If the process fails before a policy or a group has admitted it, the job continues without the
         rank.
         """
@@ -209,25 +209,25 @@ class World:
         """Poll the outstanding requests once, and yield once to the rank's other tasks.
 
         Raises:
-            RankLostError: A peer has failed, which ends the job.
+            RankLostError: Another rank has failed, which ends the job.
         """
         return self._engine.safe_point()
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> Coroutine[Any, Any, None]:
-        """Poll the outstanding requests repeatedly, until a pass completes nothing or the time is over.
+        """Poll the outstanding requests repeatedly, until a poll completes nothing or the time is over.
 
-        The call yields to other tasks between passes, and at least once.
+        The call yields to other tasks between polls, and at least once.
 
         Args:
-            budget_s: Maximum time in seconds. A pass in progress is completed.
+            budget_s: Maximum time in seconds. A poll in progress is completed.
 
         Raises:
-            RankLostError: A peer has failed, which ends the job.
+            RankLostError: Another rank has failed, which ends the job.
         """
         return self._engine.safe_point(budget_s)
 
     def check(self) -> None:
-        """Raise the error that ended the job, if there is one."""
+        """Raise the error that ended the job, if any."""
         if self._engine.failure is not None:
             raise self._engine.failure
 
@@ -252,8 +252,8 @@ class World:
     async def do_file_work(self, fn: Callable[[], T], *, model: object = None) -> T:
         """Run ``fn``, which copies a state or accesses a file, in a second worker thread, one call at a time.
 
-        **Cancellation**: the call still waits until ``fn`` has finished. Until then, policies of ``model`` refuse
-        to step.
+        **Cancellation**: the call still waits until ``fn`` has finished. Until then, policies of ``model`` refuse to
+        step.
         """
         self._models_in_use.append(model)
         try:
@@ -273,11 +273,11 @@ class World:
         return self._computing.is_under_way
 
     def is_computed(self, future: object) -> bool:
-        """Return whether ``future`` is settled by a function that is running in a worker thread."""
+        """Return whether ``future`` belongs to a function that is running in a worker thread."""
         return self._computing.settles(future) or self._file_work.settles(future)
 
     def frame_of(self, future: object) -> types.FrameType | None:
-        """Return the current frame of the worker thread whose function settles ``future``, or None if it is unknown."""
+        """Return the current frame of the worker thread whose function completes ``future``, or None if unknown."""
         each = self._computing if self._computing.settles(future) else self._file_work
         return each.frame() if each.settles(future) else None
 
@@ -293,8 +293,8 @@ class World:
     def spawn(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
         """Start a background task. This rank waits for the task before it ends, and a failure of the task ends the job.
 
-        A task that runs forever keeps the rank from ending: leave its loop, cancel it, or close the channel that it
-        reads. A warning is logged if main has returned and all remaining tasks are waiting (``watchdog_s`` of
+        A task that runs forever prevents the rank from ending. Leave its loop, cancel it, or close the channel that it
+        reads. If main has returned and all remaining tasks are waiting, a warning is logged (``watchdog_s`` of
         :func:`asyncdist.run`).
         """
         if self._task_group is None:
@@ -330,8 +330,8 @@ class World:
             tag: Tag from 0 to 7000 or from 12097 to 32767.
             name: Name of the channel, by default the name of the message type.
             capacity: Number of unread messages at which the tag stops receiving. A rank then waits in ``send`` as soon
-                as 1024 of its messages have not been received. Two ranks that both send more messages than that to each
-                other before they receive wait forever. Receive in another task instead.
+                as 1024 of its messages have not been received. If two ranks both send more messages than that to each
+                other before they receive, they wait forever. Receive in another task instead.
             group: Ranks that use the channel, by default all ranks.
 
         Raises:
@@ -356,7 +356,7 @@ class World:
         **Ordering**: the n-th stream from one rank to another is received by the n-th receive.
 
         **Cancellation**: if ``dest`` has not called ``receive_stream`` yet, nothing is sent, and its call receives the
-        next stream. Otherwise ``dest`` is notified, and the tensor is in use until outstanding chunks have been sent.
+        next stream. Otherwise, ``dest`` is notified, and the tensor is in use until outstanding chunks have been sent.
 
         Raises:
             LocalProtocolError: The receiver expects a different size.
@@ -395,7 +395,7 @@ class World:
 
         Raises:
             LocalProtocolError: This rank is simulated or replayed, or the request cannot be awaited.
-            RankLostError: A peer has failed, which ends the job.
+            RankLostError: Another rank has failed, which ends the job.
             Exception: An error of the request or of its type, as in :meth:`asyncdist.Progress.wait`.
         """
         return self._requests.wait(request, status)
@@ -416,7 +416,7 @@ class World:
     # -- groups -----------------------------------------------------------------------------------------------------
 
     async def new_group(self, ranks: Sequence[int], *, timeout_s: float = GROUP_TIMEOUT_S) -> Group:
-        """Make a group. Collective among ``ranks``, which must all pass the same list.
+        """Make a group of ``ranks``. All of them must call this method with the same list.
 
         About 900 groups can exist at a time, and each uses a communicator if the backend has communicators. To release
         a group and its communicator, call ``await group.free()``, or use the group as an asynchronous context manager.
@@ -434,7 +434,7 @@ class World:
             ValueError: The timeout is not a finite number of seconds above 0.
             DisagreementError: Two ranks wait for each other with different lists, or in a different order.
             StartTimeoutError: Some members did not join in time. Or all members joined, but one of them was still
-                making another group or blocked its loop. In the second case this rank has freed the group, but other
+                making another group or blocked its loop. In the second case, this rank has freed the group, but other
                 members may still have it.
 
         **Cancellation**: while members are missing, the others get RemoteError. After all have joined, the group is
@@ -443,7 +443,7 @@ class World:
         return await self.peers.groups.new_group(ranks, timeout_s)
 
     async def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
-        """Make several groups in turn. If one of them cannot be made, free the earlier groups.
+        """Make several groups one after another. If one cannot be made, free the earlier groups.
 
         The members of the later groups get RemoteError.
 
@@ -484,11 +484,11 @@ class World:
 
     @property
     def is_open(self) -> bool:
-        """Whether the world is open: main runs, or spawned tasks still run."""
+        """Whether the world is open, because main or a task that it has spawned is running."""
         return self._task_group is not None
 
     def attach_tasks(self, task_group: asyncio.TaskGroup | None) -> None:
-        """Set the task group in which ``spawn`` starts tasks, or None to make ``spawn`` raise ClosedError."""
+        """Set the task group in which ``spawn`` starts tasks, or None to let ``spawn`` raise ClosedError."""
         self._task_group = task_group
         self._main = asyncio.current_task()
 
@@ -504,7 +504,7 @@ class World:
         return sorted(tasks, key=lambda task: (len(task.get_name()), task.get_name()))
 
     def refuse_streams(self) -> None:
-        """Stop sending streams, and notify peers that wait for a stream."""
+        """Stop sending streams, and notify other ranks that wait for a stream."""
         self._streams.refuse_all()
 
     def give_up_requests(self) -> list[str]:
@@ -513,7 +513,7 @@ class World:
         return [] if left is None else [f"requests of this program: {left}"]
 
     def close(self) -> None:
-        """Cancel all receives of this rank, and start no further worker threads."""
+        """Cancel all receives of this rank, and start no more worker threads."""
         if "_streams" in self.__dict__:  # The attribute exists only if a stream was sent or received.
             self._streams.close()
         self.peers.close()

@@ -20,12 +20,12 @@ OVERRUN_S: Final = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """Describes the computing time of user code before each safe point (``policy.step``, ``progress``, ``safe_point``).
+    """Describes how long user code computes before each ``policy.step``, ``progress`` or ``safe_point`` (safe points).
 
     Attributes:
         step_s: Computing time before a safe point, in virtual seconds, on every rank.
-        factors: Multipliers of ``step_s``, keyed by rank. They also lengthen the rank's turns, as :class:`SlowRank`
-            does.
+        factors: Multipliers of ``step_s``, keyed by rank. They also slow down the rank's handling of messages, as
+            :class:`SlowRank` does.
         pause_probability, pause_s: Probability of a pause at each safe point, and its duration in virtual seconds.
         overrun_probability: Probability, at each safe point, that the computation lasts until just after one of the
             rank's own timers. The rank then finds messages and an expired deadline at the same time. Timers later than
@@ -56,7 +56,7 @@ class Compute:
         check_ranks("Compute.factors", list(self.factors), size)
 
     def draw_overrun_probability(self, rng: random.Random) -> float:
-        """Choose the overrun probability of one simulation."""
+        """Choose the probability with which computations of one simulation overrun a timer."""
         if self.overrun_probability is not None:
             return self.overrun_probability
         return 0.05 if not isinstance(self.step_s, (float, int)) and rng.random() < 1 / 8 else 0.0

@@ -80,7 +80,7 @@ class ArrivalQueue:
         return messages or ()
 
     def take(self, wanted: int, rng: random.Random) -> Message | None:
-        """Remove and return the oldest message from ``wanted``, or from a random source for a wildcard."""
+        """Remove and return the oldest message from ``wanted``, or from a random source if it is a wildcard."""
         sources = self._sources
         if wanted != ANY_SOURCE:
             if not self._by_source.get(wanted):

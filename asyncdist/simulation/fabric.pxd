@@ -73,21 +73,14 @@ cdef class Fabric:
     cpdef Message send(self, object buffer, Py_ssize_t source, Py_ssize_t dest, object tag)
     @cython.locals(path=_Path)
     cdef _Path _path(self, Py_ssize_t source, Py_ssize_t dest)
-    @cython.locals(now=double, begins_at=double)
-    cdef double _sent_at(self, _Path path, Py_ssize_t source, Py_ssize_t nbytes, double transfer) except -1
+    @cython.locals(now=double, transfer=double, factor=double, begins_at=double, arrival=double)
+    cdef double _carry(
+        self, _Path path, Py_ssize_t source, Py_ssize_t dest, Py_ssize_t nbytes, double latency
+    ) except -1
     @cython.locals(path=_Path, nbytes=Py_ssize_t, done_at=double, last=double)
     cpdef object _enter(self, Message message)
     cpdef object _enter_whole(self, object receive, Message message)
-    @cython.locals(
-        now=double,
-        path=_Path,
-        latency=double,
-        nbytes=Py_ssize_t,
-        transfer=double,
-        factor=double,
-        arrival=double,
-        last=double,
-    )
+    @cython.locals(path=_Path, nbytes=Py_ssize_t, arrival=double, last=double)
     cdef double _arrival(self, Message message, double delay) except -1
     @cython.locals(unexpected=dict, inbox=ArrivalQueue)
     cdef object _keep(self, Message message)
@@ -96,9 +89,7 @@ cdef class Fabric:
     @cython.locals(message=Message, waiting=ArrivalQueue)
     cpdef object post(self, Receive receive)
     cpdef object _rendezvous(self, Receive receive, Message message)
-    @cython.locals(
-        path=_Path, now=double, latency=double, transfer=double, factor=double, complete_at=double
-    )
+    @cython.locals(path=_Path, complete_at=double)
     cpdef object _transfer(self, Receive receive, Message message)
     cpdef object _arrive_whole(self, Receive receive, Message message)
     cdef bint _is_held(self, Message message) except -1

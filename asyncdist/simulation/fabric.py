@@ -83,7 +83,7 @@ class Receive:
 
 
 class _Path:
-    """State of the simulated link from one rank to another. ``is_shared`` is true between ranks on different hosts."""
+    """State of the link from one rank to another. If ``is_shared``, other links use the same network interfaces."""
 
     __slots__ = ("bandwidth", "draw_latency_s", "free_at", "is_shared", "last_arrival", "last_entry")
 
@@ -175,7 +175,7 @@ class Fabric:
         if self._has_message_faults and source not in self._dead:
             message.data, delay = self._faults.apply(source, dest, tag, message.data)
         if source in self._dead:
-            message.done = False  # killed during this send, so none of the sender's tasks may resume
+            message.done = False  # The sender was killed during this send, so its tasks may not resume.
             return message
         arrival = self._arrival(message, delay)
         scheduler = self._scheduler
@@ -196,18 +196,26 @@ class Fabric:
             self._paths[source][dest] = path
         return path
 
-    def _sent_at(self, path: _Path, source: int, nbytes: int, transfer: float) -> float:
-        """Queue bytes behind earlier bytes on the link, and return the time at which the last byte leaves the sender.
+    def _carry(self, path: _Path, source: int, dest: int, nbytes: int, latency: float) -> float:
+        """Queue bytes behind earlier bytes on the link, and return the time at which the last byte arrives.
 
-        Between hosts, return the time at which the first byte leaves, because the receiving interface adds the transfer
-        time.
+        All faults of links act here. Between hosts, return the time at which the first byte arrives, because the
+        receiving interface adds the transfer time.
         """
         now = self._scheduler.time()
+        transfer = nbytes / path.bandwidth
+        if self._has_link_faults:
+            factor = self._faults.link_factor((source, dest), now)
+            latency *= factor
+            transfer *= factor
         begins_at = path.free_at if path.free_at > now else now
         if path.is_shared:
             begins_at = self._interfaces.leave(source, begins_at, nbytes)
         path.free_at = begins_at + transfer
-        return begins_at if path.is_shared else path.free_at
+        arrival = (begins_at if path.is_shared else path.free_at) + latency
+        if self._has_link_faults:
+            arrival = self._faults.after_partitions((source, dest), now, arrival)
+        return arrival
 
     def _enter(self, message: Message) -> None:
         path = self._paths[message.source][message.dest]
@@ -224,19 +232,10 @@ class Fabric:
         self._scheduler.at(done_at, self._take_whole, (receive, message))
 
     def _arrival(self, message: Message, delay: float) -> float:
-        message.left_at = now = self._scheduler.time()
-        source, dest = message.source, message.dest
-        path = self._path(source, dest)
-        latency = path.draw_latency_s() + delay
+        message.left_at = self._scheduler.time()
+        path = self._path(message.source, message.dest)
         nbytes = message.nbytes if message.eager else 64
-        transfer = nbytes / path.bandwidth
-        if self._has_link_faults:
-            factor = self._faults.link_factor((source, dest), now)
-            latency *= factor
-            transfer *= factor
-        arrival = self._sent_at(path, source, nbytes, transfer) + latency
-        if self._has_link_faults:
-            arrival = self._faults.after_partitions((source, dest), now, arrival)
+        arrival = self._carry(path, message.source, message.dest, nbytes, path.draw_latency_s() + delay)
         last = path.last_arrival.get(message.tag, -1.0)
         if arrival <= last:  # messages of one (source, tag) never overtake each other
             arrival = math.nextafter(last, math.inf)
@@ -266,7 +265,7 @@ class Fabric:
         self._ring(message.dest)  # the receiver's next poll may post a receive for this message
 
     def _is_held(self, message: Message) -> bool:
-        """Return whether a message's sender and receiver are disconnected. If so, drop or hold the message."""
+        """Drop or hold a message if its sender and its receiver have no connection. Return whether this was done."""
         if self.liveness.is_stale(message):
             self.fail_send(message)
             return True
@@ -324,18 +323,8 @@ class Fabric:
         if self.has_restarts and self.liveness.is_stale(message):
             self._complete(receive, message)
             return
-        pair = (message.source, message.dest)
         path = self._paths[message.source][message.dest]
-        now = self._scheduler.time()
-        latency = 2 * path.draw_latency_s()
-        transfer = message.nbytes / path.bandwidth
-        if self._has_link_faults:
-            factor = self._faults.link_factor(pair, now)
-            latency *= factor
-            transfer *= factor
-        complete_at = self._sent_at(path, message.source, message.nbytes, transfer) + latency
-        if self._has_link_faults:
-            complete_at = self._faults.after_partitions(pair, now, complete_at)
+        complete_at = self._carry(path, message.source, message.dest, message.nbytes, 2 * path.draw_latency_s())
         if path.is_shared:
             self._scheduler.at(complete_at, self._enter_whole, (receive, message))
         else:
@@ -423,7 +412,7 @@ class Fabric:
                     self.fail_send(message)
 
     def accept(self, observer: int, other: int, incarnation: int) -> bool:
-        """Connect ``observer`` to a new process of ``other``. Return False if the process is dead or connected."""
+        """Connect ``observer`` to a new process of ``other``. Return False if that process is dead or connected."""
         if not self.liveness.accept(observer, other, incarnation):
             return False
         for queue in self._unexpected[observer].values():  # drop messages of the previous process
@@ -439,7 +428,7 @@ class Fabric:
         """Stop sending messages, because the remaining tasks are only being cleaned up."""
         self._muted = True
 
-    def set_doorbell(self, rank: int, ring: Callable[[], None]) -> None:
+    def set_arrival_callback(self, rank: int, ring: Callable[[], None]) -> None:
         self._doorbells[rank] = ring
 
     def lost_ranks(self, observer: int) -> frozenset[int]:

@@ -19,7 +19,8 @@ from asyncdist.simulation.links import check_ranks
 class Kill:
     """Kills the process of ``rank`` at ``at_s``, at its ``at_turn``-th turn, or at its ``at_message``-th send.
 
-    With ``at_message``, the message is not sent, and a task that awaits the send never resumes.
+    A turn is one iteration of the rank's event loop. With ``at_message``, the message is not sent, and a task that
+    awaits the send never resumes.
     """
 
     rank: int
@@ -91,8 +92,6 @@ class Partition:
         if not isinstance(ranks, Sequence):
             raise TypeError(f"the ranks of {type(self).__name__} must be a tuple of ranks, got {ranks!r}")
         _check(self, "at_s", "until_s")
-        if self.until_s < self.at_s:
-            raise ValueError(f"until_s must be >= at_s={self.at_s} in {type(self).__name__}, got {self.until_s}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,10 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Corrupt:
-    """Changes one byte of the ``number``-th framed message (from 1) from ``source`` to ``dest``."""
+    """Changes one byte of the ``number``-th framed message (from 1) from ``source`` to ``dest``.
+
+    Frames have checksums. Tensors in streams and collectives are sent without frames, and are not counted.
+    """
 
     source: int
     dest: int
@@ -182,13 +184,16 @@ KILLING: Final = (Kill,)
 
 
 def _check(fault: Fault, *names: str) -> None:
-    """Raise an error if a number is out of range. Convert numpy integers to int."""
+    """Raise an error if a number is out of range, or a time span is negative. Convert numpy integers to int."""
     for name in names:
         value, what = getattr(fault, name), f"{fault!r}: {name}"
         if name in ("at_turn", "at_message", "number"):
             object.__setattr__(fault, name, validation.count(what, value))
         else:
             check_number(what, value)
+    at_s, until_s = getattr(fault, "at_s", None), getattr(fault, "until_s", None)
+    if at_s is not None and until_s is not None and until_s < at_s:
+        raise ValueError(f"until_s must be >= at_s={at_s} in {type(fault).__name__}, got {until_s}")
 
 
 def check_plan(faults: Sequence[Fault], size: int) -> None:

@@ -25,7 +25,7 @@ from asyncdist.simulation.scheduler import EndlessLoopError, Handle, Scheduler, 
 
 logger = logging.getLogger("asyncdist.simulation")
 
-#: Number of consecutive turns of a rank, without an outside event, after which an endless loop is assumed.
+#: Number of consecutive loop iterations of a rank, without an outside event, after which an endless loop is assumed.
 TURN_COUNT_MAX: Final = 1_000_000
 #: Number of consecutive turns of all ranks, while no other event is pending, after which an endless loop is assumed.
 IDLE_TURN_COUNT_MAX: Final = 100_000
@@ -65,12 +65,12 @@ def _new_timer(when_s: float, callback: Any, args: tuple[Any, ...], context: con
 
 
 class Turns:
-    """Stores the ready callbacks of one rank, and runs them in the rank's turns.
+    """Stores the ready callbacks of one rank, and runs them in the rank's turns (iterations of its event loop).
 
     Args:
         before_turn: Function called with the rank before each turn, or None.
         enter: Function called with the rank before its user code runs, if another rank's user code ran last.
-        background: Unbound method whose calls run no user code.
+        background: Unbound method that runs no user code, so that ``enter`` is not needed before it.
 
     Attributes:
         dead: Whether the rank has been killed and takes no more turns.
@@ -113,7 +113,7 @@ class Turns:
         self._take_timer = self._fire
 
     def _schedule(self) -> None:
-        """Schedule a turn after an outside event has made a callback ready."""
+        """Schedule a turn (loop iteration) after an outside event has made a callback ready."""
         self._is_woken()
         if not self._has_turn and not self._busy:
             self._has_turn = True
@@ -126,7 +126,7 @@ class Turns:
         return self._scheduler.now + TURN_S * self.slowness * self._scheduler.random()
 
     def _continues(self) -> bool:
-        """Return whether the next turn can run now, before all other events. Otherwise schedule this turn."""
+        """Return whether the rank's next turn can run before all other events. Otherwise schedule this turn."""
         scheduler = self._scheduler
         self._turns_in_a_row += 1
         scheduler.idle_turn_count += 1
@@ -153,7 +153,7 @@ class Turns:
         self._turns_in_a_row = self._scheduler.idle_turn_count = 0
 
     def _turn(self) -> None:
-        """Run turns until no callback is ready or another event precedes the next turn."""
+        """Run turns (loop iterations) until no callback is ready or another event precedes the next turn."""
         self._has_turn = False
         while self._ready and not self._busy:
             self._run_ready()
@@ -218,7 +218,7 @@ class Turns:
                 self._become_busy(0.0)
 
     def is_next_turn(self, action: Any) -> bool:
-        """Return whether the scheduler's ``action`` is this rank's next turn."""
+        """Return whether the scheduler's ``action`` runs this rank's next turn (loop iteration)."""
         return action is self._take_turn
 
     def become_busy(self, seconds: float) -> None:
@@ -238,13 +238,13 @@ class Turns:
         self.block(seconds)
 
     def unblock(self) -> float:
-        """Return and reset the seconds for which the running callback has blocked, to keep its rank from being busy."""
+        """Return and reset the seconds for which the running callback has blocked, so that its rank is not busy."""
         seconds = self._scheduler.ahead_s
         self._scheduler.ahead_s = 0.0
         return seconds
 
     def _become_busy(self, seconds: float) -> None:
-        """Prevent turns for ``seconds``, counted from the running callback's own clock."""
+        """Run no callbacks for ``seconds``, counted from the running callback's own clock."""
         scheduler = self._scheduler
         seconds += scheduler.ahead_s
         scheduler.ahead_s = 0.0
@@ -278,7 +278,7 @@ class Turns:
             self._ready = self._ready + others if comes_first else others + self._ready
 
     def _resume(self) -> None:
-        """End the busy period and run a turn, or extend the busy period if the rank was stalled meanwhile."""
+        """End the busy period and run callbacks, or extend the period if the rank was stalled meanwhile."""
         if self._stalled_s:
             self._scheduler.at(self._scheduler.now + self._stalled_s, self._take_up)
             self._stalled_s = 0.0
@@ -312,12 +312,12 @@ class Turns:
             action(*args)
 
     def die(self) -> None:
-        """Stop taking turns. Ready callbacks are kept, because a task that has lost its wake-up cannot be cancelled."""
+        """Run no more callbacks, but keep them, because a task whose wake-up callback is lost cannot be cancelled."""
         self.dead = True
         self._do_deferred()
 
     def revive(self) -> None:
-        """Take turns again after :meth:`die`, to clean up the rank's tasks."""
+        """Run callbacks again after :meth:`die`, to clean up the rank's tasks."""
         self.dead = False
         if self._ready and not self._running:
             self._schedule()
@@ -356,7 +356,7 @@ class Turns:
         return Future(loop=self)  # type: ignore[arg-type]
 
     def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
-        """Schedule a callback for the rank's next turn."""
+        """Schedule a callback for the next iteration of the rank's loop."""
         handle = _new_handle(callback, args, context)
         self._ready.append(handle)
         if not self._running and not self.dead:

@@ -31,7 +31,7 @@ class SimReport(Generic[T_co]):
         killed_ranks: Ranks whose most recent process was killed.
     """
 
-    # Any instead of BaseException and None, which users would have to exclude by a type check.
+    # The type has Any, because users would have to exclude BaseException and None by a type check.
     results: tuple[T_co | Any, ...]
     seed: int
     packed_trace: bytes = field(repr=False)

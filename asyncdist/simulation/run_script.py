@@ -1,4 +1,4 @@
-"""Runs a script in the simulator: the command ``asyncdist sim``.
+"""Implements ``asyncdist sim``, which runs a script in the simulator.
 
 The script runs as ``__main__``. Its call of ``asyncdist.run`` simulates all ranks and returns rank 0's value. All
 random states and the system's random bytes follow from the seed, and PYTHONHASHSEED is 0 unless it is set. A run is
@@ -31,9 +31,10 @@ import torch
 
 from asyncdist import rank_program
 from asyncdist.blocking.callers import SwitchingCaller, ask_for_world, find_caller
+from asyncdist.blocking.stack_bottom import call_at_bottom
 from asyncdist.recording.writer import SUFFIX
 from asyncdist.runtime.failing.tracebacks import format_error
-from asyncdist.runtime.run import run_elsewhere, run_local_elsewhere
+from asyncdist.runtime.run import run_local_override, run_override
 from asyncdist.runtime.world import World
 from asyncdist.simulation.determinism.entropy import entropy_from
 from asyncdist.simulation.exploration.explore import (
@@ -123,7 +124,7 @@ class Script:
         """Do nothing, because a script needs no preparation beyond its random states."""
 
     def on_world_opened(self, rank: int) -> None:
-        """Do nothing when a script without a main opens its world."""
+        """Do nothing when a script that has no main function opens its world. Subclasses override this method."""
 
     def repeat_line(self, seed: int, faults: Sequence[Fault] | None = None) -> str:
         """Return the command line that runs the script with one seed."""
@@ -185,7 +186,6 @@ class _Host:
         return list(self.report.results)
 
     def remember_random(self) -> None:
-        """Store the random states at the beginning of the script."""
         self._states = _random_states()
 
     def _seeded(self) -> list[str]:
@@ -202,12 +202,15 @@ def _random_states() -> dict[str, str]:
 
 
 def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
-    """Run the script. Raise ScriptError unless it runs ranks once, and KeyboardInterrupt even if it caught it."""
+    """Run the script. Raise ScriptError unless it calls ``asyncdist.run`` once.
+
+    A KeyboardInterrupt is raised even if the script caught it.
+    """
     host = _Host(script, seed, faults)
     error: BaseException | None = None
     token, token_of_local = (
-        run_elsewhere.set(host),
-        run_local_elsewhere.set(host.run_local if script.is_local else None),
+        run_override.set(host),
+        run_local_override.set(host.run_local if script.is_local else None),
     )
     try:
         with _program(script), entropy_from(random.Random(f"{seed} entropy").randbytes):
@@ -223,13 +226,13 @@ def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
     except SystemExit as caught:
         error = caught if caught.code else None
     except BaseException as caught:
-        is_told_to_a_rank = host.report is not None and any(caught is result for result in host.report.results)
-        if isinstance(caught, KeyboardInterrupt) and not is_told_to_a_rank:
+        is_raised_in_rank = host.report is not None and any(caught is result for result in host.report.results)
+        if isinstance(caught, KeyboardInterrupt) and not is_raised_in_rank:
             raise
         error = caught
     finally:
-        run_elsewhere.reset(token)
-        run_local_elsewhere.reset(token_of_local)
+        run_override.reset(token)
+        run_local_override.reset(token_of_local)
     if host.interrupt is not None:
         raise host.interrupt
     if host.call_count > 1:
@@ -265,13 +268,13 @@ def _run_main(script: Script, host: _Host) -> None:
             await caller.run(run)
         else:
             script.on_world_opened(0)
-            await caller.go_on(first)
+            await caller.continue_stack(first)
 
     def ask() -> SwitchingCaller:
         caller: SwitchingCaller = here.switch()
         return caller
 
-    here, first = greenlet.getcurrent(), greenlet.greenlet(run)
+    here, first = greenlet.getcurrent(), greenlet.greenlet(functools.partial(call_at_bottom, run))
     first.gr_context = contextvars.copy_context()
     first.gr_context.run(ask_for_world.set, ask)
     first.switch()
@@ -450,8 +453,8 @@ def _abbreviated(lines: list[str]) -> list[str]:
 def run_many(script: Script, seeds: range, processes: int | None) -> int:
     """Run the script with each seed until one fails, and show a progress bar.
 
-    To record a failing seed, run it once more with the minimal fault plan. Return the exit code, 1 if a seed failed and
-    0 otherwise. Raise ScriptError if the script does not call ``asyncdist.run`` exactly once.
+    If the script is to be recorded, the failing seed runs once more, with the minimal fault plan. Return the exit code,
+    1 if a seed failed and 0 otherwise. Raise ScriptError if the script does not call ``asyncdist.run`` exactly once.
     """
     torch.set_num_threads(1)
     is_terminal = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
@@ -467,7 +470,7 @@ def run_many(script: Script, seeds: range, processes: int | None) -> int:
             quick = replace(script, record=None)
             report = explore(quick, seeds, processes=processes, on_progress=on_progress, quiet=True)
     except KeyboardInterrupt:
-        print_out(*map(str, so_far))  # the summary so far, because the exploration may have taken hours
+        print_out(*map(str, so_far))  # The summary is printed, because the exploration may have taken hours.
         raise
     if report.failure is not None and report.failure.kind == ScriptError.__qualname__:
         raise ScriptError(report.failure.message)

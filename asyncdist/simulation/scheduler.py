@@ -29,7 +29,7 @@ _CANCELLED_COUNT_MIN: Final = 100
 
 
 class EndlessLoopError(LocalProtocolError):
-    """Tasks loop endlessly without waiting. ``rank`` is set if all of them belong to one rank.
+    """Raised if tasks loop endlessly without waiting. ``rank`` is set if all of them belong to one rank.
 
     The error raised by :func:`asyncdist.simulate` lists the tasks, and its ``report`` is the SimReport so far.
     """
@@ -42,9 +42,10 @@ class Scheduler:
 
     Args:
         rng: Random generator for the order of simultaneous events.
-        many_rank_count: Number of ranks, or 0 if there are few. With many ranks, garbage collections are rarer, and
-            their survivors are frozen each time the number of collections has doubled. In place of the first
-            collection, all objects are frozen, because almost all were created by the starts of the ranks.
+        many_rank_count: Number of ranks, or 0 if there are few. With many ranks, garbage collections are rarer. Each
+            time their number has doubled, the surviving objects are frozen, so that later collections skip them.
+            Instead of the first collection, all objects are frozen, because almost all were created when the ranks
+            started.
 
     Attributes:
         ahead_s: Virtual seconds for which the running callback has blocked, in addition to ``now``.
@@ -90,7 +91,7 @@ class Scheduler:
         self._cancelled_count += 1
         if self._cancelled_count > _CANCELLED_COUNT_MIN and 2 * self._cancelled_count > len(self._heap):
             self._heap[:] = [entry for entry in self._heap if not _is_cancelled(entry[4])]
-            heapify(self._heap)  # keeps the order of events, which is total
+            heapify(self._heap)  # The order of events is total, so this keeps it.
             self._cancelled_count = 0
 
     def _next_when(self) -> float:
@@ -159,7 +160,7 @@ class Scheduler:
         return True
 
     def _collect(self) -> None:
-        """Collect garbage outside all ranks' turns, because finalisers may run code."""
+        """Collect garbage while no rank runs, because finalisers may run code."""
         number = self._collect_at // self._collect_every
         while self._collect_at <= self.event_count:
             self._collect_at += self._collect_every

@@ -29,9 +29,9 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.recording.writer import LIMIT_NBYTES, RecordOptions
 from asyncdist.runtime.handshake import first_ranks
 from asyncdist.runtime.hosting import RankOptions, RankResult, host_rank
-from asyncdist.runtime.notebooks import call_outside_loop, is_loop_running
+from asyncdist.runtime.outside_loop import call_outside_loop, is_loop_running
 from asyncdist.runtime.signals import Interrupts
-from asyncdist.runtime.stall_warnings import what_awaits
+from asyncdist.runtime.stall_warnings import describe_task_wait
 from asyncdist.runtime.world import World, refuse_inside_a_world
 from asyncdist.simulation.arguments import OVERRUN_S, OVERRUN_STEP_COUNT, Arguments, Compute
 from asyncdist.simulation.determinism.generators import Generators
@@ -44,7 +44,7 @@ from asyncdist.simulation.distributions import check_number
 from asyncdist.simulation.fabric import Fabric
 from asyncdist.simulation.faults import Fault, Interrupt, Join, Kill, RankFault, Restart, SlowRank, Stall
 from asyncdist.simulation.links import Network
-from asyncdist.simulation.processes.clearing import clear_away, end_recording, forget_earlier
+from asyncdist.simulation.processes.clearing import cancel_tasks_quietly, end_recording, forget_earlier
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.processes.memory import MANY_RANKS, collecting_at_fixed_points
 from asyncdist.simulation.report import SimReport
@@ -131,7 +131,7 @@ def simulate(
         refuse_inside_a_world()
     _check_inherited(inherited_random)
     run = functools.partial(_Simulation.run, options=options, until_s=until_s, after_event=after_event)
-    # These contexts must exit only after the simulation's objects are freed.
+    # _run_alone drops the simulation before these contexts exit, so that their last garbage collection frees it.
     with one_at_a_time(), collecting_at_fixed_points(min(arguments.size, _COLLECTING_RANKS_MAX)):
         report = _run_alone(arguments, inherited_random, lambda simulation: run(simulation, main, args))
     if not return_exceptions:
@@ -392,7 +392,6 @@ class _Simulation:
             self._scheduler.stopped = True
 
     def draw_compute_s(self, rank: int) -> float:
-        """Sample the duration of a computation of ``rank``, in virtual seconds."""
         self._trace.add(self._scheduler.time(), "compute", rank, 0, 0, 0)
         return self._compute_samplers[rank]() * self._slowdowns[rank]
 
@@ -471,7 +470,7 @@ class _Simulation:
     def _waiting(self, rank: int) -> list[str]:
         world = self._worlds.get(rank)
         tasks = self._loops[rank].unfinished_tasks()
-        texts = [f", {task.get_name()}: {what_awaits(task, world)}" for task in tasks]
+        texts = [f", {task.get_name()}: {describe_task_wait(task, world)}" for task in tasks]
         texts += [f": {text}" for text in (world.services.early_frames() if world is not None else ())]
         return [f"  rank {rank}{text}" for text in texts]
 
@@ -485,7 +484,7 @@ class _Simulation:
         if any(loop.unfinished_tasks() for loop in loops):
             self._is_being_cleared = True
             self._killed.update(range(self._size))  # prevents further kills and restarts
-            clear_away(loops, self._scheduler)
+            cancel_tasks_quietly(loops, self._scheduler)
 
     def _report(self) -> SimReport[Any]:
         results: list[Any] = []

@@ -84,11 +84,11 @@ class SimTransport(Transport):
         if self.incarnation:  # the other ranks may continue without a restarted rank
             self._fabric.kill(self.rank)
 
-    def set_doorbell(self, ring: Callable[[], None]) -> None:
-        self._fabric.set_doorbell(self.rank, ring)
+    def set_arrival_callback(self, ring: Callable[[], None]) -> None:
+        self._fabric.set_arrival_callback(self.rank, ring)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        # The listener is called in one of the rank's own turns, because a busy rank cannot detect a loss.
+        # The rank's own loop calls the listener, because a busy rank cannot detect a loss.
         self._fabric.liveness.set_loss_listener(self.rank, partial(self._call_soon, listen))
 
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:

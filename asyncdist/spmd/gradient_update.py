@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncdist.spmd.mesh import Axis, find_axis
-from asyncdist.spmd.tree_collectives import pmean, telling_failure
+from asyncdist.spmd.tree_collectives import pmean, reporting_failure
 from asyncdist.tensors import pytrees
 
 #: A training step: ``async (opt_state, params, *args, **kwargs) -> (loss, params, opt_state)``.
@@ -56,9 +56,9 @@ def gradient_update(
         and requires that ``params`` are exactly its parameters. The loss may also use them through their module.
 
         The training step raises TypeError if a parameter or the loss is not a floating tensor. It raises ValueError if
-        the loss depends on no parameter, or ``params`` are not the optimizer's, and any error of
-        :func:`asyncdist.pmean`. If it fails on one rank before gradients are averaged, the other ranks of the axis get
-        a RemoteError.
+        the loss depends on no parameter, or if ``params`` are not the optimizer's parameters. It also raises the errors
+        of :func:`asyncdist.pmean`. If it fails on one rank before gradients are averaged, the other ranks of the axis
+        get a RemoteError.
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer, or ``loss_fn`` is not callable.
@@ -83,7 +83,7 @@ async def _update(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any]:
-    with telling_failure(_axes(dp_axis_name)):
+    with reporting_failure(_axes(dp_axis_name)):
         given, spec = _checked_params(params)
         leaves = [leaf.detach().requires_grad_() for leaf in given]
         loss = functools.partial(loss_fn, optree.tree_unflatten(spec, leaves), *args, **kwargs)
@@ -105,7 +105,7 @@ async def _update_in_place(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any]:
-    with telling_failure(_axes(dp_axis_name)):
+    with reporting_failure(_axes(dp_axis_name)):
         leaves, spec = _checked_params(params)
         _check_same(optimizer, leaves, spec)
         value, gradients = _value_and_gradients(functools.partial(loss_fn, params, *args, **kwargs), leaves, has_aux)
@@ -151,7 +151,7 @@ def agent_gradient_update(
     update_params = gradient_update(loss_of_params, optimizer, dp_axis_name, has_aux)
 
     async def update(opt_state: Any, agent_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        with telling_failure(_axes(dp_axis_name)):
+        with reporting_failure(_axes(dp_axis_name)):
             params = detach(agent_state)
         value, params, opt_state = await update_params(opt_state, params, agent_state, *args, **kwargs)
         return value, attach(agent_state, params), opt_state
@@ -160,7 +160,6 @@ def agent_gradient_update(
 
 
 def _axes(dp_axis_name: str | None) -> list[Axis]:
-    """Return the axes, one or none, along which other ranks wait for this rank's gradients."""
     return [] if dp_axis_name is None else [find_axis(dp_axis_name, None)]
 
 

@@ -36,7 +36,7 @@ _open_meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("asyncdist_open_meshes",
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
+class _AxisOperations:
     """Counts one rank's operations along one axis, and lets one of them run at a time."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -50,7 +50,7 @@ class Axis:
     name: str
     world: World
     group: Group
-    _turn: _Turn
+    _turn: _AxisOperations
 
     @property
     def begun_count(self) -> int:
@@ -93,7 +93,6 @@ class Mesh:
     Attributes:
         axes: Size of each axis, by name; the last axis varies fastest.
         ranks: World ranks, in grid order.
-        world: This rank's world.
     """
 
     def __init__(self, axes: Mapping[str, Axis], ranks: tuple[int, ...], world: World) -> None:
@@ -103,7 +102,7 @@ class Mesh:
         self._axes = dict(axes)
 
     def __repr__(self) -> str:
-        return f"<Mesh {_in_words(self.axes)}, ranks {list(self.ranks)}>"
+        return f"<Mesh {_describe(self.axes)}, ranks {list(self.ranks)}>"
 
     def __enter__(self) -> Mesh:
         """Open the mesh, so that collectives in the block and in tasks started there find its axes by name."""
@@ -132,7 +131,7 @@ class Mesh:
     def _check_open(self) -> None:
         if any(axis.group.lease.is_freed for axis in self._axes.values()):
             words = (
-                f"the mesh {_in_words(self.axes)} of ranks {short(self.ranks)} was freed on this rank; make a new one "
+                f"the mesh {_describe(self.axes)} of ranks {short(self.ranks)} was freed on this rank; make a new one "
                 "with await new_mesh(axes)"
             )
             raise ClosedError(words, ranks=self.ranks[:16])
@@ -149,7 +148,7 @@ class Mesh:
         found = self._axes.get(name)
         if found is None:
             raise LocalProtocolError(
-                f"axis_name must be an axis of the mesh, which has {_in_words(self.axes)}, got {name!r}", axis_name=name
+                f"axis_name must be an axis of the mesh, which has {_describe(self.axes)}, got {name!r}", axis_name=name
             )
         return found
 
@@ -237,14 +236,14 @@ async def new_mesh(
         validation.seconds("timeout_s", timeout_s)
 
     async def make(start: Start[Mesh]) -> Mesh:
-        await start.agree({"axes": _in_words(sizes)}, timeout_s=timeout_s)
+        await start.agree({"axes": _describe(sizes)}, timeout_s=timeout_s)
         strides = _strides(tuple(sizes.values()))
         lines = []
         for size, stride in zip(sizes.values(), strides, strict=True):
             first = group.index - group.index // stride % size * stride
             lines.append([group.ranks[first + place * stride] for place in range(size)])
         groups = await world.peers.groups.new_groups(lines, start.left_s(timeout_s), part_of=start)
-        made = {name: Axis(name, world, line, _Turn()) for name, line in zip(sizes, groups, strict=True)}
+        made = {name: Axis(name, world, line, _AxisOperations()) for name, line in zip(sizes, groups, strict=True)}
         for axis in made.values():
             axis.group.lease.subjects.append(axis.subject)
             axis.group.lease.bound_to = tuple(rank for rank in group.ranks if rank not in axis.group.ranks)
@@ -274,13 +273,13 @@ def _checked(axes: Mapping[str, int], group: Group) -> dict[str, int]:
         raise ValueError("axes must have at least one name with its size, like {'POP': 4}, got no name")
     if math.prod(axes.values()) != group.size:
         raise ValueError(
-            f"the sizes of the axes {_in_words(axes)} must multiply to {group.size}, the number of ranks in the group, "
+            f"the sizes of the axes {_describe(axes)} must multiply to {group.size}, the number of ranks in the group, "
             f"got {math.prod(axes.values())}"
         )
     return dict(axes)
 
 
-def _in_words(axes: Mapping[str, int]) -> str:
+def _describe(axes: Mapping[str, int]) -> str:
     return ", ".join(f"{name!r}: {size}" for name, size in axes.items())
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncdist.errors import LocalProtocolError
 from asyncdist.spmd.mesh import Axis, Mesh
 from asyncdist.spmd.sharding import Spec, shard
-from asyncdist.spmd.tree_collectives import all_gather, refuse_inside_vmap, telling_failure, vectorising
+from asyncdist.spmd.tree_collectives import all_gather, refuse_inside_vmap, reporting_failure, vectorising
 from asyncdist.tensors import pytrees
 
 
@@ -53,7 +53,7 @@ def shmap_map(
 
     async def mapped(*args: Any) -> Any:
         waiting = outputs.axes()
-        with telling_failure(waiting.values()):
+        with reporting_failure(waiting.values()):
             batch = _Batch(inputs, args)
             rows: list[list[Tensor]] = []
             spec: optree.PyTreeSpec | None = None
@@ -109,7 +109,7 @@ def shmap_vmap(
     async def mapped(*args: Any) -> Any:
         refuse_inside_vmap("shmap_vmap")
         waiting = outputs.axes()
-        with telling_failure(waiting.values()):
+        with reporting_failure(waiting.values()):
             batch = _Batch(inputs, args)
             spec: optree.PyTreeSpec | None = None
 
@@ -161,13 +161,12 @@ class _Specs:
         return self._specs
 
     def axes(self) -> dict[str, Axis]:
-        """Return the axes that the specs name, keyed by name."""
         return {spec: self._mesh.axis(spec) for spec in self._specs if spec is not None}
 
     async def gather(self, result: Any, waiting: dict[str, Axis]) -> Any:
         """Return the concatenated outputs of all ranks, with one operation along each axis.
 
-        Each axis is removed from ``waiting`` before its operation begins.
+        If an operation fails, ``waiting`` contains the axes along which no operation has begun.
         """
         values = (result,) if self._one or type(result) is not tuple else result
         specs = self.per_value(len(values))

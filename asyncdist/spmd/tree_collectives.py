@@ -7,8 +7,8 @@ tensors on the leaves' devices.
 The ranks of the axis first compare their operations and trees. If these differ, every rank raises a DisagreementError
 that names the first difference. Otherwise the ranks exchange one flat tensor per dtype.
 
-Reductions run in rank order on every transport, so all ranks get bitwise identical results. They equal those of
-``jax.lax`` on CPUs with 64-bit types enabled, some of which are not obvious:
+Reductions run in rank order on every transport, so all ranks get bitwise identical results. These equal the results of
+``jax.lax`` on CPUs with 64-bit types enabled, including the following details:
 
 - Sums start from +0, so zeros of any sign add up to +0. Integer overflow wraps around. Booleans are counted, in int32.
 - Sums of float16 are rounded after each addition. Sums of bfloat16 are computed in float32 and rounded once.
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 #: Attribute of exceptions that were reported to all ranks of an axis. Maps the axis's subject to the number of the
 #: operation that reported the exception.
-_MET: Final = "_asyncdist_met"
+_REPORTED: Final = "_asyncdist_reported"
 
 #: Largest size in bytes of tensors that every rank reduces whole, which takes one exchange instead of two.
 WHOLE_NBYTES: Final = 16 * 1024
@@ -78,7 +78,7 @@ def refuse_inside_vmap(name: str) -> None:
 
 
 @contextlib.contextmanager
-def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
+def reporting_failure(axes: Iterable[Axis]) -> Iterator[None]:
     """Notify the other ranks along some axes if the block raises, so that their next operation fails without waiting.
 
     Args:
@@ -91,13 +91,13 @@ def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
     except GeneratorExit:  # the caller's coroutine is being closed, possibly after its event loop
         raise
     except BaseException as error:
-        met = _met_along(error)
+        reported = _reported_along(error)
         for axis in axes:
             # If the job has failed, all ranks are notified anyway.
-            job_goes_on = axis.world.services.engine.failure is None
-            if job_goes_on and axis.size > 1 and met.get(axis.subject, 0) <= begun[axis.subject]:
+            job_continues = axis.world.services.engine.failure is None
+            if job_continues and axis.size > 1 and reported.get(axis.subject, 0) <= begun[axis.subject]:
                 axis.begin(_object, axis, error)
-                _note_met(error, axis)
+                _note_reported(error, axis)
         raise
 
 
@@ -106,14 +106,14 @@ async def _object(axis: Axis, error: BaseException) -> None:
     axis.world.agreements.object(axis.group.ranks, axis.subject, error)
 
 
-def _note_met(error: BaseException, axis: Axis) -> None:
-    """Record in ``error`` that the newest operation along ``axis`` reports it to all ranks of the axis."""
-    vars(error).setdefault(_MET, {})[axis.subject] = axis.begun_count
+def _note_reported(error: BaseException, axis: Axis) -> None:
+    """Record in ``error`` that the newest operation along ``axis`` reports this error to all ranks of the axis."""
+    vars(error).setdefault(_REPORTED, {})[axis.subject] = axis.begun_count
 
 
-def _met_along(error: BaseException) -> dict[str, int]:
+def _reported_along(error: BaseException) -> dict[str, int]:
     """Map each axis's subject to the number of the newest operation that reported ``error`` or a cause of it."""
-    met: dict[str, int] = {}
+    reported: dict[str, int] = {}
     todo: list[BaseException | None] = [error]
     seen: set[int] = set()
     while todo:
@@ -121,10 +121,10 @@ def _met_along(error: BaseException) -> dict[str, int]:
         if found is None or id(found) in seen:
             continue
         seen.add(id(found))
-        for subject, number in vars(found).get(_MET, {}).items():
-            met[subject] = max(number, met.get(subject, 0))
+        for subject, number in vars(found).get(_REPORTED, {}).items():
+            reported[subject] = max(number, reported.get(subject, 0))
         todo += [found.__cause__, found.__context__, *getattr(found, "exceptions", ())]
-    return met
+    return reported
 
 
 def psum(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
@@ -239,12 +239,12 @@ async def _perform(
     if trouble is not None:
         # Despite the error, this rank compares trees, so that ranks with a different tree raise DisagreementError.
         axis.begin(_agree, axis, what, outline)
-        _note_met(trouble, axis)
+        _note_reported(trouble, axis)
         raise trouble
     try:
         leaves = await axis.perform(_agree_and_exchange, axis, what, outline, exchange, *args)
     except Exception as error:
-        _note_met(error, axis)
+        _note_reported(error, axis)
         raise
     return optree.tree_unflatten(outline.spec, leaves)
 

@@ -22,14 +22,14 @@ class Half:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Announces that the sender has finished. Order is preserved, so its earlier messages have arrived."""
+    """Announces that the sender has finished. It arrives after all earlier messages of the sender."""
 
 
 async def main(world: ad.World) -> float:
-    """Run push-sum (Kempe, Dobra and Gehrke, 2003), in which numbers and weights move but their sums stay constant."""
+    """Run push-sum (Kempe, Dobra and Gehrke, 2003). Ranks send halves of their numbers, so that the sum is constant."""
     channel = world.channel(Half | Done, tag=40)
     others = [rank for rank in range(world.size) if rank != world.rank]
-    draw = world.generator("neighbours")  # its numbers follow from the seed of a simulation
+    draw = world.generator("neighbours")  # random generator, seeded by the simulation's seed
     number, weight, done_count = float(world.rank), 1.0, 0
 
     for step in range(ROUNDS):

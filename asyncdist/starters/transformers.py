@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import asyncdist as ad
-from asyncdist.integrations.transformers import SelectiveAveraging  # before TrainingArguments are made
+from asyncdist.integrations.transformers import SelectiveAveraging  # before TrainingArguments is used
 
 
 class TellReplacements(TrainerCallback):
@@ -29,7 +29,7 @@ class TellReplacements(TrainerCallback):
 def main() -> None:
     torch.manual_seed(0)
     starts = torch.randint(0, 64, (512, 1))
-    texts = (starts + torch.arange(32)) % 64  # each counts up from its first number
+    texts = (starts + torch.arange(32)) % 64  # each sequence counts up from a random number
     dataset = [{"input_ids": text, "labels": text} for text in texts]
     config = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
     arguments = TrainingArguments(output_dir="trained", num_train_epochs=5, per_device_train_batch_size=8, report_to=[])

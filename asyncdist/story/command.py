@@ -6,8 +6,8 @@ from pathlib import Path
 
 from asyncdist.recording.command_output import print_to, refuse
 from asyncdist.story.finding import find_job
+from asyncdist.story.formatting import Silent, describe_job
 from asyncdist.story.sockets import ask, jobs, warn_of_refused_directories
-from asyncdist.story.telling import Silent, tell_job
 
 
 def run(name: str | None, recorded: str | None = None) -> int:
@@ -17,7 +17,7 @@ def run(name: str | None, recorded: str | None = None) -> int:
     None selects the only job. ``recorded`` is the name of the job if a folder has recordings of several jobs.
     """
     if name is not None and Path(name).is_dir():
-        return _tell_recording(name, recorded)
+        return _print_recording(name, recorded)
     if recorded is not None:
         return refuse("story", "--job needs the folder of a recording: asyncdist story DIR --job JOB")
     warn_of_refused_directories("story")
@@ -26,18 +26,20 @@ def run(name: str | None, recorded: str | None = None) -> int:
     except LookupError as error:
         no_folder = "" if name is None or name.isdecimal() else f", and {name!r} is not a folder of recordings"
         return refuse("story", f"{error}{no_folder}")
-    places = jobs().get(job, ())
-    stories = ask(places)
-    silent = [Silent(each.rank, each.pid, each.is_alive, each.state) for each in places if each.rank not in stories]
-    return print_to("story", lambda: print(tell_job(stories, silent)))
+    rank_sockets = jobs().get(job, ())
+    stories = ask(rank_sockets)
+    silent = [
+        Silent(each.rank, each.pid, each.is_alive, each.state) for each in rank_sockets if each.rank not in stories
+    ]
+    return print_to("story", lambda: print(describe_job(stories, silent)))
 
 
-def _tell_recording(folder: str, job: str | None) -> int:
+def _print_recording(folder: str, job: str | None) -> int:
     from asyncdist.recording.reader import RecordingError  # imported here, because these modules import torch
-    from asyncdist.story.last_acts import tell_recording
+    from asyncdist.story.last_events import describe_recording
 
     try:
-        told = tell_recording(folder, job)
+        text = describe_recording(folder, job)
     except RecordingError as error:
         return refuse("story", error.message)
-    return print_to("story", lambda: print(told))
+    return print_to("story", lambda: print(text))

@@ -13,7 +13,7 @@ MainState: TypeAlias = Literal["awaits", "returned", "computes", "blocks"]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective in progress on a rank: the ``number``-th (from 1) that the rank has started in the group."""
+    """A collective in progress on a rank. ``number`` counts the rank's collectives in the group, from 1."""
 
     tag: int
     number: int
@@ -22,7 +22,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait of one task.
+    """Describes what one task of a rank is waiting for.
 
     Attributes:
         who: ``"main"``, or the name of a spawned task.
@@ -30,7 +30,7 @@ class Wait:
         line: Line of the user's code, as in ``"main (train.py:12)"``, or "".
         seconds: Seconds for which the wait has lasted, or None if unknown.
         peers: Ranks, any of which can end the wait.
-        ends_by_itself: Whether a timer or a thread ends the wait.
+        ends_by_itself: Whether a timer or a thread of this rank, and not another rank, ends the wait.
     """
 
     who: str
@@ -59,7 +59,8 @@ class ChannelState:
 class PolicyState:
     """The state of a policy on this rank.
 
-    ``role`` is a state of ``protocols.selective.member``, in lower case, in round ``round``.
+    ``round`` is the number of an exchange of weights, and ``role`` the rank's part in it: a state of
+    ``protocols.selective.member``, in lower case.
     """
 
     name: str
@@ -81,6 +82,8 @@ class RankStory:
         started: Number of started collectives, keyed by the group's tag.
         unread: Descriptions of messages that have arrived for channels that are not open.
         heard: Seconds since the last message of each rank that has sent one, keyed by rank.
+        lost: Ranks whose processes ended without leaving the world.
+        vacant: Ranks without a process, which may join.
         left: Ranks that have returned from main.
     """
 
@@ -101,6 +104,7 @@ class RankStory:
     unread: tuple[str, ...] = ()
     heard: dict[int, float] = field(default_factory=dict)
     lost: tuple[int, ...] = ()
+    vacant: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
     events: tuple[str, ...] = ()
 
@@ -109,7 +113,7 @@ _decoder: Final = msgspec.msgpack.Decoder(RankStory)
 
 
 def to_bytes(story: RankStory) -> bytes:
-    """Encode the story as MessagePack, which can represent NaN. Unencodable characters in strings become ``?``."""
+    """Encode a rank's description as MessagePack, which can represent NaN. Unencodable characters become ``?``."""
     try:
         return msgspec.msgpack.encode(story)
     except UnicodeEncodeError:
@@ -125,5 +129,5 @@ def _as_text(value: Any) -> Any:
 
 
 def from_bytes(data: bytes) -> RankStory:
-    """Decode a story. Raise ValueError if the bytes are not a valid story."""
+    """Decode a rank's description. Raise ValueError if the bytes are not valid."""
     return _decoder.decode(data)

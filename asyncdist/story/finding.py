@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncdist.rank_program import PROGRAM
-from asyncdist.story.sockets import Place, jobs
+from asyncdist.story.sockets import RankSocket, jobs
 
 #: Maximum number of characters of a job's command that are shown.
 _COMMAND_LENGTH_MAX: Final = 60
@@ -31,32 +31,33 @@ def find_job(name: str | None) -> str:
     return job
 
 
-def job_of_process(pid: int, found: Mapping[str, Sequence[Place]]) -> str | None:
-    """Return the job to which a process belongs, or whose ranks it has started, or None.
+def job_of_process(pid: int, found: Mapping[str, Sequence[RankSocket]]) -> str | None:
+    """Return the job that has a process, or a descendant of the process, as a rank. Return None without such a job.
 
-    If a rank has started another job, the outer job is returned for the rank's launcher, which has started both jobs.
+    If a rank of one job has started another job, the first job's launcher is an ancestor of both jobs' ranks. For this
+    launcher, the first job is returned.
     """
-    distances = {job: _distance(pid, places) for job, places in found.items()}
+    distances = {job: _distance(pid, rank_sockets) for job, rank_sockets in found.items()}
     nearest = min(distances, key=distances.__getitem__, default="")
     return nearest if nearest and distances[nearest] < math.inf else None
 
 
-def _distance(pid: int, places: Sequence[Place]) -> float:
-    """Return the number of generations from a process to its nearest rank, or infinity if it is no rank's ancestor."""
-    lines = (list(_line_of(each.pid)) for each in places)
+def _distance(pid: int, rank_sockets: Sequence[RankSocket]) -> float:
+    """Return the number of generations from a process to its nearest rank, or infinity if no rank descends from it."""
+    lines = (list(_line_of(each.pid)) for each in rank_sockets)
     return min((float(line.index(pid)) for line in lines if pid in line), default=math.inf)
 
 
-def _refusal(name: str | None, found: Mapping[str, Sequence[Place]]) -> str:
-    known = "; ".join(f"{job} ({_described(places)})" for job, places in found.items())
+def _refusal(name: str | None, found: Mapping[str, Sequence[RankSocket]]) -> str:
+    known = "; ".join(f"{job} ({_described(rank_sockets)})" for job, rank_sockets in found.items())
     if not known:
         which = "" if name is None else f" {name!r}"
         return f"no job{which} of this user runs on this host; if it runs on another host, run this command there"
     return f"{'several jobs run here' if name is None else f'no job {name!r} runs here'}; name one: {known}"
 
 
-def _described(places: Sequence[Place]) -> str:
-    first = places[0].pid
+def _described(rank_sockets: Sequence[RankSocket]) -> str:
+    first = rank_sockets[0].pid
     words: list[str] = []
     with contextlib.suppress(OSError):
         line = Path(f"/proc/{first}/cmdline").read_text(encoding="utf-8", errors="replace")
@@ -64,7 +65,7 @@ def _described(places: Sequence[Place]) -> str:
     what = " ".join(words).strip()
     if len(what) > _COMMAND_LENGTH_MAX:
         what = f"{what[:_COMMAND_LENGTH_MAX]}..."
-    return f"{what + ', ' if what else ''}{len(places)} ranks, pid {first} first"
+    return f"{what + ', ' if what else ''}{len(rank_sockets)} ranks, pid {first} first"
 
 
 def _line_of(pid: int) -> Iterator[int]:

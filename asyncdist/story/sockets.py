@@ -1,4 +1,4 @@
-"""Queries the ranks of this host over Unix sockets: what they are doing, and their counters.
+"""Asks the ranks on this host, over Unix sockets, for their counters and for descriptions of what they are doing.
 
 A job has a directory of mode 0700 with a socket ``RANK.PID`` for each living rank on this host. A rank removes its
 socket when it ends, and the last rank also removes the directory. Other ranks of the job, the next job of this user or
@@ -33,16 +33,16 @@ from asyncdist.trust import private_folders
 
 logger = logging.getLogger("asyncdist.story.sockets")
 
-#: Requests to a rank's socket, their answers, and TOLD, a notice that the lack of progress was already reported.
+#: Requests to a rank's socket, the answers YES and NO, and REPORTED, which says that missing progress was reported.
 STORY: Final = b"story\n"
 COUNTERS: Final = b"count\n"
 PULSE: Final = b"pulse\n"
 ASKED: Final = b"asked\n"
 YES: Final = b"1"
 NO: Final = b"0"
-TOLD: Final = b"told!\n"
-#: Maximum length of the report that follows TOLD, in bytes.
-TOLD_NBYTES_MAX: Final = 1 << 15
+REPORTED: Final = b"told!\n"
+#: Maximum length of the report that follows REPORTED, in bytes.
+REPORT_NBYTES_MAX: Final = 1 << 15
 #: Seconds that a rank may take to answer. A separate thread answers even while the rank computes.
 ANSWER_S: Final = 1.0
 #: Minimum age, in seconds, at which a directory without a socket is removed.
@@ -52,7 +52,7 @@ _ASKED_COUNT_MAX: Final = 512
 _TRY_COUNT: Final = 10
 #: Maximum length of a Unix socket's path in bytes, without the terminating 0.
 _PATH_NBYTES_MAX: Final = 107
-#: Maximum length of a socket's path below the folder: job, rank and pid, and a tilde until the rank listens.
+#: Maximum length in bytes of a socket's path below its base folder: job, rank, pid, and a tilde until the rank listens.
 _NAME_NBYTES: Final = len("/0123abcd/1000000.4194304~")
 _NAME: Final = re.compile(r"[0-9]+\.[0-9]+~?")
 #: Layout of the kernel's struct ucred: process, user and group.
@@ -60,7 +60,7 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankSocket:
     """The path of a rank's socket, which contains the rank and its pid."""
 
     path: Path
@@ -77,7 +77,7 @@ class Place:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is alive. A zombie, whose parent has not read its exit code yet, is not."""
+        """Whether the process is alive. A zombie, which has ended but still has an entry in ``ps``, is not."""
         if self.state in ("Z", "X"):
             return False
         try:
@@ -96,7 +96,8 @@ class Place:
             except OSError as error:
                 return isinstance(error, BlockingIOError)  # connecting would block, because the socket's queue is full
             listener = _process_at(client)
-            return listener == 0 or Place(self.path, self.rank, self.pid if listener is None else listener).is_alive
+            pid = self.pid if listener is None else listener
+            return listener == 0 or RankSocket(self.path, self.rank, pid).is_alive
 
 
 def directories() -> list[Path]:
@@ -201,8 +202,8 @@ def _clear_job(base: int, path: Path) -> None:
     """Remove the sockets and the folder of a job without living processes. Other files are kept."""
     with contextlib.suppress(OSError), private_folders.opened(path.name, parent=base) as folder:
         names = [name for name in os.listdir(folder) if _NAME.fullmatch(name) and _is_own_socket(name, folder)]
-        found = _places(path, names)
-        if any(place.is_served for place in found):
+        found = _rank_sockets(path, names)
+        if any(peer.is_served for peer in found):
             return
         # A young empty folder belongs to a rank that is about to create its socket.
         if found or time.time() - os.fstat(folder).st_mtime > _BEGINNING_S:
@@ -216,40 +217,40 @@ def _is_own_socket(name: str, folder: int) -> bool:
     return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid()
 
 
-def places(folder: Path) -> list[Place]:
+def rank_sockets(folder: Path) -> list[RankSocket]:
     """Return the sockets of a job, sorted by rank, or [] if the folder is not private to this user."""
     with contextlib.suppress(OSError), private_folders.opened(folder) as descriptor:
-        return _places(folder, [name for name in os.listdir(descriptor) if _is_own_socket(name, descriptor)])
+        return _rank_sockets(folder, [name for name in os.listdir(descriptor) if _is_own_socket(name, descriptor)])
     return []
 
 
-def _places(folder: Path, names: Iterable[str]) -> list[Place]:
+def _rank_sockets(folder: Path, names: Iterable[str]) -> list[RankSocket]:
     found = []
     for name in names:
         rank, _, pid = name.partition(".")
         if rank.isdecimal() and pid.isdecimal():
-            found.append(Place(folder / name, int(rank), int(pid)))
-    return sorted(found, key=lambda place: (place.rank, place.pid))
+            found.append(RankSocket(folder / name, int(rank), int(pid)))
+    return sorted(found, key=lambda peer: (peer.rank, peer.pid))
 
 
-def jobs() -> dict[str, list[Place]]:
+def jobs() -> dict[str, list[RankSocket]]:
     """Return the sockets of each job of this user on this host."""
-    found: dict[str, list[Place]] = {}
+    found: dict[str, list[RankSocket]] = {}
     for base in directories():
         clear(base)
         with contextlib.suppress(OSError), private_folders.opened(base) as descriptor:
             for name in sorted(os.listdir(descriptor)):
-                if there := places(base / name):
-                    found[name] = sorted([*found.get(name, []), *there], key=lambda place: (place.rank, place.pid))
+                if there := rank_sockets(base / name):
+                    found[name] = sorted([*found.get(name, []), *there], key=lambda peer: (peer.rank, peer.pid))
     return found
 
 
-def ask(asked: Sequence[Place], timeout_s: float = ANSWER_S) -> dict[int, RankStory]:
+def ask(asked: Sequence[RankSocket], timeout_s: float = ANSWER_S) -> dict[int, RankStory]:
     """Ask all ranks concurrently what they are doing. Return the answers that arrive in time, keyed by rank."""
     return dict(_decoded(exchange(asked, STORY, timeout_s)))
 
 
-def exchange(asked: Sequence[Place], question: bytes, timeout_s: float = ANSWER_S) -> dict[int, bytes]:
+def exchange(asked: Sequence[RankSocket], question: bytes, timeout_s: float = ANSWER_S) -> dict[int, bytes]:
     """Send a request to all ranks concurrently. Return the answers that arrive in time, keyed by rank.
 
     More than 512 ranks are asked in several groups, because each open socket takes a file descriptor.
@@ -260,15 +261,15 @@ def exchange(asked: Sequence[Place], question: bytes, timeout_s: float = ANSWER_
     return answers
 
 
-def _exchange(asked: Sequence[Place], question: bytes, timeout_s: float) -> dict[int, bytes]:
+def _exchange(asked: Sequence[RankSocket], question: bytes, timeout_s: float) -> dict[int, bytes]:
     answers: dict[int, bytes] = {}
     with selectors.DefaultSelector() as ready, contextlib.ExitStack() as opened:
         waiting = 0
-        for place in asked:
-            client = _connect(place, question)
+        for peer in asked:
+            client = _connect(peer, question)
             if client is not None:
                 opened.enter_context(client)
-                ready.register(client, selectors.EVENT_READ, (client, place.rank, bytearray()))
+                ready.register(client, selectors.EVENT_READ, (client, peer.rank, bytearray()))
                 waiting += 1
         deadline = time.monotonic() + timeout_s
         while waiting and (left_s := deadline - time.monotonic()) > 0:
@@ -289,18 +290,18 @@ def _decoded(answers: dict[int, bytes]) -> Iterator[tuple[int, RankStory]]:
             yield rank, from_bytes(data)
 
 
-def answers_pulse(place: Place) -> bool:
-    """Return whether the rank's answering thread responds."""
-    return bool(_answer(place, PULSE))
+def answers_pulse(peer: RankSocket) -> bool:
+    """Return whether the rank's thread that answers requests responds."""
+    return bool(_answer(peer, PULSE))
 
 
-def was_asked(place: Place) -> bool:
+def was_asked(peer: RankSocket) -> bool:
     """Return whether a signal has just asked the rank to print what all ranks of the job are doing."""
-    return _answer(place, ASKED) == YES
+    return _answer(peer, ASKED) == YES
 
 
-def _answer(place: Place, question: bytes) -> bytes:
-    client = _connect(place, question)
+def _answer(peer: RankSocket, question: bytes) -> bytes:
+    client = _connect(peer, question)
     if client is None:
         return b""
     with client:
@@ -311,20 +312,20 @@ def _answer(place: Place, question: bytes) -> bytes:
             return b""
 
 
-def say_told(place: Place, story: str = "") -> None:
+def notify_reported(peer: RankSocket, story: str = "") -> None:
     """Notify a rank that the job's lack of progress was already reported. ``story`` is the report to record."""
-    client = _connect(place, TOLD + story.encode("utf-8", "replace")[:TOLD_NBYTES_MAX])
+    client = _connect(peer, REPORTED + story.encode("utf-8", "replace")[:REPORT_NBYTES_MAX])
     if client is not None:
         client.close()
 
 
-def _connect(place: Place, question: bytes) -> socket.socket | None:
+def _connect(peer: RankSocket, question: bytes) -> socket.socket | None:
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     client.setblocking(False)
     try:
-        client.connect(str(place.path))
+        client.connect(str(peer.path))
         if not is_of_own_user(client):
-            raise PermissionError(f"{place.path} is served by another user")
+            raise PermissionError(f"{peer.path} is served by another user")
         client.send(question)
     except OSError:  # the rank has ended, belongs to another user, or has a full queue because it does not answer
         client.close()

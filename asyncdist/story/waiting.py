@@ -52,7 +52,7 @@ def _may_end(wait: Wait, needs: Sequence[int], stuck: Collection[int], lost: Col
     return any(rank not in stuck and rank not in lost for rank in needs)
 
 
-def circle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[int, ...]:
+def cycle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[int, ...]:
     """Return a cycle of ranks in which each waits for the next, and the last for the first, or () if there is none."""
     for start in sorted(stuck):
         path = [start]
@@ -67,7 +67,7 @@ def circle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[in
     return ()
 
 
-def by_root(stories: Mapping[int, RankStory]) -> list[int]:
+def in_display_order(stories: Mapping[int, RankStory]) -> list[int]:
     """Return the ranks in display order: ranks that do not wait first, then ranks for which many others wait."""
     waiters = dict.fromkeys(stories, 0)
     for rank, story in stories.items():

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors  # as DDP does: 200 views take half the time of a loop
+from torch._utils import _unflatten_dense_tensors  # It creates 200 views in half the time of a loop.
 
 from asyncdist.host_memory.shared_memory import SharedMemory
 
@@ -21,8 +21,9 @@ class Bucket:
 
     Args:
         flat: 1-D tensor of the tensors' dtype or a wider dtype.
-        pairs: Each tensor, in any memory layout and on any device, with its view of ``flat``. The views leave no gaps.
-        memory: Memory shared by the host's ranks that begins with ``flat``; None if ``flat`` is not shared.
+        pairs: Pairs of a tensor, in any memory layout and on any device, and its view of ``flat``. The views leave no
+            gaps.
+        memory: Memory shared by the host's ranks that begins with ``flat``, or None if ``flat`` is not shared.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Bucket:
 
     @torch.no_grad()
     def rollback(self) -> None:
-        """Restore the tensors' values from before the first :meth:`copy_out`, and make later calls of it do nothing.
+        """Restore the tensors' values from before the first :meth:`copy_out`. Later calls of either method do nothing.
 
         Elements that are not in the flat tensor yet are copied into it, because the other ranks still need them.
         """
@@ -117,7 +118,7 @@ class Bucket:
         return bisect.bisect_left(self._starts, start), bisect.bisect_right(self._starts, end) - 1
 
     def _cut(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (index, first element, end element) for each tensor, at most two, that lies partly in the range."""
+        """Yield (index, first element, end element) for each of at most two tensors that lie partly in the range."""
         low, high = self._whole(start, end)
         if self._starts[low] > start:
             first = self._starts[low - 1]

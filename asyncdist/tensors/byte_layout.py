@@ -80,7 +80,7 @@ class Packing:
         self.nbytes = end
         self.averaged_nbytes = max((segment.end for segment in segments if segment.averaged), default=0)
 
-    @torch.inference_mode(False)  # views of another dtype would otherwise belong to the caller's inference mode
+    @torch.inference_mode(False)  # otherwise, the views would belong to the caller's inference mode
     def buffers(self, memory: torch.Tensor) -> FlatBuffers:
         """Return flat buffers that are views of ``memory``, an aligned 1-D uint8 tensor of ``nbytes`` elements."""
         tensors = {

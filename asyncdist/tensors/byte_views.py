@@ -1,7 +1,7 @@
 """Views tensors as bytes, for all code that sends, stores or receives tensors.
 
 There are three pitfalls. A contiguous tensor may have any stride in a dimension of size 1. Its conjugation or negation
-may be pending. numpy supports neither bfloat16 nor float8.
+may be pending. NumPy supports neither bfloat16 nor float8.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def oddity_of(tensor: Tensor) -> str | None:
-    """Return None for a plain dense tensor, or a description such as "a nested tensor" for any other tensor."""
+    """Return None for a plain dense tensor. For any other tensor, return a description, such as "a nested tensor"."""
     if tensor.is_meta:
         return "a meta tensor (it has no values)"
     if tensor.is_quantized:
@@ -63,7 +63,7 @@ def byte_view(tensor: Tensor) -> memoryview:
         )
     if not tensor.nbytes:
         return memoryview(bytearray())
-    # Right after a transfer, CPU caches are cold. Then detach and view(torch.uint8) take several microseconds each.
+    # detach and view(torch.uint8) are avoided, because each takes microseconds right after a transfer (cold caches).
     if tensor.requires_grad:
         tensor = tensor.detach()
     try:

@@ -1,8 +1,8 @@
 """Distinguishes infinities that belong to a model from non-finite values of a rank that has diverged.
 
-Buffers and frozen parameters, such as attention masks, may contain -inf permanently. The infinities that these entries
-contain when a policy starts are called *known*. NaNs, infinities in trained parameters, and any later change of the
-infinities in buffers and frozen parameters are called *unsound*.
+Buffers and frozen parameters, such as attention masks, may contain -inf permanently. Infinities that they contain when
+a policy starts are called *known*. NaNs, infinities in trained parameters, and any later change of the infinities in
+buffers and frozen parameters are called *unsound*.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class KnownInfinities:
 
     def __init__(self, state: FlatState) -> None:
         self._state = state
-        trained = state.trained()  # names of trained entries; a shard's own requires_grad is False
+        trained = state.trained()  # names of trained entries, because a shard's own requires_grad is False
         self._known = {
             entry.names: _infinities(tensor)
             for entry, tensor in self._own()
@@ -45,7 +45,7 @@ class KnownInfinities:
         return self._first_unsound(pair for index, pair in enumerate(self._own()) if index not in skipped)
 
     def without(self, names: Collection[str]) -> set[str]:
-        """Return those names whose entries contained no infinities when the policy started."""
+        """Return the given names, except of entries that contained infinities when the policy started."""
         return set(names).difference(*self._known)
 
     def _own(self) -> Iterable[tuple[Entry, Tensor]]:
@@ -61,12 +61,12 @@ class KnownInfinities:
         return None
 
 
-def trouble_of(known: KnownInfinities | None, optimizer: torch.optim.Optimizer | None) -> str:
-    """Describe the part of a model or its optimizer that has unexpectedly become non-finite, or return "".
+def describe_nonfinite(known: KnownInfinities | None, optimizer: torch.optim.Optimizer | None) -> str:
+    """Describe the part of a model or its optimizer that has unexpectedly become non-finite, or return an empty string.
 
     Args:
-        known: The model and its known infinities; None to skip the model.
-        optimizer: The optimizer whose state to check; None to skip it.
+        known: The model and its known infinities, or None to skip the model.
+        optimizer: The optimizer whose state to check, or None to skip it.
     """
     name = None if known is None else known.unsound_entry_of_model()
     if name is not None:

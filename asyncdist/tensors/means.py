@@ -1,19 +1,19 @@
 """Computes elementwise weighted means of tensors that arrive in chunks or all at once.
 
 Tensors are summed in the given order, in the accumulator's dtype (float32 or wider), and the sum is divided by the sum
-of the weights. Product, sum and quotient are rounded separately, so that the mean depends neither on the chunks nor
-on the width of vector instructions. Two rules are added:
+of the weights. Product, sum and quotient are rounded separately, so that the mean depends neither on the chunks nor on
+the width of vector instructions. Two rules are added:
 
 - **The mean of finite values is finite.** When a sum overflows, the summation continues with values and divisor scaled
   by 2^-64. Scaling by a power of two is exact here, so the mean is the same as without overflow. (Without this rule,
   two attention masks of ``finfo.min`` would add up to -inf.)
-- **The mean of equal values is that value.** If an element's quotient equals the quotient of tensors that all equal
-  the last tensor, the mean is the last tensor's value. (In float32, (x + x + x) / 3 differs from x for one x in seven.)
-  If the tensors differ but the quotients are equal, the change is within rounding.
+- **The mean of equal values is that value.** If an element's quotient equals the quotient of tensors that all equal the
+  last tensor, the mean is the last tensor's value. (In float32, (x + x + x) / 3 differs from x for one x in seven.) If
+  the tensors differ but the quotients are equal, the change is within rounding.
 
-Only the ratios of weights matter. Weights are scaled by a power of two, which changes no bit of the mean. Products
-then underflow or overflow only if the values do. Unscaled weights near 1e-6 would take most digits from products with
-values near 1e-33. A weight below 2^-100 of the largest weight counts as 2^-100 of it.
+Only the ratios of weights matter. Weights are scaled by a power of two, which changes no bit of the mean. Products then
+underflow or overflow only if the values do. With unscaled weights near 1e-6, products with values near 1e-33 would lose
+most of their digits. A weight below 2^-100 of the largest weight counts as 2^-100 of it.
 
 Complex values are averaged as pairs of real and imaginary parts.
 """
@@ -56,7 +56,7 @@ class WeightedMean:
         keeps_equal: Whether the mean of equal values is exactly that value.
 
     Attributes:
-        is_agreed: Whether, at each non-finite element, all tensors added until now contain the same infinity.
+        is_agreed: Whether, at each non-finite element, all tensors added so far contain the same infinity.
     """
 
     def __init__(self, count: int, *, keeps_equal: bool = True) -> None:
@@ -88,7 +88,7 @@ class WeightedMean:
         Args:
             into: Contiguous 1-D slice of the accumulator, of float32, complex64 or wider. The first tensor overwrites
                 it.
-            chunk: 1-D tensor of the same length, of any dtype that fits into the accumulator's; not changed. None if
+            chunk: 1-D tensor of the same length, of any dtype that fits into the accumulator's, not changed. None if
                 ``into`` already contains the first tensor's values.
         """
         if into.requires_grad or (chunk is not None and chunk.requires_grad):
@@ -108,7 +108,7 @@ class WeightedMean:
     def _add_piece(self, into: Tensor, values: Tensor) -> None:
         weight, place = self._weights[-1], len(self._weights)
         is_first, is_last = place == 1, place == self._count
-        if is_first and is_last:  # the mean of one tensor is that tensor, whatever its weight
+        if is_first and is_last:  # The mean of one tensor is that tensor, whatever its weight.
             if values is not into:
                 into.copy_(values)
             return
@@ -116,7 +116,7 @@ class WeightedMean:
             into.mul_(self._shrinking)
         wide = values if values.dtype == into.dtype else values.to(into.dtype)
         product = wide if weight == 1.0 else wide * weight
-        # After the first product that is large enough to overflow a sum, all sums are checked for overflow.
+        # From the first product that is large enough to overflow a sum, all sums are checked for overflow.
         self._is_careful = self._is_careful or not _is_within(product, _SAFE[into.dtype])
         if self._is_careful:
             self._add_carefully(into, wide, product)
@@ -130,7 +130,7 @@ class WeightedMean:
                 _prefer_last(into, wide, self._weights, is_careful=self._is_careful)
 
     def _add_carefully(self, into: Tensor, wide: Tensor, product: Tensor) -> None:
-        """Add the current tensor, scaling down each sum of finite values that would overflow."""
+        """Add the current tensor. Scale down each sum of finite values that would overflow."""
         is_first = len(self._weights) == 1
         total = product if is_first else into + product
         leaves = torch.isfinite(wide) & ~torch.isfinite(total)
@@ -163,11 +163,11 @@ class WeightedMean:
         scaled = self._scaled_sums(into)
         if scaled is not None:
             quotient = torch.where(scaled, into / (divisor * _SCALE), quotient)
-        largest = _LARGEST[into.dtype]  # rounding may raise the mean of the largest values to infinity
+        largest = _LARGEST[into.dtype]  # Rounding may raise the mean of the largest values to infinity.
         into.copy_(torch.where(is_finite, quotient.clamp(-largest, largest), quotient))
 
     def _scaled_sums(self, into: Tensor, *, make: bool = False) -> Tensor | None:
-        """Return the mask of the elements of ``into`` that are scaled sums; None if the accumulator has no mask yet."""
+        """Return the mask of the elements of ``into`` that are scaled sums, or None if there is no mask yet."""
         storage = into.untyped_storage()
         found = self._scaled.get(storage.data_ptr())
         if found is None:
@@ -184,7 +184,7 @@ def weighted_mean_into(
     """Write the weighted mean of ``parts``, tensors in rank order, into ``result``.
 
     Args:
-        result: Contiguous 1-D tensor of float32, complex64 or wider; must not be one of the parts.
+        result: Contiguous 1-D tensor of float32, complex64 or wider, which must not be one of the parts.
         parts: One or more tensors of the result's length.
         weights: Weight of each part, finite and above 0.
         keeps_equal: Whether the mean of equal values is exactly that value.
@@ -200,7 +200,7 @@ def weighted_mean_into(
 
 
 def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write the unweighted mean of two or more tensors into ``result``, bitwise equal to that of :class:`WeightedMean`.
+    """Write the unweighted mean of two or more tensors into ``result``, bitwise as :class:`WeightedMean` does.
 
     ``result`` must be a contiguous 1-D tensor of dtype float32, complex64 or wider, and must not be one of ``parts``.
     """
@@ -215,7 +215,7 @@ def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def mean_of_sum(total: Tensor, last: Tensor, count: int) -> bool:
-    """Divide a sum of ``count`` tensors in place to get their mean, bitwise equal to that of :func:`mean_into`.
+    """Divide the sum of ``count`` tensors in place. The result is bitwise equal to the mean of :func:`mean_into`.
 
     Args:
         total: Contiguous 1-D tensor of float32, complex64 or wider.
@@ -235,13 +235,13 @@ def mean_of_sum(total: Tensor, last: Tensor, count: int) -> bool:
 def divide(total: Tensor, divisor: float) -> None:
     """Divide in place, rounding once. A divisor of exactly 1 leaves the values unchanged."""
     if divisor != 1.0:
-        # For a Python scalar, CUDA would multiply by the reciprocal instead.
+        # On CUDA, the divisor is a tensor, because CUDA would multiply by the reciprocal of a Python scalar.
         on_device = total.device.type != "cpu"
         total.div_(torch.tensor(divisor, dtype=total.dtype, device=total.device) if on_device else divisor)
 
 
 def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_careful: bool) -> None:
-    """Write the last tensor's value to each element whose mean equals the mean of tensors that all equal the last."""
+    """Write the last tensor's value to each element whose mean equals the mean of copies of the last tensor."""
     if len(weights) in _EXACT_COUNTS and all(weight == 1.0 for weight in weights):
         return
     for its_mean, its_last in zip(torch.split(mean, _STRETCH_COUNT), torch.split(last, _STRETCH_COUNT), strict=True):
@@ -280,7 +280,8 @@ def _is_within(values: Tensor, bound: float) -> bool:
 
     ``bound`` must exceed the square root of the dtype's largest value.
     """
-    # The sum of squares takes a fifth of the time of `aminmax`. It is finite for values up to 1e18, and never for NaN.
+    # Computing the sum of squares takes a fifth of the time of `aminmax`. It is finite for values up to 1e18, and never
+    # for NaN.
     if math.isfinite(torch.dot(values, values).item()):
         return True
     low, high = torch.aminmax(values)
@@ -295,12 +296,12 @@ def _real(tensor: Tensor) -> Tensor:
 def running_mean_into(result: Tensor, mean: Tensor, values: Tensor, count: int) -> None:
     """Update the mean of ``count`` tensors with one more tensor, and write it into ``result``.
 
-    Each element is mean * count / (count + 1) + values / (count + 1). Both products and the sum are rounded separately,
-    and the sum is clamped to the interval between ``mean`` and ``values``. Equal values therefore stay equal, and
-    finite values stay finite.
+    Each element becomes mean * count / (count + 1) + values / (count + 1). Both products and the sum are rounded
+    separately, and the sum is clamped to the interval between ``mean`` and ``values``. Equal values therefore remain
+    equal, and finite values remain finite.
 
     Args:
-        result: Contiguous 1-D tensor of the mean's dtype; may be ``mean``.
+        result: Contiguous 1-D tensor of the mean's dtype, which may be ``mean``.
         mean: Contiguous 1-D tensor of float32, complex64 or wider.
         values: 1-D tensor of the same length, of any dtype that fits into the mean's.
         count: Number of tensors in ``mean``.

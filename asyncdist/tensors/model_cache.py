@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torch import nn
 
-#: Maximum number of cached models; each uses one or two file descriptors per dtype.
+#: Maximum number of cached models. Each uses one or two file descriptors per dtype.
 MODEL_COUNT_MAX: Final = 64
 
 

@@ -21,13 +21,13 @@ _ALLOWED: Final = (
 
 
 def gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> None:
-    """Append the parameters and persistent buffers of a module and its submodules, each as often as it has names.
+    """Append the parameters and persistent buffers of a module and its submodules, once for each of their names.
 
     This takes a third of the time of `named_modules`, which took most of the time of a small model's averaging round.
 
     Args:
-        keys: Output list, from which `names_of` computes the names. It receives the keys of the module's tensors, None,
-            each submodule's key followed recursively by the keys inside the submodule, and None.
+        keys: Output list, from which `names_of` computes the names. It receives the keys of the module's tensors, then
+            None. The key of each submodule follows, and the keys inside it, recursively. The last item is None.
         tensors: Output list, which receives the tensors in the order of their keys.
     """
     for key, tensor in module._parameters.items():
@@ -72,7 +72,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def local_part(tensor: Any) -> Any:
-    """Return this rank's shard of a DTensor (the same object each time), or any other value unchanged."""
+    """Return this rank's shard of a DTensor (always the same object), or any other value unchanged."""
     return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
@@ -115,7 +115,7 @@ def frozen_places(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a hash of names, shapes, dtypes and values. The values of a wrapper are those of its inner tensors."""
+    """Return a hash of names, shapes, dtypes and values. For a wrapper, the values of its inner tensors are hashed."""
     found = hashlib.sha256()
     for name, tensor in named:
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
@@ -141,7 +141,7 @@ def _sharding_of(name: str, tensor: Any) -> str:
 
 
 def check_supported(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless the tensor has plain memory that can be read and written."""
+    """Raise ValueError unless the tensor has ordinary memory that can be read and written."""
     trouble = None
     if _is_lazy(tensor):
         trouble = "is not initialised; run one forward pass first"
@@ -156,7 +156,7 @@ def check_supported(name: str, tensor: Tensor) -> None:
     elif tensor.layout != torch.strided or tensor.is_nested:
         trouble = f"is sparse or nested (layout {tensor.layout})"
     elif is_sharded(tensor):
-        trouble = "is a DTensor, which may be sharded; use a policy with replica_size, which averages sharded models"
+        trouble = "is a DTensor, which may be sharded; only a policy with replica_size averages sharded models"
     elif tensor.numel() and _address(tensor) == 0:
         trouble = f"is a {type(tensor).__name__} without memory of its own"
     elif tensor.numel() and not _is_simple(tensor) and _overlaps_itself(tensor):
@@ -196,7 +196,7 @@ def _is_lazy(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the tensor's data pointer; 0 for wrapper tensors, which have no data pointer."""
+    """Return the tensor's data pointer, or 0 for wrapper tensors, which have no data pointer."""
     try:
         return tensor.data_ptr()
     except RuntimeError:
@@ -236,7 +236,10 @@ def _extent_nbytes(tensor: Tensor) -> int:
 
 
 def _mark(mask: np.ndarray[Any, np.dtype[np.bool_]], tensor: Tensor, start: int) -> np.ndarray[Any, Any]:
-    """Return the part of a byte mask for memory from address `start` that corresponds to a tensor's bytes."""
+    """Return the part of ``mask`` that corresponds to a tensor's bytes.
+
+    The mask has one value per byte from ``start``.
+    """
     strides = (*(stride * tensor.itemsize for stride in tensor.stride()), 1)
     where = tensor.data_ptr() - start
     return np.lib.stride_tricks.as_strided(mask[where:], (*tensor.shape, tensor.itemsize), strides)

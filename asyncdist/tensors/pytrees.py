@@ -26,7 +26,7 @@ Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]] | str
 #: A tree's nodes and leaves in order, each as its path and a description.
 Lines: TypeAlias = tuple[tuple[str, str], ...]
 
-_CACHED_COUNT: Final = 64  # number of cached outlines; most programs reduce few different trees, repeatedly
+_CACHED_COUNT: Final = 64  # number of cached outlines, because most programs reduce few different trees, repeatedly
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class Outline:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the lines, in hex."""
+        """SHA-256 digest of the lines, in hexadecimal."""
         return _digest(self.spec, self.kinds)
 
     def first_leaf(self, is_wrong: Callable[[Kind], bool]) -> tuple[str, str] | None:
         """Return the path and description of the first leaf for which ``is_wrong`` returns true, or None."""
         for index, kind in enumerate(self.kinds):
             if is_wrong(kind):
-                return _leaf_path(self.spec, index), _kind_in_words(kind)
+                return _leaf_path(self.spec, index), _describe_kind(kind)
         return None
 
 
@@ -101,9 +101,9 @@ def lines_from_text(text: str) -> Lines:
 
 
 def first_difference(lines: Sequence[Lines], ranks: Sequence[int]) -> tuple[str, str]:
-    """Return the path of the first difference from the first rank's tree, and a description of the difference.
+    """Return the path at which a rank's tree first differs from the first rank's, and a description of the difference.
 
-    ``lines`` contains the lines of each rank's tree, of which at least one must differ from the first.
+    ``lines`` has the lines of each rank's tree. At least one tree must differ from the first.
     """
     first = lines[0]
     rank, other = next((r, found) for r, found in zip(ranks, lines, strict=True) if found != first)
@@ -138,8 +138,8 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def unpack(flats: dict[torch.dtype, Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
     """Split flat tensors from ``pack(leaves)`` into one tensor per leaf, with the leaf's shape and device.
 
-    The returned CPU tensors are views of the flat tensors. For a flat tensor of shape [m, n], they have an additional
-    leading dimension m. A flat tensor's dtype may differ from its key.
+    The returned CPU tensors are views of the flat tensors. If a flat tensor has the shape [m, n], its views have an
+    additional leading dimension m. A flat tensor's dtype may differ from its key.
     """
     offsets = dict.fromkeys(flats, 0)
     found = []
@@ -161,7 +161,7 @@ def _kind(leaf: Any) -> Kind:
     return oddity_of(leaf) or (leaf.dtype, tuple(leaf.shape))
 
 
-def _kind_in_words(kind: Kind) -> str:
+def _describe_kind(kind: Kind) -> str:
     if isinstance(kind, str):
         return kind
     dtype, shape = kind
@@ -189,7 +189,7 @@ def _walk(spec: optree.PyTreeSpec, path: str = "tree") -> Iterator[tuple[str, st
 @functools.lru_cache(_CACHED_COUNT)
 def _lines(spec: optree.PyTreeSpec, kinds: tuple[Kind, ...]) -> Lines:
     leaves = iter(kinds)
-    return tuple((path, _kind_in_words(next(leaves)) if node is None else node) for path, node in _walk(spec))
+    return tuple((path, _describe_kind(next(leaves)) if node is None else node) for path, node in _walk(spec))
 
 
 @functools.lru_cache(_CACHED_COUNT)

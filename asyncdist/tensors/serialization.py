@@ -3,7 +3,7 @@
 Pickle is not used, because unpickling can execute arbitrary code. Values are written as msgpack. Types that msgpack
 lacks, such as tuples and tensors, become a map whose only key is an integer that identifies the type. Instances of
 subclasses raise an error, because they would be decoded as their base type. Decoding checks all data, and allocates at
-most as much memory as the data.
+most as much memory as the data has.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DTYPES: Final = {
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder().decode
 
-#: Position of a nested value: the position of its container, and its index or key there. None for the outermost value.
+#: Position of a nested value: its container's position, and its index or key there. None for the outermost value.
 _Where: TypeAlias = "tuple[_Where, Any] | None"
 
 
@@ -54,7 +54,7 @@ def encode(value: Any) -> bytes:
             Device and autograd graph are not encoded.
 
     Raises:
-        TypeError: The value contains another type.
+        TypeError: The value contains a value of another type.
         ValueError: The value is nested too deeply or contains itself, or a part is larger than 4 GiB.
     """
     tree = _pack(value, None, 0)
@@ -86,11 +86,11 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def words_of(error: BaseException) -> tuple[str, str]:
+def name_and_message(error: BaseException) -> tuple[str, str]:
     """Return an exception's class name and message, cut to less than a thousand bytes in total."""
     try:
         text = str(error)
-    except Exception as second:  # raising here would lose the report for which other ranks wait
+    except Exception as second:  # An exception here would lose the report for which other ranks wait.
         text = f"(its __str__ raised {type(second).__name__})"
     return cut_text(type_name(type(error)), _KIND_NBYTES_MAX), cut_text(text, _TEXT_NBYTES_MAX)
 
@@ -157,7 +157,7 @@ _PACK: Final[dict[type, Callable[[Any, _Where, int], Any]]] = {
     bytearray: lambda value, where, depth: {_BYTEARRAY: bytes(value)},
     tuple: lambda value, where, depth: {_TUPLE: _pack_items(value, where, depth)},
     dict: _pack_dict,
-    # The order of a set of strings differs between processes; sorting makes the bytes equal.
+    # The order of a set of strings differs between processes. Sorting makes the bytes equal.
     set: lambda value, where, depth: {_SET: sorted(_pack_items(value, where, depth), key=repr)},
     frozenset: lambda value, where, depth: {_FROZENSET: sorted(_pack_items(value, where, depth), key=repr)},
     torch.Tensor: _pack_tensor,
@@ -170,7 +170,7 @@ def _int_to_bytes(value: int) -> bytes:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a string can be encoded in UTF-8, that is, has no lone surrogates, as some file names have."""
+    """Return whether a string can be encoded in UTF-8. A string with lone surrogates, as in some file names, cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Gives each of several ranks in one thread its own torch modes: grad mode, inference mode and autocast.
+"""Gives each of several ranks in one thread its own torch modes: grad mode, inference mode, autocast and CUDA stream.
 
 torch stores these modes per thread. Without this module, a rank that awaits under ``no_grad`` would disable gradients
-for the thread's other ranks.
+for the thread's other ranks. The current CUDA stream includes the current GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 _DEVICES: Final = ("cpu", "cuda")
-#: Guards of inference mode. They are kept alive because deleting a guard would change the thread's mode.
+_HAS_CUDA: Final = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+#: Guards of inference mode. They are kept alive, because deleting a guard would change the thread's mode.
 _kept: Final[list[Any]] = []
 
 
@@ -28,23 +29,25 @@ class _Casts(NamedTuple):
 
 
 #: Torch modes of a thread: whether gradients are recorded, whether inference mode is on, the number of nested autocast
-#: contexts, and the autocast settings. This is a plain tuple because every switch between ranks creates one.
-Modes: TypeAlias = tuple[bool, bool, int, _Casts]
+#: contexts, the autocast settings, and the CUDA stream (None before CUDA is used). They are a plain tuple, because
+#: every switch between ranks creates one.
+Modes: TypeAlias = tuple[bool, bool, int, _Casts, torch.cuda.Stream | None]
 #: Torch modes of a new thread.
-FRESH: Final[Modes] = (True, False, 0, _Casts())
+FRESH: Final[Modes] = (True, False, 0, _Casts(), None)
 
 
 def modes_now(casts_outside: _Casts | None = None) -> Modes:
     """Return the current thread's torch modes.
 
     Args:
-        casts_outside: Autocast settings outside any autocast context, if known. They need not be queried then, which
-            is slow.
+        casts_outside: Autocast settings outside any autocast context, if known. Otherwise, they are queried, which is
+            slow.
     """
     torch.autocast_increment_nesting()
     depth = torch.autocast_decrement_nesting()
     casts = _casts_now() if depth or casts_outside is None else casts_outside
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), depth, casts
+    stream = torch.cuda.current_stream() if _HAS_CUDA and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), depth, casts, stream
 
 
 def _casts_now() -> _Casts:
@@ -56,13 +59,19 @@ def _casts_now() -> _Casts:
 
 
 class RankModes:
-    """Stores the torch modes of all ranks that share a thread, and switches the thread between ranks."""
+    """Stores the torch modes of all ranks that share a thread, and switches the thread between ranks.
+
+    Args:
+        size: Number of ranks.
+        first: Initial modes of each rank, except for the CUDA stream, which is the caller's.
+    """
 
     def __init__(self, size: int, first: Modes) -> None:
         self.outside = size
         self.current = size
-        self._first = first
-        self._modes = [first] * size + [modes_now()]
+        now = modes_now()
+        self._first: Modes = (*first[:4], now[4])
+        self._modes = [self._first] * size + [now]
         self._casts_outside = _Casts() if first[2] else first[3]
         self._guard: Any = None
 
@@ -88,7 +97,7 @@ class RankModes:
             _kept.append(self._guard)
 
     def _set(self, modes: Modes, now: Modes) -> None:
-        grad, inference, depth, casts = modes
+        grad, inference, depth, casts, stream = modes
         depth_now = now[2]
         # Inference mode is set first, because leaving it resets the other modes.
         if self._guard is not None:
@@ -106,18 +115,20 @@ class RankModes:
             torch.autocast_increment_nesting()
         for _ in range(depth_now - depth):
             torch.autocast_decrement_nesting()
+        if stream != now[4]:  # None is the stream of a process that does not use CUDA yet
+            torch.cuda.set_stream(torch.cuda.default_stream(0) if stream is None else stream)
         if depth or depth_now:
-            torch.clear_autocast_cache()  # it may contain outdated casts of another rank's weights
+            torch.clear_autocast_cache()  # The cache may contain outdated casts of another rank's weights.
 
 
 # -- on an asyncio event loop -----------------------------------------------------------------------------------------
 
-#: Torch modes of all ranks, and the rank whose modes the tasks created in this context use.
+#: Torch modes of all ranks, and the rank whose modes apply to tasks that are created in this context.
 _rank_here: ContextVar[tuple[RankModes, int]] = ContextVar("asyncdist_rank_modes")
 
 
 class _InItsModes(Coroutine[Any, Any, Any]):
-    """Wraps a coroutine to switch the thread to its rank's torch modes before each resumption."""
+    """Wraps a coroutine. Before each resumption, switches the thread to the torch modes of the coroutine's rank."""
 
     __slots__ = ("_coroutine", "_modes", "_rank")
 

@@ -1,4 +1,4 @@
-"""Records which of a rank's models have been trained, and may therefore have different weights on other ranks."""
+"""Records which of a rank's models were trained. A trained model's weights may differ between ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class TrainedModels:
-    """The set of this rank's models that a policy has trained or that were loaded from a population's checkpoint."""
+    """The set of this rank's models that a policy has trained, or that were loaded from a population's checkpoint."""
 
     def __init__(self, _: object) -> None:
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -85,12 +85,11 @@ class Capabilities:
     Attributes:
         native_collectives: Whether ``new_group`` returns handles that can run collectives.
         survives_rank_loss: Whether the other ranks continue if a rank is lost.
-        wakes: Whether the transport calls a function, the doorbell, when a message arrives, so that no polling is
-            needed.
-        tag_max: Largest message tag.
-        misses_wakes: Whether the transport may fail to call the doorbell, so that slow periodic polling is needed as
-            well.
-        rings_from_threads: Whether threads other than the event loop's may call the doorbell.
+        wakes: Whether the transport calls the function of :meth:`Transport.set_arrival_callback` when a message
+            arrives, so that no polling is needed.
+        misses_wakes: Whether the transport may fail to call that function, so that slow periodic polling is needed as
+            well. True if ``wakes`` is false.
+        rings_from_threads: Whether threads other than the event loop's may call that function.
         shares_process: Whether all ranks run in this process, and therefore end together.
         one_sided_reads: Whether ranks on a host can read each other's memory windows even while the owner computes.
         shares_memory: Whether ranks on one host are processes that may map each other's memory
@@ -155,8 +154,9 @@ class Transport(abc.ABC):
         launch_nonce: Number from the launcher that identifies the job even if a rank is lost during the handshake, or
             None.
         trusts_network: Whether ranks trust any process that reaches them, because the job has no secret.
-        doorbell: Bell that ranks of this host ring if this rank sleeps (:mod:`asyncdist.transports.doorbell`). None if
-            they cannot, or if the transport itself reports each arriving message (``capabilities.wakes``).
+        doorbell: Object through which other ranks of this host wake this rank when it sleeps
+            (:mod:`asyncdist.transports.doorbell`). None if they cannot, or if the transport itself reports each
+            arriving message (``capabilities.wakes``).
     """
 
     name: str
@@ -182,11 +182,11 @@ class Transport(abc.ABC):
         return None if request.test() else request
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
-        """Return a send of ``nbytes`` bytes that can be started repeatedly, or None if the backend has none."""
+        """Return a send of ``nbytes`` bytes that can be started repeatedly, or None if the backend cannot."""
         return None
 
     def is_sending(self) -> bool:
-        """Return whether a prepared send may need more polling passes of this rank to complete."""
+        """Test the sends made by :meth:`prepare_send`, and return whether any of them is still in progress."""
         return False
 
     @abc.abstractmethod
@@ -251,11 +251,11 @@ class Transport(abc.ABC):
         Peers may report this rank as lost.
         """
 
-    def note_met(self) -> None:  # noqa: B027 optional for backends
+    def note_handshake(self) -> None:  # noqa: B027 optional for backends
         """Record that this rank has completed the handshake with all ranks."""
 
-    def set_doorbell(self, ring: Callable[[], None]) -> None:
-        """Set the doorbell, a function to call when a message has arrived, if ``capabilities.wakes`` is true."""
+    def set_arrival_callback(self, ring: Callable[[], None]) -> None:
+        """Set the function to call when a message has arrived, if ``capabilities.wakes`` is true."""
         del ring
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:

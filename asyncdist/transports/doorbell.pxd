@@ -21,7 +21,7 @@ cdef class Doorbell:
     cdef Py_ssize_t _place
     cdef list _places
     cdef list _bells
-    cdef bint _is_everybody_here
+    cdef bint _have_all_joined
     cdef list _descriptors
     cdef object _finalizer
     cdef Py_ssize_t _size

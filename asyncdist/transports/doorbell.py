@@ -9,8 +9,8 @@ a rank that is awake costs one read of memory.
   The sender first sends, then reads the line. Both complete the first access before the second, so at least one of them
   notices the other. The receiver orders its accesses explicitly. The sender's call of mpi4py orders them when it
   acquires the GIL again.
-- **Lost, repeated and late rings are harmless.** A ring only requests a pass. A rank that sleeps also makes a pass
-  every 50 ms, in case a sender has died between its two steps.
+- **Lost, repeated and late rings are harmless.** A ring, which is one byte in the pipe, only makes the rank test for
+  messages. A sleeping rank also tests every 50 ms, in case a sender has died between sending and ringing.
 - **Permissions.** A pipe has no name. It is opened through ``/proc/PID/fd``, which the kernel allows only to processes
   of the same user. Processes of other users can neither ring nor read the board.
 
@@ -41,7 +41,7 @@ _ABSENT: Final = 0
 _AWAKE: Final = 1
 _ASLEEP: Final = 2
 _ENDED: Final = 3
-#: Maximum number of rings, of one byte each, to read from the pipe at once.
+#: Maximum number of bytes to read from the pipe at once. Each byte asks this rank to wake up.
 _RINGS_NBYTES: Final = 4096
 #: Format of a packed address: the host's digest, whether there is a board, the board's address, the pipe, and its
 #: inode.
@@ -50,11 +50,11 @@ ADDRESS_NBYTES: Final = _ADDRESS.size
 
 
 class BellAddress(NamedTuple):
-    """Address by which the other ranks of a host find a rank's board and pipe.
+    """Tells the other ranks of a host where to find a rank's pipe, and its board (shared memory of the ranks' states).
 
     Attributes:
         host: Digest of the host's name, of ``HOST_NBYTES`` bytes.
-        board: Address of the board that this rank offers, or None if it has no doorbell.
+        board: Address of the board that this rank offers, or None if the rank cannot be woken.
         pipe: File descriptor of the pipe's end for writing, in the rank's process.
         inode: Inode number with which another process checks that it has opened this pipe.
     """
@@ -78,10 +78,10 @@ class BellAddress(NamedTuple):
 
 
 class PeerBell:
-    """Rings a rank of this host if the rank is asleep.
+    """Wakes another rank of this host, through a pipe, if that rank is asleep.
 
     Args:
-        board: Board of the host.
+        board: Shared memory with the states of the host's ranks.
         place: Index of the rank's state on the board.
         pipe: File descriptor, in this process, of the write end of the rank's pipe.
     """
@@ -92,26 +92,25 @@ class PeerBell:
         self._pipe = pipe
 
     def ring_sleeper(self) -> None:
-        """Ring the rank if it is asleep. Must be called after each step of a message to the rank."""
+        """Wake the rank if it is asleep. Must be called after each step of a message to the rank."""
         if self._board[self._place] == _ASLEEP:
             self._ring()
 
     def mute(self) -> None:
-        """Stop ringing, because the descriptor is about to be closed and its number may be used again."""
+        """Never write to the pipe again, because its descriptor is about to be closed and may be reused."""
         self._pipe = -1
 
     def _ring(self) -> None:
-        self._board[self._place] = _AWAKE  # Later messages need not ring.
-        with contextlib.suppress(OSError):  # Raised if the pipe is full of rings, or the rank has ended.
+        self._board[self._place] = _AWAKE  # Later messages need not wake it again.
+        with contextlib.suppress(OSError):  # Raised if the pipe is full, or the rank has ended.
             os.write(self._pipe, b"\0")
 
 
 class Doorbell:
-    """Bell of this rank, which the other ranks of its host ring while it sleeps.
+    """Lets the other ranks of this host wake this rank while it sleeps.
 
     Args:
         host: Digest of the host's name, of ``HOST_NBYTES`` bytes.
-        size: Number of ranks of the world.
 
     Raises:
         OSError: This system has no shared memory that other processes can open, or no descriptors are left.
@@ -123,7 +122,7 @@ class Doorbell:
         self._place = 0
         self._places: list[int] = []  # board indices of this host's other ranks
         self._bells: list[PeerBell] = []
-        self._is_everybody_here = False
+        self._have_all_joined = False
         self._descriptors: list[int] = list(os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))
         self._finalizer = weakref.finalize(self, _close, self._descriptors)
         self._size = size
@@ -131,13 +130,13 @@ class Doorbell:
         self.address = BellAddress(host, self._offered.address, self._descriptors[1], inode)
 
     def join(self, rank: int, addresses: Sequence[BellAddress]) -> list[PeerBell | None]:
-        """Map the board of this host, and open the pipes of its ranks.
+        """Map the board (shared memory of the states of this host's ranks), and open the ranks' pipes.
 
         Args:
             addresses: Addresses of all ranks, in rank order.
 
         Returns:
-            The bell of each rank, in rank order, or None for ranks of other hosts.
+            For each rank, in rank order, the object that wakes it, or None for ranks of other hosts.
 
         Raises:
             OSError: The board or a pipe cannot be opened. Then no rank of the world sleeps.
@@ -179,11 +178,11 @@ class Doorbell:
         return descriptor
 
     def fileno(self) -> int:
-        """Return the descriptor of a pipe, which becomes readable when another rank rings."""
+        """Return the descriptor of a pipe, which becomes readable when another rank wakes this rank."""
         return self._descriptors[0]
 
     def arm(self) -> bool:
-        """Ask to be rung. If this returns True, this rank must test for messages again before it sleeps."""
+        """Mark this rank as asleep. Return True if it was awake: it must then test for messages before it sleeps."""
         if self._board[self._place] == _ASLEEP:
             return False
         self._board[self._place] = _ASLEEP
@@ -191,39 +190,39 @@ class Doorbell:
         return True
 
     def disarm(self) -> None:
-        """Tell the other ranks that this rank is awake and need not be rung."""
+        """Mark this rank as awake, so that other ranks do not write to its pipe."""
         if self._board[self._place] == _ASLEEP:
             self._board[self._place] = _AWAKE
 
     def clear(self) -> None:
-        """Remove the arrived rings from the pipe."""
+        """Discard the bytes that other ranks have written to the pipe to wake this rank."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._descriptors[0], _RINGS_NBYTES)
 
     def is_rung_by_all(self) -> bool:
-        """Return whether all other ranks of the world ring this rank when it sleeps."""
-        if not self._is_everybody_here:
-            there = [place for place in self._places if self._board[place] != _ABSENT]
-            self._is_everybody_here = len(there) == self._size - 1
-        return self._is_everybody_here
+        """Return whether all other ranks of the world wake this rank when it sleeps."""
+        if not self._have_all_joined:
+            present = [place for place in self._places if self._board[place] != _ABSENT]
+            self._have_all_joined = len(present) == self._size - 1
+        return self._have_all_joined
 
     def end(self) -> None:
-        """Stop being rung, because this rank sends and receives no further messages."""
+        """Mark this rank as ended, so that no rank wakes it. It sends and receives no further messages."""
         self._board[self._place] = _ENDED
 
     def withdraw(self) -> None:
-        """Declare that this rank does not sleep and may fail to ring, so that no other rank relies on its rings."""
+        """Mark this rank as never asleep, and as unable to wake other ranks."""
         self._board[self._place] = _ABSENT
 
     def close(self) -> None:
-        """Close all pipes. The bells of the other ranks then do nothing. The loop must no longer watch the pipe."""
+        """Close all pipes, after which this rank wakes no others. The loop must no longer watch :meth:`fileno`."""
         for bell in self._bells:
             bell.mute()
         self._finalizer()
 
 
 def obstacle() -> str | None:
-    """Return the reason why ranks of this host cannot ring each other, or None if no reason is known."""
+    """Return the reason why ranks of this host cannot wake each other, or None if no reason is known."""
     try:
         bell = Doorbell(bytes(HOST_NBYTES), 2)
     except OSError as error:
@@ -240,17 +239,17 @@ def obstacle() -> str | None:
     return None
 
 
-def meet(
+def connect_doorbells(
     host: bytes, rank: int, size: int, all_gather: Callable[[bytes], Sequence[bytes]]
 ) -> tuple[Doorbell | None, list[Any], str | None]:
-    """Make the doorbell of this rank, and find the bells of the other ranks. Collective among all ranks.
+    """Make this rank's doorbell, and connect to the doorbells of the host's other ranks. Collective among all ranks.
 
     Args:
         all_gather: Function that returns the bytes that each rank has passed to it, in rank order.
 
     Returns:
-        This rank's doorbell or None, a list with each rank's bell, and the reason why this rank has no doorbell, or
-        None. The bell is None for ranks that cannot be rung.
+        This rank's doorbell or None, a list with an object that wakes each rank, and the reason why this rank has no
+        doorbell, or None. The list has None for ranks that cannot be woken.
     """
     nothing: list[Any] = [None] * size
     try:

@@ -90,7 +90,7 @@ class LocalTransport(MatchedTransport):
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return self._hub.send(buffer, self.rank, dest, tag)
 
-    def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
+    def _start_send(self, view: memoryview, dest: int, tag: int) -> Request:
         return self._hub.send(view, self.rank, dest, tag)
 
     def lost_ranks(self) -> frozenset[int]:
@@ -102,7 +102,7 @@ class LocalTransport(MatchedTransport):
     def close(self) -> None:
         self._hub.forget(self.rank)
 
-    def set_doorbell(self, ring: Callable[[], None]) -> None:
+    def set_arrival_callback(self, ring: Callable[[], None]) -> None:
         self._callbacks.set_bell(ring)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:

@@ -1,12 +1,12 @@
-"""Reports whether an event loop has anything to run, so that safe points run no iterations that do nothing.
+"""Reports whether an event loop has anything to run, so that a safe point (a yield to the loop) can be skipped.
 
 An iteration takes 20 to 50 us after torch has replaced the contents of the caches. :class:`LoopWork` reads the loop's
 own queue of ready callbacks, its timers and its tables of descriptors, so that no callback is delayed. These objects do
 not show some events, for example the end of ``loop.getaddrinfo``. An iteration is therefore due every 100 ms in any
 case.
 
-For asyncio's selector loops these objects are attributes. uvloop has no names for them, but :func:`gc.get_referents`
-returns them, and a trial callback and timer identify them. If one is not found, every safe point yields.
+In asyncio's selector loops, these objects are attributes. uvloop has no names for them, but :func:`gc.get_referents`
+returns them. A trial callback and a trial timer identify them. If one is not found, every safe point yields.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from weakref import WeakValueDictionary
 
 #: Maximum seconds between two iterations, even if no work is visible.
 TURN_PERIOD_S: Final = 0.1
-#: A safe point yields if fewer seconds have passed since the last one. The yield costs little then, and otherwise a
-#: task that polls without computing would keep the GIL from other threads.
+#: Seconds since the last safe point below which a safe point always yields to the loop. The yield costs little then.
+#: Without it, a task that polls without computing would keep the GIL from other threads.
 SPIN_S: Final = 50e-6
 #: Number of timers above which a safe point yields instead of checking each timer.
 TIMER_COUNT_MAX: Final = 8
@@ -159,7 +159,7 @@ def _find_work_of_uvloop(loop: asyncio.AbstractEventLoop) -> LoopWork | None:
 
 
 def _count_entries(tables: Iterable[Collection[Any]], descriptors: Sequence[int]) -> int:
-    """Count the entries of descriptors, except in tables of signal handlers, whose keys are signals."""
+    """Count the entries of ``descriptors`` in ``tables``, except tables of signal handlers, whose keys are signals."""
     count = 0
     for table in tables:
         handlers = table.values() if isinstance(table, dict) else ()

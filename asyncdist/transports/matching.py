@@ -62,7 +62,7 @@ class CallbackQueue:
             self._ring()
 
     def ring(self) -> None:
-        """Ring the doorbell for a completion that needs no queued call."""
+        """Wake the loop for a completion that needs no queued call."""
         self._ring()
 
     def empty(self) -> None:
@@ -106,7 +106,7 @@ class Message(Protocol):
     nbytes: int
 
     @property
-    def is_here(self) -> bool:
+    def has_left_sender(self) -> bool:
         """Whether all bytes have left the sender's memory, so that the message survives the sender's loss."""
 
     def fill(self, receive: Receive) -> None:
@@ -172,7 +172,7 @@ class InlineMessage:
 
     __slots__ = ("_data", "nbytes", "source", "tag")
 
-    is_here: Final = True
+    has_left_sender: Final = True
 
     def __init__(self, source: int, tag: int, data: memoryview) -> None:
         self.source = source
@@ -202,7 +202,7 @@ class LocalMessage:
         self._view = view
 
     @property
-    def is_here(self) -> bool:
+    def has_left_sender(self) -> bool:
         return self.send.done
 
     def copy_if_small(self) -> None:
@@ -225,7 +225,7 @@ class LocalMessage:
 class Matcher:
     """Queues the posted receives and the unexpected messages of one rank, and matches them.
 
-    If ``rings_when_posted`` is true, posting a receive that matches a waiting message rings the doorbell.
+    If ``rings_when_posted`` is true, posting a receive that matches a waiting message wakes the loop.
     """
 
     def __init__(self, callbacks: CallbackQueue, *, rings_when_posted: bool = False) -> None:
@@ -278,7 +278,7 @@ class Matcher:
                 receive.error = error
         dropped: list[Message] = []
         for waiting in self._unexpected.values():
-            for message in [message for message in waiting if message.source == rank and not message.is_here]:
+            for message in [message for message in waiting if message.source == rank and not message.has_left_sender]:
                 waiting.remove(message)
                 dropped.append(message)
         return dropped
@@ -314,13 +314,13 @@ class MatchedTransport(Transport):
         self._matcher = Matcher(callbacks)
 
     @abc.abstractmethod
-    def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
+    def _start_send(self, view: memoryview, dest: int, tag: int) -> Request:
         """Start sending a message to another rank, and return its request."""
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         view = as_bytes(buffer)
         if dest != self.rank:
-            return self._send_away(view, dest, tag)
+            return self._start_send(view, dest, tag)
         send = Send(self._callbacks, view.nbytes)
         message = LocalMessage(self._callbacks, send, self.rank, tag, view)
         if not self._matcher.deliver(message):

@@ -9,8 +9,8 @@ follows these rules:
 - It tests each request separately, because mpi4py cannot report which of several requests completed if a rank has died.
 - It uses only mpi4py's upper-case methods, which send buffers without pickling.
 - No message may be larger than its receive buffer. Open MPI 5.0.11 reports an error. By then, it has written messages
-  of 4 KiB or more past the end of the buffer (shared memory with CMA). Frames therefore have a maximum size, and the
-  size of a stream is granted by its receiver.
+  of 4 KiB or more past the end of the buffer (shared memory with CMA). Frames therefore have a maximum size, and a
+  stream is sent only after its receiver has announced the size of its buffer.
 - It does not use MPI windows, because creating them is collective and blocks. Reading memory that ranks map is at least
   as fast.
 - Nothing blocks except creating and freeing a communicator, which all members do at the same time.
@@ -39,7 +39,7 @@ from asyncdist.transports.base import (
     Request,
     Transport,
 )
-from asyncdist.transports.doorbell import ADDRESS_NBYTES, HOST_NBYTES, PeerBell, meet
+from asyncdist.transports.doorbell import ADDRESS_NBYTES, HOST_NBYTES, PeerBell, connect_doorbells
 from asyncdist.transports.mpi_groups import MpiGroup
 from asyncdist.transports.mpi_requests import ReceiveRequest, SendRequest
 from asyncdist.transports.persistent_send import PersistentSend
@@ -94,11 +94,11 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
         try:
             MPI.Init_thread(MPI.THREAD_FUNNELED)
         except MPI.Exception as error:
-            raise _failed_meeting(error, f"a rank on {socket.gethostname()}", "while MPI started") from error
+            raise _collective_error(error, f"a rank on {socket.gethostname()}", "while MPI started") from error
     return MPI
 
 
-def _failed_meeting(error: Any, who: str, when: str) -> TransportError:
+def _collective_error(error: Any, who: str, when: str) -> TransportError:
     return TransportError(
         f"{who} failed {when}: MPI: {error.Get_error_string()}. A rank has ended, or two hosts of the job cannot reach "
         'each other: look above for the first rank that failed and for "Unable to connect to the peer", ping the other '
@@ -108,14 +108,14 @@ def _failed_meeting(error: Any, who: str, when: str) -> TransportError:
 
 
 @contextlib.contextmanager
-def _meeting(mpi: Any, awaited: str) -> Iterator[None]:
+def _explaining_errors(mpi: Any, awaited: str) -> Iterator[None]:
     """Raise TransportError if a collective MPI call of all ranks fails in the body of ``with``."""
     try:
         yield
     except mpi.Exception as error:
         world = mpi.COMM_WORLD
         who = f"rank {world.rank} on {socket.gethostname()}"
-        raise _failed_meeting(error, who, f"while it waited for all {world.size} ranks {awaited}") from error
+        raise _collective_error(error, who, f"while it waited for all {world.size} ranks {awaited}") from error
 
 
 def _abort_alone() -> None:
@@ -178,10 +178,10 @@ class MpiMessages(Transport):
             self._mpi = mpi = _load_mpi(check_library, finalizes=finalizes)
             self.rank, self.size = int(mpi.COMM_WORLD.rank), int(mpi.COMM_WORLD.size)
             self._check_world()
-            with _meeting(mpi, "to open their worlds"), _warns_of_absent_ranks(mpi.COMM_WORLD):
+            with _explaining_errors(mpi, "to open their worlds"), _warns_of_absent_ranks(mpi.COMM_WORLD):
                 self._comm = mpi.COMM_WORLD.Dup()
                 self._end_comm = self._comm.Dup()
-                self._bells = self._meet_bells()
+                self._bells = self._connect_doorbells()
             _unlink_shared_memory()  # All ranks have mapped the memory during Dup.
         except KeyboardInterrupt:
             _abort_alone()
@@ -196,7 +196,7 @@ class MpiMessages(Transport):
     def _check_world(self) -> None:
         """Raise TransportError if this process can no longer open a world."""
 
-    def _meet_bells(self) -> list[PeerBell | None]:
+    def _connect_doorbells(self) -> list[PeerBell | None]:
         host = hashlib.sha256(socket.gethostname().encode(errors="surrogateescape")).digest()[:HOST_NBYTES]
 
         def all_gather(own: bytes) -> list[bytes]:
@@ -204,7 +204,7 @@ class MpiMessages(Transport):
             self._comm.Allgather(own, found)
             return [bytes(found[i : i + ADDRESS_NBYTES]) for i in range(0, len(found), ADDRESS_NBYTES)]
 
-        self.doorbell, bells, why = meet(host, self.rank, self.size, all_gather)
+        self.doorbell, bells, why = connect_doorbells(host, self.rank, self.size, all_gather)
         if why is not None:
             logger.info("rank %d tests for messages every millisecond, because it has no doorbell: %s", self.rank, why)
         return bells

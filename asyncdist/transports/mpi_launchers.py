@@ -120,7 +120,7 @@ def library_flavour(version: str) -> Flavour | None:
 
 
 def _fails_with_pmix(library: str, size: int | None) -> bool:
-    """Return whether the library is an MPICH that fails under a PMIx launcher, with ``size`` ranks or alone (None)."""
+    """Return whether the library is an MPICH that fails with ``size`` ranks (None: one) under a PMIx launcher."""
     found = re.search(r"MPICH Version:\s*(\d+).*^MPICH configure:([^\n]*)", library, re.MULTILINE | re.DOTALL)
     return found is not None and "pmix" not in found[2] and (size is not None or int(found[1]) >= 5)
 

@@ -13,12 +13,14 @@ from asyncdist.transports.doorbell import PeerBell
 
 #: Source of a status that MPI has not filled in yet.
 NOBODY: Final = -77
+#: Maximum size in bytes of a small message. Smaller than the eager limits of MPI libraries.
+SMALL_NBYTES_MAX: Final = 1024
 
 
 class SendRequest:
     """Wraps the MPI request of a send, whose status contains no information.
 
-    The receiver is rung after each test, because a large message needs several steps of both ranks.
+    Each test wakes the receiver if it sleeps, because a large message needs several steps of both ranks.
     """
 
     __slots__ = ("_bell", "_buffer", "_fail", "_peer", "_request")
@@ -40,6 +42,11 @@ class SendRequest:
         self._buffer = buffer  # MPI reads the buffer until the request has completed.
         self._fail = fail
         self._peer = peer
+
+    @property
+    def is_small_send(self) -> bool:
+        """Whether the message is so small that MPI takes it before it is received, if there is space for it."""
+        return memoryview(self._buffer).nbytes <= SMALL_NBYTES_MAX
 
     def test(self) -> bool:
         try:

@@ -38,7 +38,7 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.transports.mpi_survival")
 
-#: Seconds that a closing rank waits for the other ranks' goodbyes. Their last requests may delay these.
+#: Seconds that a closing rank waits for the other ranks' goodbyes, which may follow the end of their last requests.
 _GOODBYE_S: Final = 15.0
 _GOODBYE_PERIOD_S: Final = 0.0005
 
@@ -51,7 +51,7 @@ class SurvivingMpiTransport(MpiMessages):
     """
 
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
-        rank_program.tell_guardian(rank_program.OPENS_WORLD)
+        rank_program.report_to_guardian(rank_program.OPENS_WORLD)
         super().__init__(check_library, finalizes=False)
         self.launch_nonce = mpi_launchers.job_number()
         self.capabilities = Capabilities(
@@ -107,9 +107,9 @@ class SurvivingMpiTransport(MpiMessages):
         for rank in sorted(self._lost):
             listen(rank)
 
-    def note_met(self) -> None:
-        """Let the guardian process report this rank's exit, because all ranks have left MPI's collective calls."""
-        rank_program.tell_guardian(rank_program.IN_WORLD)
+    def note_handshake(self) -> None:
+        """Let the guardian (supervising process) report this rank's exit, now that no rank uses MPI's collectives."""
+        rank_program.report_to_guardian(rank_program.IN_WORLD)
 
     def close(self) -> None:
         """Send a goodbye to all other ranks, and wait until each of them has sent one or is lost."""
@@ -128,13 +128,13 @@ class SurvivingMpiTransport(MpiMessages):
         self.close_failed()
 
     def abort(self, exit_code: int) -> None:
-        """End the job through the guardian process. After a death, mpirun may never end if MPI_Abort is called."""
-        if rank_program.tell_guardian(rank_program.ENDS_JOB):
+        """End the job through this rank's guardian process. If a rank has died, MPI_Abort may leave mpirun running."""
+        if rank_program.report_to_guardian(rank_program.ENDS_JOB):
             os._exit(exit_code)
         super().abort(exit_code)
 
     def close_failed(self) -> None:
-        rank_program.tell_guardian(rank_program.LEFT_WORLD)
+        rank_program.report_to_guardian(rank_program.LEFT_WORLD)
 
     def _has_ended(self, request: Any) -> bool:
         try:
@@ -192,7 +192,7 @@ class SurvivingMpiTransport(MpiMessages):
 
 
 class _FailedRequest:
-    """Request of a send to a lost rank. Its test fails."""
+    """Request of a send to a lost rank. Its ``test`` raises RankLostError."""
 
     cancelled: Final = False
     source: Final = ANY_SOURCE

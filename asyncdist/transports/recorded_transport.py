@@ -19,12 +19,12 @@ from asyncdist.transports.persistent_send import PersistentSend
 class RecordedTransport(Transport):
     """Wraps a transport and reports its messages, except the backend's own collectives and one-sided reads.
 
-    ``tell`` is called with ``"sent"`` or ``"received"``, the other rank, the tag and the size in bytes.
+    ``on_message`` is called with ``"sent"`` or ``"received"``, the other rank, the tag and the size in bytes.
     """
 
-    def __init__(self, inner: Transport, tell: Callable[[str, int, int, int], None]) -> None:
+    def __init__(self, inner: Transport, on_message: Callable[[str, int, int, int], None]) -> None:
         self._inner = inner
-        self._tell = tell
+        self._on_message = on_message
         self.name = inner.name
         self.rank, self.size, self.incarnation = inner.rank, inner.size, inner.incarnation
         self.may_return = inner.may_return
@@ -36,14 +36,14 @@ class RecordedTransport(Transport):
         self.doorbell = inner.doorbell
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
-        self._tell("sent", dest, tag, as_bytes(buffer).nbytes)
+        self._on_message("sent", dest, tag, as_bytes(buffer).nbytes)
         return self._inner.isend(buffer, dest, tag)
 
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
         try:
             return self._inner.start_send(buffer, dest, tag)
         finally:  # If the test reports a loss, the loss is recorded before the message.
-            self._tell("sent", dest, tag, as_bytes(buffer).nbytes)
+            self._on_message("sent", dest, tag, as_bytes(buffer).nbytes)
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
         """Return None, because the messages of a prepared send could not be reported."""
@@ -54,10 +54,10 @@ class RecordedTransport(Transport):
         return self._inner.is_sending()
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
-        return _RecordedReceive(self._inner.irecv(buffer, source, tag), tag, self._tell)
+        return _RecordedReceive(self._inner.irecv(buffer, source, tag), tag, self._on_message)
 
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
-        return _RecordedPersistentReceive(self._inner.persistent_receive(buffer, tag), tag, self._tell)
+        return _RecordedPersistentReceive(self._inner.persistent_receive(buffer, tag), tag, self._on_message)
 
     @property
     def hostname(self) -> str:
@@ -96,11 +96,11 @@ class RecordedTransport(Transport):
     def close_failed(self) -> None:
         self._inner.close_failed()
 
-    def note_met(self) -> None:
-        self._inner.note_met()
+    def note_handshake(self) -> None:
+        self._inner.note_handshake()
 
-    def set_doorbell(self, ring: Callable[[], None]) -> None:
-        self._inner.set_doorbell(ring)
+    def set_arrival_callback(self, ring: Callable[[], None]) -> None:
+        self._inner.set_arrival_callback(ring)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
         self._inner.set_loss_listener(listen)
@@ -121,17 +121,17 @@ class RecordedTransport(Transport):
 class _RecordedReceive:
     """Wraps a receive to report its message when the receive has completed."""
 
-    def __init__(self, request: Any, tag: int, tell: Callable[[str, int, int, int], None]) -> None:
+    def __init__(self, request: Any, tag: int, on_message: Callable[[str, int, int, int], None]) -> None:
         self._request = request
         self._tag = tag
-        self._tell = tell
+        self._on_message = on_message
 
     def test(self) -> bool:
         request = self._request
         if not request.test():
             return False
         if not request.cancelled:
-            self._tell("received", request.source, self._tag, request.nbytes)
+            self._on_message("received", request.source, self._tag, request.nbytes)
         return True
 
     def cancel(self) -> None:
@@ -155,13 +155,11 @@ class _RecordedReceive:
 
 
 class _RecordedPersistentReceive(_RecordedReceive):
-    """Wraps a persistent receive to report each of its messages."""
-
     def start(self) -> None:
         self._request.start()
 
     def take(self) -> tuple[int, int] | None:
         taken: tuple[int, int] | None = self._request.take()
         if taken is not None:
-            self._tell("received", taken[0], self._tag, taken[1])
+            self._on_message("received", taken[0], self._tag, taken[1])
         return taken

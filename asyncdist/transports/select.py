@@ -93,7 +93,7 @@ def _open_mpi(started: Launch) -> MpiMessages:
 
 
 def _open_torch(_: Launch) -> Transport:
-    """Open the torch transport. Ranks meet through the user's process group or the address in the environment."""
+    """Open the torch transport. Ranks find each other through the user's process group or MASTER_ADDR."""
     from asyncdist.transports.torch_distributed.meeting.rendezvous import is_group_initialised
     from asyncdist.transports.torch_distributed.transport import TorchTransport
 

@@ -35,11 +35,11 @@ class JobSecret:
         return not self.key
 
     def at_port(self, port: int) -> JobSecret:
-        """Return the secret for the job whose ranks meet at this port of a host.
+        """Derive the secret of the job whose rendezvous store is at this port of a host.
 
-        A user's jobs may share a secret. The key includes the port, so a value that another user copies to the store of
-        a job at another port is not valid there. If jobs use one port in turn, the ranks' random greetings distinguish
-        them. An earlier job's values can only make a start fail.
+        A user's jobs may share a secret. The derived key depends on the port, so a value that another user copies to
+        the store of a job at another port is not valid there. Jobs that use one port in turn have equal keys. Random
+        numbers in the ranks' greetings distinguish these jobs, so an earlier job's values can only make a start fail.
         """
         return self if self.is_missing else JobSecret(self._digest("port", str(port), b""))
 

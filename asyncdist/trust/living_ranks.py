@@ -30,10 +30,10 @@ _STALE_S: Final = 3600.0
 
 
 class LivingRank:
-    """Registration of this process as a rank of a job on this host.
+    """Registers this process as a rank of a job on this host.
 
     Args:
-        job: Name of the job, different from those of all other jobs on this host.
+        job: Name of the job, unique on this host.
         bases: Base folders for :func:`private_folders.candidates`.
     """
 

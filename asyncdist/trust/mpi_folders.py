@@ -4,36 +4,30 @@ By default, Open MPI uses predictable names: ``/tmp/ompi.PID``, ``/tmp/prted.PID
 Another user who creates such a folder or file first can read the ranks' messages, and change them unless the kernel's
 ``fs.protected_regular`` prevents it. Each job of ``asyncdist run`` therefore gets folders of mode 0700 with random
 names. They also separate the jobs of containers that share ``/tmp`` or ``/dev/shm``. A rank that ``mpirun`` or ``srun``
-has started uses its user's private folder in ``/dev/shm``, but mpirun's own folder is already in use.
+has started uses its user's private folder in ``/dev/shm``, but mpirun has already created its own folder.
 
-The process that makes a job's folders locks them (flock(2)) until it removes them. If it is killed, the next job of
-this user removes the unlocked folders, whose files would otherwise occupy memory.
+If the process that makes a job's folders is killed, the next job of this user removes them
+(:mod:`asyncdist.trust.temporary_folders`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
-import os
 import secrets
-import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from asyncdist.trust import private_folders
+from asyncdist.trust.temporary_folders import TemporaryFolder
 
 logger = logging.getLogger("asyncdist.launch")
 
 _PREFIX: Final = "asyncdist-mpi-"
-#: Number of characters of each folder's name. The token of a job has the names of three folders.
+#: Number of characters of each folder's name. A job's token consists of the names of three folders.
 _NAME_LENGTH: Final = 16
-#: Age in seconds from which an unlocked folder is removed. The maker of a newer folder may be about to lock it.
-_LEFT_S: Final = 60.0
 #: File system in which Open MPI by default creates the memory that ranks share.
 _MEMORY: Final = "/dev/shm"
 #: Settings of Open MPI 5 and 4 for the folder of mpirun's files.
@@ -47,7 +41,7 @@ _OF_MEMORY: Final = tuple(
 
 
 def draw_token() -> str:
-    """Return a new job's token: random names for the folder of its guardians' reports and for its two MPI folders."""
+    """Return random names for a new job's three folders: its supervisors' reports, MPI's files, and shared memory."""
     return secrets.token_hex(3 * _NAME_LENGTH // 2)
 
 
@@ -58,12 +52,12 @@ class MpiFolders:
     Attributes:
         files: Folder for the files of mpirun or its daemon; "" if it could not be made.
         memory: Folder for the memory that ranks share; "" if it could not be made.
-        locks: Descriptors that lock the folders, in the process that has made them.
+        made: The folders, in the process that has made them.
     """
 
     files: str
     memory: str
-    locks: tuple[int, ...] = field(default=(), compare=False)
+    made: tuple[TemporaryFolder, ...] = field(default=(), compare=False)
 
     @staticmethod
     def make(token: str) -> MpiFolders:
@@ -73,45 +67,28 @@ class MpiFolders:
         name.
         """
         of_files, of_memory = token[_NAME_LENGTH : 2 * _NAME_LENGTH], token[2 * _NAME_LENGTH :]
-        locks: list[int] = []
-        files = ""
+        files = None
         with contextlib.suppress(OSError):  # raised if no folder for temporary files is writable
-            files = _made(tempfile.gettempdir(), of_files, locks)
-        return MpiFolders(files, _made(_MEMORY, of_memory, locks), tuple(locks))
+            files = _made(tempfile.gettempdir(), of_files)
+        memory = _made(_MEMORY, of_memory)
+        made = tuple(filter(None, (files, memory)))
+        return MpiFolders(files.path if files else "", memory.path if memory else "", made)
 
     def remove(self) -> None:
         """Remove the folders and all files in them."""
-        for folder in filter(None, (self.files, self.memory)):
-            shutil.rmtree(folder, ignore_errors=True)
-        for lock in self.locks:
-            os.close(lock)
+        for folder in self.made:
+            folder.remove()
 
 
-def _made(base: str, name: str, locks: list[int]) -> str:
-    """Make and lock a folder, append its lock to ``locks``, and return its path, or "" if it cannot be made."""
-    _remove_left(base)
-    path = os.path.join(base, _PREFIX + name)
+def _made(base: str, name: str) -> TemporaryFolder | None:
+    """Make and lock a folder. Return None if it cannot be made."""
     try:
-        with private_folders.opened(path, makes=True) as folder:
-            with contextlib.suppress(OSError):  # a network drive may not support locks
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                locks.append(os.dup(folder))
-            return path
+        return TemporaryFolder.make(base, _PREFIX, name)
     except private_folders.NotPrivateError as error:
         logger.warning("%s; Open MPI uses a folder with a predictable name instead", error)
     except OSError:  # the base folder does not exist or is not writable
         pass
-    return ""
-
-
-def _remove_left(base: str) -> None:
-    """Remove the folders of this user's jobs whose launcher or agent was killed."""
-    for path in Path(base).glob(f"{_PREFIX}*"):
-        # An OSError means that the folder belongs to another user, or that its job is running and has locked it.
-        with contextlib.suppress(OSError), private_folders.opened(path) as folder:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - os.fstat(folder).st_mtime > _LEFT_S:
-                shutil.rmtree(path, ignore_errors=True)
+    return None
 
 
 @contextlib.contextmanager
@@ -153,9 +130,10 @@ def without_outer(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def settings_of_rank(environ: Mapping[str, str], others: Sequence[str] = ()) -> dict[str, str]:
-    """Return the variables that make a rank share memory in its user's private folder, unless one is already set.
+    """Return the variables that make Open MPI create a rank's shared memory in the user's private folder.
 
-    The folder is in ``/dev/shm``, or in one of ``others`` if other users have taken all of its names there.
+    Return {} if one of them is already set. The folder is in ``/dev/shm``, or in one of ``others`` if other users have
+    taken all of its names in ``/dev/shm``.
     """
     if any(environ.get(name) for name in _OF_MEMORY):
         return {}

@@ -25,7 +25,7 @@ _FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 
 @contextlib.contextmanager
 def entered(path: Path, *, follows: bool = True) -> Iterator[int]:
-    """Open a folder for the body of ``with``, and yield its descriptor. If ``follows``, it may be a link."""
+    """Open a folder for the body of ``with``, and yield its descriptor. If ``follows``, the path may be a link."""
     descriptor = os.open(path, _OUTER | (0 if follows else os.O_NOFOLLOW))
     try:
         yield descriptor

@@ -64,13 +64,13 @@ def why_not_secret(found: os.stat_result, reader: int) -> str:
 
 
 def name_of(port: int) -> str:
-    """Return the name of the file with the secret of the job that ranks join at ``port``."""
+    """Return the name of the file with the secret of the job whose ranks connect to ``port``."""
     return f"{SHARED}-{port}"
 
 
 @dataclass(frozen=True, slots=True)
 class KeptSecret:
-    """A secret file for other processes, locked through the descriptor ``lock`` while this process uses it."""
+    """A file that passes a job's secret to other processes. The open descriptor ``lock`` keeps the file locked."""
 
     path: Path
     lock: int

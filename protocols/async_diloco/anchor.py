@@ -1,8 +1,8 @@
-"""Keeps the anchor on the leader, and makes its versions from the ranks' contributions.
+"""Keeps the anchor (common weights) on the leader, and updates it with the ranks' contributions.
 
-The outer optimizer moves the parameters. Floating buffers, such as BatchNorm's statistics, move towards the mean of
-the version's contributions by the share of the members that have contributed. If all have contributed, they become the
-mean. Integer and bool buffers are copied from the first contribution.
+Each update makes a new version. The outer optimizer moves the parameters. Floating buffers, such as BatchNorm's
+statistics, move towards the mean of the contributions by the share of the members that have contributed. If all have
+contributed, they become the mean. Integer and bool buffers are copied from the first contribution.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncdist.protocols.exchange.fragment import mean_cosine
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.wire_layout import average_into, norm_of
 
-_YIELD_NBYTES: Final = 4 << 20  # bytes of a mean to compute before yielding to other tasks
+_YIELD_NBYTES: Final = 4 << 20  # number of bytes of a mean that are computed before other tasks run
 
 
 class Contribution(NamedTuple):
@@ -43,7 +43,7 @@ class Contribution(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Describes the contributions that made a version of the anchor.
+    """Describes the contributions that made a version of the anchor (common weights).
 
     Attributes:
         donors, weights: Ranks with finite contributions, and their weights.
@@ -71,7 +71,7 @@ class Anchor:
     def __init__(self, layouts: Layouts, options: AsyncDiLoCoOptions, block: Block, version: int) -> None:
         self._layouts = layouts
         self._correct = options.correct
-        # Error feedback, "topk" and most corrections change the differences, so that their norms are unknown.
+        # Error feedback, "topk" and most corrections change the differences after their norms were measured.
         is_difference = options.error_feedback is None and layouts.wire.codec.name != "topk"
         is_scaled = options.correct is None or isinstance(options.correct, StalenessWeight)
         self._knows_norms = is_difference and is_scaled and options.merge == "mean"
@@ -98,10 +98,10 @@ class Anchor:
         return Outcome(donors, weights, norm, math.nan if cosine is None else cosine)
 
     def _age(self, given: Contribution, round_versions: float) -> float:
-        """Return the staleness by which a contribution is weighted. See ``StalenessWeight.first_round``.
+        """Return the staleness, in versions, by which a contribution is weighted. See ``StalenessWeight.first_round``.
 
-        Without a minimum, the first contributions of k ranks, which all begin from the first anchor, would move the
-        anchor by their mean times 1 + 1/2 + ... + 1/k.
+        All ranks begin from the first anchor. Without a minimum, the first contributions of k ranks would move it by
+        their mean times 1 + 1/2 + ... + 1/k.
 
         Args:
             round_versions: Number of versions that one contribution of each member makes.
@@ -156,11 +156,11 @@ class Anchor:
 
     @torch.no_grad()
     def merge(self, reference: Block, captured: Block | None) -> None:
-        """Merge the global anchor into this island's anchor. The outer optimizer's state is unchanged.
+        """Merge the global anchor into the anchor of this island (group of ranks). Keep the outer optimizer's state.
 
         Args:
-            reference: The contributed anchor, merged with the global anchor.
-            captured: The contributed anchor; None if this anchor has not changed since it was contributed.
+            reference: This island's contributed anchor, merged with the global anchor.
+            captured: This island's anchor when it was contributed; None if it has not changed since.
         """
         self.version += 1
         if captured is not None:
@@ -171,7 +171,7 @@ class Anchor:
 
     @torch.no_grad()
     def copy_into(self, block: Block) -> Block:
-        """Copy the anchor into ``block`` and return ``block``."""
+        """Copy the workers' common weights into ``block``, and return ``block``."""
         for own, into in zip(self._values, block[1], strict=True):
             into.copy_(own)
         return block

@@ -1,8 +1,9 @@
-"""Decides, on the leader, which contributions make the next version of the anchor. Nothing here communicates.
+"""Decides, on the leader, which contributions make the next version of the anchor (common weights).
 
-A contribution is identified by its worker's rank and sequence number. A restarted rank continues the sequence of its
-former process. A worker repeats its contribution to each new leader until it receives an anchor that contains it. The
-leader therefore compares its number with the rank's last applied number, so that each contribution is applied once.
+Nothing here communicates. A contribution is identified by its worker's rank and sequence number. A restarted rank
+continues the sequence of its former process. A worker repeats its contribution to each new leader until it receives an
+anchor that contains it. The leader therefore compares its number with the rank's last applied number, so that each
+contribution is applied once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Arrival:
     """A contribution that a worker has reported. See :class:`messages.Arrived`.
 
     Attributes:
-        rank: Rank of the worker; on the global server, the number of the island.
+        rank: Rank of the worker; on the global server, the number of its island (group of ranks).
         source: Rank that offers the contribution's bytes.
     """
 
@@ -42,14 +43,13 @@ class Handling(enum.Enum):
 
     FETCH = enum.auto()  # for a new contribution
     ANSWER = enum.auto()  # for a contribution that the anchor already contains
-    IGNORE = enum.auto()  # for a contribution that is known, or whose rank is not a member
+    IGNORE = enum.auto()  # for a contribution that was reported before, or whose rank is not a member
 
 
 class Quorum(NamedTuple):
-    """Describes a set of contributions that suffice for a new version of the anchor.
+    """Describes a set of contributions that suffice for a new version of the anchor (common weights).
 
     Attributes:
-        ranks: Ranks that have contributed.
         reported_at: Time at which the first of these contributions was reported.
         met_at: Time at which the last of these contributions had arrived.
     """
@@ -63,7 +63,6 @@ class Arrivals:
     """Collects contributions on the leader until they suffice for a new version of the anchor.
 
     Args:
-        members: Living members.
         quorum: Number of contributing members that a version needs, or all living members if they are fewer.
         applied: Sequence number of each rank's last contribution that the anchor contains.
 
@@ -78,10 +77,10 @@ class Arrivals:
         self.reported = dict(self.applied)
         self.settling: set[int] = set()
         self._quorum = quorum
-        # By rank and sequence number: contributions with the time of their report. Those whose bytes have arrived are
-        # in _whole, in the order and with the time of their arrival.
+        # Contributions whose bytes are still being fetched, by rank and sequence number, each with the time of its
+        # report. Contributions whose bytes have arrived are in _received, in order of arrival, with both times.
         self._fetching: dict[tuple[int, int], tuple[Arrival, float]] = {}
-        self._whole: dict[tuple[int, int], tuple[Arrival, float, float]] = {}
+        self._received: dict[tuple[int, int], tuple[Arrival, float, float]] = {}
 
     def on_arrived(self, arrival: Arrival, now: float) -> Handling:
         """Record a reported contribution, and return how the leader handles it."""
@@ -89,18 +88,18 @@ class Arrivals:
         if arrival.sequence <= self.applied.get(arrival.rank, 0):
             return Handling.ANSWER
         key = arrival.rank, arrival.sequence
-        if arrival.rank not in self.members or key in self._fetching or key in self._whole:
+        if arrival.rank not in self.members or key in self._fetching or key in self._received:
             return Handling.IGNORE
         self._fetching[key] = arrival, now
         return Handling.FETCH
 
-    def on_whole(self, arrival: Arrival, now: float) -> None:
+    def on_received(self, arrival: Arrival, now: float) -> None:
         """Record that all bytes of a contribution have arrived."""
         key = arrival.rank, arrival.sequence
         found, reported_at = self._fetching.get(key, (None, now))
         if found == arrival:
             del self._fetching[key]
-            self._whole[key] = arrival, reported_at, now
+            self._received[key] = arrival, reported_at, now
 
     def on_gone(self, rank: int) -> None:
         """Remove a member that is lost or has left. Its contributions that have arrived still count."""
@@ -108,11 +107,11 @@ class Arrivals:
         self._fetching = {key: each for key, each in self._fetching.items() if key[0] != rank}
 
     def forget(self, rank: int, source: int | None = None) -> None:
-        """Drop a worker's unapplied contributions. With ``source``, drop only those being fetched from that rank."""
+        """Drop a worker's unapplied contributions or, with ``source``, only those being fetched from that rank."""
         fetching = self._fetching.items()
         self._fetching = {key: each for key, each in fetching if key[0] != rank or source not in (None, each[0].source)}
         if source is None:
-            self._whole = {key: each for key, each in self._whole.items() if key[0] != rank}
+            self._received = {key: each for key, each in self._received.items() if key[0] != rank}
 
     def is_awaited(self, arrival: Arrival) -> bool:
         """Return whether the leader still waits for the bytes of a contribution."""
@@ -126,21 +125,21 @@ class Arrivals:
     @property
     def is_empty(self) -> bool:
         """True if all reported contributions are applied."""
-        return not self._fetching and not self._whole
+        return not self._fetching and not self._received
 
     @property
     def is_complete(self) -> bool:
         """True if the contributions of all living members that make steps have arrived."""
-        return bool(self._whole) and self.members - self.settling <= {rank for rank, _ in self._whole}
+        return bool(self._received) and self.members - self.settling <= {rank for rank, _ in self._received}
 
     def _needed(self) -> int:
         awaited = self.members - self.settling
         return min(self._quorum, len(awaited) or min(1, len(self.members)))
 
     def quorum(self) -> Quorum | None:
-        """Return the ranks whose contributions suffice for the next version, or None if too few have arrived."""
+        """Return the ranks whose contributions make the next anchor version, or None if too few have arrived."""
         ranks, reported_at = set(), float("inf")
-        for (rank, _), (_, reported, at) in self._whole.items():
+        for (rank, _), (_, reported, at) in self._received.items():
             reported_at = min(reported_at, reported)
             ranks.add(rank)
             if len(ranks & self.members) >= self._needed():
@@ -155,12 +154,12 @@ class Arrivals:
                 those that the quorum needs.
         """
         taken: dict[int, Arrival] = {}
-        for key, (arrival, *_) in list(self._whole.items()):
+        for key, (arrival, *_) in list(self._received.items()):
             if not takes_all and taken and len(taken.keys() & self.members) >= self._needed():
                 break
-            if arrival.rank not in taken:  # a restarted rank may have two: one of its former process
+            if arrival.rank not in taken:  # a restarted rank may have two: one is from its former process
                 taken[arrival.rank] = arrival
-                del self._whole[key]
+                del self._received[key]
                 self.applied[arrival.rank] = arrival.sequence
         return tuple(arrival for _, arrival in sorted(taken.items()))
 
@@ -178,7 +177,7 @@ def weight_of(tokens: float, steps: int, weighting: ArrivalWeighting) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Names the members from which a new leader copies its state.
+    """Names the members from which a new leader copies the anchor (common weights) and the outer optimizer's state.
 
     Attributes:
         version, holder: Version of the members' newest anchor, and a member that has it.

@@ -1,4 +1,4 @@
-"""Computes a worker's contributions: the differences between its anchor and its weights.
+"""Computes a worker's contributions: differences between the anchor, from which it trains, and its weights.
 
 A *block* is memory with one tensor for each vector of the model. The leader sends its anchor as a block, which becomes
 the worker's anchor.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncdist import RemoteProtocolError
-from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, norm_of, scatter, subtract
+from asyncdist.protocols.exchange.wire_layout import Scratch, WireLayout, gather, norm_of, scatter, subtract
 from asyncdist.protocols.joining.state_transfer import state_nbytes_max
 from asyncdist.tensors.byte_views import new_memory
 from asyncdist.tensors.codecs import Codec, ErrorFeedback, find_codec
@@ -25,7 +25,7 @@ Block: TypeAlias = tuple[Tensor, list[Tensor]]
 
 
 class Layouts:
-    """Describes how contributions and anchors are laid out in memory.
+    """Describes how contributions and anchors (common weights) are laid out in memory.
 
     Attributes:
         wire: Layout of contributions, with encoded vectors.
@@ -45,7 +45,7 @@ class Layouts:
         self.exact = WireLayout(entries, chosen, parameters, owner_count, find_codec("float32"), divisible)
 
     def new_block(self) -> Block:
-        """Allocate memory for an anchor."""
+        """Allocate memory for an anchor (common weights)."""
         memory = new_memory(self.exact.memory_nbytes())
         return memory, self.exact.encoded_in(memory)
 
@@ -95,6 +95,7 @@ class Captures:
 
     def __init__(self, layouts: Layouts, decay: float | None) -> None:
         self._layouts = layouts
+        self._scratch = Scratch()
         self._captured = [vector.new_flat() for vector in layouts.exact.stepped]
         self._residuals: dict[int, ErrorFeedback] = {}  # by index of the vector
         if decay is not None:
@@ -116,7 +117,7 @@ class Captures:
         for vector, captured in zip(self._layouts.exact.stepped, self._captured, strict=True):
             gather(vector, tensors, captured)
         vectors, norm = self._layouts.wire.vectors, 0.0
-        flats = [vector.values_of(each) for vector, each in zip(vectors, encoded, strict=True)]
+        flats = [vector.values_of(each, self._scratch) for vector, each in zip(vectors, encoded, strict=True)]
         for vector, flat, anchor in zip(vectors, flats, base[1], strict=True):
             if vector.role == "stepped":
                 subtract(vector, anchor, tensors, flat)
@@ -133,10 +134,11 @@ class Captures:
 
     @torch.no_grad()
     def apply(self, anchor: Block, tensors: Sequence[Tensor], *, keeps_progress: bool) -> None:
-        """Write an anchor into the model.
+        """Write an anchor (common weights) into the model.
 
         Args:
-            keeps_progress: Whether parameters become own + (new - captured), to keep the progress since the capture.
+            keeps_progress: Whether parameters become own + (new - captured), to keep the progress since the
+                contribution was captured.
         """
         captured = iter(self._captured)
         for vector, new in zip(self._layouts.exact.vectors, anchor[1], strict=True):
@@ -149,7 +151,7 @@ class Captures:
 
     @torch.no_grad()
     def restore(self, anchor: Block, tensors: Sequence[Tensor]) -> None:
-        """Write only the parameters of an anchor into the model."""
+        """Write only the parameters of an anchor (common weights) into the model."""
         for vector, value in zip(self._layouts.exact.vectors, anchor[1], strict=True):
             if vector.role == "stepped":
                 scatter(vector, value, tensors)
@@ -161,19 +163,19 @@ class Captures:
             scatter(vector, value, tensors)
 
     def clear_residuals(self) -> None:
-        """Set the encoding errors to zero, because a copied state contains another worker's errors."""
+        """Set the encoding errors to zero, because the copied state contains another worker's errors."""
         for each in self._residuals.values():
             each.residual.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the captured parameters and the encoding errors."""
+        """Return a copy of the parameters of the last contribution, and of the encoding errors."""
         return {
             "captured": [flat.clone() for flat in self._captured],
             "residuals": [each.residual.clone() for each in self._residuals.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a worker with the same layout and options."""
+        """Load a result of :meth:`state_dict` of a worker with the same layout and options."""
         copy_all(state["captured"], self._captured)
         copy_all(state["residuals"], [each.residual for each in self._residuals.values()])
 

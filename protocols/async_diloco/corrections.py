@@ -175,7 +175,7 @@ class HeLoCo:
         return difference.mul_(own).add_(momentum, alpha=other * length / momentum_length)
 
     def shares(self, cosine: float, confidence: float) -> tuple[float, float]:
-        """Return p and q of the corrected difference p D + q |D| v, for a cosine below the threshold."""
+        """Return p and q of the corrected difference p D + q |D| m / |m|, for a cosine below the threshold."""
         if cosine < 0.0:
             share = min(self.shrink * -cosine * confidence, self.shrink_max)
             return 1.0, -share * cosine

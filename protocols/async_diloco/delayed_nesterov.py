@@ -1,6 +1,6 @@
 """Implements Nesterov momentum that is updated at every N-th arrival, an outer optimizer for asynchronous DiLoCo.
 
-D is the difference of one arrival, a the anchor, and m the momentum buffer; eps, beta, N and c are ``lr``,
+D is the difference of one arrival, a the anchor, and m the momentum buffer. eps, beta, N and c are ``lr``,
 ``momentum``, ``delay`` and ``activation``. N arrivals make a window (Liu et al., 2401.09135, algorithm 3):
 
     the arrivals 1 to N - 1 of a window:    a <- a - eps (c beta m + D / N)
@@ -10,8 +10,8 @@ D is the difference of one arrival, a the anchor, and m the momentum buffer; eps
 If all differences of a window are measured from the same anchor, the window moves the anchor like one Nesterov step
 with their mean, except for rounding.
 
-Without the delay, the momentum would last for 1 / (1 - beta) arrivals instead of windows, and single stale differences
-would push it in directions that no longer reduce the loss.
+Without the delay, the momentum would last for 1 / (1 - beta) arrivals instead of windows. Single stale differences
+would push the momentum in directions that no longer reduce the loss.
 
 The paper's algorithm and ``src/halos/opt.py`` of HALoS (4b5bf73) have this formula. The published experiments
 use c = 0.
@@ -82,7 +82,7 @@ class DelayedNesterov(OuterOptimizer):
 
 
 def _update_momentum(state: dict[str, Any], difference: Tensor, group: dict[str, Any]) -> None:
-    """Update m with the mean difference of the window, and begin the next window."""
+    """Update the momentum with the mean difference of the window's arrivals, and begin the next window."""
     state["arrivals"] = 0
     mean = difference
     if group["delay"] > 1:

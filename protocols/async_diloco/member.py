@@ -1,7 +1,8 @@
-"""Takes part in asynchronous DiLoCo for one rank: offers contributions, and receives anchors that contain them.
+"""Takes part in asynchronous DiLoCo for one rank: offers contributions, and receives the new common weights.
 
 The leader also has a :class:`~protocols.async_diloco.server.Server`. If the leader is lost or leaves, each rank reports
-its newest anchor and unanswered contribution to the next leader. Messages and data move only at safe points.
+its newest anchor and unanswered contribution to the next leader. Messages and data move only at safe points, calls in
+which training code lets them move.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
-from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings, Outstanding
 from asyncdist.protocols.async_diloco.islands.regional import Regional
+from asyncdist.protocols.async_diloco.member_store import Answer, HeldAnchor, MemberStore, Outstanding
 from asyncdist.protocols.async_diloco.messages import (
     AnchorOffer,
     AnchorRequest,
@@ -40,11 +41,11 @@ logger = logging.getLogger("protocols.async_diloco")
 
 
 class AsyncMember:
-    """Sends one rank's contributions to the leader, and receives the anchors that answer them.
+    """Sends one rank's contributions to the leader, and receives the updated common weights (anchors) as answers.
 
     Args:
         membership: Members of the policy; opened by this object.
-        holdings: State of this rank that a new leader needs.
+        store: State of this rank that a new leader needs.
         is_overlapped: Whether ranks train while data moves; equal on all ranks.
         name: Name of the channel in reports of waits.
         regional: Connection to the global server, used if this rank leads its island; None without islands.
@@ -59,7 +60,7 @@ class AsyncMember:
         scopes: PolicyScopes,
         membership: Membership,
         layouts: Layouts,
-        holdings: Holdings,
+        store: MemberStore,
         options: ServerOptions,
         *,
         is_overlapped: bool,
@@ -69,16 +70,16 @@ class AsyncMember:
         self._services = services
         self._membership = membership
         self._layouts = layouts
-        self._holdings = holdings
+        self._store = store
         self._options = options
         self._regional = regional
         self._name = name
-        self._registrations: list[HeldAnchor] = []  # global anchors received after registering
+        self._registrations: list[HeldAnchor] = []  # answers to this rank's registration as an island's server
         # Messages to the leader that arrived before this rank led.
         self._early: list[tuple[int, int, AsyncMessage]] = []
         self._fetching: asyncio.Task[None] | None = None  # fetches the answer to the contribution
-        self._is_heir = False  # whether this rank has inherited a leaving leader's state
-        self._has_settled = False  # whether this rank is leaving, and inherits no state
+        self._has_inherited = False  # whether this rank has received a leaving leader's state
+        self._has_settled = False  # whether this rank is leaving, and takes over no state
         self._is_closed = False
         self.server: Server | None = None
         self._contributions = Offers(services, scopes.to_members, is_overlapped=is_overlapped)
@@ -97,27 +98,27 @@ class AsyncMember:
     # -- the policy's calls -----------------------------------------------------------------------------------------
 
     def contribute(self, block: Block, report: Arrived, sequence: int | None = None) -> None:
-        """Offer a contribution to the leader. The caller must not change ``block`` afterwards."""
-        own = self._holdings
+        """Offer a contribution to the leader, which fetches it. The caller must not change ``block`` afterwards."""
+        own = self._store
         own.sequence = own.sequence + 1 if sequence is None else sequence
         own.outstanding = Outstanding(own.sequence, block, report)
         self._offer_contribution()
-        self._tell_leader(report, own.sequence)
+        self._send_to_leader(report, own.sequence)
 
     async def answered(self) -> None:
         """Wait until the leader has answered this rank's contribution, or a rank of its replica is lost."""
-        own, members = self._holdings, self._membership
+        own, members = self._store, self._membership
         wait = WaitId(WaitKind.CONTRIBUTION_ANSWER, number=own.sequence)
         await self._services.engine.until(lambda: own.outstanding is None or members.is_broken, wait)
 
     async def is_answered(self, deadline: float) -> bool:
         """Wait for the answer to this rank's contribution. Return False if the deadline passes first."""
         wait = WaitId(WaitKind.OWN_ROUND)
-        return await self._services.engine.until(lambda: self._holdings.outstanding is None, wait, deadline=deadline)
+        return await self._services.engine.until(lambda: self._store.outstanding is None, wait, deadline=deadline)
 
     def withdraw(self) -> None:
         """Withdraw the contribution that the leader has not answered yet."""
-        self._holdings.outstanding = None
+        self._store.outstanding = None
         self._contributions.note_taken(self._membership.leader)
 
     async def registered(self) -> HeldAnchor:
@@ -131,9 +132,9 @@ class AsyncMember:
         while not self._registrations:
             if asked != membership.leader:
                 asked = membership.leader
-                self._tell_leader(Register(), 0)
+                self._send_to_leader(Register(), 0)
             await self._services.engine.until(has_news, wait)
-        own, found = self._holdings, self._registrations.pop()
+        own, found = self._store, self._registrations.pop()
         own.base, own.outstanding, own.answer = found, None, None
         return found
 
@@ -149,10 +150,10 @@ class AsyncMember:
         self.post(AnchorTaken(), leader, version)
 
     async def settled(self, deadline: float) -> bool:
-        """Wait until this rank may leave: its contribution is answered, and the next leader has the anchor.
+        """Wait until this rank may leave. Its contribution must be answered, and the next leader must have the anchor.
 
-        A rank that has inherited the anchor waits until it leads, and passes the anchor on. Otherwise the anchor would
-        be lost if the old and the new leader leave at the same time.
+        A rank that has received the anchor of a leaving leader waits until it leads, and then passes the anchor on.
+        Otherwise the anchor would be lost if the old and the new leader leave at the same time.
 
         Return at once if a rank of this rank's replica is lost, because its replica is then no longer a member.
 
@@ -160,34 +161,34 @@ class AsyncMember:
             False if the deadline passed first, which is logged.
         """
         if self.server is not None:
-            self.server.thaw()
+            self.server.unfreeze()
         is_settled = await self._services.engine.until(self._may_leave, WaitId(WaitKind.OWN_ROUND), deadline=deadline)
         if is_settled and self.server is not None and not self._membership.is_broken:
             is_settled = await self.server.settled(deadline)
         self._has_settled = True
         if not is_settled:
-            self._note_late()
+            self._warn_not_settled()
         return is_settled
 
     def _may_leave(self) -> bool:
-        own, members = self._holdings, self._membership
-        is_free = own.outstanding is None and (members.leads or not self._is_heir)
+        own, members = self._store, self._membership
+        is_free = own.outstanding is None and (members.leads or not self._has_inherited)
         return is_free or members.is_broken
 
-    def _note_late(self) -> None:
-        me, own = self._services.rank, self._holdings
+    def _warn_not_settled(self) -> None:
+        me, own = self._services.rank, self._store
         if own.outstanding is not None:
             logger.warning(
                 "rank %d leaves %s before the leader has answered its contribution %d", me, self._name, own.sequence
             )
-        elif self.server is not None or self._is_heir:
+        elif self.server is not None or self._has_inherited:
             logger.warning(
                 "rank %d leaves %s before another rank has its anchor; the newest versions may be lost", me, self._name
             )
 
     async def settle(self) -> None:
         """Notify the leader that this rank makes no steps for now, and wait for the answer to its contribution."""
-        await self._membership.settle(lambda: self._holdings.outstanding is None)
+        await self._membership.settle(lambda: self._store.outstanding is None)
 
     def leave(self) -> None:
         """Leave the policy, and withdraw the unanswered contribution."""
@@ -202,13 +203,13 @@ class AsyncMember:
         self._channel.close()
 
     def begin_joined(self) -> None:
-        """Become a member, after a restarted rank has loaded the leader's state."""
+        """Complete the admission of this restarted rank, which has loaded the leader's state."""
         self._membership.complete_joining()
 
     # -- changes of the members -------------------------------------------------------------------------------------
 
     def may_admit(self) -> bool:
-        """Return whether this leader has an anchor, which a joining rank needs."""
+        """Return whether this leader has an anchor (common weights) that it can send to a joining rank."""
         return self.server is not None and self.server.has_begun
 
     def on_lost(self, rank: int) -> None:
@@ -219,7 +220,7 @@ class AsyncMember:
             self.server.on_lost(rank)
 
     def on_new_leader(self) -> None:
-        """Report this rank's newest anchor and unanswered contribution to the new leader."""
+        """Report this rank's newest common weights and unanswered contribution to the new leader."""
         if self._fetching is not None:
             self._fetching.cancel()
             self._fetching = None
@@ -253,22 +254,22 @@ class AsyncMember:
                 self._channel,
                 self._membership,
                 self._layouts,
-                self._holdings,
+                self._store,
                 self._contributions,
                 self._anchors,
                 self._options,
                 self._registrations,
                 self._regional,
             )
-        if self._holdings.outstanding is not None:
+        if self._store.outstanding is not None:
             self._offer_contribution()
-        self._tell_leader(self._holdings.member_state(), 0)
+        self._send_to_leader(self._store.member_state(), 0)
         early, self._early = self._early, []
         for each in early:
-            self._hear(*each)
+            self._handle(*each)
 
     def _offer_contribution(self) -> None:
-        own, leader = self._holdings.outstanding, self._membership.leader
+        own, leader = self._store.outstanding, self._membership.leader
         if own is not None and not self._membership.leads:
             self._contributions.offer(own.sequence, own.block[0], leader)
 
@@ -283,13 +284,13 @@ class AsyncMember:
             if self.server is not None:
                 self.server.on_taken(source, number)
         elif isinstance(message, Arrived | MemberState | Register):
-            self._hear(source, number, message)
+            self._handle(source, number, message)
         elif source == self._membership.leader:
-            self._obey(source, number, message)
+            self._handle_from_leader(source, number, message)
         elif isinstance(message, AnchorOffer) and self.server is not None:
-            self.server.on_given(source, number, message)
+            self.server.on_anchor_offer(source, number, message)
 
-    def _hear(self, source: int, number: int, message: AsyncMessage) -> None:
+    def _handle(self, source: int, number: int, message: AsyncMessage) -> None:
         """Handle a message to the leader, or keep it until this rank's server has started."""
         if self.server is None:
             self._early.append((source, number, message))
@@ -300,26 +301,26 @@ class AsyncMember:
         elif isinstance(message, Register):
             self.server.on_register(source)
 
-    def _obey(self, leader: int, number: int, message: AsyncMessage) -> None:
-        own = self._holdings
+    def _handle_from_leader(self, leader: int, number: int, message: AsyncMessage) -> None:
+        own = self._store
         match message:
             case Applied():
                 is_new = own.outstanding is not None and number == own.outstanding.sequence and self._fetching is None
                 if is_new:
                     task = self._take_answer(leader, number, message)
                     self._fetching = self._anchors.spawn(task, f"anchor {message.version}")
-                elif self._fetching is None:  # the anchor answers a contribution of this rank's previous process
+                elif self._fetching is None:  # the answer is for a contribution of this rank's previous process
                     self.post(AnchorTaken(), leader, message.version)
             case Registered(applied):
                 task = self._take_registration(leader, number, applied)
                 self._anchors.spawn(task, f"global anchor {number}")
             case AnchorRequest(is_outer):
-                self._give(leader, number, is_outer=is_outer)
+                self._offer_to_new_leader(leader, number, is_outer=is_outer)
             case AnchorOffer():
                 self._anchors.spawn(self._inherit(leader, number, message), f"anchor {number} of rank {leader}")
 
     async def _take_answer(self, leader: int, number: int, report: Applied) -> None:
-        """Fetch the anchor that contains this rank's contribution, and the outer optimizer's state if it is offered."""
+        """Fetch the common weights with this rank's contribution, and the outer optimizer's state if it is offered."""
         block, outer, nbytes = self._layouts.new_block(), new_memory(0), report.outer_nbytes
         try:
             if nbytes:
@@ -333,21 +334,21 @@ class AsyncMember:
             if self._fetching is asyncio.current_task():
                 self._fetching = None
         if report.outer_nbytes:
-            self._holdings.outer = report.version, outer
+            self._store.outer = report.version, outer
         self._contributions.note_taken(leader)
         self.take_answer(number, Answer(report, block))
         self.post(AnchorTaken(), leader, report.version)
 
     def take_answer(self, number: int, answer: Answer) -> None:
         """Record the leader's answer to this rank's contribution ``number``."""
-        own = self._holdings
+        own = self._store
         if own.outstanding is not None and own.outstanding.sequence == number:
             own.take_answer(answer)
             self._services.engine.recheck()
 
-    def _give(self, leader: int, version: int, *, is_outer: bool) -> None:
-        """Offer this rank's anchor, or its copy of the outer optimizer's state, to a new leader."""
-        held, outer = self._holdings.anchor_of(version), self._holdings.outer
+    def _offer_to_new_leader(self, leader: int, version: int, *, is_outer: bool) -> None:
+        """Offer this rank's common weights, or its copy of the outer optimizer's state, to a new leader."""
+        held, outer = self._store.anchor_of(version), self._store.outer
         if is_outer and outer is not None and outer[0] == version:
             self._anchors.offer(version, outer[1], leader, SECOND)
             self.post(AnchorOffer((), outer[1].numel(), 0), leader, version)
@@ -356,7 +357,7 @@ class AsyncMember:
             self.post(AnchorOffer(held.applied, 0, held.merged), leader, version)
 
     async def _inherit(self, leader: int, version: int, given: AnchorOffer) -> None:
-        """Fetch the anchor and the outer optimizer's state of a leaving leader."""
+        """Fetch the common weights and the outer optimizer's state of a leaving leader."""
         block, outer = self._layouts.new_block(), self._layouts.new_outer(given.outer_nbytes, leader)
         try:
             await self._anchors.fetch(leader, version, outer, SECOND)
@@ -366,17 +367,17 @@ class AsyncMember:
             return
         if self._has_settled:  # the leader offers the state to another rank once this rank has left
             return
-        self._is_heir = True
-        self._holdings.inherited = HeldAnchor(version, given.applied, block, given.merged)
-        self._holdings.outer = version, outer
+        self._has_inherited = True
+        self._store.inherited = HeldAnchor(version, given.applied, block, given.merged)
+        self._store.outer = version, outer
         self.post(AnchorTaken(), leader, version)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
-    def _tell_leader(self, message: Arrived | MemberState | Register, number: int) -> None:
+    def _send_to_leader(self, message: Arrived | MemberState | Register, number: int) -> None:
         leader = self._membership.leader
         if self._membership.leads:
-            self._hear(leader, number, message)
+            self._handle(leader, number, message)
         else:
             self.post(message, leader, number)
 

@@ -1,4 +1,4 @@
-"""Defines the messages between the workers and the leader, which keeps the anchor.
+"""Defines the messages between the workers and the leader, which keeps their common weights (the anchor).
 
 The round number in a frame's header is the worker's sequence number, unless a message's docstring says that it is a
 version. Annotations are not strings, because `get_type_hints` must return plain types.
@@ -41,10 +41,9 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Offers an anchor to a worker whose contribution it contains.
+    """Offers an anchor (the updated common weights) to a worker whose contribution it contains.
 
     Attributes:
-        version: Version of the anchor.
         applied: Contributions that the anchor contains.
         donors, weights: Ranks whose contributions made this version, ascending, and their weights.
         staleness: Number of versions between the contribution's base and its application.
@@ -80,15 +79,14 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class AnchorTaken:
-    """Confirms that an offered anchor has arrived. The round number is the anchor's version."""
+    """Confirms that an offered anchor (common weights) has arrived. The round number is the anchor's version."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberState:
-    """Reports a member's newest anchor and unanswered contribution to a new leader.
+    """Reports a member's newest anchor (common weights) and unanswered contribution to a new leader.
 
     Attributes:
-        version: Version of the anchor.
         applied: Contributions that the anchor contains.
         outer_version: Version of the member's copy of the outer optimizer's state; -1 without a copy.
         sequence: Sequence number of the unanswered contribution; 0 if there is none.

@@ -13,8 +13,8 @@ from asyncdist import validation
 from asyncdist.protocols.async_diloco.arrivals import ArrivalWeighting
 from asyncdist.protocols.async_diloco.corrections import Correction, StalenessWeight
 from asyncdist.protocols.async_diloco.delayed_nesterov import DelayedNesterov
-from asyncdist.protocols.declared import Options, function, like, number, one_of, option, or_none, truth, whole
-from asyncdist.protocols.diloco.elsewhere import ELSEWHERE as OF_DILOCO
+from asyncdist.protocols.declared import Options, boolean, function, integer, like, number, one_of, option, or_none
+from asyncdist.protocols.diloco.foreign_options import FOREIGN_OPTIONS as DILOCO_FOREIGN_OPTIONS
 from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Merge, described
 from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
 from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
@@ -28,10 +28,15 @@ DEFAULT_OUTER: Final = functools.partial(torch.optim.SGD, lr=1.0)
 DEFAULT_CORRECTION: Final = StalenessWeight(power=1.0, first_round=True)
 _ANCHOR_IS_WHOLE: Final = "DiLoCoPolicy has this option; here the anchor and each contribution are whole"
 #: Names of options of other policies and libraries, each with a hint for the error that is raised if it is passed.
-ELSEWHERE: Final = {
-    **{name: text for name, text in OF_DILOCO.items() if name not in ("matchmaking_time", "averaging_timeout")},
-    **dict.fromkeys(("fragments", "fragment_pattern", "model_fragments", "fragment_sync_delay"), _ANCHOR_IS_WHOLE),
-    **dict.fromkeys(("overlap_steps", "mixing", "warmup_steps", "fragment_update_alpha", "alpha"), _ANCHOR_IS_WHOLE),
+FOREIGN_OPTIONS: Final = {
+    **{
+        name: text
+        for name, text in DILOCO_FOREIGN_OPTIONS.items()
+        if name not in ("matchmaking_time", "averaging_timeout")
+    },
+    **dict.fromkeys(("fragments", "fragment_pattern", "model_fragments", "num_fragments"), _ANCHOR_IS_WHOLE),
+    **dict.fromkeys(("overlap_steps", "fragment_sync_delay", "tau", "warmup_steps"), _ANCHOR_IS_WHOLE),
+    **dict.fromkeys(("mixing", "fragment_update_alpha", "alpha"), _ANCHOR_IS_WHOLE),
     **dict.fromkeys(
         ("delay", "buffer_size", "num_updates", "N"),
         "outer_optimizer=functools.partial(protocols.DelayedNesterov, lr=0.7, delay=N) updates the momentum at every "
@@ -130,7 +135,7 @@ class AsyncDiLoCoOptions(Options):
     dynamic_steps: bool = option(
         "Whether slower ranks make fewer steps per contribution, in proportion to their speed, and at least one. The "
         "fastest rank makes `average_every` steps. The numbers of steps then depend on the measured times.",
-        truth,
+        boolean,
         default=False,
         group=_STRAGGLERS,
         is_agreed=True,
@@ -138,7 +143,7 @@ class AsyncDiLoCoOptions(Options):
     quorum: int = option(
         "Number of ranks whose contributions make a version of the anchor, from 1 to the number of members; fewer if "
         "members are lost or leave. 1 applies each contribution when it arrives.",
-        whole(1),
+        integer(1),
         default=1,
         group=_STRAGGLERS,
         is_agreed=True,
@@ -164,7 +169,7 @@ class AsyncDiLoCoOptions(Options):
     mirror_every: int | None = option(
         "Number of versions after which a rank receives a copy of the outer optimizer's state, from which training "
         "continues if the leader is lost. By default the number of members; 0 for no copies.",
-        or_none(whole(0)),
+        or_none(integer(0)),
         default=None,
         group=_MEMBERS,
         is_agreed=True,
@@ -172,14 +177,14 @@ class AsyncDiLoCoOptions(Options):
     replica_size: int = like(DiLoCoOptions, "replica_size")
     islands: int | None = option(
         "Number of islands of equal size, each with a regional server, into which the ranks are divided.",
-        or_none(whole(1, " or None")),
+        or_none(integer(1, " or None")),
         default=None,
         group=_ISLANDS,
         is_agreed=True,
     )
     island_size: int | None = option(
         "Number of ranks in each island, at least 2, instead of `islands`.",
-        or_none(whole(2, " or None")),
+        or_none(integer(2, " or None")),
         default=None,
         group=_ISLANDS,
         is_agreed=True,
@@ -193,7 +198,7 @@ class AsyncDiLoCoOptions(Options):
     )
     global_every: int | None = option(
         "Number of versions of an island's anchor between two contributions to the global server; 32 by default.",
-        or_none(whole(1, " or None")),
+        or_none(integer(1, " or None")),
         default=None,
         group=_ISLANDS,
         is_agreed=True,
@@ -304,10 +309,9 @@ class AsyncDiLoCoOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Options of the leader's server, which applies contributions to the anchor.
+    """Options of the leader's server, which applies contributions to the anchor (common weights).
 
     Attributes:
-        own: Options of the policy.
         average_every: Number of steps until the fastest worker's next contribution.
         mirror_every: Number of versions between two copies of the outer optimizer's state; 0 for no copies.
         islands: On the global server, the number of each rank's island; None if the workers are ranks.
@@ -319,5 +323,5 @@ class ServerOptions:
     islands: Mapping[int, int] | None = None
 
     def worker_of(self, rank: int) -> int:
-        """Return the worker for which a rank contributes: its island on the global server, otherwise the rank."""
+        """Return the number of the worker that ``rank`` represents: its island on the global server, else itself."""
         return rank if self.islands is None else self.islands[rank]

@@ -30,51 +30,45 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist import validation
-from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.async_diloco.anchor import Anchor
 from asyncdist.protocols.async_diloco.blocks import Block, Captures, Layouts
-from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings, Outstanding, saved_outer, sources_of
 from asyncdist.protocols.async_diloco.islands.federation import Federation
 from asyncdist.protocols.async_diloco.member import AsyncMember
+from asyncdist.protocols.async_diloco.member_store import HeldAnchor, MemberStore, Outstanding, saved_outer, sources_of
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived
 from asyncdist.protocols.async_diloco.options import (
-    ELSEWHERE,
+    FOREIGN_OPTIONS,
     LOSES_VALUES,
     AsyncDiLoCoOptionNames,
     AsyncDiLoCoOptions,
     ServerOptions,
 )
 from asyncdist.protocols.async_diloco.progress import Progress
+from asyncdist.protocols.async_diloco.replicated import AsyncReplicatedPolicy
 from asyncdist.protocols.async_diloco.server import answered_alone
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, result_of, statistics_of
 from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
 from asyncdist.protocols.declared import among, with_options
-from asyncdist.protocols.diloco.anchored import AnchoredPolicy
-from asyncdist.protocols.diloco.elsewhere import call_of_library
+from asyncdist.protocols.diloco.foreign_options import foreign_call_hint
 from asyncdist.protocols.diloco.options import check_has_whole_tensors
 from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.diloco.step_tokens import StepTokens
-from asyncdist.protocols.exchange.replicas.crew import Crew, joined_crew
 from asyncdist.protocols.exchange.replicas.group import Readiness
-from asyncdist.protocols.exchange.wire_layout import checksum_of_parameters
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
-from asyncdist.protocols.joining.replicas import Replicas
+from asyncdist.protocols.joining.replica_layout import Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import packed, unpacked
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
 from asyncdist.protocols.selective.islands.layout import Island
-from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
+from asyncdist.protocols.starting.differences import FIRST_WEIGHTS, RESUMED
 from asyncdist.protocols.step_info import NOTHING, StepInfo
-from asyncdist.protocols.wrappers import check_replica_group
 from asyncdist.tensors.flat_state import Entry
-from asyncdist.tensors.infinities import KnownInfinities, trouble_of
+from asyncdist.tensors.infinities import KnownInfinities, describe_nonfinite
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
-#: Name, in error messages, of the value that tells whether a rank begins with a saved state.
-_RESUMED: Final = "begins with a saved state"
 _OWN_STATE: Final = (
     *("captures", "base", "answer", "outstanding", "served", "outer", "sequence", "counts", "reported", "global"),
     *("rank", "sources", "replica_size", "replica_index"),
@@ -82,8 +76,8 @@ _OWN_STATE: Final = (
 
 
 @with_options(AsyncDiLoCoOptionNames, CommonOptions, AsyncDiLoCoOptions)
-class AsyncDiLoCoPolicy(AnchoredPolicy):
-    """Trains with asynchronous DiLoCo: contributions are applied when they arrive, and no rank waits for another rank.
+class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
+    """Trains with asynchronous DiLoCo: each rank's contribution is applied when it arrives, and no rank waits.
 
     ::
 
@@ -110,9 +104,9 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         TypeError, ValueError: An argument is invalid.
     """
 
-    progress_names: ClassVar[tuple[str, ...]] = (FIRST_WEIGHTS, _RESUMED)
+    progress_names: ClassVar[tuple[str, ...]] = (FIRST_WEIGHTS, RESUMED)
 
-    @validation.names_options(refused=ELSEWHERE, called=call_of_library)
+    @validation.names_options(refused=FOREIGN_OPTIONS, called=foreign_call_hint)
     def __init__(
         self,
         model: nn.Module,
@@ -137,14 +131,12 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             warnings.warn(LOSES_VALUES, UserWarning, stacklevel=3)
         self._layouts: Layouts
         self._captures: Captures
-        self._holdings: Holdings  # like _captures, only on the first rank of a replica
+        self._store: MemberStore  # set only on the first rank of a replica
         self._known_infinities: KnownInfinities
-        self._crew: Crew | None = None  # None unless replicas have several ranks
-        self._is_compared = False  # whether the replica's ranks are known to have equal weights
         self._alone: Anchor | None = None  # the anchor if this rank is alone
         self._island: Island | None = None  # None without islands
         self._federation: Federation | None = None  # None before the start, and without islands
-        self._upper_holdings: Holdings  # like _holdings, for the global server; only with islands
+        self._global_store: MemberStore  # this rank's global anchor and its island's contribution; only with islands
         self._member: AsyncMember | None = None  # None before the start, and if this rank is alone
         self._admission: Admission | None = None
         self._stopwatch = Stopwatch() if own.dynamic_steps or own.grace_steps else None
@@ -179,7 +171,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
     def statistics(self) -> AsyncDiLoCoStatistics:
         """Return this rank's counts of steps and contributions."""
         server = None if self._member is None else self._member.server
-        version = self._holdings.base.version if self._stage != "new" and self._is_first else 0
+        version = self._store.base.version if self._stage != "new" and self._is_first else 0
         counts = self.iteration, version, self._progress.contribution_count, self._progress.postponed_count
         found = statistics_of(self._journal, server, *counts)
         return found if self._federation is None else self._federation.counted(found)
@@ -195,90 +187,49 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
     def _prepare(self) -> None:
         self._replicas = Replicas(self._members, 1 if self.is_alone else self._own_options.replica_size)
+        self._is_first = self._world.rank in self._member_ranks()
         self._island = self._own_options.layout.island_of(self._world.rank, self._members, self._services.hosts)
-        self.admits_restarted = not self.keeps_replicas and self._island is None
+        self.admits_restarted = self._island is None
         self._own_options.check_members(len(self._member_ranks()) if self._island is None else self._island.size)
         self._known_infinities = KnownInfinities(self._flat)
         if self._replicas.size == 1:
             self._lay_out(self._flat.entries, self._parameters())
         if self.is_alone:
-            held, outer = self._holdings.newest, self._holdings.outer
+            held, outer = self._store.newest, self._store.outer
             self._alone = Anchor(self._layouts, self._own_options, held.block, held.version)
             if outer is not None:
                 self._alone.load_outer_state(unpacked(outer[1])["outer"])
 
-    def _parameters(self) -> set[str]:
-        return self._known_infinities.without(dict(self.model.named_parameters(remove_duplicate=False)))
-
     def _lay_out(self, entries: Sequence[Entry], parameters: set[str]) -> None:
-        """Create this rank's state from the model's weights, or load a saved state."""
         own = self._own_options
         divisible = embeddings_of(self.model) if own.merge == "radial" else None
         self._layouts = Layouts(entries, parameters, len(self._member_ranks()), own.wire, divisible)
         self._captures = Captures(self._layouts, own.error_feedback)
-        self._holdings = Holdings(HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
+        self._store = MemberStore(HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
         if self._island is not None:
-            self._upper_holdings = Holdings(self._holdings.base)  # sharing is safe: blocks are never changed
+            self._global_store = MemberStore(self._store.base)  # sharing is safe: blocks are never changed
         self._take_saved()
 
-    def _member_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that contribute: the first rank of each replica."""
-        return self._members[:: self._replicas.size]
-
-    @property
-    def _is_first(self) -> bool:
-        """True if this rank is the first, or the only, rank of its replica, and contributes for it."""
-        return self._crew is None or self._crew.leads
-
     def _agreed_values(self) -> dict[str, str]:
-        return {**super()._agreed_values(), _RESUMED: "yes" if self._saved is not None or self._was_loaded else "no"}
+        return {**super()._agreed_values(), RESUMED: "yes" if self._saved is not None or self._was_loaded else "no"}
 
     def _first_weights(self) -> dict[str, str]:
-        """Return this rank's checksum, which must be equal on all ranks with the same part of the model."""
+        """Return the checksum of this rank's weights, equal on all ranks with the same part of the model."""
         if self._was_loaded or self._saved is not None:
             return {FIRST_WEIGHTS: "saved"}  # saved anchors may differ: the leader begins with the newest
         return {FIRST_WEIGHTS: f"{self._checksum():08x}"}
-
-    def _checksum(self) -> int:
-        return checksum_of_parameters(self._flat.entries, self._parameters(), self._own_tensors())
-
-    async def _start(self) -> None:
-        if self._world.rank in self._member_ranks():
-            await super()._start()
-        else:
-            await self._agree()
-
-    async def _agree(self) -> Agreed:
-        if self._replicas.size == 1:
-            return await super()._agree()
-        world, start = self._world, self._joint_start
-        check_replica_group(self.model, self._replicas.mates(world.rank), world)
-        agreed = await super()._agree()
-        facts = world, start, self._replicas, self._flat, self._group.ranks, self._first_weights(), self._parameters()
-        left_s = start.left_s(self._start_timeout_s)
-        self._crew = crew = await joined_crew(*facts, left_s, is_sharded=self._holds_shards())
-        try:
-            await crew.collect(self._own_tensors())
-            if crew.leads:
-                self._lay_out(crew.entries, crew.parameters)
-            else:
-                self._take_saved()
-        except BaseException:
-            await crew.free()
-            raise
-        return agreed
 
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
         own = self._own_options
         every = len(self._member_ranks()) if own.mirror_every is None else own.mirror_every
         options = ServerOptions(own, self.average_every, every)
         if self._island is not None:
-            both = self._holdings, self._upper_holdings
+            both = self._store, self._global_store
             federation = Federation(self._services, scopes, membership, self._island, self._layouts, *both, options)
             membership, scopes = federation.membership, federation.scopes
             self._federation, self._member = federation, federation.member
         else:
-            facts = self._services, scopes, membership, self._layouts, self._holdings, options
+            facts = self._services, scopes, membership, self._layouts, self._store, options
             self._member = AsyncMember(*facts, is_overlapped=own.late == "skip")
         self._admission = self._new_admission(membership, scopes)
 
@@ -291,11 +242,10 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         try:
             if self._is_first:
                 await self._leave_members(is_orderly=is_orderly)
-            if self._crew is not None and is_orderly:
-                await self._crew.replica.leave(self.iteration)
+            if self._links is not None and is_orderly:
+                await self._links.replica.leave(self.iteration)
         finally:
-            if self._crew is not None:
-                await self._crew.free()
+            await self._free_replica()
 
     async def _leave_members(self, *, is_orderly: bool) -> None:
         member, admission = self._opened()
@@ -305,7 +255,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
                 await member.settled(deadline)
                 if self._federation is not None:
                     await self._federation.settled(deadline)
-        finally:  # so that the other ranks are notified even on cancellation
+        finally:  # notifies the other ranks even if this task is cancelled
             member.leave()
             if self._federation is not None:
                 self._federation.leave()
@@ -319,12 +269,12 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
     def _begin_joined(self) -> None:
         self._opened()[0].begin_joined()
 
-    def _take_whole(self) -> None:
-        """Begin with the leader's newest anchor.
+    def _finish_loading(self) -> None:
+        """Begin with the leader's newest anchor (common weights).
 
         The leader's weights are not taken, because the leader contributes their progress.
         """
-        state, rank, own = self._saved, self._world.rank, self._holdings
+        state, rank, own = self._saved, self._world.rank, self._store
         assert state is not None, "the leader has sent its state"
         self._captures.clear_residuals()
         own.begin_joined(state["served"], self._layouts, dict(state["reported_to_leader"]).get(rank, 0))
@@ -333,38 +283,49 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         with self._weights.following():
             self._captures.restore(own.base.block, self._tensors())
 
-    def _whole_state(self) -> dict[str, Any]:
-        state, server = super()._whole_state(), self._opened()[0].server
+    def _state_with(self, followers: Sequence[Tensor]) -> dict[str, Any]:
+        """Return this leader's state for a restarted rank, with the optimizer's states of this rank's followers."""
+        state, server = self._whole_state(), self._opened()[0].server
         assert server is not None, "only a leader admits"
         own = dict.fromkeys(("captures", "answer", "outstanding", "reported", "global"))
         reported = tuple((rank, server.last_reported(rank)) for rank in self._member_ranks())
-        return {**state, "policy": {**state["policy"], **own, "reported_to_leader": reported}}
+        given = {**own, "reported_to_leader": reported, "followers": followers}
+        return {**state, "policy": {**state["policy"], **given}}
+
+    def _state_unit_nbytes(self) -> int:
+        return self._layouts.exact.nbytes  # the whole model, also on the first rank of a sharded replica
 
     async def _admit(self) -> None:
         """As the leader, send the state after this step to a restarted rank that has asked to join."""
+        followers: Sequence[Tensor] = ()
+        if self._links is not None:
+            if not self._admits_replica:  # the other ranks of this replica do not know that a replica waits
+                return
+            self._admits_replica = False
+            followers = await self._collect_states(self._links)
         if self._admission is None or self._member is None or not self._admission.is_asked:
             return
         server = self._member.server
         assert server is not None, "only a leader is asked"
         await server.freeze()
         if self._admission.is_asked:  # the restarted rank may have been lost meanwhile
-            self._admission.admit(self._whole_state)
-        server.thaw()
+            self._admission.admit(lambda: self._state_with(followers))
+        server.unfreeze()
 
     # -- continuing later -------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
-        """Stop making versions of the anchor until the next step, so that the ranks' :meth:`state_dict` match.
+        """Stop updating the anchor (common weights) until the next step, so that the states of all ranks match.
 
-        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, versions
-        are still made, because other ranks may wait for them in their steps. The leader then does not wait for ranks
-        that have called this method, even without a quorum. With ``late="wait"`` and a quorum, all ranks must call this
+        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, updates
+        continue, because other ranks may wait for them in their steps. The leader then does not wait for ranks that
+        have called this method, even without a quorum. With ``late="wait"`` and a quorum, all ranks must call this
         method before a collective operation of the training loop.
 
         Raises:
             BusyError: The call is inside a block of :meth:`anchor_weights`.
         """
-        self._check_not_lent("settle()")
+        self._check_not_evaluating("settle()")
         member = self._member
         if member is not None and self._own_options.late == "wait":
             await member.settle()
@@ -382,7 +343,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         place = {"rank": self._world.rank, "sources": None, **self._replicas.place_of(self._world.rank)}
         if not self._is_first:
             return {**dict.fromkeys(_OWN_STATE), **self._progress.state(), **place}
-        own, server = self._holdings, None if self._member is None else self._member.server
+        own, server = self._store, None if self._member is None else self._member.server
         served = None
         if server is not None and server.has_begun:
             held, outer = server.held()
@@ -414,26 +375,26 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             sources = sources_of(state, rank, self._members)
             if state["base"] is not None:
                 self._captures.load_state_dict(state["captures"])
-                self._holdings.load(state, self._layouts, sources, rank)
+                self._store.load(state, self._layouts, sources, rank)
             if state["global"] is not None and self._island is not None:
-                self._upper_holdings.begin(state["global"], self._layouts)
+                self._global_store.begin(state["global"], self._layouts)
             self._progress.load(state)
         self._saved = None
 
     # -- the anchor in the model ------------------------------------------------------------------------------------
 
     async def _write_anchor(self, tensors: Sequence[Tensor]) -> None:
-        """Write the newest anchor that this rank has into the model, with its buffers."""
+        """Write the newest anchor (common weights) that this rank has into the model, including its buffers."""
         if self._is_first:
             self._captures.write(self._newest_anchor(), tensors)
-        if self._crew is not None:
-            with self._crew.replica.step():
-                await self._crew.deliver(self._own_tensors())
+        if self._links is not None:
+            with self._links.replica.step():
+                await self._links.deliver(self._own_tensors())
 
     def _newest_anchor(self) -> Block:
         server = None if self._member is None else self._member.server
         if server is None or server.anchor is None:
-            return self._holdings.newest.block
+            return self._store.newest.block
         return server.anchor.copy_into(self._layouts.new_block())
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -441,15 +402,15 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
     def _begin_step(self) -> bool:
         self._progress.steps += 1  # before the first await, so that a cancelled step counts
         leads = self._federation is not None or (self._member is not None and self._member.server is not None)
-        if leads or self._crew is not None or self._stopwatch is not None or self._holdings.outstanding is not None:
-            return False
-        return not (self._progress.is_due or self._progress.is_waiting)
+        if leads or self._links is not None or self._stopwatch is not None or self._store.outstanding is not None:
+            return True
+        return self._progress.is_due or self._progress.is_waiting
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         del local_metric
-        if self._crew is None:
+        if self._links is None:
             return await self._take_step()
-        with self._crew.replica.step():
+        with self._links.replica.step():
             return await self._take_step()
 
     async def _take_step(self) -> StepInfo:
@@ -457,9 +418,9 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             await self._world.safe_point()
         else:
             if self._member is not None and self._member.server is not None:
-                self._member.server.thaw()
+                self._member.server.unfreeze()
             if self._federation is not None:
-                self._federation.thaw()
+                self._federation.unfreeze()
             await self._world.progress()
         if self._stopwatch is None:
             return await self._contribute()
@@ -471,8 +432,8 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
 
     async def _contribute(self) -> StepInfo:
         """Apply the anchor that answers the last contribution, if it has arrived, and contribute again if due."""
-        if self.is_alone and self._holdings.outstanding is not None:  # loaded from a run with several ranks
-            await self._apply_alone(self._holdings.outstanding)
+        if self.is_alone and self._store.outstanding is not None:  # loaded from a checkpoint of several ranks
+            await self._apply_alone(self._store.outstanding)
         info = await self._take_answer()
         if self._progress.is_due and not self._progress.is_waiting:
             await self._capture()
@@ -482,20 +443,13 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         await self._admit()
         return info
 
-    def _own_tensors(self) -> Sequence[Tensor]:
-        return self._flat.tensors(self._layout_buffers)
-
-    def _tensors(self) -> Sequence[Tensor]:
-        """Return this rank's tensors. In a sharded replica, the first rank adds its copies of the other shards."""
-        return self._own_tensors() if self._crew is None else self._crew.tensors(self._own_tensors())
-
     async def _capture(self) -> None:
         unsound = self._known_infinities.unsound_entry_of_model() or ""
-        if self._crew is not None:
-            unsound = await self._collect(self._crew, unsound)
+        if self._links is not None:
+            unsound = await self._collect(self._links, unsound)
         block, report = self._captured(is_sound=not unsound) if self._is_first else (None, None)
-        if self._crew is not None:
-            first, *_ = await self._crew.replica.gathered(None if report is None else astuple(report))
+        if self._links is not None:
+            first, *_ = await self._links.replica.gathered(None if report is None else astuple(report))
             report = Arrived(*first)
         self._progress.note_captured(report, self.iteration)
         if block is None or report is None:  # only the first rank of a replica contributes
@@ -503,70 +457,54 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
         if self._member is not None:
             self._member.contribute(block, report)
         else:
-            self._holdings.sequence += 1
-            await self._apply_alone(Outstanding(self._holdings.sequence, block, report))
-
-    async def _collect(self, crew: Crew, unsound: str) -> str:
-        """Collect the replica's shards and tokens on its first rank.
-
-        Return the name of a non-finite entry, or "" if all entries are finite.
-        """
-        self._reshard()
-        own = Readiness(True, unsound)
-        if not (unsound or self._is_compared or self._holds_shards()):
-            own = own._replace(checksum=self._checksum())
-        unsound = (await crew.replica.agree(own)).trouble
-        self._is_compared = self._is_compared or not unsound
-        self._progress.tokens = await crew.replica.mean(lambda: self._progress.tokens)
-        if not unsound:
-            await crew.collect(self._own_tensors())
-        return unsound
+            self._store.sequence += 1
+            await self._apply_alone(Outstanding(self._store.sequence, block, report))
 
     def _captured(self, *, is_sound: bool) -> tuple[Block, Arrived]:
-        block, own = self._layouts.new_contribution(), self._holdings
+        block, own = self._layouts.new_contribution(), self._store
         norm = self._captures.capture(own.base.block, self._tensors(), block[1]) if is_sound else math.nan
         speed = 0.0 if self._stopwatch is None else self._stopwatch.take()
         return block, Arrived(own.base.version, self._progress.steps, self._progress.tokens, norm, speed)
 
     async def _apply_alone(self, contribution: Outstanding) -> None:
-        anchor, own = self._alone, self._holdings
+        anchor, own = self._alone, self._store
         assert anchor is not None, "the rank is not alone"
-        own.outstanding = contribution  # so that a cancelled call can be repeated
+        own.outstanding = contribution  # stored, so that a cancelled call can be repeated
         facts = self._world.rank, self._own_options.weights, self.average_every
         own.take_answer(await answered_alone(anchor, self._layouts, own.newest, contribution, *facts))
 
     async def _take_answer(self) -> StepInfo:
-        """Apply the anchor with this rank's contribution, if it has arrived. With ``late="wait"``, wait for it."""
+        """Apply the answer to this rank's contribution, if it has arrived. With ``late="wait"``, wait for it."""
         if not self._progress.is_waiting:
             return NOTHING
         began_at = self._world.time()
         if self._member is not None and self._own_options.late == "wait":
             await self._member.answered()
         report = None
-        if self._is_first and self._holdings.answer is not None:
-            report = self._holdings.answer.report
-        if self._crew is not None:  # the first rank of the replica decides
-            first, *_ = await self._crew.replica.gathered(None if report is None else astuple(report))
+        if self._is_first and self._store.answer is not None:
+            report = self._store.answer.report
+        if self._links is not None:  # the first rank of the replica decides
+            first, *_ = await self._links.replica.gathered(None if report is None else astuple(report))
             report = None if first is None else Applied(*first)
         return NOTHING if report is None else await self._apply(report, began_at)
 
     async def _apply(self, report: Applied, began_at: float) -> StepInfo:
         kept = None if self._resets_optimizer else self.optimizer
-        crew, trouble = self._crew, trouble_of(self._known_infinities, kept)
-        if crew is not None:
-            trouble = (await crew.replica.agree(Readiness(True, trouble))).trouble
+        links, nonfinite = self._links, describe_nonfinite(self._known_infinities, kept)
+        if links is not None:
+            nonfinite = (await self._agree_in_replica(links.replica, Readiness(True, nonfinite))).nonfinite
         self._reshard()
         waited_s = self._world.time() - began_at
         if self._is_first:
-            answer = self._holdings.apply_answer()
-            keeps_progress = self._progress.captured_at < self.iteration and not trouble
+            answer = self._store.apply_answer()
+            keeps_progress = self._progress.captured_at < self.iteration and not nonfinite
             with self._weights.following():
                 self._captures.apply(answer.block, self._tensors(), keeps_progress=keeps_progress)
-        if crew is not None:
+        if links is not None:
             with self._weights.following():
-                await crew.deliver(self._own_tensors())
+                await links.deliver(self._own_tensors())
         self._progress.is_waiting = False
-        if self._resets_optimizer or trouble:
+        if self._resets_optimizer or nonfinite:
             reset_optimizer_state(self.optimizer)
         self._progress.wanted = report.steps
         wire = self._layouts.wire if self._is_first else None  # only contributing ranks send data
@@ -575,7 +513,7 @@ class AsyncDiLoCoPolicy(AnchoredPolicy):
             staleness_steps=self.iteration - self._progress.captured_at,
             seconds=self._world.time() - began_at,
             nbytes=self._layouts.exact.nbytes if self._is_first else 0,
-            recovered=trouble,
+            recovered=nonfinite,
             wire_nbytes=0 if wire is None else wire.nbytes,
             unencoded_nbytes=0 if wire is None else wire.unencoded_nbytes,
             waited_s=waited_s,

@@ -16,13 +16,11 @@ class Progress:
     """Counts one rank's training steps and tokens since its last contribution.
 
     Attributes:
-        wanted: Number of steps after which the next contribution is captured.
-        steps: Number of steps since the last capture.
-        tokens: Number of tokens since the last capture.
-        captured_at: Iteration of the last capture.
+        wanted: Number of steps after which the next contribution is made.
+        captured_at: Iteration of the last contribution.
         is_waiting: Whether the rank waits for an anchor that contains its last contribution.
-        reported: Report on the last contribution; None before the first capture.
-        contribution_count: Number of contributions that this process has captured.
+        reported: Report on the last contribution; None before the first.
+        contribution_count: Number of contributions that this process has made.
         postponed_count: Number of steps in which a contribution was due while the last one was unanswered.
     """
 
@@ -41,20 +39,20 @@ class Progress:
         return self.steps >= self.wanted
 
     def note_captured(self, report: Arrived | None, iteration: int) -> None:
-        """Record that a contribution was captured, and restart the counts."""
+        """Record that a contribution was made, and restart the counts of steps and tokens."""
         self.reported, self.is_waiting, self.captured_at = report, True, iteration
         self.steps, self.tokens = 0, 0.0
         self.contribution_count += 1
 
     def contributed(self, number: int, weights: ArrivalWeighting, nbytes: int, unencoded_nbytes: int) -> Contributed:
-        """Return the event of the last contribution, which was made for round ``number``."""
+        """Return the user's event for the last contribution, which counts in round ``number``."""
         own = self.reported
         assert own is not None, "an anchor is applied after a contribution"
         weight = weight_of(own.tokens, own.steps, weights)
         return Contributed(number, 0, self.captured_at, own.base_version, weight, own.norm, nbytes, unencoded_nbytes)
 
     def state(self) -> dict[str, Any]:
-        """Return the counts and the last report as a dict for checkpoints."""
+        """Return the counts and the report on the last contribution as a dict for checkpoints."""
         counts = self.steps, self.wanted, self.tokens, self.captured_at, self.is_waiting
         return {"counts": counts, "reported": None if self.reported is None else astuple(self.reported)}
 

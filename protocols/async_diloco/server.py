@@ -1,4 +1,4 @@
-"""Serves asynchronous DiLoCo on the leader: fetches contributions, makes versions of the anchor, and offers them.
+"""Serves asynchronous DiLoCo on the leader: fetches contributions, and offers the updated common weights (the anchor).
 
 A new leader begins with an election: all living members report their newest anchors and unanswered contributions. The
 leader takes the newest anchor (:func:`~protocols.async_diloco.arrivals.choose`), and handles the contributions as new
@@ -29,8 +29,8 @@ from asyncdist.protocols.async_diloco.arrivals import (
     weight_of,
 )
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
-from asyncdist.protocols.async_diloco.holdings import Answer, HeldAnchor, Holdings, Outstanding
 from asyncdist.protocols.async_diloco.islands.regional import Regional
+from asyncdist.protocols.async_diloco.member_store import Answer, HeldAnchor, MemberStore, Outstanding
 from asyncdist.protocols.async_diloco.messages import (
     AnchorOffer,
     AnchorRequest,
@@ -54,11 +54,10 @@ logger = logging.getLogger("protocols.async_diloco.server")
 
 
 class Server:
-    """Applies contributions to the anchor, and offers the anchor to the members.
+    """Applies contributions to the anchor (common weights), and offers each new version to the members.
 
     Args:
-        channel: Channel of the members' messages.
-        holdings: This rank's own state as a member.
+        store: This rank's own state as a member.
         contributions, anchors: Channels on which contributions and anchors are offered and fetched.
         registrations: List that receives the global anchor if this rank registers with itself as the global server.
         regional: Connection to the global server; None without islands, and on the global server.
@@ -77,7 +76,7 @@ class Server:
         channel: Channel[AsyncMessage],
         membership: Membership,
         layouts: Layouts,
-        holdings: Holdings,
+        store: MemberStore,
         contributions: Offers,
         anchors: Offers,
         options: ServerOptions,
@@ -88,7 +87,7 @@ class Server:
         self._channel = channel
         self._membership = membership
         self._layouts = layouts
-        self._holdings = holdings
+        self._store = store
         self._contributions = contributions
         self._anchors = anchors
         self._options = options
@@ -98,14 +97,15 @@ class Server:
         self._serving: dict[int, int] = {}  # by island: rank of its registered server
         self._arrivals = Arrivals(map(options.worker_of, membership.living), options.own.quorum)
         self._member_states: dict[int, MemberState] = {}
-        self._given: dict[tuple[int, int], AnchorOffer] = {}  # answers to AnchorRequest, by rank and version
+        # Offers of anchors or outer optimizers' states, by rank and version.
+        self._anchor_offers: dict[tuple[int, int], AnchorOffer] = {}
         self._speeds: dict[int, float] = {}  # last reported steps per second, by rank
-        self._early: list[tuple[int, int, Arrived]] = []  # contributions reported during the election
+        self._early: list[tuple[int, int, Arrived]] = []  # contributions reported before this leader has an anchor
         # Encoded contributions that have arrived, by rank and sequence number.
         self._blocks: dict[tuple[int, int], Tensor] = {}
-        self._task: asyncio.Task[None] | None = None  # the election, or the task that makes versions
+        self._task: asyncio.Task[None] | None = None  # task that chooses the first anchor, or makes new versions
         self._outcome = Outcome((), (), math.nan, math.nan)
-        self._current: Block | None = None  # copy of the newest anchor, made when it is offered first
+        self._current: Block | None = None  # copy of the newest anchor, made when the anchor is first offered
         self._grace_s = 0.0  # length of the newest version's grace period
         self._sync_times = SyncTimes()
         self._mirrored_at = 0
@@ -118,16 +118,16 @@ class Server:
 
     @property
     def has_begun(self) -> bool:
-        """True once this leader has the members' newest anchor."""
+        """True if this leader has the members' newest anchor (common weights)."""
         return self.anchor is not None
 
     def on_member_state(self, rank: int, member_state: MemberState) -> None:
-        """Record a member's report. When all living members have reported, fetch the newest anchor."""
+        """Record a member's report. When all living members have reported, fetch the newest common weights."""
         self._member_states[rank] = member_state
-        self._look()
+        self._start_due_task()
 
     async def _elect(self) -> None:
-        """Begin with the newest anchor and the newest outer optimizer's state of the living members."""
+        """Start to serve with the newest anchor and the newest outer optimizer's state of the living members."""
         me = self._services.rank
         held: HeldAnchor | None = None
         outer: tuple[int, Tensor] | None = None
@@ -135,13 +135,11 @@ class Server:
             choice = choose({rank: self._member_states[rank] for rank in self._membership.living}, me)
             if held is None:
                 is_own = choice.holder == me
-                held = self._holdings.newest if is_own else await self._want(choice.holder, choice.version)
+                held = self._store.newest if is_own else await self._fetch_anchor(choice.holder, choice.version)
             elif outer is None and choice.outer_holder >= 0:
                 is_own = choice.outer_holder == me
                 outer = (
-                    self._holdings.outer
-                    if is_own
-                    else await self._want_outer(choice.outer_holder, choice.outer_version)
+                    self._store.outer if is_own else await self._fetch_outer(choice.outer_holder, choice.outer_version)
                 )
             else:
                 break
@@ -152,9 +150,9 @@ class Server:
             held = await self._regional.resumed(held, state, sent)
         self._begin(held, outer, elected.version)
 
-    async def _want(self, holder: int, version: int) -> HeldAnchor | None:
+    async def _fetch_anchor(self, holder: int, version: int) -> HeldAnchor | None:
         block = self._layouts.new_block()
-        given = await self._asked(holder, version, is_outer=False)
+        given = await self._request_offer(holder, version, is_outer=False)
         try:
             if given is None:
                 return None
@@ -165,8 +163,8 @@ class Server:
         self._post_taken(holder, version)
         return HeldAnchor(version, given.applied, block, given.merged)
 
-    async def _want_outer(self, holder: int, version: int) -> tuple[int, Tensor] | None:
-        given = await self._asked(holder, version, is_outer=True)
+    async def _fetch_outer(self, holder: int, version: int) -> tuple[int, Tensor] | None:
+        given = await self._request_offer(holder, version, is_outer=True)
         try:
             if given is None:
                 return None
@@ -178,23 +176,23 @@ class Server:
         self._post_taken(holder, version)
         return version, outer
 
-    async def _asked(self, holder: int, version: int, *, is_outer: bool) -> AnchorOffer | None:
-        self._given.pop((holder, version), None)
+    async def _request_offer(self, holder: int, version: int, *, is_outer: bool) -> AnchorOffer | None:
+        self._anchor_offers.pop((holder, version), None)
         self._post(AnchorRequest(is_outer), holder, version)
 
         def has_news() -> bool:
-            return (holder, version) in self._given or holder not in self._membership.living
+            return (holder, version) in self._anchor_offers or holder not in self._membership.living
 
         await self._services.engine.until(has_news, WaitId(WaitKind.CONTRIBUTIONS))
-        return self._given.pop((holder, version), None)
+        return self._anchor_offers.pop((holder, version), None)
 
-    def on_given(self, source: int, version: int, given: AnchorOffer) -> None:
-        """Record that a member offers its anchor, or its copy of the outer optimizer's state."""
-        self._given[source, version] = given
+    def on_anchor_offer(self, source: int, version: int, given: AnchorOffer) -> None:
+        """Record that a member offers its common weights, or its copy of the outer optimizer's state."""
+        self._anchor_offers[source, version] = given
         self._services.engine.recheck()
 
     def _begin(self, held: HeldAnchor, outer: tuple[int, Tensor] | None, elected: int) -> None:
-        """Begin to serve with an anchor and an outer optimizer's state.
+        """Start to serve with an anchor (common weights) and an outer optimizer's state.
 
         Args:
             elected: Version of the members' newest anchor, which the outer optimizer's state should have too.
@@ -224,7 +222,7 @@ class Server:
         for each in early:
             self.on_arrived(*each)
         if self._regional is not None:
-            self._regional.look(anchor)
+            self._regional.contribute_if_due(anchor)
 
     # -- members ----------------------------------------------------------------------------------------------------
 
@@ -240,7 +238,7 @@ class Server:
             self._arrivals.on_gone(worker)
         if self._regional is not None:
             self._regional.release()
-        self._look()
+        self._start_due_task()
         self._services.engine.recheck()
 
     def on_admitted(self, rank: int) -> None:
@@ -250,7 +248,7 @@ class Server:
     def on_settling(self) -> None:
         """Stop waiting for contributions of members that make no steps for now."""
         self._arrivals.settling = self._membership.settling
-        self._look()
+        self._start_due_task()
         self._services.engine.recheck()
 
     # -- contributions ----------------------------------------------------------------------------------------------
@@ -273,7 +271,7 @@ class Server:
             case Handling.ANSWER:
                 self._answer(arrival, 0)
             case Handling.FETCH if rank == self._services.rank or not math.isfinite(arrival.norm):
-                self._note_whole(arrival)
+                self._note_received(arrival)
             case Handling.FETCH:
                 self._anchors.spawn(self._fetch(arrival), f"contribution {sequence} of rank {rank}")
 
@@ -286,21 +284,21 @@ class Server:
             return
         if self._arrivals.is_awaited(arrival):
             self._blocks[arrival.rank, arrival.sequence] = memory
-        self._note_whole(arrival)
+        self._note_received(arrival)
 
-    def _note_whole(self, arrival: Arrival) -> None:
-        self._arrivals.on_whole(arrival, self._services.time())
-        self._look()
+    def _note_received(self, arrival: Arrival) -> None:
+        self._arrivals.on_received(arrival, self._services.time())
+        self._start_due_task()
         self._services.engine.recheck()
 
-    def _look(self) -> None:
-        """Start the election if all members have reported, or start making versions if there is a quorum."""
+    def _start_due_task(self) -> None:
+        """Start the election if all members have reported, or make versions if enough contributions have arrived."""
         if self._task is not None:
             return
         if self.anchor is None:
             if self._membership.living <= self._member_states.keys():
                 self._task = self._anchors.spawn(self._elect(), "election of the anchor")
-        elif self._may_make():
+        elif self._can_make_version():
             self._task = self._anchors.spawn(self._make_versions(), "versions of the anchor")
         if self._task is not None:
             self._task.add_done_callback(self._on_done)
@@ -308,13 +306,13 @@ class Server:
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if not task.cancelled() and task.exception() is None:
-            self._look()
+            self._start_due_task()
             self._services.engine.recheck()
 
     async def _make_versions(self) -> None:
-        """Make versions of the anchor, merge global anchors and answer registrations until nothing is left to do."""
+        """Update the anchor, merge global anchors, and answer registrations until nothing is left to do."""
         engine, arrivals, wait = self._services.engine, self._arrivals, WaitId(WaitKind.CONTRIBUTIONS)
-        while self._may_make():
+        while self._can_make_version():
             self._answer_registrations()
             self._merge()
             quorum = arrivals.quorum()
@@ -324,7 +322,7 @@ class Server:
             if grace_s:
                 decided_at = quorum.met_at + grace_s
                 await engine.until(lambda: arrivals.is_complete or self._is_frozen, wait, deadline=decided_at)
-            if self._may_make() and arrivals.quorum() is not None:
+            if self._can_make_version() and arrivals.quorum() is not None:
                 self._grace_s = min(grace_s, self._services.time() - quorum.met_at)
                 self.grace_sum_s += self._grace_s
                 await self._make_version(arrivals.take(takes_all=grace_s > 0))
@@ -333,10 +331,10 @@ class Server:
         own = self._options.own
         if not own.grace_steps or not self._speeds:
             return own.grace_s
-        quorum_s, sync_s = quorum.met_at - quorum.reported_at, self._sync_times.longest(quorum.ranks)
+        quorum_s, sync_s = quorum.met_at - quorum.reported_at, self._sync_times.longest_s(quorum.ranks)
         return grace_period(own.grace_steps, 1.0 / max(self._speeds.values()), quorum_s, sync_s)
 
-    def _may_make(self) -> bool:
+    def _can_make_version(self) -> bool:
         is_stopped = self._is_frozen or self._membership.is_broken
         has_answer = self._regional is not None and self._regional.has_answer
         return not is_stopped and bool(has_answer or self._registering or self._arrivals.quorum())
@@ -361,13 +359,13 @@ class Server:
         for arrival, each in zip(arrivals, given, strict=True):
             self._answer(arrival, each.staleness, is_mirror=arrival is mirror)
         if self._regional is not None:
-            self._regional.look(anchor)
+            self._regional.contribute_if_due(anchor)
 
     def _encoded(self, arrival: Arrival) -> Sequence[Tensor]:
         """Return the encoded vectors of a contribution, or () if its norm is not finite."""
         if not math.isfinite(arrival.norm):
             return ()
-        own = self._holdings.outstanding
+        own = self._store.outstanding
         if arrival.source == self._services.rank and own is not None:
             return own.block[1]
         return self._layouts.wire.encoded_in(self._blocks.pop((arrival.rank, arrival.sequence)))
@@ -375,7 +373,7 @@ class Server:
     # -- answers ----------------------------------------------------------------------------------------------------
 
     def _answer(self, arrival: Arrival, staleness: int, *, is_mirror: bool = False) -> None:
-        """Offer the newest anchor to the worker whose contribution it contains."""
+        """Offer the newest anchor to the worker of ``arrival``, whose contribution the anchor contains."""
         anchor, rank, me = self.anchor, arrival.source, self._services.rank
         assert anchor is not None, "contributions are answered after the election"
         if rank not in self._membership.living:
@@ -400,8 +398,8 @@ class Server:
             self._merged,
         )
         if rank == me:
-            if self._holdings.outstanding is not None:
-                self._holdings.take_answer(Answer(report, block))
+            if self._store.outstanding is not None:
+                self._store.take_answer(Answer(report, block))
                 self._services.engine.recheck()
             return
         if is_mirror:
@@ -414,7 +412,7 @@ class Server:
         return steps_at_speed(every, rank, self._speeds) if self._options.own.dynamic_steps else every
 
     def on_taken(self, rank: int, version: int) -> None:
-        """Record that a rank has received a version of the anchor."""
+        """Record that a rank has received a version of the common weights."""
         self._sync_times.on_taken(version, rank, self._services.time())
         if self._regional is not None:
             self._regional.on_held(rank, version)
@@ -430,7 +428,7 @@ class Server:
         return packed({"outer": self.anchor.outer_state(), "regional": regional})
 
     def _block(self) -> Block:
-        """Return a copy of the newest anchor, which is made once per version."""
+        """Return a copy of the newest common weights. It is made once per version."""
         assert self.anchor is not None, "the anchor is offered after the election"
         if self._current is None:
             self._current = self.anchor.copy_into(self._layouts.new_block())
@@ -441,7 +439,7 @@ class Server:
     def on_register(self, rank: int) -> None:
         """Accept a rank as its island's server, and answer with the global anchor."""
         self._registering.append(rank)
-        self._look()
+        self._start_due_task()
 
     def _answer_registrations(self) -> None:
         """Drop the unapplied contributions of islands with new servers, and offer the anchor to these servers."""
@@ -461,8 +459,8 @@ class Server:
                 self._post(Registered(applied), rank, version)
 
     def on_merge_due(self) -> None:
-        """Start merging the global anchor that has arrived."""
-        self._look()
+        """Start merging the global common weights that have arrived."""
+        self._start_due_task()
 
     def _merge(self) -> None:
         if self._regional is not None and self._regional.has_answer:
@@ -473,23 +471,26 @@ class Server:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     async def freeze(self) -> None:
-        """Stop changing the anchor until :meth:`thaw`, and wait for a change in progress, so that it can be saved."""
+        """Stop changing the common weights until :meth:`unfreeze`, so that they can be saved.
+
+        Wait for a pending change.
+        """
         self._is_frozen = True
         self._services.engine.recheck()
         await self._services.engine.until(lambda: self._task is None, WaitId(WaitKind.OWN_ROUND))
 
-    def thaw(self) -> None:
-        """Resume changing the anchor after :meth:`freeze`."""
+    def unfreeze(self) -> None:
+        """Resume changing the common weights after :meth:`freeze`."""
         if self._is_frozen:
             self._is_frozen = False
-            self._look()
+            self._start_due_task()
 
     def last_reported(self, rank: int) -> int:
         """Return the sequence number of a rank's last reported contribution, or 0."""
         return self._arrivals.reported.get(rank, 0)
 
     def held(self) -> tuple[HeldAnchor, Tensor]:
-        """Return the anchor and this server's further state as bytes. No change of the anchor may be in progress."""
+        """Return the anchor, and this server's further state as bytes. The anchor must not be changing."""
         assert self.anchor is not None, "there is no anchor before the end of the election"
         held = HeldAnchor(self.anchor.version, self._arrivals.applications(), self._block(), self._merged)
         return held, self._state()
@@ -507,15 +508,15 @@ class Server:
             await self.freeze()
             if self._regional is not None and self.anchor is not None:
                 self._regional.prepare_leaving(self.anchor)
-            if not await self._handed_over(deadline):
+            if not await self._hand_over(deadline):
                 return False
             if self._regional is None or self.anchor is None:
                 return True
-            if not await self._regional.has_merged(self.anchor, deadline):
+            if not await self._regional.merge_last(self.anchor, deadline):
                 return True
             self._current = None
 
-    async def _handed_over(self, deadline: float) -> bool:
+    async def _hand_over(self, deadline: float) -> bool:
         engine, me, wait = self._services.engine, self._services.rank, WaitId(WaitKind.OWN_ROUND)
         if not await engine.until(lambda: self.has_begun, wait, deadline=deadline):
             return False
@@ -535,7 +536,7 @@ class Server:
         return True
 
     def close(self) -> None:
-        """Stop changing the anchor."""
+        """Stop changing the common weights, because this rank leaves."""
         self._is_frozen = True
 
     # -- sending ----------------------------------------------------------------------------------------------------
@@ -559,7 +560,7 @@ async def answered_alone(
     weighting: ArrivalWeighting,
     steps: int,
 ) -> Answer:
-    """Apply the contribution of a rank that is alone, and return the answer.
+    """Apply the contribution of a rank that trains alone, and return the answer that a leader would send.
 
     A contribution of a saved run that the anchor already contains is not applied again.
 

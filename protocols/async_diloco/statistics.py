@@ -17,7 +17,7 @@ class AsyncDiLoCoStatistics:
     """Counts of one rank's steps and contributions.
 
     Attributes:
-        version: Version of the anchor from which this rank trains.
+        version: Version of the anchor (common weights) from which this rank trains.
         average_count: Number of anchors that this rank has applied.
         postponed_count: Number of steps in which a contribution was due while the last one was unanswered.
         waited_s: Seconds that steps have spent waiting for anchors and applying them.
@@ -52,7 +52,7 @@ class AsyncDiLoCoStatistics:
     title: str = ""
 
     def __str__(self) -> str:
-        """Return a table of the counts, for ``print(policy.statistics())``."""
+        """Return a table of the counts."""
         rows: list[tuple[str, object]] = [
             ("iteration", self.iteration),
             ("version", self.version),

@@ -54,7 +54,7 @@ class AnchoredPolicy(ReplicatedPolicy):
         self._check_common()
         self._reshard()
         tensors = self._tensors()
-        self._stage = "lent"
+        self._stage = "evaluating"
         try:
             with restored(tensors), kept_mode(self.optimizer):
                 try:

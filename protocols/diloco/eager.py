@@ -22,7 +22,16 @@ from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.outer_step import OuterFactory
 from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.messages import Verdict
-from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, norm_of, scatter, subtract, values_of, write
+from asyncdist.protocols.exchange.wire_layout import (
+    Scratch,
+    WireLayout,
+    gather,
+    norm_of,
+    scatter,
+    subtract,
+    values_of,
+    write,
+)
 
 
 class EagerFragment(FragmentState):
@@ -33,7 +42,7 @@ class EagerFragment(FragmentState):
     leader.
 
     Args:
-        factory, decay, tensors, mixing: See :class:`FragmentState`.
+        factory, decay, tensors, scratch, mixing: See :class:`FragmentState`.
     """
 
     def __init__(
@@ -42,10 +51,11 @@ class EagerFragment(FragmentState):
         factory: OuterFactory,
         decay: float | None,
         tensors: Sequence[Tensor],
+        scratch: Scratch,
         *,
         mixing: float = 0.0,
     ) -> None:
-        super().__init__(layout, factory, decay, tensors, mixing=mixing)
+        super().__init__(layout, factory, decay, tensors, scratch, mixing=mixing)
         self._rest = [vector.new_flat() for vector in layout.stepped]
         self._own: list[Tensor] = []  # this rank's difference; empty after the outer step
 
@@ -56,7 +66,7 @@ class EagerFragment(FragmentState):
 
     @torch.no_grad()
     def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
-        """Write this member's contribution into ``encoded``, and keep the difference for :meth:`advance`."""
+        """Write this member's contribution into ``encoded``, and store its difference for :meth:`advance`."""
         self._own = [vector.new_flat() for vector in self.layout.stepped]
         for vector, anchor, own in zip(self.layout.stepped, self.anchors, self._own, strict=True):
             subtract(vector, anchor, tensors, own)
@@ -93,7 +103,10 @@ class EagerFragment(FragmentState):
 
     @torch.no_grad()
     def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
-        """Add the mean of all contributions to the rest, and keep the mean of the buffers until it is applied."""
+        """Add the mean of all contributions to the part that the anchor does not contain yet.
+
+        Keep the mean of the buffers until it is applied.
+        """
         super().merge(verdict, encoded)
         self._values = {place: values.clone() for place, values in self._values.items()}
 
@@ -102,7 +115,7 @@ class EagerFragment(FragmentState):
         return {**super().state_dict(), "rest": [rest.clone() for rest in self._rest]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of an eager fragment with the same layout and options."""
+        """Load a result of :meth:`state_dict` of an eager fragment with the same layout and options."""
         if "rest" not in state:
             raise ValueError(
                 "the state must have been saved by a policy with eager=True, like this policy, but it "
@@ -114,10 +127,11 @@ class EagerFragment(FragmentState):
 
 
 class AnchorMean(Fragment):
-    """Replaces the anchors of one fragment by their mean over the ranks, in a separate round.
+    """Replaces one model fragment's anchors (common weights) by their mean over the ranks, in a separate round.
 
     Each rank shifts its parameters by the change of its anchor, so it keeps its own progress. Floating buffers are
-    averaged too. The outer optimizer's state and the rest are unchanged.
+    averaged too. The outer optimizer's state is unchanged, as is the part of the last mean that the anchor does not
+    contain.
 
     Attributes:
         number: Number of the exchange's round whose mean this rank expects; 0 if none.
@@ -131,7 +145,7 @@ class AnchorMean(Fragment):
         self.number = 0
 
     def begin(self, number: int, version: int) -> None:
-        """Expect the mean of the exchange's round ``number``, after ``version`` merged rounds."""
+        """Expect the mean of averaging round ``number``, after ``version`` completed rounds."""
         self.number, self.version = number, version
 
     @torch.no_grad()
@@ -179,5 +193,5 @@ class AnchorMean(Fragment):
 
 
 def interleaved(fragments: Sequence[Fragment], means: Sequence[AnchorMean]) -> list[Fragment]:
-    """Return the fragments in the order of the averaging rounds: each one is followed by all of ``means``."""
+    """Return the fragments in the order of the averaging rounds: each fragment is followed by all of ``means``."""
     return [each for fragment in fragments for each in (fragment, *means)]

@@ -16,7 +16,7 @@ from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep
 from asyncdist.protocols.diloco.radial import radial_mean_into
 from asyncdist.protocols.exchange.fragment import Fragment, Mean, mean_cosine
 from asyncdist.protocols.exchange.messages import Verdict
-from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, gather, norm_of, scatter, subtract
+from asyncdist.protocols.exchange.wire_layout import Scratch, Slice, WireLayout, gather, norm_of, scatter, subtract
 from asyncdist.tensors.codecs import ErrorFeedback
 
 
@@ -29,6 +29,7 @@ class FragmentState(Fragment):
         factory: Factory of the outer optimizer; None to average the weights themselves.
         decay: Decay of the error feedback; None for no error feedback.
         tensors: The model's tensors, from which the anchor is copied.
+        scratch: Memory for decoded differences, shared by all fragments of a policy.
         mixing: Share of the rank's own parameters that it keeps when a mean is applied.
         keeps_captured: Whether to keep the captured parameters, so that a late mean can be applied.
         keeps_base: Whether the anchor may move before a late rank has captured its contribution. The difference is then
@@ -41,19 +42,21 @@ class FragmentState(Fragment):
         factory: OuterFactory | None,
         decay: float | None,
         tensors: Sequence[Tensor],
+        scratch: Scratch,
         *,
         mixing: float = 0.0,
         keeps_captured: bool = False,
         keeps_base: bool = False,
     ) -> None:
         super().__init__(layout)
+        self._scratch = scratch
         self._keeps_base = keeps_base
         self._base: list[Tensor] = []  # empty while the rank trains from the newest anchor
-        self._is_in_flight = False  # from the capture until the mean is applied
+        self._is_in_flight = False  # from the contribution until its mean is applied
         self._mixing = mixing
         self._captured = [vector.new_flat() for vector in layout.stepped] if keeps_captured else []
         for vector, captured in zip(layout.stepped, self._captured, strict=bool(self._captured)):
-            gather(vector, tensors, captured)  # a loaded state may have a mean in flight
+            gather(vector, tensors, captured)  # needed if the mean of a loaded contribution is still missing
         self._outer: OuterStep | None = None
         self._residuals: dict[int, ErrorFeedback] = {}  # by index of the vector
         if factory is not None:
@@ -78,7 +81,9 @@ class FragmentState(Fragment):
             gather(vector, tensors, captured)
         anchors = iter(self.bases)
         norm = 0.0
-        flats = [vector.values_of(each) for vector, each in zip(self.layout.vectors, encoded, strict=True)]
+        flats = [
+            vector.values_of(each, self._scratch) for vector, each in zip(self.layout.vectors, encoded, strict=True)
+        ]
         for vector, flat in zip(self.layout.vectors, flats, strict=True):
             anchor = next(anchors, None) if vector.role == "stepped" else None
             if anchor is None:
@@ -99,15 +104,18 @@ class FragmentState(Fragment):
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
     ) -> None:
-        """Write the mean of the donors' encoded slices into ``into``. Whole tensors get the radial mean."""
+        """Write the mean of the donors' encoded slices into ``into``.
+
+        Pieces that are whole tensors get the radial mean.
+        """
         if number in each.whole:
             self.layout.average(each, number, parts, weights, into, radial_mean_into)
         else:
             self.layout.average(each, number, parts, weights, into)
 
     @property
-    def uses_up(self) -> bool:
-        """True with an anchor, because :meth:`merge` then needs the mean only during the call."""
+    def accepts_slices(self) -> bool:
+        """True with an anchor: :meth:`merge` then needs the mean only during the call, and accepts it in slices."""
         return self._outer is not None
 
     @property
@@ -123,13 +131,13 @@ class FragmentState(Fragment):
         differences: list[Tensor] = []
         for place, (vector, parts) in enumerate(zip(self.layout.vectors, encoded, strict=bool(encoded))):
             if self._outer is not None and vector.role == "stepped":
-                differences += vector.decoded_parts(parts)
+                differences += vector.decoded_parts(parts, self._scratch)
             else:
-                (self._values[place],) = vector.decoded_parts(parts)
+                (self._values[place],) = vector.decoded_parts(parts, Scratch())
         if self._outer is not None and encoded:
             norm = math.hypot(*map(norm_of, differences))
-            # The cosine is computed from the norms of the differences and of their plain mean, so it is unknown with
-            # error feedback, "topk" or the radial mean.
+            # mean_cosine() compares the norms of the ranks' differences with the norm of their mean. It cannot be used
+            # if other values than these differences were sent, or if they were combined otherwise than by a mean.
             is_other = bool(self._residuals) or self.layout.codec.name == "topk" or not self.layout.is_cut
             cosine = None if is_other else mean_cosine(verdict, norm)
             self._keep_base()
@@ -146,7 +154,7 @@ class FragmentState(Fragment):
         self._outer.step(gradients)
 
     def _keep_base(self) -> None:
-        """Copy the anchor, which is about to move, if this rank still trains from it."""
+        """Copy the anchor, which is about to move, if this rank's next difference is still measured from it."""
         if self._keeps_base and not self._base and not self._is_in_flight:
             self._base = [anchor.clone() for anchor in self.anchors]
 
@@ -176,7 +184,7 @@ class FragmentState(Fragment):
         self._values = {}
 
     def _apply_late(self, tensors: Sequence[Tensor]) -> None:
-        """Write own + (new - captured) into each parameter, which keeps the rank's progress since the capture.
+        """Write own + (new - captured) into each parameter, which keeps the rank's progress since its contribution.
 
         The sum is computed in the vector's dtype. Buffers are copied from the mean.
         """
@@ -191,7 +199,7 @@ class FragmentState(Fragment):
         self._values = {}
 
     def _stepped(self) -> list[Tensor]:
-        """Return the new parameters: the anchor, otherwise the mean, otherwise the captured values."""
+        """Return the new parameters: the common weights (anchor), otherwise the mean, otherwise the captured values."""
         if self._outer is not None:
             return list(self._outer.anchors)
         if not self._values:
@@ -200,7 +208,7 @@ class FragmentState(Fragment):
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[Tensor]) -> None:
-        """Write the anchor into the model's parameters. Do nothing without an outer optimizer."""
+        """Write the anchor (common weights) into the model's parameters. Do nothing without an outer optimizer."""
         for vector, anchor in zip(self.layout.stepped, self.anchors, strict=bool(self.anchors)):
             scatter(vector, anchor, tensors)
 
@@ -236,13 +244,13 @@ class FragmentState(Fragment):
         }
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the state that a rank needs after missing rounds: last mean, anchor and outer optimizer's state."""
+        """Return the last mean, the anchor and the outer optimizer's state, for a rank that has missed rounds."""
         assert self._outer is not None, "members can be behind only with an outer optimizer"
         anchors = [anchor.clone() for anchor in self._outer.anchors]
         return {**super().shared_state(), "anchors": anchors, "outer": self._outer.state_dict()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Load another rank's :meth:`shared_state`. This rank's buffers are unchanged."""
+        """Load another rank's :meth:`shared_state`. The model's buffers are unchanged."""
         assert self._outer is not None, "members can be behind only with an outer optimizer"
         self._keep_base()
         super().load_shared_state(state)
@@ -256,7 +264,7 @@ class FragmentState(Fragment):
             each.residual.zero_()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a fragment with the same layout and options."""
+        """Load a result of :meth:`state_dict` of a fragment with the same layout and options."""
         anchors, residuals = list(state["anchors"]), list(self._residuals.values())
         own_anchors = self.anchors
         shapes = [anchor.shape for anchor in anchors], [each.shape for each in state["residuals"]]
@@ -269,7 +277,7 @@ class FragmentState(Fragment):
         super().load_state_dict(state)
         self._base = [flat.clone() for flat in state["base"]]
         self._is_in_flight = state["is_in_flight"]
-        # Either list is empty if the option ``late`` has changed.
+        # Either list is empty if the option ``late`` has changed since the state was saved.
         for flat, saved in zip(self._captured, state["captured"], strict=False):
             flat.copy_(saved)
         for anchor, saved in zip(own_anchors, anchors, strict=True):

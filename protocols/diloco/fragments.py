@@ -66,7 +66,7 @@ def _strided(entries: Sequence[Entry], count: int) -> tuple[tuple[int, ...], ...
 def _balanced(entries: Sequence[Entry], count: int) -> tuple[tuple[int, ...], ...]:
     sizes = [math.prod(entry.shape) * entry.dtype.itemsize for entry in entries]
     order = sorted(range(len(entries)), key=lambda index: (-sizes[index], entries[index].names))
-    filled = [(0, 0, fragment) for fragment in range(count)]  # bytes, entries, fragment
+    filled = [(0, 0, fragment) for fragment in range(count)]  # size in bytes, number of entries, number of the fragment
     chosen = [0] * len(entries)
     for index in order:
         nbytes, entry_count, fragment = min(filled)

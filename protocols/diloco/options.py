@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from asyncdist import validation
-from asyncdist.protocols.declared import number, one_of, option, or_none, truth, whole
+from asyncdist.protocols.declared import boolean, integer, number, one_of, option, or_none
 from asyncdist.protocols.diloco.fragments import FragmentPattern
 from asyncdist.protocols.diloco.outer_optimizers import NESTEROV
 from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
@@ -104,14 +104,14 @@ class DiLoCoOptions(ExchangeOptions):
     )
     warmup_steps: int = option(
         "Number of first steps in which the ranks average in each step (post-local SGD).",
-        whole(0),
+        integer(0),
         default=0,
         is_agreed=True,
     )
     fragments: int = option(
         "Number of parts of the model that are averaged in turn (Streaming DiLoCo), from 1 to "
         "`average_every`. Each part is averaged every `average_every` steps.",
-        whole(1, "; fragment_pattern lists the modules of each fragment"),
+        integer(1, "; fragment_pattern lists the modules of each fragment"),
         default=1,
         group=_GROUP,
         is_agreed=True,
@@ -127,7 +127,7 @@ class DiLoCoOptions(ExchangeOptions):
     overlap_steps: int = option(
         "Number of steps between the capture of a contribution and the step that applies the average, less than "
         "`average_every`. The exchange is hidden behind these steps.",
-        whole(0),
+        integer(0),
         default=0,
         group=_GROUP,
         is_agreed=True,
@@ -167,7 +167,7 @@ class DiLoCoOptions(ExchangeOptions):
         "Number of contributions that complete a round, from 1 to the number of members; fewer if members are lost "
         "or leave. The contribution of a late rank counts in the next round. None waits for all members. "
         "Results then depend on timing.",
-        or_none(whole(1)),
+        or_none(integer(1)),
         default=None,
         group=_STRAGGLERS,
         is_agreed=True,
@@ -183,7 +183,7 @@ class DiLoCoOptions(ExchangeOptions):
         "Whether steps are eager: each rank moves its anchor by its own share of this round and the other ranks' "
         "shares of the previous round. No rank then waits for the average of this round. The ranks' anchors then "
         "differ. They are averaged at the end and in checkpoints.",
-        truth,
+        boolean,
         default=False,
         group=_STRAGGLERS,
         is_agreed=True,
@@ -192,13 +192,13 @@ class DiLoCoOptions(ExchangeOptions):
         "Number of consecutive ranks that train one replica of the model together, under DDP or `fully_shard`. The "
         "replicas average with each other; a replica counts as one contributor. 1 means that each rank has its own "
         "model.",
-        whole(1),
+        integer(1),
         default=1,
         group="members and timeouts",
         is_agreed=True,
     )
 
-    def check_beside(self, average_every: int) -> None:
+    def check_combination(self, average_every: int) -> None:
         """Raise ValueError if options contradict each other or ``average_every``."""
         if self.fragments > average_every:
             validation.refuse("fragments", self.fragments, f"at most average_every ({average_every})")
@@ -216,7 +216,7 @@ class DiLoCoOptions(ExchangeOptions):
             allowed = "'mean' without an outer optimizer, since whole weights are averaged"
             validation.refuse("merge", self.merge, allowed)
         if self.eager:
-            self._check_beside_eager()
+            self._check_eager_combination()
         self._check_quorum()
 
     def _check_quorum(self) -> None:
@@ -237,7 +237,7 @@ class DiLoCoOptions(ExchangeOptions):
                 "quorum", self.quorum, "None with eager=True, since all ranks make the same number of eager steps"
             )
 
-    def _check_beside_eager(self) -> None:
+    def _check_eager_combination(self) -> None:
         if self.outer_optimizer is None:
             raise ValueError(
                 "outer_optimizer must be a factory with eager=True, got None: an eager step is a step of the outer "

@@ -1,7 +1,8 @@
-"""DiLoCo's default outer optimizer, and the adaptive ones of federated learning, which torch does not have.
+"""DiLoCo's default outer optimizer, and adaptive optimizers of federated learning, which torch does not have.
 
-Other methods use ``torch.optim.SGD`` as the outer optimizer, or none. In this table, a is the anchor, D is the anchor
-minus the mean of the ranks' weights, m is the momentum buffer, and lr and b are the options ``lr`` and ``momentum``.
+Other methods use ``torch.optim.SGD`` as the outer optimizer, or none. In this table, a is the anchor, and D is the
+anchor minus the mean of the ranks' weights. m is the momentum buffer, and lr and b are the options ``lr`` and
+``momentum``.
 
 ============== ============================================= ================================
 method         ``outer_optimizer=``                          update

@@ -21,17 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist import validation
+from asyncdist.tensors.optimizers.wrapped import needs_closure
 
 #: Function that returns an optimizer of the given flat parameters, such as a partial of an optimizer class.
 OuterFactory: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-_PIECE_COUNT: Final = 1 << 18  # elements of each parameter of the outer optimizer
+_PIECE_COUNT: Final = 1 << 18  # maximum number of elements of one parameter of the optimizer
 _MOMENTA: Final = ("momentum_buffer", "exp_avg", "m")  # names of the first moment in an optimizer's state
 _ALLOWED: Final = "a factory for the outer parameters such as functools.partial(torch.optim.SGD, lr=0.7)"
 
 
 class OuterStep:
-    """Keeps one fragment's anchor, as flat tensors, and the outer optimizer that moves it.
+    """Keeps the common weights (anchor) of one model fragment, and the outer optimizer that moves them.
 
     Args:
         factory: Function that builds the optimizer; called once, with the pieces of the anchors as parameters.
@@ -125,9 +126,9 @@ class OuterStep:
                 f"the saved outer state must belong to {present[0]} with anchors of {present[1]} elements, got "
                 f"{saved[0]} with {saved[1]}. Use the outer_optimizer and the fragments of the run that saved it"
             )
-        # _cloned(): torch would share tensors that have the right dtype and device.
+        # The state is cloned, because torch would keep the caller's tensors if they have the right dtype and device.
         own, groups = self._optimizer.state_dict()["param_groups"], state["param_groups"]
-        if len(own) == len(groups):  # otherwise torch raises an error
+        if len(own) == len(groups):  # if the numbers differ, torch raises an error below
             self._warn_of_changes(own, groups)
             groups = [{**mine, **saved} for mine, saved in zip(own, groups, strict=True)]
         self._optimizer.load_state_dict(_cloned({"state": state["state"], "param_groups": groups}))
@@ -210,8 +211,7 @@ def _check_optimizer(optimizer: object, parameters: Sequence[nn.Parameter]) -> N
             )
         if group.get("maximize", False):
             _refuse(f"{name} with maximize=True, which would move the weights away from the ranks' average")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(optimizer):
         _refuse(f"{name}, whose step needs a closure that evaluates a loss")
 
 
@@ -244,8 +244,8 @@ def _keeps(optimizer: torch.optim.Optimizer, tensor: Tensor) -> bool:
 def _use_fast_kernels(optimizer: torch.optim.Optimizer) -> None:
     """Choose torch's implementations for large tensors.
 
-    With a fused kernel, a step of SGD takes a third of the time. With ``foreach``, it would need temporary memory of
-    the size of all anchors.
+    With a fused kernel, a step of SGD takes a third of the time that it takes without. With ``foreach``, it would need
+    temporary memory of the size of all anchors.
     """
     for group in optimizer.param_groups:
         if "foreach" in group:

@@ -1,7 +1,7 @@
 """DiLoCo and its relatives: ranks train alone for some steps, and an outer optimizer applies their mean difference.
 
-Every ``average_every`` steps (H), each rank i sends the difference D_i = a - theta_i between the anchor a, which is
-equal on all ranks, and its own weights theta_i. An outer optimizer moves the anchor by one step with the mean
+Every ``average_every`` steps (H), each rank i sends the difference D_i = a - theta_i between the anchor a and its own
+weights theta_i. The anchor is equal on all ranks. An outer optimizer moves the anchor by one step with the mean
 difference as its gradient. The anchor becomes the new weights of all ranks:
 
     D = sum(w_i D_i) / sum(w_i),    a = outer(a, D),    theta_i = a
@@ -31,18 +31,19 @@ from asyncdist import LocalProtocolError, validation
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.anchored import AnchoredPolicy
 from asyncdist.protocols.diloco.eager import AnchorMean, EagerFragment, interleaved
-from asyncdist.protocols.diloco.elsewhere import ELSEWHERE, call_of_library
+from asyncdist.protocols.diloco.foreign_options import FOREIGN_OPTIONS, foreign_call_hint
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.fragments import fragments_of
 from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions, check_has_whole_tensors
 from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.diloco.step_tokens import LEAST_TOKENS, StepTokens
-from asyncdist.protocols.exchange.flights import Flight
 from asyncdist.protocols.exchange.fragment import Mean
 from asyncdist.protocols.exchange.messages import Verdict
+from asyncdist.protocols.exchange.pending_rounds import PendingRound
 from asyncdist.protocols.exchange.policy import ExchangePolicy
 from asyncdist.protocols.exchange.rounds import Exchanged
 from asyncdist.protocols.exchange.schedule import Schedule
+from asyncdist.protocols.exchange.wire_layout import Scratch
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
@@ -52,10 +53,10 @@ from asyncdist.protocols.wrappers import reshard
 from asyncdist.tensors.flat_state import Entry
 
 
-class Landed(NamedTuple):
+class ArrivedMean(NamedTuple):
     """An averaging round whose mean has arrived, and the seconds for which a step waited for the mean."""
 
-    flight: Flight
+    pending: PendingRound
     waited_s: float
 
 
@@ -91,7 +92,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         TypeError, ValueError: An argument is invalid.
     """
 
-    @validation.names_options(refused=ELSEWHERE, called=call_of_library)
+    @validation.names_options(refused=FOREIGN_OPTIONS, called=foreign_call_hint)
     def __init__(
         self,
         model: nn.Module,
@@ -101,7 +102,8 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         **options: Unpack[DiLoCoOptionNames],
     ) -> None:
         own = self._own_options = DiLoCoOptions.of(options)
-        # An eager mean is in flight for a whole round.
+        own.check_combination(validation.count("average_every", average_every))
+        # With ``eager``, a mean is applied one round after its contribution.
         overlap_steps = average_every if own.eager else own.overlap_steps
         schedule = Schedule(average_every, own.fragments, overlap_steps, own.warmup_steps)
         super().__init__(
@@ -115,14 +117,13 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
             grace_s=own.grace_s,
             **among(options, MemberOptions),
         )
-        own.check_beside(self.average_every)
         check_has_whole_tensors(own.merge, holds_shards=self._holds_shards())
         if own.wire.name == "topk" and own.error_feedback is None:
             warnings.warn(_LOSES_VALUES, UserWarning, stacklevel=3)
         self._chosen = fragments_of(self._whole_entries(), own.fragments, own.fragment_pattern)
         self._step_tokens = StepTokens(own.weights)
-        self._tokens = [0.0] * own.fragments  # by fragment, since its previous contribution
-        self._landed: dict[int, Landed] = {}  # by fragment: mean that its next eager step applies
+        self._tokens = [0.0] * own.fragments  # tokens since each fragment's last contribution
+        self._arrived_means: dict[int, ArrivedMean] = {}  # by fragment: mean that its next eager step applies
         self._anchor_means: list[AnchorMean] = []  # by fragment; empty without eager
         self._settled_at = 0  # last round after which the anchors were averaged
         if own.eager:
@@ -161,13 +162,13 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         return {"average_every": self.average_every, **self._own_options.agreed()}
 
     def _make_fragments(self) -> Sequence[FragmentState]:
-        own, tensors = self._own_options, self._tensors()
+        own, tensors, scratch = self._own_options, self._tensors(), Scratch()
         divisible = embeddings_of(self.model) if own.merge == "radial" else None
         layouts = [self._layout(chosen, own.wire, divisible) for chosen in self._chosen]
         if own.eager:
             assert own.outer_optimizer is not None, "an eager step is a step of the outer optimizer"
             factory, decay, mixing = own.outer_optimizer, own.error_feedback, own.mixing
-            eager = [EagerFragment(layout, factory, decay, tensors, mixing=mixing) for layout in layouts]
+            eager = [EagerFragment(layout, factory, decay, tensors, scratch, mixing=mixing) for layout in layouts]
             self._anchor_means = [AnchorMean(each) for each in eager]
             return eager
         return [
@@ -176,6 +177,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
                 own.outer_optimizer,
                 own.error_feedback,
                 tensors,
+                scratch,
                 mixing=own.mixing,
                 keeps_captured=own.late == "skip",
                 keeps_base=self._quorum is not None,
@@ -189,12 +191,12 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         shapes = whole if self._flat.mesh_ranks else {}
         return [replace(each, shape=shapes.get(each.names[0], each.shape)) for each in self._flat.entries]
 
-    def _acts_alone(self) -> bool:
+    def _makes_rounds_alone(self) -> bool:
         return self._own_options.outer_optimizer is not None
 
     def _take_weight(self, fragment: int) -> float:
         tokens, self._tokens[fragment] = self._tokens[fragment], 0.0
-        # After a cancelled step, a fragment may be captured again without new tokens.
+        # After a cancelled step, a fragment may be contributed again without new tokens, but a weight must be above 0.
         return max(tokens, LEAST_TOKENS) if self._own_options.weights == "tokens" else 1.0
 
     def _own_state(self) -> dict[str, Any]:
@@ -216,10 +218,10 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         own = self._own_options
         if own.outer_optimizer is None:
             raise LocalProtocolError(
-                "anchor_weights() needs an anchor, which DiLoCoPolicy has only with an outer_optimizer, got None; the "
-                "ranks' weights are equal right after a step whose StepInfo is true"
+                "anchor_weights() needs an anchor, which DiLoCoPolicy has only with an outer_optimizer, got None; "
+                "without it, evaluate the model after a step() that has applied an average, when all ranks are equal"
             )
-        if own.eager and not self.is_alone and self._settled_at != self._flights.last_number():
+        if own.eager and not self.is_alone and self._settled_at != self._pending_rounds.last_number():
             raise LocalProtocolError(
                 "anchor_weights() needs an anchor that is equal on all ranks, but with eager=True the ranks' anchors "
                 "differ after a round; call await policy.settle() on all ranks first"
@@ -238,37 +240,37 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         return interleaved(self._fragments, self._anchor_means) if self._own_options.eager else self._fragments
 
     async def _apply_due(self, step: int) -> list[StepInfo]:
-        """Wait for the means that are due. With ``eager``, they are applied when their fragments are captured next."""
+        """Wait for the means that are due. With ``eager``, they are applied in the next round of their fragments."""
         if not self._own_options.eager:
             return await super()._apply_due(step)
-        for fragment, flight in self._flights.due(step):
+        for fragment, pending in self._pending_rounds.due_means(step):
             began_at = self._world.time()
-            await self._merged(flight.number)
-            self._landed[fragment] = Landed(flight, self._world.time() - began_at)
-            self._flights.end(fragment)
+            await self._merged(pending.number)
+            self._arrived_means[fragment] = ArrivedMean(pending, self._world.time() - began_at)
+            self._pending_rounds.end(fragment)
         return []
 
     async def _begin_round(self, step: int) -> list[StepInfo]:
         if not self._own_options.eager:
             return await super()._begin_round(step)
-        began_at, fragment = self._world.time(), self._flights.next()[0]
+        began_at, fragment = self._world.time(), self._pending_rounds.next()[0]
         own = self._fragments[fragment]
         mean = own.mean  # the mean of the previous round
         await self._capture(step)
-        landed = self._landed.pop(fragment, None)
-        flight = Flight(0, step, step) if landed is None else landed.flight
-        ready = await self._readiness(fragment, flight.number)
+        arrived = self._arrived_means.pop(fragment, None)
+        pending = PendingRound(0, step, step) if arrived is None else arrived.pending
+        ready = await self._readiness(fragment, pending.number)
         await self._write(fragment, ready, is_late=False, is_left_out=False)
-        if mean is None or landed is None:  # the first eager step applies only this rank's share
+        if mean is None or arrived is None:  # the first eager step applies only this rank's share
             ready = ready._replace(norm=None, has_cosine=False)
             count = 0 if fragment in self._unsound_captures else 1
             mean = Mean(Verdict(1, (self._world.rank,) * count, (1.0,) * count, (0.0,) * count))
-        info = self._info_of(fragment, flight, mean, ready)
+        info = self._info_of(fragment, pending, mean, ready)
         seconds, waited_s = self._world.time() - began_at, 0.0
-        if landed is not None:
-            waited_s = landed.waited_s
-        info = replace(info, seconds=seconds + waited_s, waited_s=waited_s, staleness_versions=int(landed is not None))
-        if landed is None:
+        if arrived is not None:
+            waited_s = arrived.waited_s
+        info = replace(info, seconds=seconds + waited_s, waited_s=waited_s, staleness_versions=int(arrived is not None))
+        if arrived is None:
             info = replace(info, left_out=(), nbytes=0)
         self._announce_average(self._shared.on_event, info, mean.verdict.weights)
         return [info]
@@ -290,7 +292,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
 
     async def _average_anchors(self) -> None:
         """Replace the anchors by their mean over the ranks that call this method after the same round."""
-        exchange, last = self._exchange, self._flights.last_number()
+        exchange, last = self._exchange, self._pending_rounds.last_number()
         if exchange is None or not self._anchor_means or self._settled_at == last:
             return
         if self._flat.mesh_ranks:

@@ -19,7 +19,7 @@ class StepTokens:
 
     def __init__(self, weights: str) -> None:
         self._weights = weights
-        self._are_given: bool | None = None  # None before the first step
+        self._has_tokens: bool | None = None  # None before the first step
 
     def count(self, tokens: float | None, metric: object) -> float:
         """Return the number of tokens or examples of a step: ``tokens``, or 1 if it is None.
@@ -46,11 +46,11 @@ class StepTokens:
                     f"tokens must be None with weights='equal', under which it has no effect, got {tokens!r:.80}; pass "
                     "weights='tokens' to the policy, or call step() without tokens"
                 )
-        if self._are_given not in (None, tokens is not None):
+        if self._has_tokens not in (None, tokens is not None):
             given, other = ("None", "a number") if tokens is None else (repr(tokens), "None")
             raise ValueError(
                 f"with weights={self._weights!r}, which adds up tokens, tokens must be passed in all steps or in no "
                 f"step, got {given} after steps with {other}; a step without tokens would count as 1"
             )
-        self._are_given = tokens is not None
+        self._has_tokens = tokens is not None
         return count

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from asyncdist import validation
-from asyncdist.protocols.declared import function, like, number, one_of, option, whole
+from asyncdist.protocols.declared import function, integer, like, number, one_of, option
 from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.metrics import Metric
 from asyncdist.protocols.options import MemberOptions
@@ -17,7 +17,7 @@ from asyncdist.protocols.step_info import PolicyEvent
 #: Whether perturbations are weighted by their scores, or by the ranks of their scores.
 Fitness: TypeAlias = Literal["score", "rank"]
 
-ELSEWHERE: Final = {
+FOREIGN_OPTIONS: Final = {
     **dict.fromkeys(
         ("popsize", "population_size", "pop_size"),
         "here pairs is the number of mirrored pairs of each rank; a step evaluates 2 * pairs * ranks weights",
@@ -55,7 +55,7 @@ class EvolutionStrategyOptions(ExchangeOptions):
     )
     pairs: int = option(
         "Number of mirrored pairs of perturbations that each rank evaluates in a step, from 1.",
-        whole(1),
+        integer(1),
         default=4,
         is_agreed=True,
     )
@@ -68,7 +68,7 @@ class EvolutionStrategyOptions(ExchangeOptions):
     )
     seed: int = option(
         "Seed for drawing the perturbations, an integer >= 0; must be equal on all members.",
-        whole(0),
+        integer(0),
         default=0,
         is_agreed=True,
     )

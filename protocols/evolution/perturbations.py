@@ -47,11 +47,12 @@ def perturbation(
 def coefficients(scores: Mapping[int, Sequence[float]], options: EvolutionStrategyOptions) -> dict[int, list[float]]:
     """Return the factor of each perturbation in the estimated gradient, by rank and pair.
 
-    A pair has the factor 0, and is not counted in n, if a score is not finite or if the factor is too large for
-    float32.
+    If a score of a pair is not finite, or its factor is too large for float32, the factor is 0 and the pair is not
+    counted.
 
     Args:
-        scores: Scores by rank; larger is better. Each pair has two: theta + sigma eps, then theta - sigma eps.
+        scores: Scores by rank; larger is better. Each pair has two: with the perturbation added to the weights, then
+            subtracted.
     """
     if not scores:
         return {}

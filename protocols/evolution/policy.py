@@ -21,7 +21,11 @@ from torch import Tensor, nn
 from asyncdist import validation
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.anchored import restored
-from asyncdist.protocols.evolution.options import ELSEWHERE, EvolutionStrategyOptionNames, EvolutionStrategyOptions
+from asyncdist.protocols.evolution.options import (
+    FOREIGN_OPTIONS,
+    EvolutionStrategyOptionNames,
+    EvolutionStrategyOptions,
+)
 from asyncdist.protocols.evolution.perturbations import coefficients, estimated_gradient, perturbation
 from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.policy import ExchangePolicy
@@ -35,6 +39,7 @@ from asyncdist.protocols.step_info import StepInfo
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.codecs import find_codec
 from asyncdist.tensors.optimizers.weights import kept_mode
+from asyncdist.tensors.optimizers.wrapped import needs_closure
 
 logger = logging.getLogger("protocols.evolution")
 
@@ -73,12 +78,17 @@ class EvolutionStrategyPolicy(ExchangePolicy):
     takes_metric: ClassVar[bool] = True
     calls_metric: ClassVar[bool] = True
 
-    @validation.names_options(refused=ELSEWHERE)
+    @validation.names_options(refused=FOREIGN_OPTIONS)
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[EvolutionStrategyOptionNames]
     ) -> None:
         own = self._own_options = EvolutionStrategyOptions.of(options)
         super().__init__(model, optimizer, schedule=Schedule(1, 1, 0, 0), shared=own, **among(options, MemberOptions))
+        if needs_closure(optimizer):
+            raise TypeError(
+                "optimizer must be one whose step() needs no closure, such as SGD or Adam, because an evolution "
+                f"strategy estimates one gradient per step, got {type(optimizer).__name__}"
+            )
         self._metric, self._metric_mode = own.metric, own.metric_mode
         self._evaluation: MetricSource = None  # metric of the current step
         self._has_warned = False
@@ -127,7 +137,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         chosen = [index for index, entry in enumerate(self._flat.entries) if buffers.keys() & set(entry.names)]
         return [Fragment(self._layout(chosen, find_codec("float32")))]
 
-    def _acts_alone(self) -> bool:
+    def _makes_rounds_alone(self) -> bool:
         return True
 
     def _trained(self) -> list[nn.Parameter]:
@@ -137,7 +147,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         return sorted(trained, key=lambda each: places.get(id(each), len(places)))
 
     async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
-        """Return two scores for each of this rank's pairs: weights plus perturbation, then weights minus it."""
+        """Return the scores of this rank's pairs: weights plus perturbation, then weights minus perturbation."""
         if self._evaluation is None:
             raise ValueError(
                 f"step() must get a metric at iteration {self.iteration}, got None; pass step(loss=evaluate), or "
@@ -181,14 +191,14 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         with _gradients(trained, gradients):
             self.optimizer.step()
 
-    def _trouble(self) -> str:
+    def _describe_nonfinite(self) -> str:
         """Log a warning if this rank's state is not finite, because scores cannot restore it."""
-        trouble = super()._trouble()
-        if trouble and not self._has_warned:
+        nonfinite = super()._describe_nonfinite()
+        if nonfinite and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "%s. Its scores do not count, and scores cannot restore it; restart the rank, or load a checkpoint",
-                trouble,
+                nonfinite,
             )
         return ""
 

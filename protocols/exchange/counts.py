@@ -14,17 +14,11 @@ from asyncdist.protocols.step_info import NOTHING, Contributed, StepInfo
 
 @dataclass(slots=True)
 class AverageCounts:
-    """Counts of one rank's contributions and applied averages.
+    """Counts of one rank's contributions and applied averages; see also :class:`ExchangeStatistics`.
 
     Attributes:
         wire_nbytes: Total encoded size of the contributions in bytes.
-        unencoded_nbytes: Total size of the contributions in bytes with ``wire="float32"``.
         applied_count: Number of applied averages. Each fragment's average is counted separately.
-        waited_s: Total seconds for which steps have waited for averages.
-        waited_max_s: Longest wait of a step in seconds.
-        donated: Number of applied averages that contain a rank's contribution, by rank.
-        left_out: Number of applied averages without a member's contribution, by rank.
-        versions: Number of averages of each fragment, by fragment.
         latest: Result of the step that applied the last average.
     """
 

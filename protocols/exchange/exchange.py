@@ -2,7 +2,8 @@
 
 Each member contributes a fragment (a part) of its model, and continues to train. When all members have contributed to a
 round, the leader decides which contributions are averaged (:mod:`protocols.exchange.ledger`). The members then exchange
-the data at safe points (:mod:`protocols.exchange.rounds`), or read each other's memory if the kernel allows it.
+the data (:mod:`protocols.exchange.rounds`) in calls that let messages move, or read each other's memory if the kernel
+allows it.
 
 A :class:`~protocols.joining.membership.Membership` tracks the members and their leader, and admits restarted ranks. If
 the leader is lost, each member reports the state of its rounds to the next leader. Messages between two ranks arrive in
@@ -26,7 +27,6 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.exchange.catching_up.catch_up import CatchUp
 from asyncdist.protocols.exchange.catching_up.offers import Offers
-from asyncdist.protocols.exchange.leading import Leading, MemberMessage
 from asyncdist.protocols.exchange.ledger import Partners, Quorum, Weighing, all_members, reported_weights
 from asyncdist.protocols.exchange.messages import (
     Captured,
@@ -45,9 +45,10 @@ from asyncdist.protocols.exchange.messages import (
     Verdict,
 )
 from asyncdist.protocols.exchange.replicas.division import weighing_of
+from asyncdist.protocols.exchange.round_leader import MemberMessage, RoundLeader
 from asyncdist.protocols.exchange.rounds import Exchanged, MemberRound, RoundTransfers, has_merged
 from asyncdist.protocols.joining.membership import Membership
-from asyncdist.protocols.joining.replicas import SINGLE, Replicas
+from asyncdist.protocols.joining.replica_layout import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.waits import WaitId, WaitKind
@@ -58,12 +59,13 @@ logger = logging.getLogger("protocols.exchange")
 class Exchange:
     """Takes part in a policy's averaging rounds for one member, and decides the rounds if this member leads.
 
-    Rounds are numbered from 1 over all fragments. Round n is round ``(n - 1) // len(fragments)`` of fragment ``(n - 1)
-    % len(fragments)``. The options from ``is_overlapped`` on must be equal on all members.
+    Rounds are numbered from 1 over all fragments (separately averaged parts of the model). Round n is round ``(n - 1)
+    // len(fragments)`` of fragment ``(n - 1) % len(fragments)``. The options from ``is_overlapped`` on must be equal on
+    all members.
 
     Args:
         membership: Membership of the policy, opened by the constructor.
-        fragments: Fragments of this member's model, into which the means are merged.
+        fragments: Fragments of this member's model, which receive the means.
         is_overlapped: Whether the ranks train during transfers.
         weigh: Pure function of the members' reports that returns the donors (members whose contributions are averaged)
             and their weights. By default, all finite contributions count, with their reported weights.
@@ -93,17 +95,19 @@ class Exchange:
         self._fragments = fragments
         self._is_overlapped = is_overlapped
         self._rounds: dict[int, MemberRound] = {}
-        self._retired = [0] * len(fragments)  # by fragment: the last retired round
-        self._holders = [-1] * len(fragments)  # by fragment: a member that has the state after the last retired round
+        self._retired = [0] * len(fragments)  # by fragment: last retired round, whose mean is no longer offered
+        self._holders = [-1] * len(fragments)  # by fragment: a member with the state after the last retired round
         self._is_paused = False  # whether this member has asked rounds not to wait for it
         self._is_ending = False  # whether this member contributes to no further round
         self._is_released = True  # whether the leader permits this member to leave
         self._are_leaving = False  # whether another member was lost, has left, or is ending
-        self._contributed: dict[int, int] = {}  # by fragment: round in which this member's last contribution counts
-        self._orders: list[tuple[int, ExchangeMessage]] = []  # messages that arrived before this newcomer had a state
-        self._unread: list[Envelope[ExchangeMessage]] | None = []  # messages before the membership is opened; then None
+        self._contributed: dict[int, int] = {}  # by fragment: round in which this member's newest contribution counts
+        self._postponed: list[
+            tuple[int, ExchangeMessage]
+        ] = []  # messages that arrived before this newcomer had a state
+        self._unread: list[Envelope[ExchangeMessage]] | None = []  # messages before the membership opened; then None
         self._is_closed = False
-        self._leading = Leading(self, services, membership, weighing_of(replicas, weigh), partners, quorum)
+        self._round_leader = RoundLeader(self, services, membership, weighing_of(replicas, weigh), partners, quorum)
         self._replicas = replicas
         self._counterparts = frozenset(replicas.counterparts(services.rank))
         self._server = SnapshotServer(services, scopes.to_members)
@@ -113,16 +117,19 @@ class Exchange:
             fragments,
             is_overlapped=is_overlapped,
             merges_at_once=replicas.size == 1,
-            keeps_means=quorum is None,  # with a quorum, rounds are retired even if a member is behind
+            keeps_means=quorum is None,  # with a quorum, a round's memory is freed even if a member lacks the mean
         )
         self._channel: Channel[ExchangeMessage] = services.open_channel(
             ExchangeMessage, tag=tags.CONTROL, scope=scopes.to_members, name="exchange", handler=self._on_message
         )
+        slice_nbytes = [each.layout.nbytes_of(part) for each in fragments for part in each.layout.slices]
+        if not membership.is_joining:
+            self._server.neighbours.introduce(sorted(self._counterparts), max(slice_nbytes, default=0))
         self._catch_up: CatchUp | None = None
         if quorum is not None:
             offers = Offers(services, scopes.to_coordinator, is_overlapped=is_overlapped)
             self._catch_up = CatchUp(self, services, offers, fragments)
-        self._leading.follow(self._retired)
+        self._round_leader.follow(self._retired)
         membership.open(self)
         if quorum is not None and not membership.is_joining:  # members that have loaded a checkpoint may be behind
             self._begin_leading()
@@ -133,11 +140,11 @@ class Exchange:
     # -- the policy's calls -----------------------------------------------------------------------------------------
 
     def new_encoded(self, fragment: int) -> list[Tensor]:
-        """Return memory for the encoded values of this member's next contribution to a fragment."""
+        """Return memory for the encoded values of this member's next contribution to a model fragment."""
         return self._transfers.new_encoded(fragment)
 
     def note_applied(self, fragment: int) -> None:
-        """Allow the memory of a fragment's last mean to be reused, because the mean was applied."""
+        """Allow the memory of a model fragment's last mean to be reused, because it was applied."""
         self._transfers.note_applied(fragment)
 
     def contribute(
@@ -152,27 +159,27 @@ class Exchange:
         self._transfers.offer_contribution(own)
         self._contributed[own.fragment] = number
         self._is_paused = False
-        self._tell_leader(Captured(weight, norm, scores), number)
-        self._look_behind(own.fragment)
+        self._send_to_leader(Captured(weight, norm, scores), number)
+        self._request_missed(own.fragment)
 
     def next_open(self, fragment: int) -> int:
-        """Return a fragment's first round for which this member knows no decision of the leader."""
+        """Return the first round of a model fragment that the leader has not decided, as far as this member knows."""
         count = len(self._fragments)
         decided = [each.number for each in self._rounds.values() if each.fragment == fragment and each.attempt]
         last = max(self._newest(fragment), self._retired[fragment], *decided, 0)
         return last + count if last else fragment + 1
 
     def last_contribution(self, fragment: int) -> int:
-        """Return the last round of a fragment that counts a contribution of this member, or 0 before the first."""
+        """Return a model fragment's last round that counts a contribution of this member, or 0 before the first."""
         return self._contributed.get(fragment, 0)
 
     def _newest(self, fragment: int) -> int:
-        """Return the last round whose mean this member has merged into a fragment, or 0 before the first."""
+        """Return the last round whose mean this member has merged into a model fragment, or 0 before the first."""
         version, count = self._fragments[fragment].version, len(self._fragments)
         return (version - 1) * count + fragment + 1 if version else 0
 
     def latest(self, number: int) -> int:
-        """Return the round that counts this member's contribution to round ``number``: a later one if it was late."""
+        """Return the round that counts this member's contribution to round ``number``: later, if it arrived late."""
         return max(number, self._contributed.get((number - 1) % len(self._fragments), number))
 
     def has_merged(self, number: int) -> bool:
@@ -199,29 +206,29 @@ class Exchange:
         """Ask the leader not to wait for this member until it contributes again. Do nothing without a quorum."""
         if self._quorum is not None:
             self._is_paused = True
-            self._tell_leader(Paused(), 0)
+            self._send_to_leader(Paused(), 0)
 
     def is_behind(self, fragment: int) -> bool:
-        """Return whether this member lacks a mean of a fragment that other members no longer offer."""
+        """Return whether this member lacks a mean of a model fragment that other members no longer offer."""
         return self._newest(fragment) < self._retired[fragment]
 
     async def settled(self, deadline: float | None = None) -> bool:
         """Wait until every member has the means of all rounds to which this member has contributed.
 
-        With a quorum, members that are behind are not waited for. If only such members would remain, wait until one of
-        them has received the newest state. Also return if another rank of this rank's replica is lost, because the
-        other members then no longer count this member.
+        With a quorum, do not wait for members that are behind, i.e. lack a mean that is no longer offered. If only such
+        members would remain, wait until one of them has received the newest state. Also return if another rank of this
+        rank's replica is lost, because the other members then no longer count this member.
 
         Returns:
             False if the deadline passed first.
         """
-        gone, mates = self._services.gone, self._replicas.mates(self._services.rank)
+        gone, replica_ranks = self._services.gone, self._replicas.replica_ranks(self._services.rank)
         if self._quorum is not None and not self._membership.is_joining:
             self._is_ending, self._is_released = True, False
             self.send(Ending(), sorted(self._membership.living), 0)
 
         def is_over() -> bool:
-            return (not self._rounds and self._is_released) or any(rank in gone for rank in mates)
+            return (not self._rounds and self._is_released) or any(rank in gone for rank in replica_ranks)
 
         is_settled = await self._services.engine.until(is_over, WaitId(WaitKind.OWN_ROUND), deadline=deadline)
         if not is_settled:
@@ -234,7 +241,7 @@ class Exchange:
         if self._is_closed:
             return
         self._is_closed = True
-        self._leading.close()
+        self._round_leader.close()
         for own in self._rounds.values():
             self._transfers.stop(own)
             self._transfers.retire(own)
@@ -284,39 +291,39 @@ class Exchange:
             in_flight: Rounds in progress to which this rank does not contribute, but whose means it receives.
         """
         for number in in_flight:
-            own = self._round(number)  # the round now exists, so that a census includes it
+            own = self._round(number)  # the round now exists, so that a report to a new leader includes it
             self._contributed[own.fragment] = number
         self._membership.complete_joining()
-        orders, self._orders = self._orders, []
-        for order in orders:
-            self._obey(*order)
+        postponed, self._postponed = self._postponed, []
+        for each in postponed:
+            self._handle_from_leader(*each)
 
     # -- changes of the members -------------------------------------------------------------------------------------
 
     def may_admit(self) -> bool:
-        """Return whether this leader can admit a restarted rank. False while it collects reports after a loss."""
-        return self._leading.can_admit
+        """Return whether this leader can admit a restarted rank. False while members report to it after a loss."""
+        return self._round_leader.can_admit
 
     def on_lost(self, rank: int) -> None:
         """If this member leads, decide the rounds again that need data of the lost member."""
         self._forget_lost()
-        self._leading.on_lost(rank)
+        self._round_leader.on_lost(rank)
 
     def on_new_leader(self) -> None:
         """Report the state of this member's unfinished rounds to the new leader."""
         self._forget_lost()
-        self._leading.follow(self._retired)
+        self._round_leader.follow(self._retired)
         self._begin_leading()
 
     def _begin_leading(self) -> None:
         """Report the state of this member's rounds to the leader. If this member leads, collect these reports."""
-        self._leading.take_over()
-        self._hold(0)
+        self._round_leader.take_over()
+        self._stop_and_report(0)
         if self._is_paused:
-            self._tell_leader(Paused(), 0)
+            self._send_to_leader(Paused(), 0)
         if self._is_ending:
             self.send(Ending(), sorted(self._membership.living), 0)
-        self._leading.hear_early()
+        self._round_leader.handle_early()
 
     def on_reachable(self, rank: int) -> None:
         """Open the channels to a restarted member, and start to receive the means that it provides."""
@@ -328,11 +335,11 @@ class Exchange:
             self._begin(own)
 
     def on_admitted(self, rank: int) -> None:
-        """As the leader, send the decisions on all unfinished rounds to a newly joined rank."""
-        self._leading.on_admitted(rank)
+        """As the leader, send a newly joined rank the decisions on all rounds in progress."""
+        self._round_leader.on_admitted(rank)
 
     def on_settling(self) -> None:
-        """Do nothing. A round can end without further training steps of its contributors."""
+        """Do nothing, because a round can end without further training steps of its contributors."""
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -343,32 +350,32 @@ class Exchange:
         elif source not in self._membership.known:
             logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
         elif isinstance(message, Captured | Merged | Paused | Ending | CensusReply):
-            self._leading.hear(source, number, message)
+            self._round_leader.handle(source, number, message)
             if isinstance(message, Ending):
-                self._look_behind_after_all()
-            self._leading.abdicate_if_slow()
+                self._request_all_missed()
+            self._round_leader.abdicate_if_slow()
         elif isinstance(message, StateRequest | StateOffer | StateTaken):
             if self._catch_up is not None:
                 self._catch_up.on_message(source, number, message)
         elif source == self._membership.leader:
             if self._membership.is_joining:
-                self._orders.append((number, message))
+                self._postponed.append((number, message))
             else:
-                self._obey(number, message)
+                self._handle_from_leader(number, message)
 
-    def _obey(self, number: int, message: ExchangeMessage) -> None:
+    def _handle_from_leader(self, number: int, message: ExchangeMessage) -> None:
         match message:
             case Decided(verdict) if number > self._retired[(number - 1) % len(self._fragments)]:
                 if number not in self._rounds and self.has_merged(number):  # this member's state includes the mean
-                    self._tell_leader(Merged(), number)
+                    self._send_to_leader(Merged(), number)
                 else:
                     self._take_verdict(self._round(number), verdict)
             case CensusRequest(census):
-                self._hold(census)
+                self._stop_and_report(census)
             case Retired(holder):
                 self._retire(number, holder)
             case Ending():
-                self._leading.hear(self._services.rank, number, message)
+                self._round_leader.handle(self._services.rank, number, message)
             case Released():
                 self._is_released = True
                 self._services.engine.recheck()
@@ -390,7 +397,7 @@ class Exchange:
         is_over = self._quorum is not None and not own.has_merged and has_merged(self._fragments, own.number)
         if is_over and not own.contribution:
             self._drop(own)
-            self._tell_leader(Merged(), own.number)
+            self._send_to_leader(Merged(), own.number)
             return
         if own.has_merged:
             if verdict.holder == self._services.rank:
@@ -402,7 +409,7 @@ class Exchange:
         self._begin(own)
 
     def _begin(self, own: MemberRound) -> None:
-        """Start to receive a round's mean.
+        """Start to receive the mean that the leader has decided for a round.
 
         Delay the start if this member lacks the fragment's earlier means, or is not connected to a restarted source.
         """
@@ -416,7 +423,7 @@ class Exchange:
 
     def _on_merged(self, own: MemberRound) -> None:
         if own.has_received and not self._is_closed:
-            self._tell_leader(Merged(), own.number)
+            self._send_to_leader(Merged(), own.number)
             if self._quorum is not None:
                 self._begin_next(own.fragment)
 
@@ -430,19 +437,22 @@ class Exchange:
             later = self._round(self.next_open(own.fragment))
             self._transfers.move_contribution(own, later)
             self._contributed[own.fragment] = later.number
-            self._tell_leader(Captured(later.weight, later.norm, later.scores), later.number)
+            self._send_to_leader(Captured(later.weight, later.norm, later.scores), later.number)
 
-    def _hold(self, census: int) -> None:
+    def _stop_and_report(self, census: int) -> None:
         """Stop receiving means, and report the state of this member's unfinished rounds to the leader."""
         for own in self._rounds.values():
             if not own.has_received:
                 self._transfers.stop(own)
         round_states = tuple(own.round_state() for _, own in sorted(self._rounds.items()))
         newest = tuple(map(self._newest, range(len(self._fragments))))
-        self._tell_leader(CensusReply(census, round_states, tuple(self._retired), newest), 0)
+        self._send_to_leader(CensusReply(census, round_states, tuple(self._retired), newest), 0)
 
     def _retire(self, last: int, holder: int) -> None:
-        """Free the memory of a fragment's rounds up to ``last``. Request the newest state if means are missing."""
+        """Free the memory of a model fragment's rounds up to ``last``.
+
+        Request the newest state if a mean is missing.
+        """
         count, fragment = len(self._fragments), (last - 1) % len(self._fragments)
         if self._quorum is None:
             self._retired = [last] * count
@@ -456,19 +466,19 @@ class Exchange:
             del self._rounds[number]
             if own.has_received and not own.has_merged:
                 self._transfers.merge(own)
-            elif not own.has_received:  # this member is behind, which only a quorum allows
+            elif not own.has_received:  # this member lacks the mean, which only a quorum allows
                 self._transfers.stop(own)
             self._transfers.retire(own)
         self._server.end_rounds(min(self._retired))
-        # If the holder itself has not merged the state, all members with newer states are lost.
+        # If the holder itself lacks the state after the round, all members that had it are lost.
         if holder == self._services.rank and not has_merged(self._fragments, last):
             self._fragments[fragment].count_lost((last - 1) // count + 1)
-            self._tell_leader(Merged(), last)
-        self._look_behind(fragment)
+            self._send_to_leader(Merged(), last)
+        self._request_missed(fragment)
         self._services.engine.recheck()
 
-    def _look_behind(self, fragment: int) -> None:
-        """Request a fragment's newest state if this member has contributed to the fragment and is behind.
+    def _request_missed(self, fragment: int) -> None:
+        """Request a model fragment's newest state if this member needs a mean that is no longer offered.
 
         Without a new contribution, request it only if others leave, since this member would soon be behind again.
         """
@@ -483,16 +493,16 @@ class Exchange:
             self._catch_up.ask(number, holder)
 
     def note_caught_up(self, fragment: int) -> None:
-        """Resume a fragment's rounds after its newest state was received. Do nothing if no state has arrived."""
+        """Resume a model fragment's rounds after its newest state was received. Do nothing if no state has arrived."""
         newest = self._newest(fragment)
         if self._is_closed or not newest:
             return
         for own in [each for each in self._rounds.values() if each.fragment == fragment and each.number <= newest]:
             if not own.has_merged and not own.contribution:
                 self._drop(own)
-        self._tell_leader(Merged(), newest)
+        self._send_to_leader(Merged(), newest)
         self._begin_next(fragment)
-        self._look_behind(fragment)
+        self._request_missed(fragment)
 
     def _drop(self, own: MemberRound) -> None:
         """Forget a round to which this member has not contributed, and whose mean it does not need."""
@@ -503,34 +513,34 @@ class Exchange:
     def _forget_lost(self) -> None:
         if self._catch_up is not None:
             self._catch_up.on_lost(self._membership.living)
-            self._look_behind_after_all()
+            self._request_all_missed()
 
-    def _look_behind_after_all(self) -> None:
-        """Request missing states even without a contribution: departing members may have the newest ones."""
+    def _request_all_missed(self) -> None:
+        """Request missing states even without a contribution, because departing members may have the newest states."""
         self._are_leaving = True
         for fragment in range(len(self._fragments)):
-            self._look_behind(fragment)
+            self._request_missed(fragment)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
-    def _tell_leader(self, message: MemberMessage, number: int) -> None:
+    def _send_to_leader(self, message: MemberMessage, number: int) -> None:
         leader = self._membership.leader
         if self._membership.leads:
-            self._leading.hear(leader, number, message)
+            self._round_leader.handle(leader, number, message)
         else:
             self.post(message, leader, number)
 
     def send(self, message: ExchangeMessage, dests: Sequence[int], number: int) -> None:
-        """Send a message with a round number to members, possibly including this one."""
+        """Send a message about a round to members, possibly including this one."""
         me = self._services.rank
         for dest in dests:
             if dest != me:
                 self.post(message, dest, number)
         if me in dests:
-            self._obey(number, message)
+            self._handle_from_leader(number, message)
 
     def post(self, message: ExchangeMessage, dest: int, number: int = 0) -> None:
-        """Send a message with a round number to another rank."""
+        """Send a message about a round to another rank."""
         try:
             self._channel.send_nowait(message, dest, round=number)
         except RankLostError as error:  # on_lost() handles the loss

@@ -16,16 +16,16 @@ from asyncdist.protocols.parameter_stream.receiver import ask_for_part, cancel_s
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.tensors.flat_state import FlatBuffers
 
-#: Maximum number of requests to a living rank. The caller gets the error of the last request.
+#: Maximum number of requests for the same bytes to a living rank. The caller gets the error of the last request.
 REQUEST_COUNT_MAX: Final = 8
 
 
 class Fetch:
-    """Requests bytes from another rank. Repeats the request if the source's memory could not be read.
+    """Requests bytes from another rank. Repeats the request if the source's memory could not be read directly.
 
     Args:
         server: This rank's server on the channel through which the source offers the bytes.
-        number: Number of the offer.
+        number: Number under which the source offers the bytes.
         into: uint8 tensor that receives the bytes.
         chunk_count: Number of chunks in which the source usually sends the bytes.
 
@@ -107,7 +107,7 @@ class Fetch:
         return self._into
 
     async def ready(self) -> None:
-        """Wait until :meth:`piece` can return all pieces. Raises the errors of :meth:`whole`."""
+        """Wait until :meth:`piece` can return any range of the bytes. Raises the errors of :meth:`whole`."""
         if isinstance(self._stream, PartReading):
             await self._stream.located()
         elif not self.is_whole:

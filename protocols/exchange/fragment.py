@@ -1,7 +1,8 @@
-"""Keeps the state of one fragment on one member: the number of merged rounds, and the last mean until it is applied.
+"""Keeps one member's state of a fragment, a separately averaged part of the model.
 
-A :class:`Fragment` averages the weights themselves. Subclasses send other values or apply the mean differently. Only
-:meth:`Fragment.apply`, called inside ``step``, changes the model's weights.
+The state is the number of completed rounds, and the last mean until it is applied. A :class:`Fragment` averages the
+weights themselves. Subclasses send other values or apply the mean differently. Only :meth:`Fragment.apply`, called
+inside ``step``, changes the model's weights.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from asyncdist.protocols.exchange.flights import Flight, Flights
 from asyncdist.protocols.exchange.messages import Verdict
-from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, gather, norm_of, scatter
+from asyncdist.protocols.exchange.pending_rounds import PendingRound, PendingRounds
+from asyncdist.protocols.exchange.wire_layout import Scratch, Slice, WireLayout, gather, norm_of, scatter
 from asyncdist.tensors.byte_views import byte_view
 
 #: Names of the entries of a policy's saved state that belong to the exchange.
@@ -26,10 +27,10 @@ ENTRIES: Final = ("fragments", "captured", "owed", "in_flight", "replica_size", 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Describes the last mean that this member has merged into a fragment.
+    """Describes the last mean that this member has received for a fragment, a separately averaged part of the model.
 
     Attributes:
-        norm: L2 norm of the mean difference from the anchor, or None if states are averaged.
+        norm: L2 norm of the mean difference from the anchor (reference weights), or None if weights are averaged.
         cosine: Mean cosine between two donors' differences, or None if unknown, for example with top-k.
     """
 
@@ -42,9 +43,9 @@ class Fragment:
     """Keeps the state of one part of the model. This base class averages the weights themselves.
 
     Attributes:
-        version: Number of merged rounds.
+        version: Number of rounds whose mean this member has received.
         applied_version: Version of the last applied mean.
-        mean: The last merged mean, or None before the first.
+        mean: Description of the last received mean, or None before the first.
         is_frequent: Whether to reuse the memory of a round in later rounds.
     """
 
@@ -54,7 +55,7 @@ class Fragment:
         self.layout = layout
         self.version = self.applied_version = 0
         self.mean: Mean | None = None
-        self._values: dict[int, Tensor] = {}  # by vector: values of the merged mean, until they are applied
+        self._values: dict[int, Tensor] = {}  # by vector: values of the last mean, until they are applied
 
     @property
     def holds_mean(self) -> bool:
@@ -68,11 +69,11 @@ class Fragment:
 
     @property
     def returns_to_anchor(self) -> bool:
-        """Whether :meth:`apply` writes an anchor into the model even after a round without donors."""
+        """True if :meth:`apply` writes reference weights (an anchor) even after a round without donors."""
         return False
 
     @property
-    def uses_up(self) -> bool:
+    def accepts_slices(self) -> bool:
         """True if :meth:`merge` accepts the mean of parameters in slices, and needs it only during the call."""
         return False
 
@@ -94,7 +95,7 @@ class Fragment:
         """
         norm = 0.0
         for vector, into in zip(self.layout.vectors, encoded, strict=True):
-            flat = vector.values_of(into)
+            flat = vector.values_of(into, Scratch())
             gather(vector, tensors, flat)
             if vector.role == "stepped":
                 norm = math.hypot(norm, norm_of(flat))
@@ -103,12 +104,12 @@ class Fragment:
         return norm
 
     def takes(self, number: int) -> bool:
-        """Return whether this member uses the mean of round ``number``."""
+        """Return whether this member uses the mean of averaging round ``number``."""
         del number
         return True
 
     def advance(self, donor_count: int) -> None:
-        """Move the anchor after a capture, before the mean is known. By default, the anchor stays unchanged.
+        """Move the reference weights (anchor) after a contribution, before its mean is known. By default, do nothing.
 
         Args:
             donor_count: Number of ranks that contribute to the round, or 0 if this rank's contribution is not used.
@@ -128,8 +129,8 @@ class Fragment:
         """Decode the mean of all donors' contributions, and keep it until it is applied.
 
         Args:
-            encoded: Consecutive parts of each vector's mean: the whole vector or, if :attr:`uses_up`, the slices of a
-                stepped vector.
+            encoded: Consecutive parts of each vector's mean: the whole vector or, if :attr:`accepts_slices`, the slices
+                of a stepped vector.
         """
         self._values = {
             place: self.layout.vectors[place].decoded(each, of_mean=True) for place, (each,) in enumerate(encoded)
@@ -139,7 +140,7 @@ class Fragment:
 
     @torch.no_grad()
     def apply(self, tensors: Sequence[Tensor], *, is_late: bool, is_whole: bool) -> None:
-        """Write the last mean into the model's tensors.
+        """Write the last received mean into the model's tensors.
 
         Args:
             is_late: Whether the rank has trained since the step in which the mean was due.
@@ -152,21 +153,21 @@ class Fragment:
         self.applied_version = self.version
 
     def restore(self, tensors: Sequence[Tensor]) -> None:
-        """Write the anchor into the model's parameters. Do nothing if the fragment has no anchor."""
+        """Write the reference weights (anchor) into the model's parameters. Do nothing if the fragment has none."""
 
     def begin_again(self, tensors: Sequence[Tensor]) -> None:
-        """Write the anchor into the model with :meth:`restore`, so that training continues from it."""
+        """Write the reference weights (anchor) into the model, so that training continues from them."""
         self.restore(tensors)
 
     def forget_own(self) -> None:
-        """Drop state that concerns only the donor, after this rank has loaded the donor's whole state."""
+        """Drop state that concerns only the rank whose whole state this rank has just loaded."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with cloned tensors. It does not include an unapplied mean."""
+        """Return the fragment's state with cloned tensors. A mean that is not applied yet is omitted."""
         return {"version": self.version, "applied_version": self.applied_version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a fragment with the same layout and options.
+        """Load a result of :meth:`state_dict` of a fragment with the same layout and options.
 
         Raises:
             ValueError: The state is from a fragment with another layout or other options.
@@ -187,12 +188,12 @@ class Fragment:
             self.restore_pending(state["mean"])
 
     def count_lost(self, version: int) -> None:
-        """Count the first ``version`` rounds as merged, because all members that had their means are lost."""
+        """Count the first ``version`` rounds as completed, because all members that had their results are lost."""
         self.version, self._values = version, {}
         self.mean = Mean(Verdict(1, (), (), ()))
 
     def pending(self) -> dict[str, Any]:
-        """Return a copy of the mean that was merged but not applied."""
+        """Return a copy of the mean that was received but not applied."""
         assert self.mean is not None, "there is no mean"
         verdict = self.mean.verdict
         return {
@@ -216,37 +217,40 @@ class Fragment:
 
 
 def state_of(
-    fragments: Sequence[Fragment], flights: Flights, in_flight: Mapping[int, Flight], arrived: Collection[int]
+    fragments: Sequence[Fragment],
+    pending_rounds: PendingRounds,
+    in_flight: Mapping[int, PendingRound],
+    arrived: Collection[int],
 ) -> dict[str, Any]:
-    """Return the state of all fragments and of the captured but unapplied rounds, with cloned tensors.
+    """Return the state of all fragments and of the rounds whose means are not applied, with cloned tensors.
 
     Args:
-        in_flight: Captured but unapplied rounds, by fragment.
-        arrived: Fragments whose means were merged but not applied.
+        in_flight: Rounds to which this member has contributed but whose means it has not applied, by fragment.
+        arrived: Fragments whose means were received but not applied.
     """
     return {
         "fragments": [fragment.state_dict() for fragment in fragments],
-        **flights.state(),
+        **pending_rounds.state(),
         "in_flight": [
-            (fragment, *flight, fragments[fragment].pending() if fragment in arrived else None)
-            for fragment, flight in in_flight.items()
+            (fragment, *pending_round, fragments[fragment].pending() if fragment in arrived else None)
+            for fragment, pending_round in in_flight.items()
         ],
     }
 
 
-def restore(state: Mapping[str, Any], fragments: Sequence[Fragment], flights: Flights) -> None:
+def restore(state: Mapping[str, Any], fragments: Sequence[Fragment], pending_rounds: PendingRounds) -> None:
     """Load the fragments and their unapplied rounds from a result of :func:`state_of`."""
-    flights.in_flight.clear()  # a newcomer may have loaded its own checkpoint first
+    pending_rounds.in_flight.clear()  # a restarted rank may have loaded its own checkpoint first
     for fragment, saved in zip(fragments, state["fragments"], strict=False):
         fragment.load_state_dict(saved)
-    for place, *flight, pending in state["in_flight"]:
-        flights.in_flight[place] = Flight(*flight)
+    for place, *pending_round, pending in state["in_flight"]:
+        pending_rounds.in_flight[place] = PendingRound(*pending_round)
         if pending is not None:
             fragments[place].restore_pending(pending)
 
 
 def checksum_of_anchors(fragments: Iterable[Fragment]) -> int:
-    """Return a checksum of the anchors of all fragments."""
+    """Return a checksum of the reference weights (anchors) of all fragments."""
     checksum = 0
     for anchor in (anchor for fragment in fragments for anchor in fragment.anchors):
         checksum = zlib.crc32(byte_view(anchor), checksum)

@@ -3,18 +3,18 @@
 A round passes through these states on the leader:
 
 1. Members report their captured contributions, in the order of the rounds. When all members have contributed to this
-   round or to a later one, the leader decides the round. Its verdict names the donors and their weights, which
-   determine the owners of the slices. The policy's function chooses donors and weights from the reports alone. With a
-   *quorum*, the leader waits only for the quorum and a grace period. The contribution of a late member counts in a
-   later round.
+   round or to a later one, the leader decides the round. Its verdict names the donors and their weights. These
+   determine which rank averages each slice. The policy's function chooses donors and weights from the reports alone.
+   With a *quorum*, the leader waits only for the quorum and a grace period. The contribution of a late member counts in
+   a later round.
 2. Members report that they have the mean. When all have it, the round is retired. With a quorum, it is also retired
    when a later round of the same fragment was decided. A member without the mean is then *behind*: it receives the
    state of a member that has the mean (:mod:`protocols.exchange.catching_up.catch_up`).
 
-If a rank is lost that a decided round needs, or if this rank becomes the leader, the leader takes a *census*: all
-members stop receiving means, and report their state in each round. No mean is received during a census, so its result
-is consistent. If a member has a round's mean, the others receive it from that member. If no member has the mean, no
-model has changed, and the leader decides the round again from the remaining reports. If all members that were not
+If a rank is lost that a decided round needs, or if this rank becomes the leader, the leader takes a *census*. All
+members then stop receiving means, and report their state in each round. No mean is received during a census, so its
+result is consistent. If a member has a round's mean, the others receive it from that member. If no member has the mean,
+no model has changed, and the leader decides the round again from the remaining reports. If all members that were not
 behind are lost, the newest remaining state counts as the state after the last retired round. (This is the recovery of a
 two-phase commit with a known set of participants: Bernstein, Hadzilacos and Goodman, 1987.)
 
@@ -73,7 +73,7 @@ def verdict_alone(report: Report, weights: Mapping[int, float]) -> Verdict:
 
 
 class Decide(NamedTuple):
-    """Instruction to send the decision on a round to the ranks ``dests``."""
+    """Instruction to send the decision on an averaging round to the ranks ``dests``."""
 
     round: int
     verdict: Verdict
@@ -89,7 +89,7 @@ class TakeCensus(NamedTuple):
 class Retire(NamedTuple):
     """Instruction to notify all members that the means of rounds up to ``round`` are no longer offered.
 
-    With a quorum, this applies only to rounds of the same fragment.
+    With a quorum, this applies only to rounds of the same fragment (separately averaged part of the model).
 
     Attributes:
         holder: Member that has the state after the round, or the newest remaining state. -1 without a quorum.
@@ -136,11 +136,11 @@ class Quorum:
             validation.refuse("quorum", count, f"None, or from 1 to the number of members ({members})")
         return None if count is None or count == members else cls(count, grace_s, members_wait)
 
-    def is_missed_by_slow(self, missed: int, members: int) -> bool:
+    def must_abdicate(self, missed: int, members: int) -> bool:
         """Return whether a member that has missed this many rounds must make longer steps than the others.
 
-        A slow leader delays all members. Among equally fast members, each member contributes to one of ``members /
-        count`` rounds. By chance, it may miss one more.
+        A leader for which this is true is replaced, because it delays all members. Among equally fast members, each
+        contributes to one of ``members / count`` rounds. By chance, it may miss one more.
 
         Args:
             missed: Number of a fragment's rounds since the member's last contribution.
@@ -151,20 +151,18 @@ class Quorum:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """The leader's record of one averaging round."""
-
     captured: dict[int, Report] = field(default_factory=dict)  # by member: report on its contribution
-    excused: set[int] = field(default_factory=set)  # members admitted after the round had begun
+    exempt: set[int] = field(default_factory=set)  # members admitted after the round had begun
     merged: set[int] = field(default_factory=set)
     attempt: int = 0
     verdict: Verdict | None = None
-    taken: dict[int, Verdict] = field(default_factory=dict)  # by receiver: its own verdict, if means differ
+    member_verdicts: dict[int, Verdict] = field(default_factory=dict)  # by receiver: its own verdict, if means differ
     grace: int = 0  # number of the grace period; 0 before its start
     is_grace_over: bool = False
 
     def needs(self, rank: int) -> bool:
         """Return whether a member may still request data from ``rank`` for this round."""
-        missing = [verdict for taker, verdict in self.taken.items() if taker not in self.merged]
+        missing = [verdict for receiver, verdict in self.member_verdicts.items() if receiver not in self.merged]
         found = missing if self.verdict is None else [self.verdict, *missing]
         return any(rank in verdict.sources for verdict in found)
 
@@ -175,7 +173,6 @@ class Ledger:
     Each event method returns instructions that the leader must carry out.
 
     Args:
-        members: Ranks that take part.
         retired: Last round of each fragment whose mean is no longer offered, or 0.
         weigh: Pure function that chooses the donors and their weights. Equal on all members.
         partners: Pure function that chooses whose contributions a member averages. Equal on all members. A member's
@@ -205,7 +202,7 @@ class Ledger:
         self._awaited: set[int] | None = None  # members whose census answers are missing; None without a census
         self._round_states: dict[int, tuple[RoundState, ...]] = {}
         self._rounds: dict[int, _Round] = {}
-        self._newest: dict[int, list[int]] = {}  # by rank: the last round of each fragment whose state the rank has
+        self._newest: dict[int, list[int]] = {}  # by rank: last round of each fragment whose state the rank has
         self._ending: set[int] = set()  # members that contribute to no further round
         self._paused: set[int] = set()  # members that asked rounds not to wait for them
         self._holders = [-1] * len(self.retired)  # by fragment: rank that has the state after the last retired round
@@ -219,17 +216,17 @@ class Ledger:
     def on_captured(
         self, rank: int, round: int, weight: float, norm: float, scores: tuple[float, ...] = ()
     ) -> list[Instruction]:
-        """Record a member's report that it has captured its contribution to a round."""
+        """Record a member's report that its contribution to a round can be requested."""
         if rank not in self.members or round <= self.retired[self._fragment(round)]:
             return []
         self._paused.discard(rank)
         found = self._round(round)
-        if self._quorum is None or found.verdict is None:  # a contribution after the verdict counts in a later round
+        if self._quorum is None or found.verdict is None:  # a contribution after the decision counts in a later round
             found.captured[rank] = Report(weight, norm, scores)
         return self._decisions()
 
     def on_grace_over(self, round: int, number: int) -> list[Instruction]:
-        """Decide a round with the contributions that have arrived, unless its grace period was restarted."""
+        """Decide a round with the contributions that have arrived, unless a later grace period has started."""
         if not self.is_in_grace(round, number):
             return []
         self._rounds[round].is_grace_over = True
@@ -272,7 +269,8 @@ class Ledger:
             return []
         self._awaited.discard(rank)
         self._round_states[rank] = tuple(round_states)
-        # With a quorum, members may know different retired rounds.
+        # Members offer the means of old rounds until they know that nobody needs them. With a quorum, some members know
+        # of later such rounds than others.
         self.retired = list(map(max, self.retired, retired or self.retired))
         self._newest[rank] = list(newest or [0] * len(self.retired))
         return self._end_census()
@@ -287,11 +285,11 @@ class Ledger:
         self._ending.discard(rank)
         self._paused.discard(rank)
         self._newest[rank] = list(self._newest_of(by))
-        # With a quorum, the newcomer's state may be behind, so it needs the last retirements.
-        made = [] if self._quorum is None else self._all_retired()
+        # With a quorum, the new member's state may be old, so it must know which means are no longer offered.
+        made = [] if self._quorum is None else self._repeated_retirements()
         for number, each in sorted(self._rounds.items()):
             if by in each.captured:
-                each.excused.add(rank)
+                each.exempt.add(rank)
             if each.verdict is not None:
                 made.append(Decide(number, each.verdict, (rank,)))
         return [*made, *self._decisions()]
@@ -315,7 +313,7 @@ class Ledger:
     def released(self) -> set[int]:
         """Return the departing members that may leave, because no other member needs their contributions or state."""
         others = self.members - self._ending
-        behind = set().union(*map(self._behind, range(len(self.retired))))
+        behind = set().union(*map(self._members_behind, range(len(self.retired))))
         if self._awaited is not None or (others and others <= behind):
             return set()
         return self._ending & self.members - {rank for each in self._rounds.values() for rank in each.captured}
@@ -327,11 +325,11 @@ class Ledger:
         self.members.discard(rank)
         self._round_states.pop(rank, None)
         self._newest.pop(rank, None)
-        is_needed = any(holder == rank and self._behind(place) for place, holder in enumerate(self._holders))
+        is_needed = any(holder == rank and self._members_behind(place) for place, holder in enumerate(self._holders))
         for each in self._rounds.values():
             each.captured.pop(rank, None)
             each.merged.discard(rank)
-            each.taken.pop(rank, None)
+            each.member_verdicts.pop(rank, None)
             is_needed |= each.needs(rank)
         if self._awaited is not None:
             self._awaited.discard(rank)
@@ -351,8 +349,8 @@ class Ledger:
     def _newest_of(self, rank: int) -> list[int]:
         return self._newest.setdefault(rank, [0] * len(self.retired))
 
-    def _behind(self, fragment: int) -> set[int]:
-        """Return the members that lack the mean of a fragment's last retired round."""
+    def _members_behind(self, fragment: int) -> set[int]:
+        """Return the members that lack a model fragment's last mean that is no longer offered."""
         if self._quorum is None:
             return set()
         return {rank for rank in self.members if self._newest_of(rank)[fragment] < self.retired[fragment]}
@@ -368,7 +366,7 @@ class Ledger:
         made: list[Instruction] = []
         for number, each in sorted(self._rounds.items()):
             if not self._is_shared(number):
-                made += self._taken(number, each)
+                made += self._decide_per_member(number, each)
             elif each.verdict is not None:
                 continue
             elif self._is_ready(number, each):
@@ -377,14 +375,14 @@ class Ledger:
                 self._grace_count += 1
                 each.grace = self._grace_count
                 made.append(AwaitGrace(number, each.grace))
-        return made or self._first_of_all_waits()
+        return made or self._resolve_deadlock()
 
     def _decide(self, number: int, each: _Round) -> Decide:
         each.verdict = self._verdict(each)
         return Decide(number, each.verdict, tuple(sorted(self.members - each.merged)))
 
-    def _first_of_all_waits(self) -> list[Instruction]:
-        """Decide the first round if all members wait for rounds of which none will reach the quorum."""
+    def _resolve_deadlock(self) -> list[Instruction]:
+        """If all members wait for rounds that cannot reach the quorum, decide the first of these rounds."""
         if self._quorum is None or not self._quorum.members_wait:
             return []
         waits = {number: each for number, each in self._rounds.items() if each.verdict is None and each.captured}
@@ -399,11 +397,11 @@ class Ledger:
         if self._quorum is None:
             return self._awaited_in(number, each) <= each.captured.keys()
         later = self._later(number)
-        missing = self.members - each.excused - later - self._ending - self._paused - each.captured.keys()
+        missing = self.members - each.exempt - later - self._ending - self._paused - each.captured.keys()
         if not missing and (each.captured or later or each.attempt):  # all donors of an earlier attempt may be lost
             return True
         is_grace_over = (
-            each.is_grace_over or not self._quorum.grace_s or missing <= self._behind(self._fragment(number))
+            each.is_grace_over or not self._quorum.grace_s or missing <= self._members_behind(self._fragment(number))
         )
         return is_grace_over and self._has_quorum(each)
 
@@ -423,37 +421,37 @@ class Ledger:
         """Return the members whose contributions a round needs: all that have not passed the round.
 
         Members contribute in the order of the rounds. A member has passed a round if it has contributed to a later
-        round. It has also passed the round if it is excused from a later round, because the leader had contributed to
+        round. It has also passed the round if it is exempt from a later round, because the leader had contributed to
         that later round before it admitted the member.
         """
         passed: set[int] = set()
         for later, other in self._rounds.items():
             if later > number:
-                passed |= other.captured.keys() | other.excused
-        return self.members - each.excused - passed
+                passed |= other.captured.keys() | other.exempt
+        return self.members - each.exempt - passed
 
     def _is_shared(self, number: int) -> bool:
         """Return whether all members share one mean in a round."""
         return not self.members or self._partners(number, min(self.members), tuple(sorted(self.members))) is None
 
-    def _taken(self, number: int, each: _Round) -> list[Instruction]:
+    def _decide_per_member(self, number: int, each: _Round) -> list[Instruction]:
         """Decide a round separately for each member if the member and its partners have contributed."""
         made: list[Instruction] = []
         members = tuple(sorted(self.members))
         for rank in members:
-            if rank in each.merged or rank in each.taken:
+            if rank in each.merged or rank in each.member_verdicts:
                 continue
-            if rank not in each.captured and rank not in each.excused:
+            if rank not in each.captured and rank not in each.exempt:
                 continue
             chosen = self._partners(number, rank, members) or ()
             partners = {partner: _factor(chosen, partner) for partner in chosen if partner in self.members}
-            if partners.keys() - each.excused <= each.captured.keys():
-                each.taken[rank] = self._verdict(each, partners, rank)
-                made.append(Decide(number, each.taken[rank], (rank,)))
+            if partners.keys() - each.exempt <= each.captured.keys():
+                each.member_verdicts[rank] = self._verdict(each, partners, rank)
+                made.append(Decide(number, each.member_verdicts[rank], (rank,)))
         return made
 
-    def _verdict(self, each: _Round, partners: Mapping[int, float] | None = None, taker: int = -1) -> Verdict:
-        """Return the next verdict on a round: its donors and their weights, among all members or ``partners``."""
+    def _verdict(self, each: _Round, partners: Mapping[int, float] | None = None, receiver: int = -1) -> Verdict:
+        """Return the leader's next decision on a round (donors and weights), among all members or ``partners``."""
         each.attempt += 1
         ranks = each.captured.keys() if partners is None else each.captured.keys() & partners.keys()
         chosen = self._weigh({rank: each.captured[rank] for rank in sorted(ranks)}) if ranks else {}
@@ -463,18 +461,18 @@ class Ledger:
         given = scores if any(scores) else ()
         late = () if self._quorum is None else tuple(sorted(self.members - each.captured.keys()))
         weights = tuple(chosen[rank] * (1.0 if partners is None else partners[rank]) for rank in donors)
-        return Verdict(each.attempt, donors, weights, norms, taker=taker, scores=given, late=late)
+        return Verdict(each.attempt, donors, weights, norms, receiver=receiver, scores=given, late=late)
 
     def _retirements(self) -> list[Instruction]:
-        """Retire, in order, the rounds whose mean no awaited member still needs."""
+        """End the rounds whose mean no awaited member still needs. Without a quorum, they end in order."""
         made: list[Instruction] = []
         if self._awaited is not None or not self.members:
             return made
-        waiting: set[int] = set()  # fragments with an earlier unretired round
+        waiting: set[int] = set()  # fragments with an earlier round that has not ended
         for number, each in sorted(self._rounds.items()):
             fragment = self._fragment(number)
-            if fragment in waiting or not (self.members <= each.merged or self._leaves_behind(number, each)):
-                if self._quorum is None:  # without a quorum, rounds are retired in order
+            if fragment in waiting or not (self.members <= each.merged or self._can_end_without_all(number, each)):
+                if self._quorum is None:  # without a quorum, rounds end in order
                     break
                 waiting.add(fragment)
                 continue
@@ -493,15 +491,16 @@ class Ledger:
         newest = self._rounds.get(number + len(self.retired), each).verdict or each.verdict
         return min(holders.intersection(() if newest is None else newest.donors) or holders)
 
-    def _leaves_behind(self, number: int, each: _Round) -> bool:
-        """Return whether a round can be retired although some members do not have its mean."""
+    def _can_end_without_all(self, number: int, each: _Round) -> bool:
+        """Return whether a round can end although some members do not have its mean."""
         fragment, later = self._fragment(number), self._rounds.get(number + len(self.retired))
         if self._quorum is None or not self.members & each.merged:
             return False
-        return (later is not None and later.verdict is not None) or self.members - each.merged <= self._behind(fragment)
+        has_later = later is not None and later.verdict is not None
+        return has_later or self.members - each.merged <= self._members_behind(fragment)
 
-    def _all_retired(self) -> list[Instruction]:
-        """Return instructions that repeat each fragment's last retirement, which a member may have missed."""
+    def _repeated_retirements(self) -> list[Instruction]:
+        """Return instructions that repeat, for each model fragment, which means are no longer offered."""
         if self._quorum is None:
             return [Retire(max(self.retired))] if any(self.retired) else []
         rounds = zip(self.retired, self._holders, strict=True)
@@ -531,17 +530,17 @@ class Ledger:
                 if own.weight:
                     each.captured[rank] = Report(own.weight, own.norm, own.scores)
                 elif not own.has_merged:
-                    each.excused.add(rank)
+                    each.exempt.add(rank)
                 if own.has_merged:
                     each.merged.add(rank)
                     if self._is_shared(own.round):  # otherwise each member's mean is different
                         holders.setdefault(own.round, (rank, own))
-        for number, known in self._rounds.items():  # adds contributions reported after a member's answer
+        for number, known in self._rounds.items():  # add contributions that were reported after a member had answered
             if number <= self.retired[self._fragment(number)]:
                 continue
             each = rounds.setdefault(number, _Round())
             each.attempt = max(each.attempt, known.attempt)
-            each.excused |= known.excused & self.members
+            each.exempt |= known.exempt & self.members
             for rank in self.members & known.captured.keys():
                 each.captured.setdefault(rank, known.captured[rank])
         self._rounds = rounds
@@ -552,9 +551,9 @@ class Ledger:
             each.attempt += 1
             given = own.donors, own.weights, own.norms
             each.verdict = Verdict(each.attempt, *given, holder=rank, scores=own.donor_scores, late=own.late)
-            # The holder also needs the verdict, so that it offers the mean under the new attempt.
+            # The holder of the mean also needs the decision, because it offers the mean under the new attempt number.
             made.append(Decide(number, each.verdict, tuple(sorted({rank, *self.members} - (each.merged - {rank})))))
-        return [*self._all_retired(), *made, *self._retirements(), *self._decisions()]
+        return [*self._repeated_retirements(), *made, *self._retirements(), *self._decisions()]
 
     def _count_as_retired(self) -> None:
         """Count a round as retired if a member has the state after it, but no member can offer its mean.
@@ -570,7 +569,7 @@ class Ledger:
             self.retired[fragment] = next((number for number in candidates if number not in offered), last)
 
     def _fill_gaps(self) -> None:
-        """Add missing rounds before known rounds. They have no donors, because all their donors are lost."""
+        """Add missing rounds before known rounds. They get no donors, because all their donors are lost."""
         if self._quorum is None:
             return
         count = len(self.retired)

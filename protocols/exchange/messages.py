@@ -1,14 +1,14 @@
 """Defines the messages between the members of an exchange and their leader.
 
-The frame's header contains the round number. Annotations are real objects instead of strings, since `get_type_hints`
-must return plain types.
+The frame's header contains the round number. Annotations are not strings, because `get_type_hints` must return plain
+types.
 """
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Final
 
-#: Maximum attempt in a message. Only losses cause further attempts.
+#: Maximum number of decisions on one round that a message may claim. Only losses of ranks cause further decisions.
 ATTEMPT_MAX: Final = 1 << 12
 
 
@@ -22,8 +22,8 @@ class Verdict:
         weights: Weights of the donors, in the same order.
         norms: L2 norms of the donors' contributions, in the same order.
         holder: Rank that already has the mean and provides all its slices, or -1 if the donors provide them.
-        taker: The only rank that receives this verdict's mean. It averages all slices itself. -1 if all members share
-            the mean.
+        receiver: The only rank that receives this verdict's mean, and averages all slices itself. -1 if all members
+            share the mean.
         scores: Further values of the donors' reports, in the same order. Empty if the reports have none.
         late: Members that had not contributed when the leader decided, in ascending order.
     """
@@ -33,7 +33,7 @@ class Verdict:
     weights: tuple[float, ...]
     norms: tuple[float, ...]
     holder: int = -1
-    taker: int = -1
+    receiver: int = -1
     scores: tuple[tuple[float, ...], ...] = ()
     late: tuple[int, ...] = ()
 
@@ -53,7 +53,7 @@ class Verdict:
         return (self.holder,) if self.holder >= 0 else self.donors
 
     def among(self, ranks: Container[int]) -> "Verdict":
-        """Return the verdict with only the donors that are in ``ranks``."""
+        """Return the leader's decision with only the donors that are in ``ranks``."""
         kept = [place for place, donor in enumerate(self.donors) if donor in ranks]
         return replace(
             self,
@@ -65,8 +65,8 @@ class Verdict:
 
     def source_of(self, number: int) -> int:
         """Return the rank that provides the mean of the slices with owner number ``number``."""
-        if self.taker >= 0:
-            return self.taker
+        if self.receiver >= 0:
+            return self.receiver
         return self.holder if self.holder >= 0 else self.donors[number % len(self.donors)]
 
 
@@ -76,7 +76,6 @@ class RoundState:
 
     Attributes:
         attempt: Number of the leader's last decision that the member has received, or 0 before the first.
-        has_merged: Whether the member has the mean.
         weight, norm, scores: The member's :class:`protocols.exchange.ledger.Report`. The weight and norm are 0 if the
             member joined after the round had begun, so that it only receives the mean.
         donors, weights, norms, donor_scores, late: Fields of the verdict if the member has the mean; otherwise empty.
@@ -106,7 +105,7 @@ class RoundState:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Member to leader: the sender has captured its contribution to the round, which can now be requested.
+    """Member to leader: the sender's contribution to the round is complete, and can now be requested.
 
     See :class:`protocols.exchange.ledger.Report` for the attributes.
     """
@@ -122,7 +121,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Member to leader: the sender has the round's mean, or a fragment state that includes it."""
+    """Member to leader: the sender has the round's mean, or a state of the model fragment that includes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ class Paused:
 class Ending:
     """Member to all members: the sender will contribute to no further round, and leaves after its last rounds.
 
-    Members that are behind then catch up, because the newest state may be lost when this member leaves.
+    Members that lack means then request the newest state, because it may be lost when the sender leaves.
     """
 
 
@@ -145,18 +144,14 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Leader to members: the decision which contributions the round averages."""
+    """Leader to members: which contributions the round averages."""
 
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class CensusRequest:
-    """Leader to members: stop receiving the means of all rounds, and reply with a `CensusReply`.
-
-    Attributes:
-        number: Number of the leader's census.
-    """
+    """Leader to members: stop receiving the means of all rounds, and reply with a `CensusReply`."""
 
     number: int
 
@@ -167,8 +162,8 @@ class CensusReply:
 
     Attributes:
         number: Number of the census, or 0 if the sender reports to a new leader without being asked.
-        round_states: State of each round that is not retired.
-        retired: Last retired round of each fragment, or 0 if no round is retired.
+        round_states: State of each round whose mean is still offered.
+        retired: Last round of each fragment whose mean is no longer offered, or 0 without one.
         newest: Last round of each fragment whose state the member has, or 0 without a state.
     """
 
@@ -186,7 +181,7 @@ class CensusReply:
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Leader to members: the fragment's means up to this round are no longer needed, so their memory can be freed.
+    """Leader to members: the model fragment's means up to the given round are not needed, so free their memory.
 
     Attributes:
         holder: Member that provides the fragment's state to members without the mean, or -1 without a quorum.
@@ -197,16 +192,15 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """Request for a fragment's state after this round or a later one, from a member that has missed means."""
+    """Request for a model fragment's state after the given round or a later one.
+
+    Sent by a member that has missed means.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class StateOffer:
-    """Reply to `StateRequest`: the sender offers the fragment's state after this round.
-
-    Attributes:
-        nbytes: Size of the state in bytes.
-    """
+    """Reply to `StateRequest`: the sender offers the model fragment's state after the given round."""
 
     nbytes: int
 
@@ -217,7 +211,7 @@ class StateOffer:
 
 @dataclass(frozen=True, slots=True)
 class StateTaken:
-    """Reply to `StateOffer`: the state after this round has arrived, or the sender no longer needs it."""
+    """Reply to `StateOffer`: the state after the given round has arrived, or the sender no longer needs it."""
 
 
 ExchangeMessage = (

@@ -1,4 +1,4 @@
-"""Declares the options that all exchange-based policies share."""
+"""Declares the options of all policies that average in numbered rounds (exchange-based policies)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Base class of policies that average model fragments in rounds, without metrics and without a coordinator.
 
 In each step, :class:`ExchangePolicy` captures this rank's contributions to the fragments that are due
-(:mod:`protocols.exchange.flights`), and applies the means that have arrived and are due. The exchange transfers the
-data and handles lost ranks (:mod:`protocols.exchange.exchange`). A :class:`~protocols.exchange.fragment.Fragment`
-contains the state of a fragment, and defines what is sent and how a mean is applied.
+(:mod:`protocols.exchange.pending_rounds`), and applies the means that have arrived and are due. The exchange transfers
+the data and handles lost ranks (:mod:`protocols.exchange.exchange`). A
+:class:`~protocols.exchange.fragment.Fragment` contains the state of a fragment, and defines what is sent and how a mean
+is applied.
 
 Restarted ranks join with the leader's whole state. Checkpoints include means that are not applied yet.
 """
@@ -16,7 +17,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any, ClassVar, Final, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,11 @@ from torch import Tensor, nn
 from asyncdist import BusyError, validation
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.exchange.exchange import Exchange
-from asyncdist.protocols.exchange.flights import Flight, Flights
 from asyncdist.protocols.exchange.fragment import ENTRIES, Fragment, Mean, checksum_of_anchors, restore, state_of
 from asyncdist.protocols.exchange.ledger import Chosen, Quorum, Report, reported_weights, verdict_alone
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.options import ExchangeOptions
+from asyncdist.protocols.exchange.pending_rounds import PendingRound, PendingRounds
 from asyncdist.protocols.exchange.replicas.group import Readiness, joined_replica
 from asyncdist.protocols.exchange.replicas.parts import ReplicaParts, write_parts
 from asyncdist.protocols.exchange.rounds import Exchanged, copy_encoded, has_merged
@@ -37,22 +38,19 @@ from asyncdist.protocols.exchange.statistics import ExchangeStatistics, in_round
 from asyncdist.protocols.exchange.wire_layout import WireLayout
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
-from asyncdist.protocols.joining.replicas import SINGLE, Replicas
+from asyncdist.protocols.joining.replica_layout import SINGLE, Replicas
 from asyncdist.protocols.joining.replicated import ReplicatedPolicy
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.options import MemberOptions
-from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
+from asyncdist.protocols.starting.differences import FIRST_WEIGHTS, ROUNDS
 from asyncdist.protocols.step_info import NOTHING, Contributed, StepInfo, together
 from asyncdist.protocols.wrappers import check_replica_group
 from asyncdist.tensors.codecs import Codec
-from asyncdist.tensors.infinities import KnownInfinities, trouble_of
+from asyncdist.tensors.infinities import KnownInfinities, describe_nonfinite
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 logger = logging.getLogger("protocols.exchange.policy")
-
-#: Name in error messages for the number of completed rounds of each fragment.
-_ROUNDS: Final = "rounds completed"
 
 
 class ExchangePolicy(ReplicatedPolicy):
@@ -77,7 +75,7 @@ class ExchangePolicy(ReplicatedPolicy):
         options: Options of :class:`SpawnPolicy`.
     """
 
-    progress_names: ClassVar[tuple[str, ...]] = (FIRST_WEIGHTS, _ROUNDS)
+    progress_names: ClassVar[tuple[str, ...]] = (FIRST_WEIGHTS, ROUNDS)
 
     def __init__(
         self,
@@ -98,7 +96,7 @@ class ExchangePolicy(ReplicatedPolicy):
         )
         self._shared = shared
         schedule = replace(schedule, every=self.average_every)  # self.average_every is the validated int
-        self._flights = Flights(schedule, skips_late=skips_late)
+        self._pending_rounds = PendingRounds(schedule, skips_late=skips_late)
         self._fragment_count = schedule.fragment_count
         self._is_overlapped = schedule.overlap_steps > 0
         self._numbers_per_round = 1  # exchange rounds per fragment round; see _exchanged()
@@ -132,7 +130,7 @@ class ExchangePolicy(ReplicatedPolicy):
         """
 
     def _exchanged(self) -> Sequence[Exchanged]:
-        """Return the fragments and other objects that the exchange averages, one per round, in the order of the rounds.
+        """Return the fragments and other objects that the exchange averages, in the order of their rounds.
 
         A subclass may add ``self._numbers_per_round - 1`` further objects after each fragment. Their rounds may be
         skipped.
@@ -164,9 +162,9 @@ class ExchangePolicy(ReplicatedPolicy):
         return 1.0
 
     async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
-        """Return the values, besides weight and norm, that :meth:`weigh` needs for the next contribution.
+        """Return the values that :meth:`weigh` needs for the next contribution, in addition to weight and norm.
 
-        All ranks of a replica call this method together. If it raises, the contribution is captured in a later step.
+        All ranks of a replica call this method together. If it raises, the contribution is made in a later step.
         """
         del fragment, tensors
         return ()
@@ -185,20 +183,20 @@ class ExchangePolicy(ReplicatedPolicy):
         return False
 
     def partners(self, number: int, rank: int, members: Sequence[int]) -> Chosen:
-        """Return the members whose contributions to a round ``rank`` averages, or None if all members share one mean.
+        """Return the members whose contributions ``rank`` averages in a round, or None if all members share one mean.
 
         The result may map these members to factors of their weights. Must be a pure function, equal on all members. A
-        rank waits only for its partners.
+        rank waits only for these members.
         """
         del number, rank, members
         return None
 
-    def _acts_alone(self) -> bool:
+    def _makes_rounds_alone(self) -> bool:
         """Return whether a policy with a single member also makes rounds, as an outer optimizer requires."""
         return False
 
     def _forget_own(self) -> None:
-        """Drop state that concerns only the donor, after this rank has loaded the donor's whole state."""
+        """Drop state that concerns only the rank whose whole state this rank has just loaded."""
         for fragment in self._fragments:
             fragment.forget_own()
 
@@ -209,9 +207,9 @@ class ExchangePolicy(ReplicatedPolicy):
         self._known_infinities = KnownInfinities(self._flat)
         self._replicas = Replicas(self._members, 1 if self.is_alone else self._replica_size)
         self._parts = None
-        waits = not self._flights.skips_late
+        waits = not self._pending_rounds.skips_late
         self._quorum = Quorum.of_members(len(self._members), self._given_quorum, self._grace_s, waits)
-        self._flights.in_any_order = self._quorum is not None
+        self._pending_rounds.in_any_order = self._quorum is not None
         self._fragments = list(self._make_fragments())
         self._take_saved()
         if self.is_alone:
@@ -220,14 +218,14 @@ class ExchangePolicy(ReplicatedPolicy):
     def _agreed_values(self) -> dict[str, str]:
         # With a quorum, saved versions may differ between ranks. Late ranks receive the newest state.
         rounds = "saved" if self._may_be_late() else str([fragment.version for fragment in self._fragments])
-        return {**super()._agreed_values(), _ROUNDS: rounds}
+        return {**super()._agreed_values(), ROUNDS: rounds}
 
     def _may_be_late(self) -> bool:
-        """Return whether this rank's anchors may differ from other ranks', because they were saved with a quorum."""
+        """Return whether this rank's reference weights may differ from other ranks', as saved with a quorum."""
         return self._quorum is not None and self._was_loaded
 
     def _first_weights(self) -> dict[str, str]:
-        """Return the checksum of this rank's anchors, equal on all ranks with the same part of the model."""
+        """Return the checksum of this rank's anchors (reference weights), which must be equal on the other replicas."""
         if self._may_be_late():
             return {}
         return {FIRST_WEIGHTS: f"{checksum_of_anchors(self._fragments):08x}"}
@@ -235,7 +233,7 @@ class ExchangePolicy(ReplicatedPolicy):
     async def _agree(self) -> Agreed:
         if not self.keeps_replicas:
             return await super()._agree()
-        check_replica_group(self.model, self._replicas.mates(self._world.rank), self._world)
+        check_replica_group(self.model, self._replicas.replica_ranks(self._world.rank), self._world)
         agreed = await super()._agree()
         await self._start_replica()
         return agreed
@@ -245,7 +243,7 @@ class ExchangePolicy(ReplicatedPolicy):
         start = self._joint_start
         left_s, weights = start.left_s(self._start_timeout_s), self._first_weights()
         facts = self._world, start, self._replicas, self._flat, self._group.ranks, weights
-        await self._free_replica()  # of a restarted rank that has found no running policy
+        await self._free_replica()  # a restarted rank may have a group from a failed attempt to join
         self._replica = await joined_replica(*facts, left_s)
 
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
@@ -262,7 +260,7 @@ class ExchangePolicy(ReplicatedPolicy):
             quorum=self._quorum,
         )
         self._admission = self._new_admission(membership, scopes)
-        if not membership.is_joining:  # a newcomer loads the leader's state, not its own checkpoint
+        if not membership.is_joining:  # a restarted rank loads the leader's state instead
             self._contribute_again()
 
     def _opened(self) -> tuple[Exchange, Admission]:
@@ -291,11 +289,11 @@ class ExchangePolicy(ReplicatedPolicy):
         return self._opened()[1]
 
     def _begin_joined(self) -> None:
-        flights = self._flights.in_flight.values()
-        missing = [self._number_in_exchange(each.number) for each in flights if not self._has(each.number)]
+        in_flight = self._pending_rounds.in_flight.values()
+        missing = [self._number_in_exchange(each.number) for each in in_flight if not self._has(each.number)]
         self._opened()[0].begin_joined(missing)
 
-    def _take_whole(self) -> None:
+    def _finish_loading(self) -> None:
         self._take_saved()
         self._forget_own()
 
@@ -303,10 +301,10 @@ class ExchangePolicy(ReplicatedPolicy):
         """If a restarted rank has asked to join, admit it with this leader's state after this step."""
         if self._exchange is None or self._admission is None or not self._admission.is_asked:
             return
-        has_quorum = self._quorum is not None  # with a quorum, a newcomer can pass on this rank's means
-        if not self._flights.skips_late and not has_quorum:
+        has_quorum = self._quorum is not None  # with a quorum, a restarted rank can send these means to others
+        if not self._pending_rounds.skips_late and not has_quorum:
             await self._exchange.shared()
-        # A rank may have been lost during the wait. No newcomer is admitted during the resulting census.
+        # A rank may have been lost during the wait. No rank is admitted while the members report after the loss.
         if (has_quorum or not self._exchange.holds_means) and self._admission.is_asked:
             self._admission.admit(self._whole_state)
 
@@ -325,35 +323,35 @@ class ExchangePolicy(ReplicatedPolicy):
         :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="skip"``, all ranks
         must call it: a round has no mean until all ranks have contributed, so the state contains this rank's
         contribution instead. With a quorum and ``late="wait"``, all ranks must call it before a collective operation of
-        the training loop. Rounds then do not wait for this rank until its next step.
+        the training loop. Rounds do not wait for this rank between the call and its next step.
         """
-        self._check_not_lent("settle()")
+        self._check_not_evaluating("settle()")
         if self._quorum is not None and self._exchange is not None:
             self._exchange.pause()
-            for flight in list(self._flights.in_flight.values()):
-                await self._merged(flight.number)
+            for pending in list(self._pending_rounds.in_flight.values()):
+                await self._merged(pending.number)
             return
-        flights, count, self._unfinished = self._flights, self._fragment_count, set()
-        captured = flights.captured
-        if flights.skips_late and self._exchange is not None:
-            numbers = [self._number_in_exchange(flight.number) for flight in flights.in_flight.values()]
+        pending_rounds, count, self._unfinished = self._pending_rounds, self._fragment_count, set()
+        captured = pending_rounds.captured
+        if pending_rounds.skips_late and self._exchange is not None:
+            numbers = [self._number_in_exchange(pending.number) for pending in pending_rounds.in_flight.values()]
             captured = await self._exchange.settle(numbers, captured)
-        for fragment, flight in list(flights.in_flight.items()):
-            if (flight.number - 1) // count < captured[fragment]:
-                await self._merged(flight.number)
+        for fragment, pending in list(pending_rounds.in_flight.items()):
+            if (pending.number - 1) // count < captured[fragment]:
+                await self._merged(pending.number)
             else:
-                self._unfinished.add(flight.number)
+                self._unfinished.add(pending.number)
 
     def _own_state(self) -> dict[str, Any]:
         if self._stage == "new" and self._saved is not None:
             return {name: self._saved[name] for name in ENTRIES}
-        in_flight = {fragment: self._flight(fragment) for fragment in self._flights.in_flight}
-        arrived = [fragment for fragment, flight in in_flight.items() if self._has(flight.number)]
-        for fragment, flight in in_flight.items():
-            if fragment not in arrived and not self._is_admitting and flight.number not in self._unfinished:
-                raise BusyError(f"await policy.settle() before state_dict(): round {flight.number} is in flight")
+        in_flight = {fragment: self._pending_round(fragment) for fragment in self._pending_rounds.in_flight}
+        arrived = [fragment for fragment, pending in in_flight.items() if self._has(pending.number)]
+        for fragment, pending in in_flight.items():
+            if fragment not in arrived and not self._is_admitting and pending.number not in self._unfinished:
+                raise BusyError(f"await policy.settle() before state_dict(): round {pending.number} is in flight")
         return {
-            **state_of(self._fragments, self._flights, in_flight, arrived),
+            **state_of(self._fragments, self._pending_rounds, in_flight, arrived),
             **(SINGLE.place_of(0) if self._stage == "new" else self._replicas.place_of(self._world.rank)),
             "contributions": {} if self._is_admitting else self._contributions(),
         }
@@ -369,11 +367,11 @@ class ExchangePolicy(ReplicatedPolicy):
         count = len(state["fragments"]) or self._fragment_count
         if count != self._fragment_count:
             raise ValueError(f"the state must have {self._fragment_count} fragments, like this policy, got {count}")
-        self._flights.load(state)
+        self._pending_rounds.load(state)
         self._saved = state
 
     def _take_saved(self) -> None:
-        """Load the state from :meth:`load_state_dict` or from another rank, if any."""
+        """Load the state that :meth:`load_state_dict` or another rank has provided, if any."""
         if self._saved is not None:
             with validation.reading_state(type(self).__name__):
                 self._take(self._saved)
@@ -382,12 +380,12 @@ class ExchangePolicy(ReplicatedPolicy):
     def _take(self, saved: Mapping[str, Any]) -> None:
         if saved["fragments"]:
             self._replicas.check_saved(self._world.rank, saved)
-        restore(saved, self._fragments, self._flights)
+        restore(saved, self._fragments, self._pending_rounds)
         self._was_loaded = any(fragment.version for fragment in self._fragments)
         self._given = dict(saved["contributions"])
 
     def _contribute_again(self) -> None:
-        """Offer the contributions from a checkpoint again. Their rounds were unfinished when it was saved."""
+        """Offer the contributions from a checkpoint again. Their rounds had not ended when it was saved."""
         given, self._given = self._given, {}
         for number, state in sorted(given.items()):
             fragment = (number - 1) % self._fragment_count
@@ -398,76 +396,56 @@ class ExchangePolicy(ReplicatedPolicy):
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> bool:
-        flights = self._flights
-        flights.note_step(self.iteration)  # before any await: if the step is cancelled, its fragments stay owed
+        pending_rounds = self._pending_rounds
+        pending_rounds.note_step(self.iteration)  # before any await: if the step is cancelled, its fragments remain due
         self._unfinished.clear()
-        has_work = flights.in_flight or flights.can_begin() or self._replica is not None
-        return not has_work and (self._admission is None or not self._admission.is_asked)
+        if pending_rounds.in_flight or pending_rounds.can_begin() or self._replica is not None:
+            return True
+        return self._admission is not None and self._admission.is_asked
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         with contextlib.nullcontext() if self._replica is None else self._replica.step():
             return await self._take_step(local_metric)
 
     async def _take_step(self, local_metric: MetricSource) -> StepInfo:
-        world, step, flights = self._world, self.iteration, self._flights
+        world, step, pending_rounds = self._world, self.iteration, self._pending_rounds
         if self.is_alone:
             await world.safe_point()
-            if not self._acts_alone():
-                flights.forget_owed()
+            if not self._makes_rounds_alone():
+                pending_rounds.drop_uncontributed()
                 return NOTHING
         else:
             await world.progress()
-        if flights.can_begin() or flights.due(step):
+        if pending_rounds.can_begin() or pending_rounds.due_means(step):
             self._reshard()
-        applied = await self._apply_due(step) if flights.in_flight else []
-        if flights.can_begin():
+        applied = await self._apply_due(step) if pending_rounds.in_flight else []
+        if pending_rounds.can_begin():
             if local_metric is not None:
                 self._read_new_metric(local_metric)
-            while flights.can_begin():
-                while flights.can_begin():
+            while pending_rounds.can_begin():
+                while pending_rounds.can_begin():
                     applied += await self._begin_round(step)
+                # Without overlap, the new rounds' means are due in this step. A further round may then begin.
                 applied += await self._apply_due(step)
         await (self._admit() if self._replica is None else self._admit_replica(self._replica))
         return together(applied) if applied else NOTHING
 
-    def _has(self, number: int) -> bool:
-        if self._quorum is None or self._exchange is None:
-            return has_merged(self._fragments, number)
-        return self._exchange.has_merged(number)
-
-    def _flight(self, fragment: int) -> Flight:
-        """Return a fragment's contribution whose mean is not applied yet, with the round in which it counts."""
-        flight = self._flights.in_flight[fragment]
-        if self._quorum is None or self._exchange is None:
-            return flight
-        return self._flights.move(fragment, self._exchange.latest(flight.number))
-
-    async def _merged(self, number: int) -> None:
-        if self._exchange is not None:
-            await self._exchange.merged(self._number_in_exchange(number))
-
-    def _number_in_exchange(self, number: int) -> int:
-        return (number - 1) * self._numbers_per_round + 1
-
-    def _tensors(self) -> Sequence[Tensor]:
-        return self._flat.tensors(self._layout_buffers)
-
     async def _begin_round(self, step: int) -> list[StepInfo]:
-        """Contribute to the next round. Return the results of averages that had to be applied first."""
+        """Contribute to the next averaging round. Return the results of averages that had to be applied first."""
         await self._capture(step)
         return []
 
     async def _capture(self, step: int) -> None:
-        tensors = self._tensors()  # raises, with the fragment still owed, if the model's layout has changed
-        fragment, number = self._flights.next()
+        tensors = self._tensors()  # raises, while the fragment remains due, if the model's layout has changed
+        fragment, number = self._pending_rounds.next()
         own, exchange = self._fragments[fragment], self._exchange
-        # If this rank was admitted while the other ranks captured this round, it already has the round's mean.
+        # If this rank was admitted while the other ranks contributed to this round, it already has the round's mean.
         is_past, is_behind = self._quorum is None and self._has(number), False
         scores = () if is_past else await self._take_scores(fragment, tensors)
         if self._quorum is not None and exchange is not None:
             number, is_behind = exchange.next_open(fragment), exchange.is_behind(fragment)
-            self._flights.skip_to(number)
-        self._flights.begin(step, own.applied_version, waits=is_behind)
+            self._pending_rounds.skip_to(number)
+        self._pending_rounds.begin(step, own.applied_version, waits=is_behind)
         if is_past:
             own.advance(0)
             return
@@ -475,9 +453,13 @@ class ExchangePolicy(ReplicatedPolicy):
         # A non-finite parameter of the fragment makes the norm non-finite, so only the other entries are checked here.
         unsound = self._known_infinities.unsound_entry_of_model(own.measured_entries)
         norm = math.nan if unsound is not None else own.capture(tensors, encoded)
-        (self._unsound_captures.discard if math.isfinite(norm) else self._unsound_captures.add)(fragment)
         self._found_finite_at = step if math.isfinite(norm) else -1
-        own.advance(len(self._first_ranks()) if math.isfinite(norm) else 0)
+        if math.isfinite(norm):
+            self._unsound_captures.discard(fragment)
+            own.advance(len(self._first_ranks()))
+        else:
+            self._unsound_captures.add(fragment)
+            own.advance(0)
         version = own.version if self._quorum is None else own.applied_version
         nbytes, unencoded_nbytes = own.layout.nbytes, own.layout.unencoded_nbytes
         self._contribute(number, encoded, Report(weight, norm, scores))
@@ -489,7 +471,7 @@ class ExchangePolicy(ReplicatedPolicy):
     def _first_ranks(self) -> set[int]:
         """Return the living members, or the first rank of each replica if replicas have several ranks."""
         members = (self._world.rank,) if self._exchange is None else self._exchange.members()
-        return {self._replicas.mates(rank)[0] for rank in members}
+        return {self._replicas.replica_ranks(rank)[0] for rank in members}
 
     def _new_encoded(self, fragment: int) -> list[Tensor]:
         if self._exchange is None:
@@ -508,14 +490,14 @@ class ExchangePolicy(ReplicatedPolicy):
     async def _apply_due(self, step: int) -> list[StepInfo]:
         """Apply all means that are due in this step. Wait for missing means, unless late means are skipped."""
         applied = []
-        for fragment, flight in self._flights.due(step):
+        for fragment, pending in self._pending_rounds.due_means(step):
             began_at = self._world.time()
-            if not self._flights.skips_late or flight.waits:
-                await self._merged(flight.number)
-            flight = self._flight(fragment)
-            ready = await self._readiness(fragment, flight.number)
+            if not self._pending_rounds.skips_late or pending.waits:
+                await self._merged(pending.number)
+            pending = self._pending_round(fragment)
+            ready = await self._readiness(fragment, pending.number)
             if ready.has_mean:
-                applied.append(await self._apply(fragment, flight, began_at, ready))
+                applied.append(await self._apply(fragment, pending, began_at, ready))
         return applied
 
     async def _readiness(self, fragment: int, number: int) -> Readiness:
@@ -523,24 +505,24 @@ class ExchangePolicy(ReplicatedPolicy):
         has_mean, mean = self._has(number), self._fragments[fragment].mean
         if not has_mean and self._replica is None:
             return Readiness(False, "")
-        own = Readiness(has_mean, self._trouble())
+        own = Readiness(has_mean, self._describe_nonfinite())
         if mean is not None:
             own = own._replace(norm=mean.norm, norms=mean.verdict.norms, has_cosine=mean.cosine is not None)
-        if self._parts is not None and not own.trouble and not self._is_compared:
+        if self._parts is not None and not own.nonfinite and not self._is_compared:
             own = own._replace(checksum=self._parts.checksum(fragment, self._tensors()))
         return own if self._replica is None else await self._agree_in_replica(self._replica, own)
 
-    async def _apply(self, fragment: int, flight: Flight, began_at: float, ready: Readiness) -> StepInfo:
-        """Write a fragment's merged mean into the model, in the same step as the other ranks of the replica."""
+    async def _apply(self, fragment: int, pending: PendingRound, began_at: float, ready: Readiness) -> StepInfo:
+        """Write a fragment's received mean into the model, in the same step as the other ranks of the replica."""
         mean = self._fragments[fragment].mean
-        assert mean is not None, f"round {flight.number} has no mean"
+        assert mean is not None, f"round {pending.number} has no mean"
         waited_s = self._world.time() - began_at
-        is_late = self._flights.skips_late and flight.applied_at < self.iteration
+        is_late = self._pending_rounds.skips_late and pending.applied_at < self.iteration
         await self._write(fragment, ready, is_late=is_late, is_left_out=self._takes_whole(mean.verdict))
-        self._flights.end(fragment)
+        self._pending_rounds.end(fragment)
         if self._exchange is not None:
             self._exchange.note_applied(fragment * self._numbers_per_round)
-        info = self._info_of(fragment, flight, mean, ready)
+        info = self._info_of(fragment, pending, mean, ready)
         info = replace(info, seconds=self._world.time() - began_at, waited_s=waited_s)
         if info:
             self._announce_average(self._shared.on_event, info, mean.verdict.weights)
@@ -548,24 +530,24 @@ class ExchangePolicy(ReplicatedPolicy):
 
     async def _write(self, fragment: int, ready: Readiness, *, is_late: bool, is_left_out: bool) -> None:
         """Write a fragment's new values into the model, and reset the optimizer if necessary."""
-        own, trouble, tensors = self._fragments[fragment], ready.trouble, self._tensors()
+        own, nonfinite, tensors = self._fragments[fragment], ready.nonfinite, self._tensors()
         self._is_compared, self._found_finite_at = True, -1
-        is_whole = bool(trouble) or is_left_out or fragment in self._unsound_captures
+        is_whole = bool(nonfinite) or is_left_out or fragment in self._unsound_captures
         with self._weights.following():
             own.apply(tensors, is_late=is_late, is_whole=is_whole)
-            if trouble:  # other fragments that are not finite would make this one non-finite in the next step
+            if nonfinite:  # other fragments that are not finite would make this one non-finite in the next step
                 for each in self._fragments:
                     each.begin_again(tensors)
-        await self._share(range(self._fragment_count) if trouble else [fragment], tensors)
-        if self._shared.resets_optimizer or trouble:
+        await self._share(range(self._fragment_count) if nonfinite else [fragment], tensors)
+        if self._shared.resets_optimizer or nonfinite:
             reset_optimizer_state(self.optimizer)
         if is_left_out:  # the encoding error of a bad contribution would affect the next one
             own.forget_own()
 
-    def _info_of(self, fragment: int, flight: Flight, mean: Mean, ready: Readiness) -> StepInfo:
+    def _info_of(self, fragment: int, pending: PendingRound, mean: Mean, ready: Readiness) -> StepInfo:
         info = result_of(self._fragments[fragment], mean, ready, self._replicas, self._first_ranks())
         numbers = fragment, self._fragment_count, self.iteration
-        info = in_round(info, flight, *numbers, has_quorum=self._quorum is not None)
+        info = in_round(info, pending, *numbers, has_quorum=self._quorum is not None)
         return replace(info, gains=self._gains_of(mean.verdict))
 
     def _gains_of(self, verdict: Verdict) -> tuple[float, ...]:
@@ -574,23 +556,45 @@ class ExchangePolicy(ReplicatedPolicy):
         return ()
 
     async def _share(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        """Under DDP, copy the parts that the replica's other ranks have updated into this rank's model."""
+        """Under DDP, copy into this rank's model the parts that the replica's other ranks have updated."""
         if self._replica is not None and self._parts is not None:
             received = await self._parts.share(self._replica, fragments, tensors)
             with self._weights.following():
                 write_parts(received, tensors)
 
     async def _complete(self, fragments: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        """Copy each rank's part of trial weights to the other ranks of its replica.
+        """Copy each rank's part of trial weights (weights that are only evaluated) to the other ranks of its replica.
 
-        Trial weights are only evaluated and then taken back, so the optimizer's state does not change.
+        Trial weights are removed after their evaluation, so the optimizer's state does not change.
         """
         if self._replica is not None and self._parts is not None:
             write_parts(await self._parts.share(self._replica, fragments, tensors), tensors)
         self._reshard()
 
-    def _trouble(self) -> str:
+    def _has(self, number: int) -> bool:
+        if self._quorum is None or self._exchange is None:
+            return has_merged(self._fragments, number)
+        return self._exchange.has_merged(number)
+
+    def _pending_round(self, fragment: int) -> PendingRound:
+        """Return a model fragment's contribution whose mean is not applied yet, and the round in which it counts."""
+        pending = self._pending_rounds.in_flight[fragment]
+        if self._quorum is None or self._exchange is None:
+            return pending
+        return self._pending_rounds.move(fragment, self._exchange.latest(pending.number))
+
+    async def _merged(self, number: int) -> None:
+        if self._exchange is not None:
+            await self._exchange.merged(self._number_in_exchange(number))
+
+    def _number_in_exchange(self, number: int) -> int:
+        return (number - 1) * self._numbers_per_round + 1
+
+    def _tensors(self) -> Sequence[Tensor]:
+        return self._flat.tensors(self._layout_buffers)
+
+    def _describe_nonfinite(self) -> str:
         """Describe the part of this rank's weights or optimizer that is not finite. Return "" if all is finite."""
         optimizer = None if self._shared.resets_optimizer else self.optimizer
         is_known = self._found_finite_at == self.iteration  # this step has already checked the weights
-        return trouble_of(None if is_known else self._known_infinities, optimizer)
+        return describe_nonfinite(None if is_known else self._known_infinities, optimizer)

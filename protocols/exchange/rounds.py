@@ -1,4 +1,4 @@
-"""Transfers one member's contributions to averaging rounds, and receives and merges the means.
+"""Transfers one member's contributions to averaging rounds, and receives the means.
 
 Each fragment is divided into slices. The owner of a slice requests it from all donors (the ranks whose contributions
 are averaged), averages it, and offers the mean to all members. Slices are requested from a :class:`SnapshotServer`,
@@ -33,7 +33,8 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 logger = logging.getLogger("protocols.exchange.rounds")
 
-#: Maximum number of labels in one round: one for each slice of a contribution, and of the mean in each attempt.
+#: Maximum number of labels in one round: one for each slice of a contribution, and for each slice of the mean in each
+#: attempt.
 _LABEL_COUNT: Final = 1 << 30
 _YIELD_NBYTES: Final = 4 << 20  # number of bytes that are averaged before other tasks run
 
@@ -43,7 +44,7 @@ class Exchanged(Protocol):
 
     Attributes:
         layout: Vectors and slices of the fragment.
-        version: Number of merged rounds.
+        version: Number of rounds whose mean this member has received.
         is_frequent: Whether the memory of a round is reused in later rounds.
     """
 
@@ -56,7 +57,7 @@ class Exchanged(Protocol):
         """True if the memory of the last mean is needed until the mean is applied."""
 
     @property
-    def uses_up(self) -> bool:
+    def accepts_slices(self) -> bool:
         """True if :meth:`merge` accepts the mean of parameters in slices, and needs it only during the call."""
 
     def combine(
@@ -65,27 +66,27 @@ class Exchanged(Protocol):
         """Combine the donors' encoded values into ``into``, by default as their mean (:meth:`WireLayout.average`)."""
 
     def takes(self, number: int) -> bool:
-        """Return whether this member uses the mean of round ``number``."""
+        """Return whether this member uses the mean of averaging round ``number``."""
 
     def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
-        """Merge the encoded mean of a round. It is empty if no contribution was averaged.
+        """Add the encoded mean of a round to the object's state. The mean is empty if no contribution was averaged.
 
         Args:
             encoded: For each vector, the consecutive parts of its mean: the whole vector, or its slices.
         """
 
     def count_lost(self, version: int) -> None:
-        """Count the first ``version`` rounds as merged, because all members that had their means are lost."""
+        """Count the first ``version`` rounds as completed, because all members that had their means are lost."""
 
     def shared_state(self) -> Any:
-        """Return the state that is equal on all members that have merged the same number of rounds, as a tree."""
+        """Return, as a tree, the state that is equal on all members that have completed the same number of rounds."""
 
     def load_shared_state(self, state: Any) -> None:
         """Load another member's :meth:`shared_state`."""
 
 
 def has_merged(fragments: Sequence[Exchanged], number: int) -> bool:
-    """Return whether this member has merged a round's mean or loaded a state that includes it."""
+    """Return whether this member has a round's mean, or has loaded a state that includes it."""
     return (number - 1) // len(fragments) < fragments[(number - 1) % len(fragments)].version
 
 
@@ -106,14 +107,14 @@ class MemberRound:
     """State of one averaging round on one member, until the round's memory is freed.
 
     Attributes:
-        contribution: This member's encoded contribution, by vector. Empty before the capture.
+        contribution: This member's encoded contribution, by vector. Empty before it is made.
         attempt: Number of the leader's last decision (verdict) on the round, or 0.
         verdict: Decision whose mean this member receives or has. None before it, and while members report after a loss.
         scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
         mean: The encoded mean, by vector. Empty until it is requested.
-        elsewhere: Slices of the mean that are read in their owners' memory and are therefore missing in ``mean``.
-        has_received: Whether the member has received the mean. If replicas have several ranks, the mean is merged when
-            the round is retired; otherwise immediately.
+        read_in_place: Slices of the mean that are read in their owners' memory and are therefore missing in ``mean``.
+        has_received: Whether the member has received the mean. If replicas have several ranks, the mean is added to the
+            fragment when all members have it; otherwise immediately.
         offers: This member's slices that other ranks can request.
     """
 
@@ -126,7 +127,7 @@ class MemberRound:
     attempt: int = 0
     verdict: Verdict | None = None
     mean: list[Tensor] = field(default_factory=list)
-    elsewhere: dict[Slice, Tensor] = field(default_factory=dict)
+    read_in_place: dict[Slice, Tensor] = field(default_factory=dict)
     has_received: bool = False
     has_merged: bool = False
     task: asyncio.Task[None] | None = None
@@ -187,10 +188,10 @@ class RoundTransfers:
             for of_mean in (False, True)
         )
         self._free: dict[int, list[Tensor]] = {nbytes: [] for nbytes in self._block_nbytes}  # by size: free memory
-        self._lent: dict[int, Tensor] = {}  # by address: memory blocks in use
+        self._in_use: dict[int, Tensor] = {}  # by address: memory blocks in use
         self._shared: dict[int, SharedMemory] = {}  # by address: blocks that other ranks on this host can map
-        self._kept: dict[int, list[Tensor]] = {}  # by fragment: a retired round's mean that is not applied yet
-        self._scratch: list[Tensor] = []  # memory for pieces of slices that are read from donors
+        self._kept: dict[int, list[Tensor]] = {}  # by fragment: mean of an ended round that is not applied yet
+        self._scratch: list[Tensor] = []  # memory for parts of slices that are read from donors
         self._allocate_first()
 
     def _allocate_first(self) -> None:
@@ -209,31 +210,31 @@ class RoundTransfers:
             nbytes = max(1, given.layout.memory_nbytes(of_mean=of_mean))
         free = self._free.get(nbytes)
         block = free.pop() if free else self._new_block(nbytes, is_kept=free is not None)
-        self._lent[_address(block)] = block
+        self._in_use[_address(block)] = block
         return given.layout.encoded_in(block, of_mean=of_mean)
 
     def _new_block(self, nbytes: int, *, is_kept: bool) -> Tensor:
         """Allocate memory. If it is kept and large, other ranks on this host can map it."""
         if is_kept and nbytes >= neighbours.READ_NBYTES_MIN and self._services.shares_memory:
-            with contextlib.suppress(OSError):  # no shared memory, or no free file descriptor
+            with contextlib.suppress(OSError):  # if shared memory or file descriptors run out, use ordinary memory
                 memory = SharedMemory(nbytes)
                 self._shared[_address(memory.tensor)] = memory
                 return memory.tensor
         return new_memory(nbytes)
 
     def note_applied(self, fragment: int) -> None:
-        """Allow the memory of a fragment's last mean to be reused."""
+        """Allow the memory of a model fragment's last mean to be reused."""
         if fragment in self._kept:
-            self._give_back(self._kept.pop(fragment))
+            self._release(self._kept.pop(fragment))
 
-    def _give_back(self, encoded: Sequence[Tensor]) -> None:
+    def _release(self, encoded: Sequence[Tensor]) -> None:
         if encoded:
-            block = self._lent.pop(_address(encoded[0]))
+            block = self._in_use.pop(_address(encoded[0]))
             if block.nbytes in self._free:
                 self._free[block.nbytes].append(block)
 
     def offer_contribution(self, own: MemberRound) -> None:
-        """Let the slices' owners request their slices of this member's contribution."""
+        """Let the ranks that average the slices request their slices of this member's contribution."""
         layout = self._fragments[own.fragment].layout
         for each in layout.slices:
             self._offer(own, layout.part(own.contribution, each), _label(0, each, layout))
@@ -241,9 +242,9 @@ class RoundTransfers:
     def offer_mean(self, own: MemberRound, verdict: Verdict) -> None:
         """Offer all slices of this member's mean, because a new decision names this member as the source."""
         layout = self._fragments[own.fragment].layout
-        for each, part in own.elsewhere.items():
+        for each, part in own.read_in_place.items():
             layout.part(own.mean, each, of_mean=True).copy_(part)
-        own.elsewhere = {}
+        own.read_in_place = {}
         for each in layout.slices if own.mean else ():
             self._offer(own, layout.part(own.mean, each, of_mean=True), _label(verdict.attempt, each, layout))
 
@@ -257,23 +258,23 @@ class RoundTransfers:
         self.offer_contribution(later)
 
     def begin(self, own: MemberRound, verdict: Verdict) -> asyncio.Task[None]:
-        """Start a task that receives the mean described by ``verdict`` and, with ``merges_at_once``, merges it."""
+        """Start a task that receives the mean that ``verdict`` defines and, with ``merges_at_once``, merges it."""
         return self._services.spawn_service(self._take(own, verdict), name=f"mean of round {own.number}")
 
     def merge(self, own: MemberRound) -> None:
-        """Merge a round's received mean into its fragment, unless the fragment already includes it."""
+        """Add a round's received mean to its model fragment's state, unless the state already includes it."""
         assert own.has_received and own.verdict is not None, f"the mean of round {own.number} was not received"
         fragment = self._fragments[own.fragment]
         # Skip a mean that is not for this member, or that its received state already includes.
         if fragment.takes(own.number) and not has_merged(self._fragments, own.number):
             own_parts = [[each] for each in own.mean]
-            if fragment.uses_up and own.mean:
-                own_parts = fragment.layout.divided(own.mean, own.elsewhere)
+            if fragment.accepts_slices and own.mean:
+                own_parts = fragment.layout.divided(own.mean, own.read_in_place)
             fragment.merge(own.verdict, own_parts)
         own.has_merged = True
 
     def stop(self, own: MemberRound) -> None:
-        """Stop receiving a round's mean. The mean is not merged after this call."""
+        """Stop receiving a round's mean. The mean is not added to the fragment after this call."""
         own.verdict = None
         if own.task is not None and not own.task.done():
             own.task.cancel()
@@ -281,27 +282,27 @@ class RoundTransfers:
         if not own.has_merged:
             own.has_received = False
             self._forget(own.mean)
-            own.mean, own.elsewhere = [], {}
+            own.mean, own.read_in_place = [], {}
 
     def retire(self, own: MemberRound) -> None:
         """Stop offering the slices of a round, and reuse their memory when the last transfer has ended."""
         offers, own.offers = own.offers, []
         contribution, mean = list(own.contribution), own.mean
-        own.contribution, own.mean, own.elsewhere = (), [], {}
+        own.contribution, own.mean, own.read_in_place = (), [], {}
         if not own.has_merged:
             self._forget(mean)
             mean = []
         remaining = len(offers)
 
         def reuse() -> None:
-            self._give_back(contribution)
+            self._release(contribution)
             fragment = self._fragments[own.fragment]
             is_newest = fragment.version == (own.number - 1) // len(self._fragments) + 1
             if mean and is_newest and fragment.holds_mean and fragment.takes(own.number):
-                self._give_back(self._kept.pop(own.fragment, ()))
+                self._release(self._kept.pop(own.fragment, ()))
                 self._kept[own.fragment] = mean
             else:
-                self._give_back(mean)
+                self._release(mean)
 
         def on_free(_: FlatBuffers) -> None:
             nonlocal remaining
@@ -318,7 +319,7 @@ class RoundTransfers:
     def _forget(self, encoded: Sequence[Tensor]) -> None:
         """Do not reuse the memory of an incomplete mean, because a stopped stream may still write into it."""
         if encoded:
-            del self._lent[_address(encoded[0])]
+            del self._in_use[_address(encoded[0])]
             self._shared.pop(_address(encoded[0]), None)
 
     def _offer(self, own: MemberRound, part: Tensor, label: Part) -> None:
@@ -342,7 +343,7 @@ class RoundTransfers:
             own.has_received = True
             if self._merges_at_once:
                 self.merge(own)
-        except (RankLostError, StreamAborted) as error:  # the leader takes a census when it detects the loss
+        except (RankLostError, StreamAborted) as error:  # the leader decides the round again when it detects the loss
             logger.info("the mean of round %d did not arrive: %s", own.number, error)
             return
         self._services.engine.recheck()
@@ -372,14 +373,14 @@ class RoundTransfers:
                 means[each] = self._fetch(own, verdict.source_of(each.owner), into, label)
             for each in owned:
                 await self._average(own, verdict, each, {donor: given.get((each, donor)) for donor in verdict.donors})
-                if verdict.taker < 0:
+                if verdict.receiver < 0:
                     self._offer(own, layout.part(own.mean, each, of_mean=True), _label(verdict.attempt, each, layout))
             for each in others:
-                is_used_up = self._reads_means and self._is_used_up(own, each)
-                part = await means[each].whole(in_place=is_used_up)
+                may_read_in_place = self._reads_means and self._accepts_slices(own, each)
+                part = await means[each].whole(in_place=may_read_in_place)
                 if not means[each].is_whole:
-                    own.elsewhere[each] = part
-            for each in own.elsewhere:  # from now on, owners keep these slices until this rank has merged them
+                    own.read_in_place[each] = part
+            for each in own.read_in_place:  # from now on, owners keep these slices until this rank has merged them
                 means[each].check()
                 means[each].complete()
         finally:
@@ -428,9 +429,9 @@ class RoundTransfers:
         for fetch in fetches:
             fetch.complete()
 
-    def _is_used_up(self, own: MemberRound, each: Slice) -> bool:
+    def _accepts_slices(self, own: MemberRound, each: Slice) -> bool:
         fragment = self._fragments[own.fragment]
-        return fragment.uses_up and fragment.layout.vectors[each.vector].role == "stepped"
+        return fragment.accepts_slices and fragment.layout.vectors[each.vector].role == "stepped"
 
     def _scratch_of(self, count: int, nbytes: int) -> list[Tensor]:
         if not self._scratch or len(self._scratch[0]) < nbytes:

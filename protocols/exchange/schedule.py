@@ -1,4 +1,4 @@
-"""Determines the steps in which fragments are captured and applied. All functions are pure."""
+"""Determines the steps in which fragments are contributed and their means applied. All functions are pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Defines the steps, counted from 0, in which the fragments are due.
+    """Defines the steps, counted from 0, in which a rank contributes the fragments (parts) of its model.
 
     During the warm-up, all fragments are due in each step, and are applied in the same step. Afterwards each fragment
     is due every ``every`` steps, and the fragments follow each other at equal distances. The last (or only) fragment is
@@ -21,7 +21,7 @@ class Schedule:
     warmup_steps: int
 
     def due(self, step: int) -> tuple[int, ...]:
-        """Return the fragments that are captured in ``step``."""
+        """Return the model fragments that are contributed in ``step``."""
         if step < self.warmup_steps:
             return tuple(range(self.fragment_count))
         place, count = (step + 1 - self.warmup_steps) % self.every, self.fragment_count
@@ -30,5 +30,5 @@ class Schedule:
         return tuple(number for number in range(count) if (number + 1) * self.every // count % self.every == place)
 
     def applied_at(self, step: int) -> int:
-        """Return the step in which the mean of a contribution that is captured in ``step`` is applied."""
+        """Return the step in which the mean of a contribution that is made in ``step`` is applied."""
         return step if step < self.warmup_steps else step + self.overlap_steps

@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Final
 
 from asyncdist.protocols.exchange.counts import AverageCounts
-from asyncdist.protocols.exchange.flights import Flight
 from asyncdist.protocols.exchange.fragment import Fragment, Mean, mean_cosine
+from asyncdist.protocols.exchange.pending_rounds import PendingRound
 from asyncdist.protocols.exchange.replicas.group import Readiness
-from asyncdist.protocols.joining.replicas import Replicas
+from asyncdist.protocols.joining.replica_layout import Replicas
 from asyncdist.protocols.journal import format_table
 from asyncdist.protocols.step_info import StepInfo
 from asyncdist.wording import plural, size_in_words
@@ -57,7 +57,7 @@ class ExchangeStatistics:
     cosine: float | None = None
 
     def __str__(self) -> str:
-        """Return a table of the counts, for ``print(policy.statistics())``."""
+        """Return a table of the counts."""
         rows: list[tuple[str, object]] = [
             ("iteration", self.iteration),
             ("averages applied", self.average_count),
@@ -106,7 +106,7 @@ def _by_number(counts: Mapping[int, int]) -> str:
 def result_of(
     fragment: Fragment, mean: Mean, ready: Readiness, replicas: Replicas, members: Collection[int]
 ) -> StepInfo:
-    """Return the result of a step that has applied a mean. :func:`in_round` adds the fields of its round.
+    """Return the result of a step that has applied a mean, without the fields that :func:`in_round` adds.
 
     Args:
         ready: Joint report of the ranks of this rank's replica.
@@ -118,37 +118,37 @@ def result_of(
         if ready.has_cosine and ready.norm is not None:
             cosine = mean_cosine(replace(verdict, norms=ready.norms), ready.norm)
     total = sum(verdict.weights)
-    donors = tuple(replicas.mates(donor)[0] for donor in verdict.donors)
-    has_changed = bool(donors or fragment.returns_to_anchor or (ready.trouble and fragment.anchors))
+    donors = tuple(replicas.replica_ranks(donor)[0] for donor in verdict.donors)
+    has_changed = bool(donors or fragment.returns_to_anchor or (ready.nonfinite and fragment.anchors))
     return StepInfo(
         averaged_this_iteration=has_changed,
         abandoned="" if has_changed else _NO_DONOR,
         donors=donors,
         weights=tuple(weight / total for weight in verdict.weights),
         nbytes=fragment.layout.mean_nbytes if donors else 0,
-        recovered=ready.trouble,
+        recovered=ready.nonfinite,
         wire_nbytes=fragment.layout.nbytes,
         outer_norm=ready.norm,
         cosine=cosine,
         unencoded_nbytes=fragment.layout.unencoded_nbytes,
         version=fragment.version,
-        left_out=() if verdict.taker >= 0 else tuple(sorted(set(members) - set(donors))),
+        left_out=() if verdict.receiver >= 0 else tuple(sorted(set(members) - set(donors))),
     )
 
 
 def in_round(
-    info: StepInfo, flight: Flight, fragment: int, fragment_count: int, iteration: int, *, has_quorum: bool
+    info: StepInfo, pending: PendingRound, fragment: int, fragment_count: int, iteration: int, *, has_quorum: bool
 ) -> StepInfo:
-    """Return ``info`` with the fragment, its round's number, and the staleness of the contribution."""
-    number, staleness = flight.number, 0
-    if has_quorum:  # the anchor may have moved before the capture, and again before this step
+    """Return ``info`` with the model fragment, its round's number, and the staleness of the contribution."""
+    number, staleness = pending.number, 0
+    if has_quorum:  # the reference weights may change both before the contribution and before this step
         number = (info.version - 1) * fragment_count + fragment + 1
-        staleness = info.version - 1 - flight.base_version
+        staleness = info.version - 1 - pending.base_version
     return replace(
         info,
         round=number,
         fragment=fragment,
         fragment_count=fragment_count,
-        staleness_steps=iteration - flight.captured_at,
+        staleness_steps=iteration - pending.captured_at,
         staleness_versions=staleness,
     )

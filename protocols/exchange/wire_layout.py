@@ -42,6 +42,24 @@ _EXACT: Final = find_codec("float32")
 _NORM_MAX: Final = 2.0**400  # replaces larger norms, so that sums of their squares are finite
 
 
+class Scratch:
+    """Keeps memory for decoded values from one round to the next.
+
+    The kernel clears and maps each page of new memory. For 64 MiB, this takes as long as encoding them as int8.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    @torch.inference_mode(False)  # the memory is used after the caller's inference mode has ended
+    def values(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for ``count`` values, with undefined contents. It is reused by the next call."""
+        memory = self._memory.get(dtype)
+        if memory is None or len(memory) < count:
+            memory = self._memory[dtype] = torch.empty(count, dtype=dtype, device="cpu")
+        return memory[:count]
+
+
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """Defines how the values of a vector are encoded.
@@ -56,7 +74,7 @@ class Encoding:
     width: int = 1
 
     def place_of(self, index: int) -> int:
-        """Return the position of element ``index`` in the encoded vector. The element must begin a block."""
+        """Return the position of element ``index``, the first of a codec block, in the encoded vector."""
         return index * self.width if self.codec is None else self.codec.nbytes(index)
 
     @property
@@ -112,33 +130,35 @@ class Vector:
 
     @torch.inference_mode(False)  # the tensor is used after the caller's inference mode has ended
     def new_flat(self) -> Tensor:
-        """Allocate a zero-filled vector."""
+        """Allocate a zero-filled flat tensor for the vector's values."""
         return torch.zeros(self.count, dtype=self.dtype, device="cpu")
 
     @torch.inference_mode(False)
-    def values_of(self, encoded: Tensor) -> Tensor:
-        """Return memory for a contribution's values: ``encoded`` without a codec, otherwise a new tensor.
+    def values_of(self, encoded: Tensor, scratch: Scratch) -> Tensor:
+        """Return memory for a contribution's values: ``encoded`` without a codec, otherwise memory of ``scratch``.
 
         The values in gaps are 0.
         """
         if self.sent.codec is None:
             return encoded
-        if self.has_gaps:
-            return self.new_flat()
-        return torch.empty(self.count, dtype=self.dtype, device="cpu")
+        values = scratch.values(self.count, self.dtype)
+        return values.zero_() if self.has_gaps else values
 
     @torch.inference_mode(False)
     def decoded(self, encoded: Tensor, *, of_mean: bool = False) -> Tensor:
         """Return the values of an encoded vector. Without a codec, this is the encoded vector itself."""
-        return self.decoded_parts([encoded], of_mean=of_mean)[0]
+        return self.decoded_parts([encoded], Scratch(), of_mean=of_mean)[0]
 
     @torch.inference_mode(False)
-    def decoded_parts(self, encoded: Sequence[Tensor], *, of_mean: bool = True) -> list[Tensor]:
-        """Return the values of the parts of an encoded vector: its slices, or the whole vector as one part."""
+    def decoded_parts(self, encoded: Sequence[Tensor], scratch: Scratch, *, of_mean: bool = True) -> list[Tensor]:
+        """Return the values of the parts of an encoded vector: its slices, or the whole vector as one part.
+
+        With a codec, the values are in the memory of ``scratch``.
+        """
         encoding = _encoding(self, of_mean)
         if encoding.codec is None:
             return list(encoded)
-        values = torch.empty(self.count, dtype=self.dtype, device="cpu")
+        values = scratch.values(self.count, self.dtype)
         cuts = list(pairwise(dict.fromkeys(self.bounds))) if len(encoded) > 1 else [(0, self.count)]
         parts = [values[first:last] for first, last in cuts]
         for each, part in zip(encoded, parts, strict=True):
@@ -161,7 +181,7 @@ class Slice:
 
     Attributes:
         number: Number of the slice among all slices of the fragment.
-        owner: Number of the owner. Slices with equal numbers have the same owner.
+        owner: Number that selects the rank that averages the slice. Equal numbers select the same rank.
         first, last: First and end element of the slice in the vector.
         cuts: Elements at which the slice is divided into pieces. Empty unless some pieces are whole tensors.
         whole: Numbers of the pieces that are whole tensors.
@@ -177,7 +197,7 @@ class Slice:
 
 
 def average_into(into: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> None:
-    """Write the weighted mean of flat tensors into ``into``. They are added in the given order."""
+    """Write the weighted mean of flat tensors into ``into``. The tensors are added in the given order."""
     if len(parts) > 1 and all(weight == 1.0 for weight in weights):
         mean_into(into, parts)
     else:
@@ -192,16 +212,15 @@ class WireLayout:
         parameters: Names of the model's parameters, except those with infinities, such as frozen masks, because
             differences of infinities are NaN. All other floating entries have the role ``"averaged"``.
         owner_count: Number of ranks among which each vector is divided.
-        codec: Codec of the stepped float32 vector.
+        codec: Codec of the float32 parameters.
         divisible: Names of the parameters that may be cut into pieces, or None if all may be. Each other parameter is
             one piece, so that it is combined as a whole.
-        width: Number of values for each element of a stepped vector in the mean. Usually 1; the number of donors if the
-            "mean" consists of all donors' values.
+        width: Number of values in the mean for each element of a parameter vector. Usually 1; the number of donors if
+            the "mean" consists of all donors' values.
 
     Attributes:
         slices: All non-empty slices.
         is_cut: Whether all vectors may be cut anywhere. Otherwise some tensors are whole.
-        stepped_entries: Indices of the entries in stepped vectors.
         nbytes: Total size in bytes of all encoded vectors of a contribution.
         mean_nbytes: Total size in bytes of all encoded vectors of a mean.
         unencoded_nbytes: Total size in bytes of all vectors without encoding.
@@ -324,7 +343,7 @@ class WireLayout:
         return views
 
     def new_encoded(self, *, of_mean: bool = False) -> list[Tensor]:
-        """Allocate memory for each encoded vector. Only the gaps are initialised."""
+        """Allocate memory for each encoded vector. Only the gaps between values are initialised."""
         return self.encoded_in(new_memory(self.memory_nbytes(of_mean=of_mean)), of_mean=of_mean)
 
     @torch.inference_mode(False)
@@ -333,18 +352,18 @@ class WireLayout:
         encoding = _encoding(self.vectors[each.vector], of_mean)
         return encoded[each.vector][encoding.place_of(each.first) : encoding.place_of(each.last)].view(torch.uint8)
 
-    def divided(self, encoded: Sequence[Tensor], elsewhere: Mapping[Slice, Tensor]) -> list[list[Tensor]]:
-        """Return the parts of an encoded mean, by vector: slices of stepped vectors, and other vectors as a whole.
+    def divided(self, encoded: Sequence[Tensor], read_in_place: Mapping[Slice, Tensor]) -> list[list[Tensor]]:
+        """Return the parts of an encoded mean, by vector: slices of parameters, and all other vectors as a whole.
 
         Args:
             encoded: Encoded vectors.
-            elsewhere: Slices of stepped vectors, as uint8, to use instead of those in ``encoded``.
+            read_in_place: Slices of stepped vectors, as uint8, to use instead of those in ``encoded``.
         """
         parts = [[] if vector.role == "stepped" else [each] for vector, each in zip(self.vectors, encoded, strict=True)]
         for each in self.slices:
             vector = self.vectors[each.vector]
             if vector.role == "stepped":
-                part = elsewhere[each] if each in elsewhere else self.part(encoded, each, of_mean=True)
+                part = read_in_place[each] if each in read_in_place else self.part(encoded, each, of_mean=True)
                 parts[each.vector].append(part.view(vector.mean.encoded_dtype))
         return parts
 
@@ -353,7 +372,7 @@ class WireLayout:
         return _encoding(self.vectors[each.vector], of_mean).nbytes(each.first, each.last)
 
     def pieces(self, each: Slice) -> list[Piece]:
-        """Divide a slice into pieces that fit into a core's cache."""
+        """Divide a slice into pieces that each fit into a core's cache."""
         vector, start = self.vectors[each.vector], each.first
         if vector.role == "copied":
             return [Piece(0, each.last - start, 0, each.last - start)]

@@ -1,16 +1,19 @@
 """Admits restarted ranks (*newcomers*) to a running policy, with the whole state of the policy's leader.
 
-A newcomer finds the policy through the board that all policies of a rank share (:mod:`protocols.joining.newcomers`).
-The leader copies its state inside its next ``step``, and admits the newcomer at the same moment. The newcomer's first
-round is therefore the round after this state. Newcomers are admitted one at a time.
+A newcomer finds the policy through the dispatcher that all policies of a rank share
+(:mod:`protocols.joining.newcomers`). The leader copies its state inside its next ``step``, and admits the newcomer at
+the same moment. The newcomer's first round is therefore the round after this state. Newcomers are admitted one at a
+time.
 
 If replicas have several ranks, a restarted replica is admitted as a whole, when all its ranks wait. Each of its ranks
-gets the state of its counterpart in the leader's replica, whose ranks copy their states at the end of the same step.
+gets the state of its counterpart in the leader's replica. The ranks of that replica copy their states at the end of the
+same step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from asyncdist import AsyncdistError, RankLostError, StartTimeoutError
 from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
-from asyncdist.protocols.joining.board import Board
+from asyncdist.protocols.joining.dispatcher import PolicyDispatcher
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.messages import Declined, Waiting
 from asyncdist.protocols.joining.newcomers import ASK_AGAIN_S, Application, Refusal, Request, Welcome, digest_of, key_of
@@ -49,12 +52,14 @@ class Admission:
         self._ranks = tuple(ranks)
         self._values = dict(values)
         self._requests: dict[int, Request] = {}  # by rank: newest request, answered if this rank becomes the leader
-        self._applicants: dict[int, tuple[int, int]] = {}  # by newcomer to admit: incarnation and attempt
-        self._waiting: dict[int, tuple[int, int]] = {}  # by newcomer with channels: incarnation and attempt
-        self._has_declined = False  # whether the leader that this newcomer has asked has left
+        self._applicants: dict[int, tuple[int, int]] = {}  # by rank to admit: number of restarts, and attempt
+        self._waiting: dict[int, tuple[int, int]] = {}  # by rank with open channels: number of restarts, and attempt
+        # By rank that waits: rank and incarnation of each rank of its replica that does not become a member itself.
+        self._followers: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._has_declined = False  # whether the leader that this restarted rank has asked has left
         membership.call_when_leading(self._answer_kept)
-        self._board = services.shared(Board)
-        self._board.open(scopes.policy, self._on_message, key_of(ranks, values), self._on_request)
+        self._dispatcher = services.shared(PolicyDispatcher)
+        self._dispatcher.open(scopes.policy, self._on_message, key_of(ranks, values), self._on_request)
         scope = wire.scope_of((), f"states of policy {scopes.policy}", 0)
         self._states = StateTransfer(services, scope)
 
@@ -66,9 +71,10 @@ class Admission:
     def _next(self) -> list[tuple[int, int, int]]:
         """Return the rank, incarnation and attempt of each rank of the next restarted replica whose ranks all wait."""
         found, waiting = self._applicants, self._waiting
-        for mates in map(self._membership.replicas.mates, sorted(found)):
-            if all(rank in found and waiting.get(rank) == found[rank] for rank in mates):
-                return [(rank, *found[rank]) for rank in mates]
+        for ranks in map(self._membership.member_ranks, sorted(found)):
+            are_waiting = all(rank in found and waiting.get(rank) == found[rank] for rank in ranks)
+            if are_waiting and all(starmap(self._membership.is_connected, self._followers.get(ranks[0], ()))):
+                return [(rank, *found[rank]) for rank in ranks]
         return []
 
     def admit(self, state: Callable[[], Mapping[str, Any]]) -> int:
@@ -90,27 +96,29 @@ class Admission:
                     continue
                 for rank, *_ in newcomers:
                     self._states.admit(rank)
-                number = self._membership.admit(newcomers, self._states.withdraw)
+                followers = self._followers.get(newcomers[0][0], ())
+                number = self._membership.admit(newcomers, self._states.withdraw, followers)
                 if data is not None:
                     self._states.offer(number, data)
                 return number
         return 0
 
-    async def lend(self, number: int, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Offer the present ``state()`` of this rank of the leader's replica in the leader's admission ``number``."""
-        if await self._membership.is_asked_to_lend(number):
+    async def offer_state(self, number: int, state: Callable[[], Mapping[str, Any]]) -> None:
+        """As a rank of the leader's replica, offer the present ``state()`` to the rank of admission ``number``."""
+        if await self._membership.wait_for_admission(number):
             data = copied(state)
-            if data is not None:  # otherwise the newcomer's request is answered with an abort
+            if data is not None:  # otherwise the restarted rank's request is aborted
                 self._states.offer(number, data)
-            self._membership.lend(self._states.withdraw)
+            self._membership.confirm_admission(self._states.withdraw)
 
     async def take_state(self, nbytes: int, timeout_s: float, deadline: float | None) -> Any:
-        """Wait until the leader has admitted this restarted rank, and return the state of this rank's donor.
+        """Wait until the leader has admitted this restarted rank, and return the state that a member has sent.
 
         Args:
             nbytes: Size of the model in bytes, which limits the size of the state.
             timeout_s: Time limit of the start in seconds.
-            deadline: End of this limit. None to begin it at the admission, for which this rank waits without a limit.
+            deadline: End of the time limit. None to start the limit at the admission, for which this rank waits without
+                limit.
 
         Raises:
             StartTimeoutError: The leader did not admit this rank before the deadline.
@@ -133,7 +141,9 @@ class Admission:
                     "step(), so pass a start_timeout_s above the longest time between two of its steps",
                     missing=(),
                 )
-            self._board.send(Waiting(self._scopes.policy, *membership.me[1:]), leader)
+            self._dispatcher.send(
+                Waiting(self._scopes.policy, *membership.identity[1:], membership.own_followers()), leader
+            )
             ask_again_at = services.time() + ASK_AGAIN_S
             until = ask_again_at if deadline is None else min(deadline, ask_again_at)
             await services.engine.until(has_news, wait, deadline=until)
@@ -156,21 +166,21 @@ class Admission:
 
     def close(self) -> None:
         """Stop answering requests, and reject the restarted ranks that wait for admission."""
-        self._board.close(self._scopes.policy)
+        self._dispatcher.close(self._scopes.policy)
         for rank in self._applicants.keys() - self._services.gone:
-            self._board.send(Declined(self._scopes.policy), rank)
+            self._dispatcher.send(Declined(self._scopes.policy), rank)
         self._states.close()
 
     def _on_message(self, message: Any, source: int) -> None:
         match message:
-            case Waiting(_, incarnation, attempt):
-                self._waiting[source] = incarnation, attempt
+            case Waiting(_, incarnation, attempt, followers):
+                self._waiting[source], self._followers[source] = (incarnation, attempt), followers
             case Declined() if source == self._membership.leader:
                 self._has_declined = True
                 self._services.engine.recheck()
 
     def _on_request(self, request: Request, source: int) -> bool:
-        """Answer a request if this rank leads. Return whether the request may still be granted."""
+        """Answer an admission request if this rank leads. Return whether the request may still be granted."""
         if source not in self._ranks:
             return True
         if not self._membership.leads:
@@ -180,9 +190,9 @@ class Admission:
         return True
 
     def _answer_kept(self) -> None:
-        """Answer the requests that arrived before this rank became the leader.
+        """Answer the admission requests that arrived before this rank became the leader.
 
-        The restarted ranks would repeat them only after some time.
+        Otherwise, the restarted ranks would repeat them only after some time.
         """
         requests, self._requests = self._requests, {}
         for rank, request in requests.items():
@@ -192,17 +202,17 @@ class Admission:
     def _answer(self, request: Request, source: int) -> None:
         membership, scopes = self._membership, self._scopes
         if request.digest != digest_of(self._ranks, self._values):
-            self._board.send(Refusal(request.key, tuple(self._values.items())), source)
-        elif membership.dismiss(source, request.incarnation, request.attempt):
+            self._dispatcher.send(Refusal(request.key, tuple(self._values.items())), source)
+        elif membership.drop_earlier_process(source, request.incarnation, request.attempt):
             members = tuple((rank, self._services.restarted.get(rank, 0)) for rank in membership.members())
             facts = scopes.policy, scopes.to_members, scopes.to_coordinator, 0, members
-            self._board.send(Welcome(request.key, *facts), source)
+            self._dispatcher.send(Welcome(request.key, *facts), source)
             self._applicants[source] = request.incarnation, request.attempt
 
 
 def newest_left(services: Services, ranks: Sequence[int], values: Mapping[str, str]) -> int:
     """Return the number of the newest policy with these values that this rank has left, or 0 if there is none."""
-    return services.shared(Board).newest_left(key_of(ranks, values))
+    return services.shared(PolicyDispatcher).newest_left(key_of(ranks, values))
 
 
 async def welcomed(
@@ -213,22 +223,24 @@ async def welcomed(
     *,
     left: int,
     attempt: int,
-    mates: Sequence[int] = (),
+    replica_ranks: Sequence[int] = (),
 ) -> tuple[Welcome, int]:
     """Ask all members to admit this restarted rank. Return the leader's answer and rank.
 
     Args:
         left: Result of :func:`newest_left` before the first attempt to join.
         attempt: Number of this attempt to join, from 1.
-        mates: Ranks of this rank's replica, which are not asked.
+        replica_ranks: Ranks of this rank's replica, which are not asked.
 
     Raises:
         ClosedError: All other ranks were restarted as well, so the policy is not running on any rank.
         AsyncdistError: The policy has other values or has ended, or no leader has answered in time.
     """
-    board = services.shared(Board)
-    application = Application(services, board, ranks, values, timeout_s, left=left, attempt=attempt, mates=mates)
-    board.apply(application)
+    dispatcher = services.shared(PolicyDispatcher)
+    application = Application(
+        services, dispatcher, ranks, values, timeout_s, left=left, attempt=attempt, replica_ranks=replica_ranks
+    )
+    dispatcher.apply(application)
     try:
         return await application.welcomed()
     finally:

@@ -29,14 +29,14 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.joining.messages import (
     Abdicated,
-    Acquainted,
+    AdmissionConfirmed,
     Admitted,
     Left,
     MembershipMessage,
     Settled,
     Settling,
 )
-from asyncdist.protocols.joining.replicas import SINGLE, Replicas
+from asyncdist.protocols.joining.replica_layout import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.waits import WaitId, WaitKind
 
@@ -105,12 +105,16 @@ class Membership:
         # By rank: last incarnation and attempt of members that were restarted, and of members that have left.
         self._admitted = {rank: (incarnation, 0) for rank, incarnation in (admitted or {}).items()}
         self._left: dict[int, tuple[int, int]] = {}
+        self._admitted_by: dict[int, int] = {}  # by restarted rank: leader whose message has admitted it
+        # By restarted rank that is not a member itself, but belongs to a member's replica: incarnation when that member
+        # was admitted.
+        self._followers: dict[int, int] = {}
         self._admission_count = 0
-        self._is_welcoming = False  # whether a newcomer was answered but is not admitted yet
-        self._newcomers: tuple[tuple[int, int, int], ...] = ()  # the newcomers that this leader is admitting
-        self._unacquainted: set[int] = set()  # members that do not know the newcomers; then the newcomers themselves
+        self._is_welcoming = False  # whether a restarted rank was answered but is not admitted yet
+        self._newcomers: tuple[tuple[int, int, int], ...] = ()  # restarted ranks that this leader is admitting
+        self._unconfirmed: set[int] = set()  # members that have not confirmed the admission; then the newcomers
         self._on_admission_end: Callable[[], None] = lambda: None
-        self._borrower = -1  # newcomer to which this mate of the leader lends its state, or -1
+        self._state_receiver = -1  # in the leader's replica: restarted rank that gets this rank's state, or -1
         self._on_leading: Callable[[], None] = lambda: None
         self._attempt = attempt
         self._settling = Settling(0)  # this member's last call of settle()
@@ -119,7 +123,7 @@ class Membership:
         self._is_closed = False
         self._early: list[Envelope[MembershipMessage]] | None = []  # messages received before open(); None afterwards
         self._channel: Channel[MembershipMessage]
-        self._concerned: MembershipListener
+        self._listener: MembershipListener
         self.leader = self._order[0] if leader is None else leader
         self.living = set(members)
         self.known = frozenset(known or members)
@@ -129,21 +133,21 @@ class Membership:
         self.is_joining = leader is not None
         self.admission = 0
 
-    def open(self, concerned: MembershipListener) -> None:
-        """Start to track the members, and to notify ``concerned`` of changes among them."""
+    def open(self, listener: MembershipListener) -> None:
+        """Start to track the members, and to notify ``listener`` of changes among them."""
         services = self._services
-        self._concerned = concerned
+        self._listener = listener
         self._channel = services.open_channel(
             MembershipMessage, tag=tags.CONTROL, scope=self._scope, name="membership", handler=self._on_message
         )
-        needed = {mate for rank in self.known for mate in self.replicas.mates(rank)}
+        needed = {each for rank in self.known for each in self.replicas.replica_ranks(rank)}
         services.on_gone(self._on_gone, among=frozenset(needed))
         services.on_returned(self._on_returned)
         for rank in sorted(needed.intersection(services.gone)):
-            if not (self.replicas.size > 1 and services.is_unmet(rank)):  # the leader's mates may be unmet
-                self._on_gone(rank)
+            if not (self.replicas.size > 1 and services.is_unmet(rank)):  # the leader's replica may connect later
+                services.engine.loop.call_soon(self._note_gone, rank)
         for rank in sorted(self._replaced - services.gone):
-            self._on_gone(rank)
+            services.engine.loop.call_soon(self._note_gone, rank)
         early, self._early = self._early or [], None
         for envelope in early:
             self._on_message(envelope)
@@ -162,14 +166,29 @@ class Membership:
         order = sorted(self._order, key=self._abdications.__getitem__) if self._abdications else self._order
         return tuple(rank for rank in order if rank in self.living)
 
+    def member_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks in the replica of ``rank`` that may be members: all of them, or only the first."""
+        return tuple(each for each in self.replicas.replica_ranks(rank) if each in self.known)
+
+    def own_followers(self) -> tuple[tuple[int, int], ...]:
+        """Return the rank and incarnation of each rank of this rank's replica that is not a member itself."""
+        mates, restarted = self.replicas.replica_ranks(self._services.rank), self._services.restarted
+        return tuple((rank, restarted.get(rank, 0)) for rank in mates if rank not in self.known)
+
     def is_reachable(self, rank: int) -> bool:
-        """Return whether this rank is connected to the process with which a member was admitted."""
-        services = self._services
-        is_present = rank not in services.gone and services.restarted.get(rank, 0) == self._identity_of(rank)[0]
-        return rank == services.rank or is_present
+        """Return whether this rank is connected to the process of a member, or of its replica, that was admitted."""
+        return rank == self._services.rank or self.is_connected(rank, self._incarnation_of(rank))
+
+    def is_connected(self, rank: int, incarnation: int) -> bool:
+        """Return whether this rank is connected to the process of another rank that has this incarnation."""
+        return rank not in self._services.gone and self._services.restarted.get(rank, 0) == incarnation
+
+    def _incarnation_of(self, rank: int) -> int:
+        """Return the incarnation of a member, or of another rank of its replica, when the member was admitted."""
+        return self._identity_of(rank)[0] if rank in self.known else self._followers.get(rank, 0)
 
     def _identity_of(self, rank: int) -> tuple[int, int]:
-        """Return the number of restarts and the attempt with which a member was admitted; zeros for an initial one."""
+        """Return a member's number of restarts and attempt at its admission; zeros for an initial member."""
         return self._admitted.get(rank, (0, 0))
 
     def _has_left(self, rank: int) -> bool:
@@ -226,9 +245,9 @@ class Membership:
 
     def _note_settling(self, rank: int, message: Settling) -> None:
         self._settlings[rank] = message
-        self._look_at_settlings()
+        self._answer_settled()
 
-    def _look_at_settlings(self) -> None:
+    def _answer_settled(self) -> None:
         """As the leader, answer the waiting members when all members have called :meth:`settle` again."""
         if not self._settlings or not self.leads:
             return
@@ -238,7 +257,7 @@ class Membership:
             self._note_settled(Settled(count, tuple(map(min, zip(*rows, strict=False)))))
             for rank in sorted(self.living - {self._services.rank}):
                 self._post(self._settled, rank)
-        self._concerned.on_settling()
+        self._listener.on_settling()
 
     def _note_settled(self, message: Settled) -> None:
         if message.count > self._settled.count:
@@ -250,9 +269,9 @@ class Membership:
     @property
     def can_admit(self) -> bool:
         """True if this rank leads, is admitting no other rank, and a restarted rank could continue from its state."""
-        return self.leads and not self._newcomers and not self._is_closed and self._concerned.may_admit()
+        return self.leads and not self._newcomers and not self._is_closed and self._listener.may_admit()
 
-    def dismiss(self, rank: int, incarnation: int, attempt: int) -> bool:
+    def drop_earlier_process(self, rank: int, incarnation: int, attempt: int) -> bool:
         """Count a member's earlier process as lost, because the member has asked for admission again.
 
         Returns:
@@ -265,12 +284,18 @@ class Membership:
         self._is_welcoming = True
         return True
 
-    def admit(self, newcomers: Sequence[tuple[int, int, int]], on_end: Callable[[], None]) -> int:
+    def admit(
+        self,
+        newcomers: Sequence[tuple[int, int, int]],
+        on_end: Callable[[], None],
+        followers: Sequence[tuple[int, int]] = (),
+    ) -> int:
         """Admit a restarted rank, or all ranks of a restarted replica. Return the number of the state to offer.
 
         Args:
             newcomers: Rank, number of restarts, and number of the attempt to join, of each rank.
             on_end: Function that is called when the restarted ranks have their states or one of them is lost.
+            followers: Rank and number of restarts of each rank of the replica that does not become a member itself.
         """
         me, ranks = self._services.rank, [rank for rank, *_ in newcomers]
         assert self.can_admit, "only a leader that is not busy admits"
@@ -278,69 +303,70 @@ class Membership:
         self._order = [*self.members(), *ranks]
         self._abdications.clear()
         self._is_welcoming = False
-        self._unacquainted = self.living - {me}
+        self._unconfirmed = self.living - {me}
         self.living.update(ranks)
         for rank, *identity in newcomers:
             self._admitted[rank] = (identity[0], identity[1])
             self._make_reachable(rank)
+        self._followers.update(followers)
         self._newcomers, self._on_admission_end = tuple(newcomers), on_end
-        for member in sorted(self._unacquainted):
+        for member in sorted(self._unconfirmed):
             self._post(self._admitted_message(), member, self._admission_count)
         for rank in ranks:
-            self._concerned.on_admitted(rank)
-        self._note_acquainted(me)
+            self._listener.on_admitted(rank)
+        self._note_confirmed(me)
         return self._admission_count
 
-    def _note_acquainted(self, member: int) -> None:
-        """Continue the admission in progress if no member's answer is missing any longer."""
+    def _note_confirmed(self, member: int) -> None:
+        """Record that ``member`` has confirmed the admission in progress. Continue it when all members have done so."""
         if not self._newcomers:
             return
         ranks = {rank for rank, *_ in self._newcomers}
-        are_given = not ranks.isdisjoint(self._unacquainted)
-        self._unacquainted.discard(member)
-        if not ranks <= self.living or (are_given and not self._unacquainted):
+        are_given = not ranks.isdisjoint(self._unconfirmed)
+        self._unconfirmed.discard(member)
+        if not ranks <= self.living or (are_given and not self._unconfirmed):
             self._newcomers = ()
             self._on_admission_end()
-        elif not self._unacquainted:
-            self._unacquainted = ranks
+        elif not self._unconfirmed:
+            self._unconfirmed = ranks
             for rank in sorted(ranks):
                 self._post(self._admitted_message(), rank, self._admission_count)
 
     def _admitted_message(self) -> Admitted:
         order = tuple((rank, *self._identity_of(rank)) for rank in self.members())
-        return Admitted(order, self._newcomers[0], self._settling.count)
+        return Admitted(order, self._newcomers[0], self._settling.count, tuple(sorted(self._followers.items())))
 
-    # -- admission by a mate of the leader ----------------------------------------------------------------------------
+    # -- admission by the other ranks of the leader's replica --------------------------------------------------------
 
-    async def is_asked_to_lend(self, number: int) -> bool:
+    async def wait_for_admission(self, number: int) -> bool:
         """Wait for the leader's message about admission ``number``. Return False if a rank of the replica is lost.
 
-        The leader retires no round between this message and the newcomers' answers. Therefore the ranks of its replica
-        have merged the same rounds as the leader when it copied its state.
+        The leader ends no averaging round between this message and the newcomers' answers. The ranks of its replica
+        therefore have the means of the same rounds as the leader had when it copied its state.
         """
         wait = WaitId(WaitKind.POLICY_ADMISSION)
         await self._services.engine.until(lambda: self.admission >= number or self.is_broken, wait)
         return not self.is_broken
 
-    def lend(self, on_end: Callable[[], None]) -> None:
-        """Acknowledge the leader's last admission, because this rank now offers its state to its counterpart.
+    def confirm_admission(self, on_end: Callable[[], None]) -> None:
+        """Acknowledge the leader's last admission, because this rank now offers its state to a restarted rank.
 
         Args:
-            on_end: Function that is called when the counterpart has the state or is lost.
+            on_end: Function that is called when the restarted rank has the state or is lost.
         """
         self._on_admission_end = on_end
-        self._look_at(self._borrower)
+        self._add_if_reachable(self._state_receiver)
 
-    def _end_loan(self) -> None:
-        self._borrower = -1
+    def _end_offer(self) -> None:
+        self._state_receiver = -1
         self._on_admission_end()
 
     # -- this newcomer ----------------------------------------------------------------------------------------------
 
     @property
     def donor(self) -> int:
-        """The member whose state this restarted rank gets: its counterpart in the leader's replica."""
-        return self.replicas.mates(self.leader)[self.replicas.index(self._services.rank)]
+        """The member whose state this restarted rank gets: the rank of the leader's replica with the same index."""
+        return self.replicas.replica_ranks(self.leader)[self.replicas.index(self._services.rank)]
 
     def complete_joining(self) -> None:
         """Record that this restarted rank has loaded its donor's state, and notify the donor and the leader.
@@ -349,65 +375,74 @@ class Membership:
         """
         self.is_joining = False
         for rank in sorted({self.donor, self.leader}):
-            self._post(Acquainted(self.me), rank)
+            self._post(AdmissionConfirmed(self.identity), rank)
         if self.leader not in self.living:
             self._services.engine.loop.call_soon(self._follow_next)
 
     @property
-    def me(self) -> tuple[int, int, int]:
+    def identity(self) -> tuple[int, int, int]:
         """This rank's number, its number of restarts, and the number of its attempt to join."""
         return self._services.rank, self._services.incarnation, self._attempt
 
     # -- events -----------------------------------------------------------------------------------------------------
 
     def _on_gone(self, rank: int) -> None:
-        is_mate = rank in self.replicas.mates(self._services.rank)
-        self._services.engine.loop.call_soon(self._note_broken if is_mate else self._note_gone, rank)
+        call_soon, restarted = self._services.engine.loop.call_soon, self._services.restarted
+        if rank in self.replicas.replica_ranks(self._services.rank):
+            call_soon(self._note_broken, rank)
+        else:
+            call_soon(self._note_gone, rank, restarted.get(rank, 0))
 
     def _note_broken(self, _: int) -> None:
         if not self._is_closed:
             self.is_broken = True
             self._services.engine.recheck()
 
-    def _note_gone(self, rank: int) -> None:
+    def _note_gone(self, rank: int, incarnation: int | None = None) -> None:
         """Handle the departure of a rank, or its loss. A loss removes all ranks of the lost rank's replica.
 
         After a departure, the other ranks of the replica remain members until they leave as well. If one of them leads,
         some members may still wait for its decisions.
+
+        Args:
+            incarnation: Incarnation of the process that is lost. The loss of an earlier process of a rank that is not a
+                member itself does not remove the replica that was admitted since. None for any process.
         """
-        mates = self.replicas.mates(rank)
-        gone = self.living.intersection([rank] if self._has_left(rank) else mates)
+        if incarnation is not None and rank not in self.known and incarnation < self._followers.get(rank, 0):
+            return
+        replica_ranks = self.replicas.replica_ranks(rank)
+        gone = self.living.intersection([rank] if self._has_left(rank) else replica_ranks)
         if not gone or self._is_closed:
             return
-        if self._services.rank in mates:
+        if self._services.rank in replica_ranks:
             self._note_broken(rank)
             return
         self.living -= gone
-        if self._borrower in gone:
-            self._end_loan()
+        if self._state_receiver in gone:
+            self._end_offer()
         for each in gone:
             self._settlings.pop(each, None)
         if self.leader not in gone:
             for each in sorted(gone):
-                self._concerned.on_lost(each)
-                self._note_acquainted(each)
-            self._look_at_settlings()
-        elif self.is_joining:  # this newcomer will ask again for admission
+                self._listener.on_lost(each)
+                self._note_confirmed(each)
+            self._answer_settled()
+        elif self.is_joining:  # this restarted rank will request admission again
             self._services.engine.recheck()
         else:
             self._follow_next()
 
     def _follow_next(self) -> None:
-        """Make the first living member in the order the leader, unless it already leads."""
+        """Make the first living member in the order of succession the leader, unless it already leads."""
         if self._is_closed:
             return
         former, self.leader = self.leader, self.members()[0]
         if self.leader == former:
             return
         logger.info("rank %d now leads, after rank %d", self.leader, former)
-        self._concerned.on_new_leader()
+        self._listener.on_new_leader()
         self._report_settling()
-        self._look_at_settlings()
+        self._answer_settled()
         if self.leads:
             self._on_leading()
 
@@ -440,11 +475,11 @@ class Membership:
                     self._note_gone(source)
             case Abdicated(count) if source in self.living:
                 self._note_abdicated(source, count)
-            case Acquainted((rank, *_)) if source == rank == self._borrower:
-                self._end_loan()
-            case Acquainted(newcomer) if newcomer in self._newcomers:
-                if newcomer[0] == source or source not in self.replicas.mates(newcomer[0]):
-                    self._note_acquainted(source)
+            case AdmissionConfirmed((rank, *_)) if source == rank == self._state_receiver:
+                self._end_offer()
+            case AdmissionConfirmed(newcomer) if newcomer in self._newcomers:
+                if newcomer[0] == source or source not in self.replicas.replica_ranks(newcomer[0]):
+                    self._note_confirmed(source)
             case Admitted() if source == self.leader:
                 self._note_admitted(envelope.round, message)
             case Settling() if source in self.living:
@@ -454,7 +489,7 @@ class Membership:
 
     def _note_admitted(self, number: int, message: Admitted) -> None:
         rank, *_ = message.newcomer
-        mates, ranks = self.replicas.mates(rank), [each for each, *_ in message.order]
+        replica_ranks, ranks = self.replicas.replica_ranks(rank), [each for each, *_ in message.order]
         is_sound = message.newcomer in message.order and len(set(ranks)) == len(ranks) and self.known.issuperset(ranks)
         if not is_sound or self._services.rank not in ranks:
             logger.warning("rank %d sent an invalid list of members, which is ignored: %.300r", self.leader, message)
@@ -462,46 +497,53 @@ class Membership:
         self._order = ranks
         self._abdications.clear()
         self._admission_count = max(self._admission_count, number)
-        if self.me in message.order and self._services.rank in mates:
+        self._followers.update(message.followers)
+        if self.identity in message.order and self._services.rank in replica_ranks:
             self.admission = number
             self._settling, self._settled = Settling(message.settle_count), Settled(message.settle_count)
             self._admitted.update({each: (incarnation, attempt) for each, incarnation, attempt in message.order})
             gone, is_unmet = self._services.gone, self._services.is_unmet
             lost = {each for each in gone if not (self._has_left(each) or is_unmet(each))}
             present = {each for each in self._order if each not in gone and not self._has_left(each)}
-            self.living = {each for each in present if lost.isdisjoint(self.replicas.mates(each))}
+            self.living = {each for each in present if lost.isdisjoint(self.replicas.replica_ranks(each))}
             for each in self.living - {self._services.rank}:
-                self._look_at(each)
+                self._add_if_reachable(each)
             self._services.engine.recheck()
             return
-        self._admitted.update({each: (inc, attempt) for each, inc, attempt in message.order if each in mates})
-        if self._services.rank in self.replicas.mates(self.leader):  # this rank has to lend its state first
-            self.admission, self._borrower = number, mates[self.replicas.index(self._services.rank)]
+        self._admitted.update({each: (inc, attempt) for each, inc, attempt in message.order if each in replica_ranks})
+        self._admitted_by.update(dict.fromkeys(replica_ranks, self.leader))
+        if self._services.rank in self.replicas.replica_ranks(self.leader):  # this rank must send its state first
+            self.admission, self._state_receiver = number, replica_ranks[self.replicas.index(self._services.rank)]
             self._services.engine.recheck()
         else:
-            self._look_at(rank)
+            self._add_if_reachable(rank)
 
     def _on_returned(self, rank: int) -> None:
-        self._services.engine.loop.call_soon(self._look_at, rank)
+        self._services.engine.loop.call_soon(self._add_if_reachable, rank)
 
-    def _look_at(self, rank: int) -> None:
+    def _add_if_reachable(self, rank: int) -> None:
         """Count a restarted rank as a member if this rank is connected to the process that the leader has admitted.
 
-        The ranks of a restarted replica become members together.
+        The ranks of a restarted replica become members together. If the leader is lost before all members have counted
+        them, they have no state, and ask the next leader.
         """
-        mates = self.replicas.mates(rank)
-        is_closed = self._is_closed or any(map(self._has_left, mates))
-        if self._admitted.keys() >= set(mates) and all(map(self.is_reachable, mates)) and not is_closed:
-            self.living.update(mates)
-            for each in mates:
+        members = self.member_ranks(rank)
+        is_closed = self._is_closed or any(map(self._has_left, members))
+        if self._admitted_by.get(rank, self.leader) != self.leader:
+            return
+        is_present = all(map(self.is_reachable, self.replicas.replica_ranks(rank)))
+        if self._admitted.keys() >= set(members) and is_present and not is_closed:
+            self.living.update(members)
+            for each in members:
                 if each != self._services.rank:
                     self._make_reachable(each)
             if not self.leads:
-                self._post(Acquainted((rank, *self._admitted[rank])), self.leader)
+                first = members[0]  # `rank` may be a follower
+                self._post(AdmissionConfirmed((first, *self._admitted[first])), self.leader)
 
     def _make_reachable(self, rank: int) -> None:
         self._channel.admit(rank)
-        self._concerned.on_reachable(rank)
+        self._listener.on_reachable(rank)
 
     def _post(self, message: MembershipMessage, dest: int, number: int = 0) -> None:
         try:

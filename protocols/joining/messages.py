@@ -1,8 +1,8 @@
 """Defines the messages about a policy's coordinator and members, and about donors for other islands.
 
-All policies of a rank share one channel for messages about coordinators and donors (:mod:`protocols.joining.board`).
-Each policy has its own channel for messages about members (:mod:`protocols.joining.membership`). Annotations are real
-objects instead of strings, since `get_type_hints` must return plain types.
+All policies of a rank share one channel for messages about coordinators and donors
+(:mod:`protocols.joining.dispatcher`). Each policy has its own channel for messages about members
+(:mod:`protocols.joining.membership`). Annotations are not strings, because `get_type_hints` must return plain types.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Emigrant:
-    """Announces the best member of an island, which can send its weights to another island.
+    """Announces the best member of an island (group of ranks), which can send its weights to another island.
 
     The coordinator of the member's island sends this message to one rank of the other island. That rank forwards the
     message once, to its own coordinator.
@@ -107,16 +107,20 @@ class Waiting:
 
     The leader waits for this message, because messages to closed channels may be lost after a failed attempt. A leader
     that has left answers with `Declined`.
+
+    Attributes:
+        followers: Rank and incarnation of each rank of the sender's replica that does not become a member itself.
     """
 
     policy: int
     incarnation: int
     attempt: int
+    followers: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Leader to all members, and then to the restarted rank: this rank is now a member.
+    """Leader to all members, and then to the restarted rank: the restarted rank is now a member.
 
     All ranks of a restarted replica are admitted with one message. The frame's round is the number of the admission.
 
@@ -124,18 +128,20 @@ class Admitted:
         order: Rank, incarnation and attempt of each member, including the sender, in the order in which they may lead.
         newcomer: Rank, incarnation and attempt of the admitted member, or of the first rank of the admitted replica.
         settle_count: Number of the sender's `settle` calls.
+        followers: Rank and incarnation of each restarted rank that is not a member itself, but in a member's replica.
     """
 
     order: tuple[tuple[int, int, int], ...]
     newcomer: tuple[int, int, int]
     settle_count: int = 0
+    followers: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Acquainted:
-    """Member to leader: the sender counts ``newcomer`` as a member, or is this rank and has loaded the state.
+class AdmissionConfirmed:
+    """Member to leader: the sender counts ``newcomer`` as a member, or is that rank and has loaded the state.
 
-    A restarted rank also sends this message to the rank that has lent it the state.
+    A restarted rank also sends this message to the rank that has sent it the state.
 
     Attributes:
         newcomer: Rank, number of restarts and attempt of the admitted rank.
@@ -169,4 +175,4 @@ class Settled:
     least: tuple[int, ...] = ()
 
 
-MembershipMessage = Left | Abdicated | Admitted | Acquainted | Settling | Settled
+MembershipMessage = Left | Abdicated | Admitted | AdmissionConfirmed | Settling | Settled

@@ -68,7 +68,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class NotMember:
     """Answer to an admission request: the sender also waits for admission or, if ``has_ended``, has left the policy."""
 
     key: int
@@ -83,7 +83,7 @@ class Ambiguous:
     count: int
 
 
-AdmissionMessage: TypeAlias = Request | Welcome | Refusal | Over | Ambiguous
+AdmissionMessage: TypeAlias = Request | Welcome | Refusal | NotMember | Ambiguous
 
 
 def key_of(ranks: Sequence[int], values: Mapping[str, str]) -> int:
@@ -96,7 +96,7 @@ def digest_of(ranks: Sequence[int], values: Mapping[str, str]) -> str:
     return hashlib.sha256(repr((tuple(ranks), sorted(values.items()))).encode()).hexdigest()[:16]
 
 
-class RequestBoard(Protocol):
+class RequestDispatcher(Protocol):
     """Interface for sending admission requests and receiving the answers."""
 
     def send(self, message: AdmissionMessage, dest: int) -> None:
@@ -112,35 +112,35 @@ class Application:
     Args:
         timeout_s: Seconds to wait for each answer of the coordinator.
         left: Number of the policy with this class and name that this process has left, or 0 if there is none.
-        mates: Ranks of this rank's replica. They were restarted as well, so they are not asked.
+        replica_ranks: Ranks of this rank's replica. They were restarted as well, so they are not asked.
     """
 
     def __init__(
         self,
         services: Services,
-        board: RequestBoard,
+        dispatcher: RequestDispatcher,
         ranks: Sequence[int],
         values: Mapping[str, str],
         timeout_s: float,
         *,
         left: int = 0,
         attempt: int = 0,
-        mates: Sequence[int] = (),
+        replica_ranks: Sequence[int] = (),
     ) -> None:
         self.key = key_of(ranks, values)
         self._request = Request(self.key, services.incarnation, digest_of(ranks, values), left, attempt)
         self._values = values
-        self._ranks = [rank for rank in ranks if rank != services.rank and rank not in mates]
+        self._ranks = [rank for rank in ranks if rank != services.rank and rank not in replica_ranks]
         self._services = services
-        self._board = board
+        self._dispatcher = dispatcher
         self._timeout_s = timeout_s
         self._deadline = services.time() + timeout_s
-        self._over: set[int] = set()  # ranks whose answer to the newest request was Over
-        self._have_left: set[int] = set()  # those of them that have left the policy
-        self._over_before: set[int] = set()  # the same for the request before the newest
+        self._not_members: set[int] = set()  # ranks whose answer to the newest request was NotMember
+        self._have_left: set[int] = set()  # ranks in `_not_members` that have left the policy
+        self._not_members_before: set[int] = set()  # `_not_members` of the request before the newest
         self._had_left: set[int] = set()
         self._asked: set[int] = set()
-        self._met: set[int] = set()
+        self._seen: set[int] = set()
         self._began_at = self._ask_again_at = services.time()
         self._answer_s: float | None = None  # seconds from the first request to the first answer
         self._welcome: tuple[Welcome, int] | None = None
@@ -158,8 +158,8 @@ class Application:
             case Welcome() if self._policy in (None, message.policy):  # answers about a later policy are ignored
                 self._welcome = message, source
                 self._deadline = self._services.time() + self._timeout_s
-            case Over(_, has_ended):
-                self._over.add(source)
+            case NotMember(_, has_ended):
+                self._not_members.add(source)
                 if has_ended:
                     self._have_left.add(source)
             case Ambiguous(_, count):
@@ -186,7 +186,7 @@ class Application:
 
     def close(self) -> None:
         """Stop receiving answers to this rank's admission requests."""
-        self._board.end_application(self)
+        self._dispatcher.end_application(self)
 
     async def welcomed(self) -> tuple[Welcome, int]:
         """Send requests until a coordinator has answered. Return the answer and the coordinator's rank."""
@@ -208,15 +208,15 @@ class Application:
             waited_s = now - self._began_at if self._answer_s is None else 2 * self._answer_s
             self._ask_again_at = now + max(ASK_AGAIN_S, min(waited_s, self._timeout_s / 2))
             self._asked.clear()
-            self._over_before, self._over = self._over, set()
+            self._not_members_before, self._not_members = self._not_members, set()
             self._had_left, self._have_left = self._have_left, set()
         self._asked.intersection_update(others)
-        self._over.intersection_update(others)
+        self._not_members.intersection_update(others)
         self._have_left.intersection_update(others)
         for rank in others:
             if rank not in self._asked:
                 self._asked.add(rank)
-                self._board.send(self._request, rank)
+                self._dispatcher.send(self._request, rank)
 
     async def until(self, is_over: Callable[[], bool]) -> None:
         """Send requests until ``is_over`` returns True or a coordinator has answered.
@@ -244,22 +244,22 @@ class Application:
                 raise self._error
             if is_over() or self._welcome is not None:
                 return
-            self._met |= {rank for rank in self._ranks if not services.is_unmet(rank)} | services.left_world()
+            self._seen |= {rank for rank in self._ranks if not services.is_unmet(rank)} | services.left_world()
             is_time_up = services.time() >= self._deadline
             # The policy may run on ranks that have connected since the last request, or that have not connected yet.
             others = self._others()
-            are_over = self._over.issuperset(others)
-            is_over_everywhere = are_over and self._met.issuperset(self._ranks)
+            are_not_members = self._not_members.issuperset(others)
+            is_running_nowhere = are_not_members and self._seen.issuperset(self._ranks)
             if self._policy is None and self._have_left.intersection(others):
-                is_over_everywhere = False  # ranks that have left this policy may still start the next policy
-            if not (is_over_everywhere or is_time_up):
+                is_running_nowhere = False  # ranks that have left this policy may still start the next policy
+            if not (is_running_nowhere or is_time_up):
                 continue
             if is_time_up:  # the newest request may have been sent too recently for an answer
-                are_over = (self._over | self._over_before).issuperset(others)
+                are_not_members = (self._not_members | self._not_members_before).issuperset(others)
             have_left = self._have_left or (is_time_up and self._had_left)
-            if are_over and (have_left or services.left_world().intersection(self._ranks)):
+            if are_not_members and (have_left or services.left_world().intersection(self._ranks)):
                 raise LateError("this rank comes too late: no other rank is still in this policy")
-            if is_over_everywhere or (are_over and others):
+            if is_running_nowhere or (are_not_members and others):
                 raise ClosedError(
                     "no other rank is still in this policy: all are lost or restarted; start all ranks again"
                 )

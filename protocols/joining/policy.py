@@ -15,7 +15,7 @@ from asyncdist import AsyncdistError, ClosedError, LateError, LocalProtocolError
 from asyncdist.protocols.joining.admission import Admission, newest_left, welcomed
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.newcomers import Welcome
-from asyncdist.protocols.joining.replicas import SINGLE, Replicas
+from asyncdist.protocols.joining.replica_layout import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import check_sendable, cloned
 from asyncdist.protocols.policy import SpawnPolicy
@@ -24,10 +24,10 @@ from asyncdist.tensors.optimizers.loading import load_named, named_state
 
 logger = logging.getLogger("protocols.joining.policy")
 
-#: What a restarted rank tells the other ranks of its replica if no leader has answered: no policy is running, or the
-#: rank ends with an error.
-_NO_POLICY: Final = -1
-_REFUSED: Final = -2
+#: Number that a restarted rank sends to the other ranks of its replica if no leader has answered: no policy is running,
+#: or the rank ends with an error.
+NO_POLICY: Final = -1
+REFUSED: Final = -2
 
 
 class JoinablePolicy(SpawnPolicy):
@@ -36,8 +36,8 @@ class JoinablePolicy(SpawnPolicy):
     takes_metric: ClassVar[bool] = False
     admits_restarted = True
     _replicas: Replicas = SINGLE
-    #: Names of the agreed values that change while the policy runs. A restarted rank's values for these names may
-    #: differ.
+    #: Names of the agreed values that change while the policy runs. A restarted rank may have other values for these
+    #: names.
     progress_names: ClassVar[tuple[str, ...]] = ()
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class JoinablePolicy(SpawnPolicy):
         """Return the admission that :meth:`_open` has created."""
 
     def _member_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that become members: by default, all ranks that start the policy."""
+        """Return the ranks that become members of the policy; by default, all ranks that start it."""
         return self._members
 
     @abc.abstractmethod
@@ -59,15 +59,23 @@ class JoinablePolicy(SpawnPolicy):
         """Start to take part as a member, after this restarted rank has loaded the leader's state."""
 
     @abc.abstractmethod
-    def _take_whole(self) -> None:
-        """Complete the loading of the leader's state, and drop the parts that only a leader keeps."""
+    def _finish_loading(self) -> None:
+        """Finish loading the leader's state, and drop the parts that only a leader keeps."""
 
-    async def _meet_mates(self) -> None:
+    async def _rejoin_replica(self) -> None:
         """Before this restarted rank joins, wait for the other ranks of its replica, which were restarted as well."""
 
-    async def _said_by_mates(self, own: int) -> tuple[int, ...]:
+    async def _gather_in_replica(self, own: int) -> tuple[int, ...]:
         """Return the numbers that the ranks of this restarted rank's replica pass to this method."""
         return (own,)
+
+    async def _pass_on(self, state: Mapping[str, Any]) -> None:
+        """Pass the leader's state, which this rank has loaded, on to ranks of its replica that are not members."""
+        del state
+
+    def _state_unit_nbytes(self) -> int:
+        """Return the size of the model in bytes, which limits the size of the leader's state."""
+        return self._flat.nbytes
 
     # -- starting and joining ---------------------------------------------------------------------------------------
 
@@ -75,10 +83,10 @@ class JoinablePolicy(SpawnPolicy):
         agreed = await self._agree()
         meeting = self._joint_start.meeting
         gone = lost_members(self._world, self._members, meeting)
-        lost = {mate for rank in gone for mate in self._replicas.mates(rank)}
+        lost = {each for rank in gone for each in self._replicas.replica_ranks(rank)}
         known = self._member_ranks()
-        # Members that begin earlier still count a rank that was restarted meanwhile, and go through the same change of
-        # leader as this rank.
+        # Include ranks that were restarted since the start was agreed on. Members that begin earlier still count them,
+        # so all members see the same changes of the leader.
         members = [rank for rank in self._leading_order() if rank in meeting.ranks]
         scopes = PolicyScopes(meeting.ranks, agreed)
         facts = self._services, scopes, members
@@ -88,7 +96,7 @@ class JoinablePolicy(SpawnPolicy):
         return self._member_ranks()
 
     def _new_admission(self, membership: Membership, scopes: PolicyScopes) -> Admission:
-        return Admission(self._services, membership, scopes, self._members, self._shared_values())
+        return Admission(self._services, membership, scopes, self._member_ranks(), self._shared_values())
 
     def _shared_values(self) -> dict[str, str]:
         """Return the agreed values that training does not change. They are equal on members and restarted ranks."""
@@ -96,12 +104,10 @@ class JoinablePolicy(SpawnPolicy):
 
     async def _join(self) -> None:
         if not self.admits_restarted:
-            size = self._replicas.size
-            option, member = ("islands", "rank") if size == 1 else (f"replica_size={size}", "replica")
             raise LocalProtocolError(
-                f"{type(self).__name__} with {option} does not admit a restarted {member} to a running policy; the "
-                f"other {member}s continue without it. To train with all {member}s again, end the job, and start it "
-                "from its last checkpoint"
+                f"{type(self).__name__} with islands does not admit a restarted rank to a running policy; the other "
+                "ranks continue without it. To train with all ranks again, end the job, and start it from its last "
+                "checkpoint"
             )
         # The other ranks must not count this rank as a member before they admit it.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
@@ -109,10 +115,12 @@ class JoinablePolicy(SpawnPolicy):
         # The leader admits a replica of several ranks only when it applies an average, which has no time limit.
         deadline = self._world.time() + self._start_timeout_s if self._replicas.size == 1 else None
         values = self._shared_values()
-        left = newest_left(self._services, self._members, values)  # first, since a failed attempt also leaves a policy
+        left = newest_left(
+            self._services, self._member_ranks(), values
+        )  # before any attempt: a failed one leaves a policy
         attempt = 1
         try:
-            while not await self._has_joined(deadline, values, left, attempt, may_start=was_admitted):
+            while not await self._try_to_join(deadline, values, left, attempt, may_start=was_admitted):
                 attempt += 1
                 logger.info("the leader was lost before it admitted this rank; this rank asks the next leader")
         except BaseException:
@@ -120,30 +128,31 @@ class JoinablePolicy(SpawnPolicy):
             raise
         self._services.is_admitted = True
 
-    async def _has_joined(
+    async def _try_to_join(
         self, deadline: float | None, values: Mapping[str, str], left: int, attempt: int, *, may_start: bool
     ) -> bool:
         """Try to join once. Return False if the leader is lost while it sends its state.
 
         The ranks of a restarted replica join together: they ask the same leader, and either all get a state or none.
         """
-        await self._meet_mates()
+        await self._rejoin_replica()
         try:
-            facts, mates = (self._services, self._members, values), self._replicas.mates(self._world.rank)
-            welcome, leader = await welcomed(*facts, self._start_timeout_s, left=left, attempt=attempt, mates=mates)
+            facts = self._services, self._member_ranks(), values, self._start_timeout_s
+            own_replica = self._replicas.replica_ranks(self._world.rank)
+            welcome, leader = await welcomed(*facts, left=left, attempt=attempt, replica_ranks=own_replica)
         except AsyncdistError as error:
             # If all other ranks were restarted as well, no policy is running.
             is_startable = may_start and isinstance(error, ClosedError)
-            if set(await self._said_by_mates(_NO_POLICY if is_startable else _REFUSED)) != {_NO_POLICY}:
+            if set(await self._gather_in_replica(NO_POLICY if is_startable else REFUSED)) != {NO_POLICY}:
                 raise
             await self._start_among_newcomers()
             return True
-        leaders = set(await self._said_by_mates(leader))
-        if _REFUSED in leaders or _NO_POLICY in leaders:
+        leaders = set(await self._gather_in_replica(leader))
+        if REFUSED in leaders or NO_POLICY in leaders:
             raise LateError("another rank of this rank's replica could not join the policy")
-        return leaders == {leader} and await self._has_joined_leader(welcome, leader, deadline, values, attempt)
+        return leaders == {leader} and await self._try_to_join_leader(welcome, leader, deadline, values, attempt)
 
-    async def _has_joined_leader(
+    async def _try_to_join_leader(
         self, welcome: Welcome, leader: int, deadline: float | None, values: Mapping[str, str], attempt: int
     ) -> bool:
         scopes = PolicyScopes.of_running(welcome, values)
@@ -152,7 +161,7 @@ class JoinablePolicy(SpawnPolicy):
             self._services,
             scopes,
             members,
-            known=self._members,
+            known=self._member_ranks(),
             admitted=dict(welcome.members),
             leader=leader,
             attempt=attempt,
@@ -163,19 +172,22 @@ class JoinablePolicy(SpawnPolicy):
         lost: RankLostError | None = None
         try:
             try:
-                state = await self._opened_admission().take_state(self._flat.nbytes, self._start_timeout_s, deadline)
+                state = await self._opened_admission().take_state(
+                    self._state_unit_nbytes(), self._start_timeout_s, deadline
+                )
             except RankLostError as error:
                 if membership.is_broken:
                     raise
                 lost = error
-            if all(await self._said_by_mates(state is not None)):
+            if all(await self._gather_in_replica(state is not None)):
                 self._restore_whole(state)
+                await self._pass_on(state)
                 self._begin_joined()
                 return True
         except BaseException as error:
             await self._stop(error)
             raise
-        # Do not wait, since no other rank needs a newcomer without a state.
+        # Do not wait, since no other rank needs a restarted rank without a state.
         await self._stop(lost or RankLostError("the leader was lost before all ranks had its state", rank=leader))
         return False
 
@@ -194,4 +206,4 @@ class JoinablePolicy(SpawnPolicy):
         with self._weights.following():
             self._flat.load(weights)
         self._restore(state["policy"])
-        self._take_whole()
+        self._finish_loading()

@@ -85,24 +85,28 @@ class ReplicatedPolicy(JoinablePolicy):
             await self._free_replica()
             raise
 
-    async def _meet_mates(self) -> None:
+    async def _rejoin_replica(self) -> None:
         if self._replicas.size > 1 and self._replica is None:
-            check_replica_group(self.model, self._replicas.mates(self._world.rank), self._world)
+            check_replica_group(self.model, self._replicas.replica_ranks(self._world.rank), self._world)
             facts = self._world, self._replicas, self._flat, self._group.ranks
             self._replica = await rejoined_replica(*facts, self._start_timeout_s)
-            self._services.is_admitted = False  # the new group has set it
+            self._services.is_admitted = False  # the new group has set it to True
 
-    async def _said_by_mates(self, own: int) -> tuple[int, ...]:
+    async def _gather_in_replica(self, own: int) -> tuple[int, ...]:
         return (own,) if self._replica is None else await self._replica.gathered(own)
+
+    def _is_asked(self) -> bool:
+        """Return whether this rank leads the policy, and can now admit a restarted replica that waits."""
+        return self._opened_admission().is_asked
 
     async def _agree_in_replica(self, replica: ReplicaGroup, own: Readiness) -> Readiness:
         """Return the joint report of the replica's ranks, and record whether the leader among them admits a replica."""
-        joint = await replica.agree(own._replace(admits=not self.is_alone and self._opened_admission().is_asked))
+        joint = await replica.agree(own._replace(admits=not self.is_alone and self._is_asked()))
         self._admits_replica = self._admits_replica or joint.admits
         return joint
 
     async def _admit_replica(self, replica: ReplicaGroup) -> None:
-        """After a step in which the leader's replica has agreed to it, offer the ranks' states to a restarted replica.
+        """Offer the states of the leader's replica to a restarted replica, if the leader has agreed to admit one.
 
         Do nothing if the leader admits no replica, for example because a rank was lost meanwhile.
         """
@@ -111,7 +115,7 @@ class ReplicatedPolicy(JoinablePolicy):
             own = admission.admit(self._whole_state) if admission.is_asked else 0
             number = max(await replica.gathered(own))
             if number and not own:
-                await admission.lend(number, self._whole_state)
+                await admission.offer_state(number, self._whole_state)
 
     async def _free_replica(self) -> None:
         replica, self._replica = self._replica, None

@@ -32,7 +32,7 @@ class PolicyScopes:
 
     def of_part(self, name: str) -> PolicyScopes:
         """Return scopes (channel numbers) for messages among a subset of the policy's ranks."""
-        found = PolicyScopes.elsewhere(
+        found = PolicyScopes.of_numbers(
             wire.scope_of((), f"members of {name}", self.to_members),
             wire.scope_of((), f"coordinator of {name}", self.to_coordinator),
         )
@@ -49,8 +49,8 @@ class PolicyScopes:
         return scopes
 
     @classmethod
-    def elsewhere(cls, to_members: int, to_coordinator: int) -> PolicyScopes:
-        """Return scopes for messages to the policy of another island."""
+    def of_numbers(cls, to_members: int, to_coordinator: int) -> PolicyScopes:
+        """Return scopes with these numbers, for messages to another island or among a subset of the ranks."""
         scopes = cls.__new__(cls)
         scopes.policy = scopes.between = 0
         scopes.values, scopes.marks = {}, ()

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, tags
+from asyncdist import BusyError, Envelope, Group, RankLostError, RemoteProtocolError, World, tags
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
@@ -145,11 +145,13 @@ class WholeState(Protocol):
         """Load another member's state, and return the iteration at which this rank resumes."""
 
 
-class Heir(Protocol):
+class StateAdopter(Protocol):
     """Interface to adopt another rank's optimizer and policy state when this rank copies that rank's weights."""
 
     def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> Any:
-        """Return what :meth:`adopt` needs, without changing this rank. An exception postpones the round by a step.
+        """Return the value that :meth:`adopt` needs. Leave this rank unchanged.
+
+        If this method raises an exception, the round is postponed by a step.
 
         Args:
             parts: Result of :meth:`WholeState.whole_state` on the donor.
@@ -176,6 +178,15 @@ def _warn_not_copied(why: str) -> None:
 def check_sendable(model: nn.Module, optimizer: Any) -> None:
     """Raise TypeError or ValueError if an optimizer's state has a value that no rank could send to a restarted rank."""
     packed({"optimizer": named_state(model, optimizer)})
+
+
+async def broadcast_bytes(world: World, own: torch.Tensor, group: Group, root: int) -> torch.Tensor:
+    """Copy a uint8 tensor of ``root`` to all ranks of a group, and return it. Other ranks pass an empty tensor."""
+    broadcast, size = world.collectives.broadcast, torch.tensor([own.numel()], device="cpu")
+    await broadcast(size, group, root)
+    data = own if root == world.rank else new_memory(int(size))
+    await broadcast(data, group, root)
+    return data
 
 
 class StateTransfer:

@@ -95,14 +95,14 @@ class OneSidedPolicy(JoinablePolicy):
         self._task: asyncio.Task[None] | None = None
         self._draws: tuple[Any, ...] | None = None  # loaded state of the random generator
         self._needs_step = False
-        self._given_up = NOTHING
+        self._abandoned_info = NOTHING
         self._counts: Counter[str] = Counter()
         self._unpublished: Counter[str] = Counter()
         self._abandoned: Counter[str] = Counter()
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
-    def _is_turn(self) -> bool:
+    def _may_be_due(self) -> bool:
         """Return whether a snapshot or a replacement may be due in this step.
 
         Otherwise :meth:`_train_on` is not called.
@@ -142,13 +142,13 @@ class OneSidedPolicy(JoinablePolicy):
 
     async def _agree(self) -> Agreed:
         agreed = await super()._agree()
-        self._draw_for(self._scope(agreed))
+        self._seed_random(self._scope(agreed))
         return agreed
 
     def _scope(self, agreed: Agreed) -> int:
         return wire.scope_of(self._group.ranks, f"{type(self).__name__} {self.name or '(none)'}", agreed.time)
 
-    def _draw_for(self, scope: int) -> None:
+    def _seed_random(self, scope: int) -> None:
         """Create the generator of this rank's random choices, or restore its saved state."""
         incarnation = self._world.incarnation
         self._random = self._world.generator(f"policy {scope}" + (f" restart {incarnation}" if incarnation else ""))
@@ -183,7 +183,7 @@ class OneSidedPolicy(JoinablePolicy):
         )
         self._open_window(window)
         if membership.is_joining:
-            self._draw_for(scopes.policy)
+            self._seed_random(scopes.policy)
         self._membership = membership
         membership.open(WindowFollower(membership, window))
         self._admission = self._new_admission(membership, scopes)
@@ -208,9 +208,9 @@ class OneSidedPolicy(JoinablePolicy):
 
     def _whole_state(self) -> dict[str, Any]:
         state = super()._whole_state()
-        return {**state, "policy": {**state["policy"], "draws": None}}  # a newcomer uses its own random generator
+        return {**state, "policy": {**state["policy"], "draws": None}}  # a restarted rank uses its own random generator
 
-    def _take_whole(self) -> None:
+    def _finish_loading(self) -> None:
         self._own_metric = None
 
     def _begin_joined(self) -> None:
@@ -229,7 +229,7 @@ class OneSidedPolicy(JoinablePolicy):
                 )
             if self._task is not None:
                 self._task.cancel()
-            self._give_up(replacement, "the policy ended")
+            self._abandon(replacement, "the policy ended")
         deadline = None
         try:
             if error is None and self._services.engine.failure is None:
@@ -238,12 +238,12 @@ class OneSidedPolicy(JoinablePolicy):
         finally:
             self._task = None  # the task's exception may keep a donor's memory alive
             self._states.clear()
-            if not self._leftovers():  # the probe would otherwise keep the model and its buffers alive
+            if not self._leftovers():  # drop the leak check, because it would keep the model and its buffers alive
                 self._services.leftover_probes.remove(self._leftovers)
             if self._membership is not None and self._admission is not None:
                 self._membership.leave()
                 self._admission.close()
-            if not self._is_publishing:  # otherwise _expose closes the window after the pending copy
+            if not self._is_publishing:  # otherwise _publish_copy closes the window after the pending copy
                 await self._exposure.close(deadline)
 
     def _is_quiet(self) -> bool:
@@ -274,9 +274,9 @@ class OneSidedPolicy(JoinablePolicy):
 
     def _begin_step(self) -> bool:
         if self.is_alone:
-            return True
+            return False
         is_asked = self._admission is not None and self._admission.is_asked
-        return not (self._needs_step or is_asked or self._is_turn())
+        return self._needs_step or is_asked or self._may_be_due()
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone:
@@ -284,7 +284,7 @@ class OneSidedPolicy(JoinablePolicy):
             return NOTHING
         await self._world.progress()
         info = self._act() if self._needs_step else NOTHING
-        if self._is_turn():  # a step with nothing due is faster without the coroutine
+        if self._may_be_due():  # a step with nothing due is faster without the coroutine
             await self._train_on(local_metric, info)
         if self._admission is not None and self._admission.is_asked:
             self._admission.admit(self._whole_state)
@@ -292,7 +292,7 @@ class OneSidedPolicy(JoinablePolicy):
 
     def _act(self) -> StepInfo:
         """Apply the average if it is complete. Return the step's result, which may report an abandoned replacement."""
-        info, self._given_up = self._given_up, NOTHING
+        info, self._abandoned_info = self._abandoned_info, NOTHING
         replacement = self._replacement
         if replacement is not None and replacement.complete:
             info = self._apply(replacement)
@@ -316,13 +316,13 @@ class OneSidedPolicy(JoinablePolicy):
             state = self._states[memory.data_ptr()] = self._packing.buffers(memory)
         copy = self._flat.start_snapshot(state)
         if copy is None:
-            self._expose(state, iteration, metric, began_at)
+            self._publish_copy(state, iteration, metric, began_at)
             return
         self._is_publishing = True
         what = WaitId(WaitKind.SNAPSHOT)
-        self._services.engine.watch(copy, what, lambda _: self._expose(state, iteration, metric, began_at))
+        self._services.engine.watch(copy, what, lambda _: self._publish_copy(state, iteration, metric, began_at))
 
-    def _expose(self, state: FlatBuffers, iteration: int, metric: float, began_at: float) -> None:
+    def _publish_copy(self, state: FlatBuffers, iteration: int, metric: float, began_at: float) -> None:
         """Publish a snapshot whose copy is complete.
 
         If the snapshot contains NaN, its metric is published as NaN, so that no rank chooses it as a donor. This rank
@@ -333,13 +333,13 @@ class OneSidedPolicy(JoinablePolicy):
         if self._stage == "closed":
             self._services.spawn_service(self._exposure.close(None), name="closing of this rank's exposed snapshots")
             return
-        if not self._own.may_be_given(state):
+        if not self._own.can_be_sent(state):
             self._unpublished["weights are not finite (the metric is published, as NaN)"] += 1
             self._own_metric = metric = float("nan")
         record = self._exposure.publish(iteration, metric)
         self._note_time("publish", began_at)
-        if self._events.are_wanted:
-            self._events.tell_now(SnapshotTaken(record.version, iteration, state.by_name()))
+        if self._events.has_callback:
+            self._events.deliver_now(SnapshotTaken(record.version, iteration, state.by_name()))
 
     async def _begin_replacement(self, number: int) -> None:
         """Start a background task that chooses and reads donors. Return when the task first waits."""
@@ -371,7 +371,7 @@ class OneSidedPolicy(JoinablePolicy):
         return info
 
     def _note_applied(self) -> None:
-        """Handle the application of an average. Called before the user is notified."""
+        """Handle that an average was applied. Called before the user is notified."""
 
     # -- a replacement, in the background ---------------------------------------------------------------------------
 
@@ -396,7 +396,7 @@ class OneSidedPolicy(JoinablePolicy):
                 self._reader.release(replacement)
         if reason:
             logger.info("replacement %d: abandoned: %s", replacement.number, reason)
-            self._give_up(replacement, reason)
+            self._abandon(replacement, reason)
         elif self._replacement is replacement:
             replacement.complete = self._needs_step = True
             self._note_time("read", replacement.judged_at)
@@ -410,7 +410,7 @@ class OneSidedPolicy(JoinablePolicy):
             return f"the donors differ in infinite values: in {entry!r}"
         return ""
 
-    def _give_up(self, replacement: Replacement, reason: str) -> None:
+    def _abandon(self, replacement: Replacement, reason: str) -> None:
         """Abandon a replacement. The next step reports the reason to the user."""
         if self._replacement is not replacement:
             return
@@ -419,7 +419,7 @@ class OneSidedPolicy(JoinablePolicy):
             self._reader.release(replacement)
         kind = reason.partition(":")[0]
         self._abandoned[kind] += 1
-        self._given_up = StepInfo(round=replacement.number, abandoned=reason, nbytes=replacement.nbytes)
+        self._abandoned_info = StepInfo(round=replacement.number, abandoned=reason, nbytes=replacement.nbytes)
         self._needs_step = True
 
     def _note_time(self, name: str, began_at: float) -> None:

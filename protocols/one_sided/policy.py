@@ -31,7 +31,7 @@ from asyncdist.protocols.one_sided.selection import (
     ReadOptions,
     choose,
     donor_limit,
-    is_dying,
+    must_replace,
     sample_count,
 )
 from asyncdist.protocols.one_sided.statistics import OneSidedStatistics
@@ -66,7 +66,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
             ``optimizer_state="reset"``.
         average_every, options: The options below. A step that replaces the weights does not publish, since its metric
             belongs to the old weights. In a group of more than 33 ranks, a rank compares itself with a new random
-            sample of 32 other ranks each time, or with a larger sample if it needs more donors.
+            sample of other ranks each time. The sample has 32 ranks, or more if the rank needs more donors.
 
     Raises:
         TypeError, ValueError: An option, the model or the optimizer is invalid.
@@ -139,8 +139,8 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
         if self._draws is None or not has_life:
             self._begin_life()
 
-    def _take_whole(self) -> None:
-        super()._take_whole()
+    def _finish_loading(self) -> None:
+        super()._finish_loading()
         self._begin_life()
 
     def _own_state(self) -> dict[str, Any]:
@@ -156,14 +156,14 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
 
     def _begin_step(self) -> bool:
         self._step_count += 1
-        return super()._begin_step() and not self._is_due
+        return self._is_due or super()._begin_step()
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone and self._is_due:
             self._read_metric(local_metric)
         return await super()._step(local_metric)
 
-    def _is_turn(self) -> bool:
+    def _may_be_due(self) -> bool:
         return self._is_due or self._step_count >= self._dies_at
 
     async def _train_on(self, local_metric: MetricSource, info: StepInfo) -> None:
@@ -171,7 +171,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
         if (is_due or self._step_count >= self._dies_at) and not info:
             if is_due:
                 self._publish(self._read_metric(local_metric))
-            if self._replacement is None and self._is_to_be_judged(is_due):
+            if self._replacement is None and self._is_replacement_due(is_due):
                 # If this replacement fails, a rank that is judged by its age tries again after `average_every` steps.
                 self._dies_at = self._step_count + self.average_every if self._dies_at != _NEVER else _NEVER
                 await self._begin_replacement(self._counts["killed"] + 1)
@@ -191,13 +191,13 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
         self._counts["nonfinite"] += not abs(metric) < float("inf")
         super()._publish(metric)
 
-    def _is_to_be_judged(self, is_due: bool) -> bool:
+    def _is_replacement_due(self, is_due: bool) -> bool:
         mode = self._rules.replacement_mode
         if mode == "age":
             return self._step_count >= self._dies_at
         if mode == "threshold":  # "threshold" needs only the rank's own metric
             own = self._own_metric
-            return is_due and own is not None and is_dying(self._world.rank, {self._world.rank: own}, self._rules)
+            return is_due and own is not None and must_replace(self._world.rank, {self._world.rank: own}, self._rules)
         return is_due
 
     def _begin_life(self) -> None:
@@ -212,7 +212,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
         rank, count_max = self._world.rank, sample_count(self._group.size, self._rules)
         answered_by = min(deadline, self._world.time() + self._read_timeout_s / 4)
         metrics = await self._reader.metrics(self._own_metric, count_max, self._random.sample, answered_by)
-        if self._rules.replacement_mode == "worst_ratio" and not is_dying(rank, metrics, self._rules):
+        if self._rules.replacement_mode == "worst_ratio" and not must_replace(rank, metrics, self._rules):
             if self._replacement is replacement:
                 self._replacement = None  # this rank is not among the worst, so it keeps its weights
             return ""

@@ -23,18 +23,18 @@ import torch
 from torch import nn
 
 from asyncdist import validation
-from asyncdist.protocols.declared import Options, among, like, option, or_none, whole, with_options
+from asyncdist.protocols.declared import Options, among, integer, like, option, or_none, with_options
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.one_sided.base import OneSidedPolicy
 from asyncdist.protocols.one_sided.reader import Replacement
 from asyncdist.protocols.one_sided.selection import DEFAULT_DONOR_COUNT_MAX, SAMPLE_COUNT, Choice, ReadOptions
 from asyncdist.protocols.one_sided.statistics import PullStatistics
 from asyncdist.protocols.options import AveragingOptions, CommonOptions, MemberOptions, OptimizerState
-from asyncdist.protocols.simple.population_averaging import ELSEWHERE, PullToMean, warn_of_rounding
+from asyncdist.protocols.simple.population_averaging import FOREIGN_OPTIONS, PullToMean, warn_of_rounding
 from asyncdist.protocols.step_info import PolicyEvent, StepInfo
 
-_ELSEWHERE: Final = {
-    **ELSEWHERE,
+_FOREIGN_OPTIONS: Final = {
+    **FOREIGN_OPTIONS,
     **dict.fromkeys(
         ("center", "mean_of", "scale_with_lr"),
         "only PopulationAveragingPolicy, whose ranks wait, has it",
@@ -62,7 +62,7 @@ class AsyncPull(Options):
     average_every: int = option(
         "Number of steps between snapshots: step i, counted from 0, publishes one if (i + 1) % average_every == 0, and "
         "begins to read other ranks' snapshots unless an earlier read is in progress.",
-        whole(1),
+        integer(1),
         default=10,
         is_agreed=True,
     )
@@ -70,7 +70,7 @@ class AsyncPull(Options):
     donor_count: int | None = option(
         "Largest number of other ranks whose snapshots are read, drawn at random each time. None: all other ranks, at "
         f"most {DEFAULT_DONOR_COUNT_MAX}.",
-        or_none(whole(1, " or None")),
+        or_none(integer(1, " or None")),
         default=None,
     )
 
@@ -102,7 +102,7 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
 
     takes_metric: ClassVar[bool] = False
 
-    @validation.names_options(refused=_ELSEWHERE)
+    @validation.names_options(refused=_FOREIGN_OPTIONS)
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[AsyncPopulationAveragingOptions]
     ) -> None:

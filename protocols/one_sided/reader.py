@@ -10,7 +10,7 @@ import torch
 from asyncdist import Group
 from asyncdist.collectives.one_sided import OutdatedError, VersionedWindow, VersionRecord
 from asyncdist.protocols.one_sided.selection import Choice, Sample
-from asyncdist.protocols.parameter_stream.landing import ChunkRing
+from asyncdist.protocols.parameter_stream.receive_layout import ChunkRing
 from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool

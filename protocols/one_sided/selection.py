@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from asyncdist import validation
-from asyncdist.protocols.declared import Options, number, one_of, option, or_none, whole
+from asyncdist.protocols.declared import Options, integer, number, one_of, option, or_none
 from asyncdist.protocols.ranking import (
     WEIGHT_EXPONENT_LIMIT,
     JudgingRules,
@@ -77,7 +77,7 @@ class OneSidedRules(JudgingRules):
     )
     donor_count: int | None = option(
         "Largest number of donors to draw. None: determined by `donor_ratio`.",
-        or_none(whole(1, " or None")),
+        or_none(integer(1, " or None")),
         default=None,
         group="donors",
     )
@@ -154,7 +154,7 @@ def is_among_worst(rank: int, metrics: Mapping[int, float], rules: OneSidedRules
     return rank in _worst(metrics, rules)
 
 
-def is_dying(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> bool:
+def must_replace(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> bool:
     """Return whether `rank` must replace its weights because of its metric. Always False with the mode `age`."""
     if rules.replacement_mode == "threshold":
         return is_worse(metrics[rank], rules.threshold_metric, rules.metric_mode)
@@ -194,14 +194,14 @@ def choose(
     """
     if rules.averaging_strategy == "reset_weights":
         return Choice((), -1)
-    dying = _worst(metrics, rules)
+    replaced = _worst(metrics, rules)
     candidates = [
         other
         for other in sorted(metrics)
         if other != rank
         and math.isfinite(metrics[other])
-        and other not in dying
-        and not (rules.replacement_mode == "threshold" and is_dying(other, metrics, rules))
+        and other not in replaced
+        and not (rules.replacement_mode == "threshold" and must_replace(other, metrics, rules))
     ]
     if not candidates:
         return None

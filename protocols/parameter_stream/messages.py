@@ -71,7 +71,10 @@ class LocateRequest:
 class Location:
     """Sender to receiver: answers :class:`LocateRequest` with the address of the requested snapshot.
 
+    At the start of a policy, a rank sends it without a request, with the address of a few bytes.
+
     Attributes:
+        slot: Number of the request; 0 without a request.
         pid, address, token: Fields of an :class:`~asyncdist.host_memory.cross_memory_attach.AttachToken`. The sender
         revokes this token before it reuses the snapshot's memory.
         tensors: Address of each tensor of :func:`parts_of`, including exact tensors. Empty if the sender has no
@@ -132,5 +135,8 @@ def part_chunk_nbytes(nbytes: int, chunk_count: int | None = None) -> int:
 
 
 def safe_point_count(nbytes: int) -> int:
-    """Return the number of safe points that each end of a stream of this size needs: one per window of chunks."""
+    """Return the number of safe points (calls that let messages move) at each end of a stream with ``nbytes`` bytes.
+
+    One window of chunks moves at each safe point.
+    """
     return max(1, -(-nbytes // (CHUNK_NBYTES * WINDOW_COUNT)))

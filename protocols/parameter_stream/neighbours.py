@@ -1,9 +1,12 @@
 """Reads snapshots directly from the memory of other processes on this host, instead of receiving them as streams.
 
 A receiver asks for the address of a donor's snapshot (:class:`LocateRequest`), and the donor answers when it has the
-snapshot. The first snapshot from a donor is streamed, and the answer only serves to test whether the donor's memory can
-be read. Before the donor reuses the memory, it revokes its token (:mod:`asyncdist.host_memory.cross_memory_attach`). A
+snapshot. Before the donor reuses the memory, it revokes its token (:mod:`asyncdist.host_memory.cross_memory_attach`). A
 read is therefore valid only if the token is still valid afterwards.
+
+If a donor's memory was not tested yet, its first snapshot is streamed, and the donor's answer only serves as the test.
+In an exchange (:mod:`protocols.exchange`), the ranks of a host therefore test their memory when the policy starts
+(:meth:`Neighbours.introduce`): each rank sends the address of a few bytes, and the others try to read them.
 
 If the donor's tensors are in shared memory (:mod:`asyncdist.host_memory.shared_memory`), the receiver maps this memory
 and uses the tensors in place. Otherwise the receiver copies the tensors, which takes twice as long as adding them up.
@@ -11,15 +14,16 @@ and uses the tensors in place. Otherwise the receiver copies the tensors, which 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
 
 from asyncdist import AsyncdistError, RankLostError
-from asyncdist.host_memory.cross_memory_attach import PeerProcess
+from asyncdist.host_memory.cross_memory_attach import AttachToken, PeerProcess
 from asyncdist.host_memory.shared_memory import Address, find, order_memory
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.engine import yield_to_loop
@@ -36,22 +40,46 @@ READ_NBYTES_MIN: Final = 1 << 20
 #: Number of failed reads after which a donor's memory is no longer read. One failure may only mean that the round ended
 #: during the read.
 TRIAL_COUNT: Final = 3
+#: Slot of a :class:`Location` that no rank has asked for.
+_INTRODUCTION: Final = 0
 #: Number of shared memory blocks per donor that stay mapped, since mapping a block again costs page faults.
 _MAPPED_COUNT: Final = 8
 
 
 class Neighbours:
-    """Tracks which processes' memory this rank can read, and requests the addresses of their snapshots."""
+    """Tracks which processes' memory this rank can read, and requests the addresses of their snapshots.
 
-    def __init__(self, services: Services, channel: Channel[StreamMessage]) -> None:
+    Attributes:
+        channel: Channel of the snapshot server, set by the server. It may deliver early messages before it is set.
+    """
+
+    channel: Channel[StreamMessage]
+
+    def __init__(self, services: Services) -> None:
         self._services = services
-        self._channel = channel
         self._is_possible = services.shares_memory
         self._readable: set[int] = set()
         self._failures: Counter[int] = Counter()
         self._asked: dict[int, Reading] = {}  # by slot: readings that wait for an answer
         self._mapped: dict[int, dict[bytes, torch.Tensor]] = {}  # by donor and packed address, last used at the end
         self._last_slot = 0
+        self._card: AttachToken | None = None
+
+    def introduce(self, ranks: Iterable[int], nbytes: int) -> None:
+        """Let ``ranks`` test now whether they can read this process's memory, if they are on the same host.
+
+        Args:
+            nbytes: Size in bytes of the largest snapshot. Nothing is sent if snapshots are too small to be read.
+        """
+        hosts, me = self._services.hosts, self._services.rank
+        if not self._is_possible or nbytes < READ_NBYTES_MIN:
+            return
+        self._card = card = AttachToken()
+        location = Location(_INTRODUCTION, card.pid, card.address, card.token, (card.address,))
+        for rank in ranks:
+            if rank != me and (hosts is None or hosts[rank] == hosts[me]):
+                with contextlib.suppress(AsyncdistError):  # a lost rank, for example, reads nothing
+                    self.channel.send_nowait(location, rank)
 
     def ask(self, donor: int, nbytes: int, *, round: int, mean_of: Part | None = None) -> Reading | None:
         """Request the memory address of a donor's snapshot, or of the mean of a part on its reducer.
@@ -69,19 +97,23 @@ class Neighbours:
         if not self._is_possible or nbytes < READ_NBYTES_MIN or self._failures[donor] >= TRIAL_COUNT:
             return None
         self._last_slot -= 1
-        self._channel.send_nowait(LocateRequest(self._last_slot, *(mean_of or ())), donor, round=round)
+        self.channel.send_nowait(LocateRequest(self._last_slot, *(mean_of or ())), donor, round=round)
         reading = self._asked[self._last_slot] = Reading(self._services, self, donor, self._last_slot)
         return reading if donor in self._readable else None
 
     def on_location(self, donor: int, location: Location) -> None:
-        """Pass a donor's answer to the :class:`Reading` that waits for it, unless that was closed.
+        """Pass a donor's answer to the :class:`Reading` that waits for it, or ignore it if the reading was closed.
+
+        Also test the memory of a rank that introduces itself.
 
         The handler of the stream channel, ``SnapshotServer.on_message``, calls this method.
         """
-        reading = self._asked.get(location.slot)
-        if reading is None or reading.donor != donor:
+        if location.slot == _INTRODUCTION:
+            reading = Reading(self._services, self, donor, _INTRODUCTION)
+        elif location.slot in self._asked and self._asked[location.slot].donor == donor:
+            reading = self._asked.pop(location.slot)
+        else:
             return
-        del self._asked[location.slot]
         reading.on_location(location)
         if reading.process is not None:
             self._readable.add(donor)
@@ -97,7 +129,7 @@ class Neighbours:
         self._failures[donor] += 1
 
     def note_success(self, donor: int) -> None:
-        """Reset a donor's number of failed reads, because a snapshot was read completely."""
+        """Reset a donor's number of failed reads, because one of its snapshots was read completely."""
         del self._failures[donor]
 
     def memory_of(self, donor: int, packed: bytes) -> torch.Tensor | None:

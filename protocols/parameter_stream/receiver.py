@@ -14,7 +14,6 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import WINDOW_COUNT, Cancel, Grant, InboundStream
 from asyncdist.protocols.parameter_stream import messages
-from asyncdist.protocols.parameter_stream.landing import ASKED_COUNT_MAX, ChunkRing, Landing
 from asyncdist.protocols.parameter_stream.messages import (
     PartGrant,
     StreamMessage,
@@ -25,6 +24,7 @@ from asyncdist.protocols.parameter_stream.messages import (
 )
 from asyncdist.protocols.parameter_stream.neighbours import Neighbours, PartReading, Reading
 from asyncdist.protocols.parameter_stream.parts import Part
+from asyncdist.protocols.parameter_stream.receive_layout import ASKED_COUNT_MAX, ChunkRing, ReceivedChunk
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
@@ -145,13 +145,14 @@ class SnapshotReceiver:
         self._ring = ring
         self._layout = ring.layout_of(accumulator)
         self._page = self._offset = 0
-        self._asked: deque[tuple[InboundStream | Reading | None, Sequence[Landing]]] = deque()
+        # For each requested snapshot: its stream and chunks, or the reading of the donor's memory. None without bytes.
+        self._asked: deque[tuple[InboundStream | Reading | None, Sequence[ReceivedChunk]]] = deque()
         self._asked_count = 0
         self._is_asking = True  # whether any receives are not posted yet
         self._posting: InboundStream | None = None  # stream of the most recently asked donor
-        self._unposted: deque[Landing] = deque()  # chunks of the current stream whose receives are not posted
+        self._unposted: deque[ReceivedChunk] = deque()  # chunks of the current stream whose receives are not posted
         self._posted_count = 0
-        self._under_way: deque[Landing] = deque()  # chunks with posted receives that are not added yet
+        self._under_way: deque[ReceivedChunk] = deque()  # chunks with posted receives that are not added yet
         self.donor = donors[0]
         self.received_nbytes = self.read_nbytes = 0
         self.mean = WeightedMean(len(donors))
@@ -178,20 +179,22 @@ class SnapshotReceiver:
                 self._asked.append((reading, ()))
                 self._asked_count += 1
                 continue
-            share = self._layout.share(self._ring, self._page, self._offset, first=is_first, exact=donor == self.best)
-            self._page, self._offset = share.page, share.offset
-            if not share.nbytes:  # a request for no bytes would still occupy a slot
+            expected = self._layout.donor_chunks(
+                self._ring, self._page, self._offset, first=is_first, exact=donor == self.best
+            )
+            self._page, self._offset = expected.page, expected.offset
+            if not expected.nbytes:  # a request for no bytes would still occupy a slot
                 self._asked.append((None, ()))
                 self._asked_count += 1
                 continue
-            stream = InboundStream(self._services.slots, donor, share.targets, 0)
+            stream = InboundStream(self._services.slots, donor, expected.targets, 0)
             self._streams.append(stream)
-            self._asked.append((stream, share.landings))
+            self._asked.append((stream, expected.chunks))
             self._asked_count += 1
             self._posting, self._posted_count = stream, 0
-            self._unposted.extend(share.landings)
+            self._unposted.extend(expected.chunks)
             self._post()
-            size = stream.slot, share.nbytes, messages.CHUNK_NBYTES
+            size = stream.slot, expected.nbytes, messages.CHUNK_NBYTES
             grant = Grant(*size) if self._part is None else PartGrant(*size, *self._part)
             self._channel.send_nowait(grant, donor, round=self._round)
         self._is_asking = bool(self._unposted) or self._asked_count < len(self.donors)
@@ -212,19 +215,12 @@ class SnapshotReceiver:
             self.ask()
             for place, donor in enumerate(self.donors):
                 self.mean.begin(weights[place])
-                stream, landings = self._asked.popleft()
-                if isinstance(stream, Reading):
+                asked, chunks = self._asked.popleft()
+                if isinstance(asked, Reading):
                     self.donor = donor
-                    await self._read(stream, deadline, is_first=place == 0)
-                for index, landing in enumerate(landings):
-                    assert isinstance(stream, InboundStream), "only a stream has landings"
-                    self.donor = donor
-                    await stream.arrival(index, deadline=deadline)
-                    self._take(landing)
-                    if self._is_asking:
-                        self.ask()
-                self.received_nbytes += 0 if stream is None else stream.received_nbytes
-                self.read_nbytes += stream.received_nbytes if isinstance(stream, Reading) else 0
+                    await self._read(asked, deadline, is_first=place == 0)
+                elif asked is not None:
+                    await self._receive(asked, chunks, donor, deadline)
                 if self._is_asking:
                     self.ask()
         finally:
@@ -246,36 +242,50 @@ class SnapshotReceiver:
             self._posted_count += 1
             self._posting.post_up_to(self._posted_count)
 
-    def _take(self, landing: Landing) -> None:
-        if landing.piece.averaged:
-            self.mean.add(landing.piece.into, landing.chunk)
+    async def _receive(
+        self, stream: InboundStream, chunks: Sequence[ReceivedChunk], donor: int, deadline: float
+    ) -> None:
+        """Add the chunks of a donor's stream to the mean as they arrive, and request further snapshots meanwhile."""
+        for index, received in enumerate(chunks):
+            self.donor = donor
+            await stream.arrival(index, deadline=deadline)
+            self._take(received)
+            if self._is_asking:
+                self.ask()
+        self.received_nbytes += stream.received_nbytes
+
+    def _take(self, received: ReceivedChunk) -> None:
+        if received.chunk.averaged:
+            self.mean.add(received.chunk.into, received.memory)
         self._under_way.popleft()
 
     def _reading(self, donor: int) -> Reading | None:
         if self._neighbours is None:
             return None
-        nbytes = sum(piece.nbytes for piece in self._layout.pieces if piece.averaged)
+        nbytes = sum(chunk.nbytes for chunk in self._layout.chunks if chunk.averaged)
         return self._neighbours.ask(donor, nbytes, round=self._round)
 
     async def _read(self, reading: Reading, deadline: float, *, is_first: bool) -> None:
         """Read a snapshot from the donor's memory and add it to the mean. Other tasks run after each window."""
         await reading.located(deadline=deadline)
         burst_nbytes = 0
-        for piece in self._layout.pieces:
-            if not (piece.averaged or reading.donor == self.best):
+        for chunk in self._layout.chunks:
+            if not (chunk.averaged or reading.donor == self.best):
                 continue
-            is_in_place = piece.view is not None and (is_first or not piece.averaged)
-            count = min(_READ_NBYTES, messages.CHUNK_NBYTES) // piece.dtype.itemsize
-            for start in range(0, piece.into.numel(), count):
-                into = piece.into[start : start + count]
-                chunk = None if is_in_place else self._ring.scratch(piece.dtype, into.numel())
-                reading.read(piece.number, piece.first + start, into if chunk is None else chunk)
-                if piece.averaged:
-                    self.mean.add(into, chunk)
-                burst_nbytes += into.numel() * piece.dtype.itemsize
+            is_in_place = chunk.view is not None and (is_first or not chunk.averaged)
+            count = min(_READ_NBYTES, messages.CHUNK_NBYTES) // chunk.dtype.itemsize
+            for start in range(0, chunk.into.numel(), count):
+                into = chunk.into[start : start + count]
+                scratch = None if is_in_place else self._ring.scratch(chunk.dtype, into.numel())
+                reading.read(chunk.number, chunk.first + start, into if scratch is None else scratch)
+                if chunk.averaged:
+                    self.mean.add(into, scratch)
+                burst_nbytes += into.numel() * chunk.dtype.itemsize
             if burst_nbytes >= messages.CHUNK_NBYTES * WINDOW_COUNT:
                 burst_nbytes = 0
                 await yield_to_loop()
                 if self._services.time() > deadline:
                     raise TimeoutError(f"rank {reading.donor}'s snapshot was not read in time")
         reading.complete()
+        self.received_nbytes += reading.received_nbytes
+        self.read_nbytes += reading.received_nbytes

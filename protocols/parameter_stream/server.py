@@ -124,10 +124,11 @@ class SnapshotServer:
         self._chunks: WeakKeyDictionary[FlatBuffers, dict[tuple[int, int], list[memoryview]]] = WeakKeyDictionary()
         # Waiting requests and their rounds, by source and slot.
         self._early: dict[tuple[int, int], tuple[int, Request]] = {}
-        self._over: float = 0
-        self._means_over = 0
+        self._ended_round: float = 0
+        self._ended_mean_round = 0
         self._no_means: set[tuple[int, Part]] = set()  # means of rounds in progress that this rank will not offer
         self.sent_nbytes = 0
+        self.neighbours = Neighbours(services)  # made first, because the new channel may deliver early messages
         self.channel: Channel[StreamMessage] = services.open_channel(
             StreamMessage,
             tag=tags.PARAM,
@@ -135,9 +136,9 @@ class SnapshotServer:
             name="parameter streams",
             handler=self.on_message,
             epoch=0,
-            earlier_handler=self._on_earlier,
+            earlier_handler=self._on_earlier_epoch,
         )
-        self.neighbours = Neighbours(services, self.channel)
+        self.neighbours.channel = self.channel
         services.on_returned(self._forget)
 
     def _forget(self, rank: int) -> None:
@@ -162,7 +163,7 @@ class SnapshotServer:
 
         Args:
             mean_of: Part whose mean ``snapshot`` is, or None for a donor's snapshot.
-            ready_count: Number of finished chunks of the mean, or None for all. :meth:`grow` adds the others.
+            ready_count: Number of finished chunks of the mean, or None for all. :meth:`mark_ready` adds the others.
             ends_earlier: Whether to abort the requests of earlier rounds.
             chunk_count: Usual number of chunks of the mean. Receivers request the same number.
             memory: Shared memory that contains all buffers, if there is one.
@@ -184,7 +185,7 @@ class SnapshotServer:
         self._serve_early(offer)
         return offer
 
-    def grow(self, offer: Offer, ready_count: int | None) -> None:
+    def mark_ready(self, offer: Offer, ready_count: int | None) -> None:
         """Send further chunks of a mean, of which the first ``ready_count`` (None for all) are now finished."""
         first, offer.ready_count = offer.ready_count, ready_count
         more = offer.mean_chunks()[first:ready_count]
@@ -208,13 +209,13 @@ class SnapshotServer:
             stream.stop()
         self._free(offer)
         if offer.mean_of is None:
-            self._over = max(self._over, offer.round)
+            self._ended_round = max(self._ended_round, offer.round)
         else:
             self.end_mean(offer.round, offer.mean_of)
 
     def end_rounds(self, last: float) -> None:
         """Abort all requests for rounds up to ``last``, in which this rank offers no further snapshot."""
-        self._over = max(self._over, last)
+        self._ended_round = max(self._ended_round, last)
         self._no_means = {each for each in self._no_means if each[0] > last}
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
             del self._early[key]
@@ -222,7 +223,7 @@ class SnapshotServer:
 
     def end_means(self, last: int) -> None:
         """Abort all requests for means of rounds up to ``last``, in which this rank offers no mean."""
-        self._means_over = max(self._means_over, last)
+        self._ended_mean_round = max(self._ended_mean_round, last)
         for key in [key for key, (asked, request) in self._early.items() if asked <= last and mean_asked(request)]:
             del self._early[key]
             self._refuse(key)
@@ -258,7 +259,7 @@ class SnapshotServer:
             offer.on_free(offer.snapshot)
         self._services.engine.recheck()
 
-    def _on_earlier(self, envelope: Envelope[StreamMessage]) -> None:
+    def _on_earlier_epoch(self, envelope: Envelope[StreamMessage]) -> None:
         if not isinstance(envelope.message, Cancel | Location):
             return self._refuse((envelope.source, envelope.message.slot))
         return self.on_message(envelope)
@@ -285,7 +286,8 @@ class SnapshotServer:
                 self._serve(offer, request, key)
                 return
         part = mean_asked(request)
-        is_over = round <= self._over or (part and (round <= self._means_over or (round, part) in self._no_means))
+        has_no_mean = part and (round <= self._ended_mean_round or (round, part) in self._no_means)
+        is_over = round <= self._ended_round or has_no_mean
         if not is_over and len(self._early) < EARLY_COUNT_MAX:
             self._early[key] = round, request
         else:

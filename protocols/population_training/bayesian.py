@@ -67,7 +67,7 @@ class Observations:
         self._last = (iteration, metric) if math.isfinite(metric) else None
 
     def inherited(self, donor: Observations, shift: int) -> Observations:
-        """Return this rank's and the donor's observations together, after this rank has copied the donor's weights.
+        """Return the observations of this rank and of ``donor``, whose weights this rank has copied.
 
         Args:
             shift: This rank's iteration minus the donor's.
@@ -97,9 +97,9 @@ class BayesianExplore:
     """Explores with a Gaussian process (PB2): ``PopulationTrainingPolicy(..., explore=BayesianExplore())``.
 
     The process models the gain of the metric per step as a function of the iteration, the metric and the
-    hyperparameters. Old observations count less. Of random candidates, the new hyperparameters are those with the
-    largest upper confidence bound of the gain. Only ranges are modelled. Choices and functions are perturbed, and until
-    enough observations are known, ranges are too.
+    hyperparameters. Old observations count less. The new hyperparameters are the random candidate with the largest
+    upper confidence bound of the gain. Only ranges are modelled. Choices and functions are perturbed. Ranges are
+    perturbed as well until enough observations are known.
 
     The process is fitted inside ``step``, on the replaced rank only.
 

@@ -102,7 +102,7 @@ class Range:
         return self.low > 0 and (self.low * factor > self.high or self.high * factor < self.low)
 
     def agreed(self) -> list[Any]:
-        """Return the range as JSON values."""
+        """Return the range's limits and options as a list, in which all ranks must agree."""
         return ["range", self.low, self.high, self.log, self.integer]
 
 
@@ -157,7 +157,7 @@ class Choice:
         return False
 
     def agreed(self) -> list[Any]:
-        """Return the list as JSON values."""
+        """Return the kind and the values of the list, in which all ranks must agree."""
         return ["choice", *self.values]
 
     def _place_of(self, given: Any) -> int:
@@ -264,7 +264,11 @@ def space_of(name: str, given: Any) -> Space:
 
 
 def spaces_of(option: str, given: Any) -> dict[str, Space]:
-    """Return the hyperparameters of an option, by name. Raise TypeError or ValueError if one is wrong."""
+    """Return the space of values of each hyperparameter in the dict that was passed as ``option``.
+
+    Raises:
+        TypeError, ValueError: The dict, or the space of one hyperparameter, is invalid.
+    """
     if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
         validation.refuse(
             option,

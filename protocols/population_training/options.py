@@ -18,7 +18,7 @@ from asyncdist.protocols.step_info import PolicyEvent
 ExploreFunction: TypeAlias = Callable[[dict[str, Any], random.Random], Mapping[str, Any]]
 
 #: Names of options in other libraries and policies, each with a hint for the error that is raised if it is passed here.
-ELSEWHERE: Final = {
+FOREIGN_OPTIONS: Final = {
     "perturbation_interval": "here average_every is the number of steps between reports",
     "time_attr": "here average_every counts steps",
     "mode": "here metric_mode is 'max' or 'min', and step(loss=...) or step(score=...) sets the direction regardless "
@@ -74,7 +74,6 @@ class PopulationTrainingOptions(MemberOptions, total=False):
 
 
 def _spaces(name: str, value: Any) -> Any:
-    """Check hyperparameters, and convert their values to objects. Return {} for None."""
     return spaces_of(name, {} if value is None else value)
 
 

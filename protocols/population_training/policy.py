@@ -31,7 +31,7 @@ from asyncdist.protocols.population_training.bayesian import BayesianExplore, Ob
 from asyncdist.protocols.population_training.exploring import Explorer, donor_for
 from asyncdist.protocols.population_training.hyperparameters import Value
 from asyncdist.protocols.population_training.lineage import Lineage, LineageEntry
-from asyncdist.protocols.population_training.options import ELSEWHERE, ExploringOptions, PopulationTrainingOptions
+from asyncdist.protocols.population_training.options import FOREIGN_OPTIONS, ExploringOptions, PopulationTrainingOptions
 from asyncdist.protocols.population_training.settings import OptimizerSettings, load_moments, schedules
 from asyncdist.protocols.ranking import replacer_count
 from asyncdist.protocols.selective.messages import REPLACER, Assign, Frozen
@@ -42,7 +42,7 @@ from asyncdist.tensors.optimizers.loading import arranged, parameter_names
 
 logger = logging.getLogger("protocols.population_training")
 
-_Told = TypeVar("_Told", Assign, Frozen)
+_RoleMessage = TypeVar("_RoleMessage", Assign, Frozen)
 #: Smallest size of a sub-population, which needs best ranks, worst ranks, and ranks that migrants may replace.
 _SIZE_MIN: Final = 4
 
@@ -91,7 +91,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         TypeError, ValueError: An argument is invalid, or the optimizer lacks a hyperparameter.
     """
 
-    @validation.names_options(refused=ELSEWHERE)
+    @validation.names_options(refused=FOREIGN_OPTIONS)
     def __init__(
         self,
         model: nn.Module,
@@ -114,7 +114,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
             **among(options, SelectiveOptions),
         )
         self._rules = replace(self._rules, copies_one=True)
-        self._resources = replace(self._resources, heir=self)
+        self._resources = replace(self._resources, adopter=self)
         self._settings = OptimizerSettings(optimizer, own.hyperparameters, own.lr_scheduler)
         own.check_factors()  # last, so that a wrong name is reported first
         self._spaces = own.spaces
@@ -144,7 +144,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
     def lineage(self) -> tuple[LineageEntry, ...]:
         """Return the hyperparameters with which this rank's current weights were trained, oldest first.
 
-        A replaced rank takes over the donor's history. At most 1000 entries are kept, the first and the newest.
+        A replaced rank takes over the donor's history. At most 1000 entries are kept: the first and the newest ones.
         """
         return self._lineage.entries
 
@@ -171,7 +171,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
     def _options(self) -> Mapping[str, Any]:
         groups = []
-        for names in parameter_names(self.model, self.optimizer):  # names map a copied state to parameters
+        for names in parameter_names(self.model, self.optimizer):  # a copied optimizer state is matched by names
             checksum = zlib.crc32("\n".join(sorted(names)).encode())
             groups.append(f"{len(names)} parameters with the names {checksum:08x}")
         spaces = {name: space.agreed() for name, space in self._spaces.items()}
@@ -265,27 +265,27 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
     # -- one round --------------------------------------------------------------------------------------------------
 
-    def _narrowed(self, told: _Told, round: int) -> _Told:
-        if not told.donors:
-            return told
-        donor = self._donor(told, round)
-        if isinstance(told, Assign):
-            is_copier = told.role == REPLACER and not told.admits
-            self._parent = (round, told.parent)
-            return replace(told, donors=(donor,), best=donor) if is_copier else told
+    def _restricted(self, message: _RoleMessage, round: int) -> _RoleMessage:
+        if not message.donors:
+            return message
+        donor = self._donor(message, round)
+        if isinstance(message, Assign):
+            is_copier = message.role == REPLACER and not message.admits
+            self._parent = (round, message.parent)
+            return replace(message, donors=(donor,), best=donor) if is_copier else message
         if self._member.admitting == round:
-            return told
-        iteration = told.iterations[told.donors.index(donor)]
-        return replace(told, donors=(donor,), weights=(1.0,), iterations=(iteration,), best=donor)
+            return message
+        iteration = message.iterations[message.donors.index(donor)]
+        return replace(message, donors=(donor,), weights=(1.0,), iterations=(iteration,), best=donor)
 
-    def _donor(self, told: Assign | Frozen, round: int) -> int:
+    def _donor(self, message: Assign | Frozen, round: int) -> int:
         """Return the donor that this rank copies: the assigned donor, or else one of its sub-population if possible."""
-        parent = told.parent if isinstance(told, Assign) else self._parent[1] if self._parent[0] == round else -1
-        if parent in told.donors:
+        parent = message.parent if isinstance(message, Assign) else self._parent[1] if self._parent[0] == round else -1
+        if parent in message.donors:
             return parent
         rank, place = self._world.rank, self._place_of(self._world.rank)
-        own = tuple(donor for donor in told.donors if self._place_of(donor) == place)
-        return donor_for(own or told.donors, rank, round, self._own_options.seed)
+        own = tuple(donor for donor in message.donors if self._place_of(donor) == place)
+        return donor_for(own or message.donors, rank, round, self._own_options.seed)
 
     def _read_metric(self, given: MetricSource) -> float:
         value = super()._read_metric(given)
@@ -294,7 +294,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         return value
 
     def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> _Inheritance:
-        """Draw new hyperparameters, without changing this rank."""
+        """Return the donor's state and new hyperparameters for :meth:`adopt`. Leave this rank unchanged."""
         state, theirs = parts["policy"], parts["optimizer"]
         moments = arranged(theirs["state"], theirs["names"], parameter_names(self.model, self.optimizer))
         inherited = self._values_in(state)

@@ -20,7 +20,9 @@ class OptimizerSettings:
     """Reads and writes the hyperparameters of one optimizer.
 
     Groups with different initial values keep their ratios to the first value that is not 0. A group with the value 0,
-    such as a group without weight decay, keeps 0.
+    such as a group without weight decay, keeps 0. A group that is added to the optimizer later keeps the ratio that it
+    has at the next change. If there is a scheduler, such a group has no base learning rate, and ``"lr"`` does not
+    change it.
 
     Args:
         names: Names of hyperparameters, such as ``"lr"``, or ``"betas[0]"`` for one number of a tuple.
@@ -56,13 +58,15 @@ class OptimizerSettings:
             if not hasattr(each, "base_lrs") or not _is_schedule_of(each, self._optimizer):
                 raise TypeError(
                     "lr_scheduler must be a scheduler of torch.optim.lr_scheduler with base_lrs, for the policy's "
-                    f"optimizer, got {lr_scheduler!r:.80}"
+                    f"optimizer, got {lr_scheduler!r:.80}. A scheduler without base_lrs, such as ReduceLROnPlateau, "
+                    "changes the current learning rate as the policy does: do not pass it"
                 )
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Write values of hyperparameters into all groups. With a scheduler, ``lr`` is the base learning rate."""
         for name, ratios in self._ratios.items():
             if name in values:
+                ratios += _ratios(self._values(name))[len(ratios) :]
                 for place, (group, ratio) in enumerate(zip(self._groups(name), ratios, strict=True)):
                     new = values[name] if ratio == 1.0 else values[name] * ratio
                     if name == "lr" and self._schedulers:
@@ -107,18 +111,20 @@ class OptimizerSettings:
         return [{name: float(group[name]) for name in names if name in group} for group in self._optimizer.param_groups]
 
     def put_scheduled(self, found: Iterable[Mapping[str, float]]) -> None:
-        """Restore the result of :meth:`scheduled`, because schedulers compute the next values from these."""
+        """Restore the result of :meth:`scheduled`. Schedulers compute the next values from these values."""
         for group, values in zip(self._optimizer.param_groups, found, strict=True):
             for name, value in values.items():
                 _put(group, name, value)
 
     def _groups(self, name: str) -> list[dict[str, Any]]:
-        key = name.partition("[")[0]
+        key = self._key(name).partition("[")[0]
         return [group for group in self._optimizer.param_groups if key in group]
 
     def _values(self, name: str) -> list[float]:
-        key = "initial_lr" if name == "lr" and self._schedulers else name
-        return [_number_in(group, key) for group in self._groups(name)]
+        return [_number_in(group, self._key(name)) for group in self._groups(name)]
+
+    def _key(self, name: str) -> str:
+        return "initial_lr" if name == "lr" and self._schedulers else name
 
 
 def schedules(scheduler: Any, optimizer: Any) -> bool:
@@ -133,7 +139,7 @@ def _is_schedule_of(scheduler: Any, optimizer: Any) -> bool:
 
 
 def _schedulers_in(scheduler: Any) -> list[Any]:
-    """Return a scheduler and those that it contains, as SequentialLR does, if they have a base learning rate.
+    """Return a scheduler and its inner schedulers, as SequentialLR has, if they have a base learning rate.
 
     For a scheduler that Accelerate has prepared, return the schedulers inside the wrapper.
     """

@@ -50,13 +50,13 @@ from asyncdist.protocols.replay_buffer.messages import (
     INLINE_NBYTES_MAX,
     Add,
     Added,
-    Bye,
     Declare,
     Draw,
     Drawn,
     Ended,
     Failed,
     Leaving,
+    Left,
     Open,
     Refused,
     ReplayMessage,
@@ -136,7 +136,8 @@ class ReplayBuffer:
             name=f"client of replay {self._name}",
             handler=self._on_message,
         )
-        # Each entry sends at least one message, so the number of sent messages differs between this rank's entries.
+        # This number differs between successive clients of one buffer on this rank, because each client sends at least
+        # one message.
         self._entry = self._channel.demultiplexer.sent_count
         services.on_gone(self._on_gone, among=(server,))
         try:
@@ -207,7 +208,7 @@ class ReplayBuffer:
             stream.stop()
         if self._server not in self._services.gone:
             with contextlib.suppress(RankLostError):
-                self._channel.send_nowait(Bye(), self._server)
+                self._channel.send_nowait(Left(), self._server)
         self._services.off_gone(self._on_gone)
         self._channel.close(afterwards=self._refuse_grant)
 
@@ -419,7 +420,7 @@ class ReplayBuffer:
 
     def _send(self, message: Any, *, round: int = 0) -> None:
         assert self._channel is not None
-        if self._is_closed:  # the server has been sent Bye and ignores later messages
+        if self._is_closed:  # the server has been sent Left and ignores later messages
             return
         try:
             self._channel.send_nowait(message, self._server, round=round)

@@ -39,15 +39,15 @@ class Client:
     is_receiving: bool = False
     outgoing: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
     streams: dict[int, OutboundStream] = field(default_factory=dict)
-    heard_at: float = -math.inf
+    last_message_at: float = -math.inf
 
 
-def more_may_come(clients: Collection[Client]) -> bool:
+def may_add_more(clients: Collection[Client]) -> bool:
     """Return whether any client is expected to add items.
 
-    A client that has added items is expected to add more until it leaves: while one of its tasks waits in a draw,
-    another may add. A client that has only drawn is expected to add items only if it has no waiting draw, or if there
-    are several clients and none has left.
+    A client that has added items is expected to add more until it leaves, because another of its tasks may add while
+    one waits in a draw. A client that has only drawn is expected to add items only if it has no waiting draw, or if
+    there are several clients and none has left.
     """
     some_have_left = len(clients) == 1 or any(client.is_done for client in clients)
 

@@ -22,7 +22,7 @@ def scopes(server: int, name: str) -> tuple[int, int]:
 
 
 def declare(layout: RowLayout) -> Declare:
-    """Return the message that declares the layout of a client's batches to the server, or the reverse."""
+    """Return the message that declares the layout of batches, sent by a client or by the server."""
     fields = layout.fields
     return Declare(
         layout.form, tuple(f.name for f in fields), tuple(f.dtype for f in fields), tuple(f.shape for f in fields)

@@ -117,7 +117,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Bye:
+class Left:
     """Client to server, as the last message: the client leaves."""
 
 
@@ -158,7 +158,7 @@ ReplayMessage = (
     | Update
     | Withdraw
     | Leaving
-    | Bye
+    | Left
     | Added
     | Drawn
     | Failed

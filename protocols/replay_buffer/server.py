@@ -29,19 +29,19 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
-from asyncdist.protocols.replay_buffer.clients import Client, all_wait_to_draw, describe_draws, more_may_come
+from asyncdist.protocols.replay_buffer.clients import Client, all_wait_to_draw, describe_draws, may_add_more
 from asyncdist.protocols.replay_buffer.layouts import declare, declared, refuse_grant, scopes
 from asyncdist.protocols.replay_buffer.messages import (
     INLINE_NBYTES_MAX,
     Add,
     Added,
-    Bye,
     Declare,
     Draw,
     Drawn,
     Ended,
     Failed,
     Leaving,
+    Left,
     Open,
     Refused,
     ReplayMessage,
@@ -52,7 +52,7 @@ from asyncdist.protocols.replay_buffer.messages import (
 from asyncdist.protocols.replay_buffer.store import Batch, ReplayStore, RowLayout
 from asyncdist.protocols.replay_buffer.values import ReplayStatistics, check_clients, check_options
 from asyncdist.tensors.byte_views import split
-from asyncdist.tensors.serialization import words_of
+from asyncdist.tensors.serialization import name_and_message
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.replay_buffer.client")
@@ -141,7 +141,7 @@ class _Server:
         self._clients = {rank: Client(rank, is_done=rank in services.gone) for rank in clients}
         to_server, to_clients = scopes(services.rank, name)
         # Capacity for all requests, and for each client's ``Open``, ``Declare``, grants, cancels, withdrawals and
-        # ``Bye``.
+        # ``Left``.
         capacity = 2 * (len(clients) + 1) * (2 * in_flight_max + 32)
         self._channel: Channel[Any] = services.open_channel(
             ReplayMessage,
@@ -159,7 +159,7 @@ class _Server:
             while not self._is_finished():
                 # If the last client has left, a pending ``Open`` is meant for the next buffer with this name.
                 while not self._is_finished() and (envelope := channel.receive_nowait()) is not None:
-                    self._hear(envelope)
+                    self._handle(envelope)
                 self._has_lost_one = False
                 if self._failure is not None:
                     raise self._failure
@@ -167,9 +167,9 @@ class _Server:
                 if not self._is_finished():
                     await self._wait_for_clients()
         except BaseException as error:
-            ended = Ended(*words_of(error)) if isinstance(error, Exception) else Ended("", type(error).__name__)
+            ended = Ended(*name_and_message(error)) if isinstance(error, Exception) else Ended("", type(error).__name__)
             for client in self._clients.values():
-                self._tell(client, ended)
+                self._send_if_open(client, ended)
             raise
         finally:
             self._has_ended = True
@@ -187,9 +187,9 @@ class _Server:
 
     def silent_clients(self) -> list[int]:
         """Return the clients that have not left and have sent no message for ``REMIND_AFTER_S`` seconds."""
-        heard_before = self._services.time() - REMIND_AFTER_S
+        silent_since = self._services.time() - REMIND_AFTER_S
         waiting = (client for client in self._clients.values() if not client.is_done)
-        return [client.rank for client in waiting if client.heard_at < heard_before]
+        return [client.rank for client in waiting if client.last_message_at < silent_since]
 
     async def _wait_for_clients(self) -> None:
         engine, what = self._services.engine, WaitId(WaitKind.REPLAY_CLIENTS, tags.REPLAY, name=self._name)
@@ -221,7 +221,7 @@ class _Server:
     def _on_gone(self, rank: int) -> None:
         if rank in self._clients:
             self._finish(self._clients[rank])
-            self._clients[rank] = Client(rank, is_done=True)  # a restarted rank may reuse earlier entry numbers
+            self._clients[rank] = Client(rank, is_done=True)  # a restarted rank may reuse message numbers
             self._has_lost_one = True  # other clients' draws may no longer be answerable
 
     def _finish(self, client: Client) -> None:
@@ -236,10 +236,10 @@ class _Server:
 
     # -- messages of clients ----------------------------------------------------------------------------------------
 
-    def _hear(self, envelope: Envelope[ReplayMessage]) -> None:
+    def _handle(self, envelope: Envelope[ReplayMessage]) -> None:
         client = self._clients.get(envelope.source)
         if client is not None:
-            client.heard_at = self._services.time()
+            client.last_message_at = self._services.time()
         if client is None:
             if isinstance(envelope.message, Open):
                 own, assigned = self._services.rank, sorted(self._clients)
@@ -251,14 +251,14 @@ class _Server:
             refuse_grant(self._services, envelope)
         elif isinstance(envelope.message, Open):
             self._admit(client, envelope.message.entry)
-        elif client.is_refused and isinstance(envelope.message, Bye):
+        elif client.is_refused and isinstance(envelope.message, Left):
             client.is_done = True
         elif client.is_open or isinstance(envelope.message, Grant):  # each grant is answered, if only by an abort
             try:
-                self._obey(client, envelope)
+                self._handle_request(client, envelope)
             except RemoteProtocolError as error:
-                self._expel(client, str(error))
-        # Other messages are for an earlier buffer, or before the client was notified of its refusal.
+                self._reject(client, str(error))
+        # Ignore other messages. They are for an earlier buffer, or were sent before the client knew of its refusal.
 
     def _admit(self, client: Client, entry: int) -> None:
         if (
@@ -266,18 +266,18 @@ class _Server:
         ):  # the client repeated its ``Open`` before the answer arrived
             return
         self._finish(client)
-        self._clients[client.rank] = Client(client.rank, entry, is_open=True, heard_at=client.heard_at)
+        self._clients[client.rank] = Client(client.rank, entry, is_open=True, last_message_at=client.last_message_at)
         prioritized = self._store.alpha is not None
         welcome = Welcome(entry, self._store.capacity, self._in_flight_max, prioritized)
-        self._tell(self._clients[client.rank], welcome)
+        self._send_if_open(self._clients[client.rank], welcome)
 
-    def _expel(self, client: Client, reason: str) -> None:
-        self._tell(client, Refused(client.entry, reason))
+    def _reject(self, client: Client, reason: str) -> None:
+        self._send_if_open(client, Refused(client.entry, reason))
         was_done = client.is_done
         self._finish(client)
         client.is_refused, client.is_done = True, was_done
 
-    def _obey(self, client: Client, envelope: Envelope[ReplayMessage]) -> None:
+    def _handle_request(self, client: Client, envelope: Envelope[ReplayMessage]) -> None:
         match envelope.message:
             case Declare() as message:
                 self._on_declare(client, message)
@@ -294,7 +294,7 @@ class _Server:
                     client.streams[slot].stop()
             case Leaving():
                 client.is_leaving = True
-            case Bye():
+            case Left():
                 self._finish(client)
 
     def _on_declare(self, client: Client, message: Declare) -> None:
@@ -308,7 +308,7 @@ class _Server:
             self._layout, self._row_nbytes = layout, layout.nbytes
         difference = self._layout.difference(layout)
         if difference is not None:
-            self._expel(client, f"its items differ from those in {self._name!r}: {difference}")
+            self._reject(client, f"its items differ from those in {self._name!r}: {difference}")
         client.has_declared = True
 
     def _on_payload(self, client: Client, message: Add | Update) -> None:
@@ -385,7 +385,7 @@ class _Server:
 
     async def _receive(self, client: Client, message: Add | Update) -> None:
         try:
-            if client.is_open:  # if it has left, the next client on that rank may reuse the request number
+            if client.is_open:  # if the client has left, the next one may reuse the number
                 self._store_received(client, message, await self._receive_payload(client, message))
         except StreamAborted:
             self._fail(client, message.request, "withdrawn")
@@ -395,7 +395,7 @@ class _Server:
         except RankLostError:
             self._finish(client)
         except RemoteProtocolError as error:
-            self._expel(client, str(error))
+            self._reject(client, str(error))
         finally:
             client.is_receiving = False
         self._receive_next(client)
@@ -455,8 +455,8 @@ class _Server:
             if client.answers:
                 requests, scores = zip(*client.answers, strict=True)
                 client.answers.clear()
-                self._tell(client, Added(requests, scores))
-        may_grow = more_may_come(self._clients.values())
+                self._send_if_open(client, Added(requests, scores))
+        may_grow = may_add_more(self._clients.values())
         for client in self._clients.values():
             if client.draws:
                 self._answer_draws(client, may_grow)
@@ -481,10 +481,10 @@ class _Server:
             elif client.outgoing or client.streams:
                 waiting.append(draw)
             else:
-                self._give(client, draw)
+                self._send_items(client, draw)
         client.draws = waiting if client.is_open else deque()
 
-    def _give(self, client: Client, draw: Draw) -> None:
+    def _send_items(self, client: Client, draw: Draw) -> None:
         assert self._layout is not None, "items without a layout"
         count = min(draw.count, self._store.size)
         try:
@@ -494,14 +494,14 @@ class _Server:
             return
         if not client.layout_sent:
             client.layout_sent = True
-            self._tell(client, declare(self._layout))
+            self._send_if_open(client, declare(self._layout))
         self._drawn[client.rank] += count
         parts = (drawn.rows.reshape(-1), drawn.ids.view(np.uint8), drawn.weights.view(np.uint8))
         payload = np.concatenate(parts)
         inline = len(payload) <= INLINE_NBYTES_MAX
         if not inline:
             client.outgoing[draw.request] = payload
-        self._tell(client, Drawn(draw.request, count, len(payload), payload.tobytes() if inline else b""))
+        self._send_if_open(client, Drawn(draw.request, count, len(payload), payload.tobytes() if inline else b""))
 
     def _on_grant(self, client: Client, grant: Grant, request: int) -> None:
         if grant.slot in client.streams:
@@ -527,9 +527,9 @@ class _Server:
     # -- answering --------------------------------------------------------------------------------------------------
 
     def _fail(self, client: Client, request: int, reason: str, *, later: bool = False) -> None:
-        self._tell(client, Failed(request, later, reason))
+        self._send_if_open(client, Failed(request, later, reason))
 
-    def _tell(self, client: Client, message: Any) -> None:
+    def _send_if_open(self, client: Client, message: Any) -> None:
         if client.is_open:  # otherwise the next client on that rank could receive this message
             self._send_nowait(client.rank, message)
 

@@ -69,12 +69,12 @@ class RowLayout:
             raise ValueError("batch must have at least one tensor, got no tensor")
         lengths = set()
         for name, tensor in parts.items():
-            check_dense(tensor, f"batch{_where(name)}")
+            check_dense(tensor, f"batch{_index_text(name)}")
             if tensor.device.type != "cpu":
-                raise TypeError(f"batch{_where(name)} must be in CPU memory, got a tensor on {tensor.device}")
+                raise TypeError(f"batch{_index_text(name)} must be in CPU memory, got a tensor on {tensor.device}")
             if tensor.ndim == 0:
                 raise ValueError(
-                    f"batch{_where(name)} must have a leading dimension with one row for each item, got a tensor "
+                    f"batch{_index_text(name)} must have a leading dimension with one row for each item, got a tensor "
                     "without dimensions"
                 )
             lengths.add(tensor.shape[0])
@@ -117,7 +117,7 @@ class RowLayout:
         """Convert a batch of this layout to rows of bytes, a uint8 array of shape (items, ``nbytes``)."""
         columns = []
         parts = _parts(batch)[1]
-        for field in self._in_a_row():
+        for field in self._fields_in_order():
             tensor = parts[field.name]
             count = tensor.shape[0]
             if tensor.numel():
@@ -129,7 +129,7 @@ class RowLayout:
     def unpack(self, rows: Rows) -> Batch:
         """Convert rows of bytes to a batch of new tensors."""
         parts, start = {}, 0
-        for field in self._in_a_row():
+        for field in self._fields_in_order():
             tensor = torch.empty((len(rows), *field.shape), dtype=_dtype(field.dtype), device="cpu")
             if tensor.numel():
                 _rows_of(tensor)[...] = rows[:, start : start + field.nbytes]
@@ -141,7 +141,7 @@ class RowLayout:
             return tuple(parts.values())
         return {field.name: parts[field.name] for field in self.fields}
 
-    def _in_a_row(self) -> Sequence[Field]:
+    def _fields_in_order(self) -> Sequence[Field]:
         return sorted(self.fields, key=lambda field: field.name) if self.form == "dict" else self.fields
 
     def difference(self, other: RowLayout) -> str | None:
@@ -182,7 +182,7 @@ def _parts(batch: Any) -> tuple[Form, dict[str, Any]]:
     )
 
 
-def _where(name: str) -> str:
+def _index_text(name: str) -> str:
     return f"[{name!r}]" if name else ""
 
 

@@ -1,8 +1,9 @@
 """Runs the task that coordinates the members of a selective-averaging policy.
 
 The task passes the members' messages to a state machine (:mod:`protocols.selective.rounds`), and sends the messages
-that the state machine returns. It runs on the group's first rank, at that rank's safe points, or on a reserved rank
-that does not train. After its own rank has left the policy, the task continues until the last member has left.
+that the state machine returns. It runs on the group's first rank, in calls such as ``policy.step`` that let messages
+move, or on a reserved rank that does not train. After its own rank has left the policy, the task continues until the
+last member has left.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ class Coordinator:
     ) -> None:
         self._services = services
         self._journal = journal or Journal("")
-        self._told: tuple[type, int] = (type(None), 0)  # type and round of the last message recorded in the journal
+        self._last_recorded: tuple[type, int] = (
+            type(None),
+            0,
+        )  # type and round of the last message recorded in the journal
         self._migration = migration
         self._metric_mode = rules.metric_mode
         self._scopes = scopes
@@ -87,8 +91,8 @@ class Coordinator:
         self._is_stopped = False
         self._inform: Callable[[int], None] = lambda rank: None  # after stop(): notifies a rank of the new coordinator
         self._left: list[int] = []
-        self._newcomers: dict[int, int] = {}  # by rank: incarnation in a pending admission request
-        self._guests: dict[int, int] = {}  # by rank of another island to invite: incarnation
+        self._newcomers: dict[int, int] = {}  # by rank: incarnation (number of restarts) in a pending admission request
+        self._guests: dict[int, int] = {}  # by rank: incarnation of each rank of another island to invite
         self._gone = [rank for rank in members if rank in services.gone]
         services.on_gone(self._gone.append)
         self._reports: Channel[Report] = services.open_channel(
@@ -110,18 +114,18 @@ class Coordinator:
             while not self._is_over():
                 # Handle all arrived messages before checking a deadline: they may have waited while this rank was
                 # computing.
-                self._hear_all(self._control)
-                self._hear_all(self._reports)
+                self._handle_all(self._control)
+                self._handle_all(self._reports)
                 while self._gone:
                     self._send(core.on_lost(self._gone.pop(0), services.time()))
                 while self._left:
                     self._send(core.on_leave(self._left.pop(0), services.time()))
                 while self._newcomers:
                     rank = next(iter(self._newcomers))
-                    self._hear_newcomer(rank, self._newcomers.pop(rank))
+                    self._handle_newcomer(rank, self._newcomers.pop(rank))
                 while self._guests:
-                    self._hear_guest(*self._guests.popitem())
-                if (wrong := core.trend.take_wrong()) is not None and self._tells_trend():
+                    self._handle_guest(*self._guests.popitem())
+                if (wrong := core.trend.take_wrong()) is not None and self._warns_of_trend():
                     logger.warning("%s", trend_warning(self._journal.title(), self._metric_mode, wrong))
                 if core.blanks.take_found():
                     logger.warning("%s", blank_warning(self._journal.title(), "the metric of every rank"))
@@ -132,7 +136,7 @@ class Coordinator:
                     await services.engine.until(self._has_work, WaitId(WaitKind.REPORTS), deadline=deadline)
         except asyncio.CancelledError:
             if is_reserved and services.engine.failure is None:
-                # Without this message, donors would wait until their round times out.
+                # Notify the members. Otherwise, the donors would wait until their round times out.
                 self._send(core.on_stop())
             raise
         finally:
@@ -145,7 +149,7 @@ class Coordinator:
         ``inform(rank)`` is then called for each rank that still sends messages to this coordinator.
         """
         if not self._is_stopped:
-            self._send(self._core.migrants.dismissals())
+            self._send(self._core.migrants.end_messages())
         self._is_stopped, self._inform = True, inform
         self._close(afterwards=lambda envelope: inform(envelope.source))
 
@@ -159,7 +163,7 @@ class Coordinator:
         self._services.engine.recheck()
 
     def members(self) -> tuple[tuple[int, int], ...]:
-        """Return the rank and the number of restarts of each member that takes part."""
+        """Return the rank and the number of restarts of each live member."""
         return self._core.members()
 
     def note_newcomer(self, rank: int, incarnation: int) -> None:
@@ -176,7 +180,7 @@ class Coordinator:
         """Return the counts of the members' reports, of the coordinator's decisions and of averaging rounds."""
         return self._core.statistics()
 
-    def _tells_trend(self) -> bool:
+    def _warns_of_trend(self) -> bool:
         is_first = self._migration is None or self._migration.is_first
         return is_first and not self._journal.is_direction_certain
 
@@ -191,35 +195,35 @@ class Coordinator:
             or bool(self._gone or self._left or self._newcomers or self._guests)
         )
 
-    def _hear_newcomer(self, rank: int, incarnation: int) -> None:
+    def _handle_newcomer(self, rank: int, incarnation: int) -> None:
         services = self._services
         if rank not in services.gone and services.restarted.get(rank, 0) == incarnation:
             self._control.admit(rank)
             self._send(self._core.on_newcomer(rank, incarnation, services.time()))
 
-    def _hear_guest(self, rank: int, incarnation: int) -> None:
+    def _handle_guest(self, rank: int, incarnation: int) -> None:
         services, scopes = self._services, self._scopes
         if self._migration is not None and rank not in services.gone and services.restarted.get(rank, 0) == incarnation:
             self._control.admit(rank)
             self._core.migrants.invite(rank, incarnation)
             self._migration.invite(rank, scopes.to_members, scopes.to_coordinator, self._epoch)
 
-    def _hear_all(self, channel: Channel[Report] | Channel[ControlMessage]) -> None:
-        """Handle all messages that have arrived on a channel, with the same arrival time."""
+    def _handle_all(self, channel: Channel[Report] | Channel[ControlMessage]) -> None:
+        """Handle all messages that have arrived on a channel as if they had arrived at the same moment."""
         if self._is_stopped or not channel.is_ready:
             return
         now, envelopes = self._services.time(), channel.receive_all()
         for message, rank, number in envelopes:
-            if sends := self._hear(message, rank, number, now):
+            if sends := self._handle(message, rank, number, now):
                 self._send(sends)
 
-    def _hear(self, message: Report | ControlMessage, rank: int, number: int, now: float) -> Sequence[Send]:
+    def _handle(self, message: Report | ControlMessage, rank: int, number: int, now: float) -> Sequence[Send]:
         core = self._core
         if self._is_stopped:  # an earlier message of the batch has stopped this coordinator
             self._inform(rank)
             return ()
         match message:
-            case Report() as report:  # frequent: a pattern that binds fields would take 5 times as long
+            case Report() as report:  # reports are frequent, and a pattern that binds fields takes 5 times as long
                 if report.asks:
                     self._answer(rank)
                 if report.host:
@@ -240,7 +244,7 @@ class Coordinator:
             case Joined() as joined:
                 return core.on_joined(rank, joined, now)
             case PackedAssign() | PackedFrozen() | End() | Rejoin() | ReportAcknowledged() | Admitted():
-                return ()  # only coordinators send these
+                return ()  # only coordinators send these messages
             case unknown:
                 assert_never(unknown)
 
@@ -252,12 +256,12 @@ class Coordinator:
 
     def _send(self, sends: Sequence[Send]) -> None:
         post = self._control.send_nowait
-        told, told_round = self._told
+        last_type, last_round = self._last_recorded
         for send in sends:
             dest, number, message = send
-            if number and (type(message) is not told or number != told_round):
-                told, told_round = self._told = type(message), number
-                self._tell(send)
+            if number and (type(message) is not last_type or number != last_round):
+                last_type, last_round = self._last_recorded = type(message), number
+                self._record_round(send)
             try:
                 post(message, dest, round=number)
             except RankLostError:
@@ -266,8 +270,8 @@ class Coordinator:
         if emigrant is not None and self._migration is not None:
             self._migration.emigrate(*emigrant)
 
-    def _tell(self, send: Send) -> None:
-        """Record in the journal that ``send`` starts a round, fixes its donors, or ends it."""
+    def _record_round(self, send: Send) -> None:
+        """Record in the journal that ``send`` starts a round, makes its donors final, or ends it."""
         match send.message:
             case PackedAssign(packed):
                 plan = unpack_plan(packed)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.joining.board import Board, IslandMessage, SuccessionMessage
+from asyncdist.protocols.joining.dispatcher import IslandMessage, PolicyDispatcher, SuccessionMessage
 from asyncdist.protocols.joining.messages import Declined, Nomination, TakeOver
 from asyncdist.protocols.joining.newcomers import Application, Refusal, Request, Welcome, digest_of, key_of
 from asyncdist.protocols.joining.scopes import PolicyScopes
@@ -41,7 +41,7 @@ class Leadership:
     """Tracks which rank coordinates one policy, and runs the coordinator if this rank coordinates.
 
     Args:
-        member: Object that is notified when the coordinator changes and when a restarted rank is admitted. None on a
+        roles: Object that is notified when the coordinator changes and when a restarted rank is admitted. None on a
             reserved coordinator, which is not a member.
         replaced: Members that were lost while the start was agreed on. Some may have been restarted.
     """
@@ -55,7 +55,7 @@ class Leadership:
         scopes: PolicyScopes,
         *,
         model_nbytes: int,
-        member: MemberRoles | None,
+        roles: MemberRoles | None,
         replaced: Sequence[int] = (),
         migration: Migration | None = None,
         journal: Journal | None = None,
@@ -68,44 +68,45 @@ class Leadership:
         is_world = len(members) == services.size
         coordinator = succession.coordinator
         assert coordinator is not None, "a policy begins with a coordinator"
-        self._everybody = range(services.size) if is_world else dict.fromkeys((*members, coordinator))
+        self._participants = range(services.size) if is_world else dict.fromkeys((*members, coordinator))
         self._rules = rules
         self._scopes = scopes
         self._model_nbytes = model_nbytes
-        self._member = member
+        self._roles = roles
         self._succession = succession
-        self._has_left = self._is_reserved = member is None
+        self._has_left = self._is_reserved = roles is None
         self._is_closed = False
         self._predecessor = _UNKNOWN
         self._watch = Watch()
         self._serving: Coordinator | None = None
         self._served: CoordinatorStatistics | None = None
-        # By rank: incarnation of each admitted restarted rank. On a restarted rank, incarnations of all members.
+        # By rank: incarnation (number of restarts) of each admitted restarted rank. On a restarted rank, of all
+        # members.
         self._admitted: dict[int, int] = {}
         self._replaced = tuple(replaced)
-        self._unnoted: list[int] = []  # departed ranks, handled in the event loop's next iteration
-        self._board = services.shared(Board)
-        self._board.open(scopes.policy, self._on_message, key_of(members, scopes.values), self._on_request)
+        self._unhandled: list[int] = []  # departed ranks, handled in the event loop's next iteration
+        self._dispatcher = services.shared(PolicyDispatcher)
+        self._dispatcher.open(scopes.policy, self._on_message, key_of(members, scopes.values), self._on_request)
         if migration is not None:
-            self._board.open(scopes.between, self._on_island_message)
+            self._dispatcher.open(scopes.between, self._on_island_message)
         if self._is_reserved:
-            self._board.leave(scopes.policy)
-        services.on_gone(self._on_peer, among=self._everybody)
-        services.on_returned(self._on_met)
+            self._dispatcher.leave(scopes.policy)
+        services.on_gone(self._on_peer_gone, among=self._participants)
+        services.on_returned(self._on_connected)
         if services.rank == coordinator:
             self._serve(epoch=0, members=[rank for rank in self._members if rank not in self._replaced])
 
     @staticmethod
     def listen(services: Services) -> None:
         """Start to receive messages about coordinators, even before this rank's own start is complete."""
-        services.shared(Board)
+        services.shared(PolicyDispatcher)
 
     def begin(self) -> None:
         """Handle the ranks that were lost or have left since all members agreed to start the policy."""
         absent = sorted({*self._services.gone, *self._replaced})
-        self._unnoted.extend(absent)  # all at once: if this rank takes over, no absent rank becomes a member
+        self._unhandled.extend(absent)  # first, so that none becomes a member if this rank takes over
         for rank in absent:
-            self._note_peer(rank)
+            self._handle_gone(rank)
 
     @property
     def coordinator(self) -> int | None:
@@ -124,23 +125,23 @@ class Leadership:
     def note_stopped(self, rank: int) -> None:
         """Look for a new coordinator, because ``rank`` has announced that it stops coordinating."""
         if rank == self._succession.coordinator:
-            self._lose("has stopped", rank)
+            self._lose_coordinator("has stopped", rank)
 
     def note_admitted(self, rank: int, incarnation: int) -> None:
         """Record that a restarted process of ``rank`` (possibly this rank) was admitted to the policy."""
-        if rank in self._everybody:
-            # A message about an earlier incarnation may arrive late.
+        if rank in self._participants:
+            # A message about an earlier process of the rank may arrive late.
             self._admitted[rank] = max(incarnation, self._admitted.get(rank, 0))
-            self._look_at(rank)
+            self._accept_if_admitted(rank)
 
-    def _look_at(self, rank: int) -> None:
+    def _accept_if_admitted(self, rank: int) -> None:
         """Accept a restarted rank as a member if the coordinator has admitted its current process."""
         services = self._services
         known = services.incarnation if rank == services.rank else services.restarted.get(rank, 0)
         if self._admitted.get(rank) == known and rank not in services.gone:
             self._succession.on_admitted(rank)
-            if self._member is not None:
-                self._member.admit(rank, known)
+            if self._roles is not None:
+                self._roles.admit(rank, known)
 
     def note_welcome(self, welcome: Welcome, rank: int) -> None:
         """Record the members and the coordinator that ``rank`` has sent in answer to this rank's admission request."""
@@ -151,10 +152,10 @@ class Leadership:
     @staticmethod
     def apply(services: Services, values: Mapping[str, str], ranks: Sequence[int], timeout_s: float) -> Application:
         """Return an object that requests a restarted rank's admission to the running policy."""
-        board = services.shared(Board)
-        left = board.newest_left(key_of(ranks, values))
-        application = Application(services, board, ranks, values, timeout_s, left=left)
-        board.apply(application)
+        dispatcher = services.shared(PolicyDispatcher)
+        left = dispatcher.newest_left(key_of(ranks, values))
+        application = Application(services, dispatcher, ranks, values, timeout_s, left=left)
+        dispatcher.apply(application)
         return application
 
     def on_report(self, step: int, interval_s: float) -> bool:
@@ -187,22 +188,22 @@ class Leadership:
     def leave(self) -> None:
         """Leave the policy as a member. A coordinator on this rank continues until the other members have left."""
         self._has_left = True
-        self._board.leave(self._scopes.policy)
+        self._dispatcher.leave(self._scopes.policy)
         if self._migration is not None:
             self._migration.leave()
         self._succession.leave()
-        self._member = None  # frees the model, which the roles refer to
+        self._roles = None  # frees the model, which the roles refer to
         if self._serving is None:
             self._close()
 
     def _close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._services.off_gone(self._on_peer)
-            self._services.off_returned(self._on_met)
-            self._board.close(self._scopes.policy)
+            self._services.off_gone(self._on_peer_gone)
+            self._services.off_returned(self._on_connected)
+            self._dispatcher.close(self._scopes.policy)
             if self._migration is not None:
-                self._board.close(self._scopes.between)
+                self._dispatcher.close(self._scopes.between)
 
     def _on_request(self, request: Request, source: int) -> bool:
         """Answer an admission request if this rank coordinates. Return whether the request may still be granted."""
@@ -213,46 +214,46 @@ class Leadership:
             return not is_waiting or self.coordinator not in (None, *self._services.gone)
         scopes, members = self._scopes, self._serving.members()
         if request.digest != digest_of(self._members, scopes.values):
-            self._board.send(Refusal(request.key, tuple(scopes.values.items())), source)
+            self._dispatcher.send(Refusal(request.key, tuple(scopes.values.items())), source)
         else:
             facts = scopes.policy, scopes.to_members, scopes.to_coordinator, self.epoch, members, scopes.between
-            self._board.send(Welcome(request.key, *facts), source)
+            self._dispatcher.send(Welcome(request.key, *facts), source)
             self._serving.note_newcomer(source, request.incarnation)
         return True
 
     # -- events -----------------------------------------------------------------------------------------------------
 
-    def _on_peer(self, rank: int) -> None:
-        self._unnoted.append(rank)
-        self._services.engine.loop.call_soon(self._note_peer, rank)
+    def _on_peer_gone(self, rank: int) -> None:
+        self._unhandled.append(rank)
+        self._services.engine.loop.call_soon(self._handle_gone, rank)
 
-    def _on_met(self, rank: int) -> None:
+    def _on_connected(self, rank: int) -> None:
         if rank in self._admitted:
-            self._services.engine.loop.call_soon(self._look_at, rank)
+            self._services.engine.loop.call_soon(self._accept_if_admitted, rank)
 
-    def _note_peer(self, rank: int) -> None:
+    def _handle_gone(self, rank: int) -> None:
         """Handle a rank that is lost or has left the world. A rank that has left may still coordinate."""
-        if rank in self._unnoted:
-            self._unnoted.remove(rank)
-        if rank not in self._everybody or self._is_closed:
+        if rank in self._unhandled:
+            self._unhandled.remove(rank)
+        if rank not in self._participants or self._is_closed:
             return
         if rank in self._services.left:
             self._carry_out(self._succession.on_left(rank))
         elif rank == self._succession.coordinator:
-            self._lose("is gone", rank)
+            self._lose_coordinator("is gone", rank)
         else:
             self._carry_out(self._succession.on_lost(rank))
 
-    def _lose(self, why: str, rank: int) -> None:
+    def _lose_coordinator(self, why: str, rank: int) -> None:
         steps = self._succession.on_lost(rank)
         logger.info("rank %d, the coordinator, %s", rank, why)
         self._predecessor = f"after rank {rank}, which {why}"
-        if self._member is not None:
-            self._member.lose_coordinator(why)
+        if self._roles is not None:
+            self._roles.lose_coordinator(why)
         self._carry_out(steps)
 
     def _on_message(self, message: SuccessionMessage, source: int) -> None:
-        if source not in self._everybody:
+        if source not in self._participants:
             logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
             return
         match message:
@@ -261,10 +262,10 @@ class Leadership:
                     self._serving.note_left(source)
                 self._carry_out(self._succession.on_left(source))
             case Nomination(_, epoch) if self._has_left and not self._serves_in(epoch):
-                self._board.send(Declined(self._scopes.policy), source)
+                self._dispatcher.send(Declined(self._scopes.policy), source)
             case Nomination(_, epoch):
                 self._carry_out(self._succession.on_nomination(source, epoch))
-            case TakeOver(_, epoch, coordinator, incarnation) if coordinator in self._everybody:
+            case TakeOver(_, epoch, coordinator, incarnation) if coordinator in self._participants:
                 if incarnation or self._services.incarnation:
                     self.note_admitted(coordinator, incarnation)
                 self._carry_out(self._succession.on_claim(epoch, coordinator, source))
@@ -288,7 +289,7 @@ class Leadership:
         for step in steps:
             match step:
                 case Nominate(dest):
-                    self._board.send(Nomination(policy, self.epoch), dest)
+                    self._dispatcher.send(Nomination(policy, self.epoch), dest)
                 case Inform(dest):
                     self._inform(dest)
                 case Follow(epoch, coordinator):
@@ -301,20 +302,20 @@ class Leadership:
             logger.info("rank %d is now the coordinator, instead of this rank", coordinator)
             self._serving.stop(self._inform)
         if self._has_left:
-            self._board.send(Declined(self._scopes.policy), coordinator)
+            self._dispatcher.send(Declined(self._scopes.policy), coordinator)
         else:
             self._predecessor = _UNKNOWN
             self._watch.begin()
             self._notify_member(epoch, coordinator)
 
     def _notify_member(self, epoch: int, coordinator: int) -> None:
-        if self._member is not None:
-            self._member.follow(epoch, coordinator)
+        if self._roles is not None:
+            self._roles.follow(epoch, coordinator)
 
     def _inform(self, rank: int) -> None:
         """Notify ``rank``, which still treats this rank as the coordinator, of the current coordinator."""
         if self.coordinator is not None:
-            self._board.send(self._claim_of(self.coordinator), rank)
+            self._dispatcher.send(self._claim_of(self.coordinator), rank)
 
     def _claim_of(self, coordinator: int) -> TakeOver:
         services = self._services
@@ -325,13 +326,13 @@ class Leadership:
     def _claim(self, epoch: int) -> None:
         services = self._services
         available = self._succession.is_available
-        members = [rank for rank in self._members if available(rank) and rank not in self._unnoted]
+        members = [rank for rank in self._members if available(rank) and rank not in self._unhandled]
         if self._serving is not None:  # this rank still coordinates an earlier epoch
             self._serving.stop(self._inform)
         self._serve(epoch=epoch, members=members)
-        for rank in self._everybody:
+        for rank in self._participants:
             if rank != services.rank and rank not in services.gone:
-                self._board.send(self._claim_of(services.rank), rank)
+                self._dispatcher.send(self._claim_of(services.rank), rank)
         logger.warning("this rank is now the coordinator, %s", self._predecessor)
         self._notify_member(epoch, services.rank)
 

@@ -19,7 +19,8 @@ GIVING     donor; the snapshot can be   the end of the round
            requested
 ASKING     replacer; the round can      `Frozen`
            still change
-READING    replacer; sums the streams   the complete average, or a failure
+RECEIVING  replacer; receives and adds  the complete average, or a failure
+           the snapshots
 COMPLETE   replacer; the next step      applying the average
            applies the average
 LEAVING    declines every role          the end of the policy
@@ -31,9 +32,9 @@ OUT        has left the policy          nothing
 A newer assignment, `End` or the loss of the coordinator ends any role. A message from the coordinator that does not fit
 the state has arrived late, and is ignored.
 
-On the sharded route, a member may also be a reducer: it adds up one part of the donors' snapshots, and sends the mean
-of that part to the replacers. A reducer works from the assignment to the end of the round, even if its own average has
-been applied. It stops early if its own snapshot fails, or if it leaves before its role is complete. A replacer that
+On the sharded route, a member may also be a reducer. A reducer adds up one part of the donors' snapshots, and sends the
+mean of that part to the replacers. A reducer works from the assignment to the end of the round, even if its own average
+has been applied. It stops early if its own snapshot fails, or if it leaves before its role is complete. A replacer that
 fetches parts for other replacers on its host offers those parts for the same period.
 """
 
@@ -70,7 +71,7 @@ class State(Enum):
     COPYING = auto()
     GIVING = auto()
     ASKING = auto()
-    READING = auto()
+    RECEIVING = auto()
     COMPLETE = auto()
     LEAVING = auto()
     LASTING = auto()
@@ -80,13 +81,13 @@ class State(Enum):
 class Event(Enum):
     """Events that change a member's :class:`State`."""
 
-    CHOSEN_TO_GIVE = auto()
-    CHOSEN_TO_TAKE = auto()
+    DONOR_ASSIGNED = auto()
+    REPLACER_ASSIGNED = auto()
     FROZEN_WITH_DONORS = auto()
     FROZEN_WITHOUT_DONORS = auto()
     STEP = auto()
     COPIED = auto()
-    UNSOUND = auto()
+    COPY_UNUSABLE = auto()
     AVERAGED = auto()
     FAILED = auto()
     APPLIED = auto()
@@ -95,23 +96,23 @@ class Event(Enum):
     LEFT = auto()
 
 
-GIVING_STATES: Final = frozenset({State.CHOSEN, State.COPYING, State.GIVING, State.LASTING})
-_TAKING_STATES: Final = frozenset({State.ASKING, State.READING, State.COMPLETE})
+DONOR_STATES: Final = frozenset({State.CHOSEN, State.COPYING, State.GIVING, State.LASTING})
+_REPLACER_STATES: Final = frozenset({State.ASKING, State.RECEIVING, State.COMPLETE})
 
 #: Next state for each state and event. A missing pair is impossible, or is a late message without effect.
 TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
-    (State.IDLE, Event.CHOSEN_TO_GIVE): State.CHOSEN,
-    (State.IDLE, Event.CHOSEN_TO_TAKE): State.ASKING,
+    (State.IDLE, Event.DONOR_ASSIGNED): State.CHOSEN,
+    (State.IDLE, Event.REPLACER_ASSIGNED): State.ASKING,
     (State.CHOSEN, Event.STEP): State.COPYING,
     (State.COPYING, Event.COPIED): State.GIVING,
-    (State.COPYING, Event.UNSOUND): State.IDLE,
-    (State.ASKING, Event.FROZEN_WITH_DONORS): State.READING,
+    (State.COPYING, Event.COPY_UNUSABLE): State.IDLE,
+    (State.ASKING, Event.FROZEN_WITH_DONORS): State.RECEIVING,
     (State.ASKING, Event.FROZEN_WITHOUT_DONORS): State.COMPLETE,
-    (State.READING, Event.AVERAGED): State.COMPLETE,
-    (State.READING, Event.FAILED): State.IDLE,
+    (State.RECEIVING, Event.AVERAGED): State.COMPLETE,
+    (State.RECEIVING, Event.FAILED): State.IDLE,
     (State.COMPLETE, Event.APPLIED): State.IDLE,
     (State.COMPLETE, Event.FAILED): State.IDLE,
-    **{(state, Event.ROLE_ENDED): State.IDLE for state in (GIVING_STATES | _TAKING_STATES) - {State.LASTING}},
+    **{(state, Event.ROLE_ENDED): State.IDLE for state in (DONOR_STATES | _REPLACER_STATES) - {State.LASTING}},
     (State.LASTING, Event.ROLE_ENDED): State.LEAVING,
     **{(state, Event.LEAVE): State.LEAVING for state in (State.IDLE, State.CHOSEN, State.COPYING)},
     (State.GIVING, Event.LEAVE): State.LASTING,
@@ -243,7 +244,7 @@ class RoundMember:
         admitting: Number of the newest round in which this member sent or received the optimizer and policy state, or
             0.
         wants_step: Whether the next step must copy or change weights, or report a failed round. Set when the state
-            becomes CHOSEN or COMPLETE (``_go``), and when a round is abandoned (``_discard``).
+            becomes CHOSEN or COMPLETE (``_transition``), and when a round is abandoned (``_discard``).
         is_joining: Whether this rank was restarted and waits for admission.
         declined: Number of declined roles, by reason.
         abandoned: Number of rounds abandoned as a replacer, by reason.
@@ -294,21 +295,21 @@ class RoundMember:
             return ()
         before = (
             *self._end_reducing(),
-            *self._end_giving(),
+            *self._end_donor_role(),
             RefuseUpTo(round - 1),
-            *self._end_taking(f"round {round} began"),
+            *self._end_replacer_role(f"round {round} began"),
         )
         if self.state is State.LEAVING:
             return (*before, self._decline(round, "leaving"))
         if assign.admits:
             self.admitting = round
         if assign.role == DONOR:
-            self._go(Event.CHOSEN_TO_GIVE, round)
+            self._transition(Event.DONOR_ASSIGNED, round)
             return (*before, *self._reduce(round, assign))
         if self._applied_iteration > assign.judged_iteration and not assign.admits:
             reason = f"replaced at iteration {self._applied_iteration}, after the judged iteration"
             return (*before, RefuseMeans(round), self._decline(round, reason))
-        self._go(Event.CHOSEN_TO_TAKE, round)
+        self._transition(Event.REPLACER_ASSIGNED, round)
         return (*before, *self._reduce(round, assign), RequestSnapshots(round, assign))
 
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
@@ -319,7 +320,7 @@ class RoundMember:
             adds_up = (AddUp(round, frozen),)
         if self.state is not State.ASKING or self.round != round:
             return adds_up
-        self._go(Event.FROZEN_WITH_DONORS if frozen.donors else Event.FROZEN_WITHOUT_DONORS, round)
+        self._transition(Event.FROZEN_WITH_DONORS if frozen.donors else Event.FROZEN_WITHOUT_DONORS, round)
         self._frozen = frozen
         return (*adds_up, ReceiveAverage(round, frozen)) if frozen.donors else adds_up
 
@@ -328,8 +329,8 @@ class RoundMember:
         if self.state is State.OUT:
             return ()
         reducing = self._end_reducing() if self.reducing == round else ()
-        giving = self._end_giving() if self.round == round else ()
-        return (*reducing, *giving, RefuseUpTo(round), *(self._end_taking(reason) if self.round == round else ()))
+        ended = self._end_donor_role() if self.round == round else ()
+        return (*reducing, *ended, RefuseUpTo(round), *(self._end_replacer_role(reason) if self.round == round else ()))
 
     def on_coordinator_gone(self, why: str) -> Instructions:
         """End the current role, because the coordinator is lost, has stopped or was replaced.
@@ -339,8 +340,8 @@ class RoundMember:
         """
         if self.state is State.OUT:
             return ()
-        giving = (*self._end_reducing(), *self._end_giving())
-        return (*giving, RefuseUpTo(self.last_round), *self._end_taking(f"the coordinator {why}"))
+        ended = (*self._end_reducing(), *self._end_donor_role())
+        return (*ended, RefuseUpTo(self.last_round), *self._end_replacer_role(f"the coordinator {why}"))
 
     def on_epoch(self, epoch: int, incarnation: int) -> Instructions:
         """Follow the new coordinator with number ``epoch``, and send it this member's state."""
@@ -363,7 +364,7 @@ class RoundMember:
         """Return the action that this training step must take, such as copying the weights, or None."""
         self.wants_step = False
         if self.state is State.CHOSEN:
-            self._go(Event.STEP, self.round)
+            self._transition(Event.STEP, self.round)
             return TakeSnapshot(self.round)
         if self.state is State.COMPLETE:
             assert self._frozen is not None, f"round {self.round} is complete without having been frozen"
@@ -386,36 +387,36 @@ class RoundMember:
         if not self.awaits_copy(round):
             return ()
         if fault:
-            self._go(Event.UNSOUND)
+            self._transition(Event.COPY_UNUSABLE)
             return (*self._end_reducing(), RefuseUpTo(round), self._decline(round, fault))
-        self._go(Event.COPIED, round)
+        self._transition(Event.COPIED, round)
         return (OfferSnapshot(round, iteration), SendToCoordinator(Ready(iteration, state_safe_points), round))
 
     def on_refused(self, round: int, reason: str) -> Instructions:
         """Abandon a complete average, because the rest of the donor's state has not arrived."""
         if self.state is not State.COMPLETE or self.round != round:
             return ()
-        self._go(Event.FAILED)
+        self._transition(Event.FAILED)
         return (self._discard(round, reason), SendToCoordinator(Abandoned(reason), round))
 
     def on_averaged(self, round: int) -> bool:
         """Record that the average is complete. Return False if ``round`` has ended without it."""
-        if self.state is not State.READING or self.round != round:
+        if self.state is not State.RECEIVING or self.round != round:
             return False
-        self._go(Event.AVERAGED, round)
+        self._transition(Event.AVERAGED, round)
         return True
 
     def on_failed(self, round: int, reason: str) -> Instructions:
         """Abandon the round, because its average could not be received."""
-        if self.state is not State.READING or self.round != round:
+        if self.state is not State.RECEIVING or self.round != round:
             return ()
-        self._go(Event.FAILED)
+        self._transition(Event.FAILED)
         return (self._discard(round, reason), SendToCoordinator(Abandoned(reason), round))
 
     def on_applied(self, iteration: int) -> Instructions:
         """Record that the new weights are loaded. They invalidate this rank's reports up to ``iteration``."""
         applied = SendToCoordinator(Applied(iteration), self.round)
-        self._go(Event.APPLIED)
+        self._transition(Event.APPLIED)
         self.wants_step = False
         self._applied_iteration = iteration
         self._frozen = None
@@ -426,25 +427,25 @@ class RoundMember:
         if self.state is State.OUT:
             return ()
         instructions: list[Instruction] = []
-        if self.state not in (State.GIVING, State.IDLE):  # replacers will request this reducer's part from the donors
+        if self.state not in (State.GIVING, State.IDLE):  # replacers then request this reducer's part from the donors
             instructions += self._end_reducing()
-        instructions += self._end_taking("the policy ended")
+        instructions += self._end_replacer_role("the policy ended")
         if self.state in (State.CHOSEN, State.COPYING):
             instructions.append(self._decline(self.round, "leaving"))
-        self._go(Event.LEAVE, self.round if self.state is State.GIVING else 0)
+        self._transition(Event.LEAVE, self.round if self.state is State.GIVING else 0)
         return (*instructions, RefuseUpTo(math.inf))
 
     def on_left(self) -> Instructions:
         """Finish leaving the policy, after the last streams have ended or the timeout has passed."""
         if self.state is State.OUT:
             return ()
-        instructions = (*self._end_reducing(), *self._end_giving(), SendToCoordinator(Leave()))
-        self._go(Event.LEFT)
+        instructions = (*self._end_reducing(), *self._end_donor_role(), SendToCoordinator(Leave()))
+        self._transition(Event.LEFT)
         return instructions
 
     # ---------------------------------------------------------------- helpers
 
-    def _go(self, event: Event, round: int = 0) -> None:
+    def _transition(self, event: Event, round: int = 0) -> None:
         assert (self.state, event) in TRANSITIONS, f"{event} in {self.state} of round {self.round}"
         self.state = TRANSITIONS[self.state, event]
         self.round = round
@@ -461,21 +462,21 @@ class RoundMember:
         number, self.reducing = self.reducing, 0
         return (StopReducing(number),) if number else ()
 
-    def _end_giving(self) -> Instructions:
-        if self.state not in GIVING_STATES:
+    def _end_donor_role(self) -> Instructions:
+        if self.state not in DONOR_STATES:
             return ()
         withdraw = (Withdraw(),) if self.state in (State.GIVING, State.LASTING) else ()
         refuse = RefuseUpTo(self.round)
-        self._go(Event.ROLE_ENDED)
+        self._transition(Event.ROLE_ENDED)
         return (*withdraw, refuse)
 
-    def _end_taking(self, reason: str) -> Instructions:
-        if self.state not in _TAKING_STATES:
+    def _end_replacer_role(self, reason: str) -> Instructions:
+        if self.state not in _REPLACER_STATES:
             return ()
         number = self.round
         if self.state is State.COMPLETE and self._frozen is not None and self._frozen.donors:
             self.unapplied_count += 1
-        self._go(Event.ROLE_ENDED)
+        self._transition(Event.ROLE_ENDED)
         return (self._discard(number, reason),)
 
     def _discard(self, round: int, reason: str) -> Discard:

@@ -2,7 +2,7 @@
 
 All fields have types that the wire codec packs and checks. `PackedAssign` and `PackedFrozen` contain data that is equal
 for all ranks of a round. Each rank unpacks its own `Assign` or `Frozen` from it. The frame's header contains the round
-number. Annotations are real objects instead of strings, since `get_type_hints` must return plain types.
+number. Annotations are not strings, because `get_type_hints` must return plain types.
 """
 
 import math
@@ -14,12 +14,13 @@ from typing import Final
 
 from asyncdist.protocols.selective.round.plan import place_of, unpack_freeze, unpack_plan
 
-#: Maximum number of distinct reasons that are counted separately.
+#: Maximum number of distinct reasons (for declining a role or abandoning a round) that are counted separately.
 REASON_LIMIT: Final = 32
 DONOR: Final = "donor"
 REPLACER: Final = "replacer"
 
-#: The most recently checked tuples. In a simulation, a thousand members receive and check the same tuples.
+#: The most recently checked tuples, which are not checked again. In a simulation, a thousand members receive the same
+#: tuples.
 _ascending: Final[dict[str, tuple[int, ...]]] = {}
 _weights: Final[dict[str, tuple[float, ...]]] = {}
 
@@ -68,9 +69,9 @@ class Assign:
             donors or replacers, or those on one host. Empty on the direct route.
         part: Index of the receiver among the reducers, which is also the number of the part that it adds up. -1 if it
             is not a reducer.
-        sources: Rank from which to request each part's mean, if replacers on the receiver's host share parts: the
-            reducer if it is on this host, otherwise the replacer that fetches the part for the host. Empty if each part
-            is requested from its reducer.
+        sources: Rank from which to request each part's mean, if replacers on the receiver's host share parts. It is the
+            reducer if that is on this host, otherwise the replacer that fetches the part for the host. Empty if each
+            part is requested from its reducer.
         parent: Donor that the receiver copies, or -1 if all donors are for all replacers.
     """
 
@@ -99,7 +100,7 @@ class Assign:
             )
 
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
-        """Return whether the donors are in ``members`` or ``population``, and all other ranks in ``members``."""
+        """Return whether the donors are in ``members`` or ``population``, and all other named ranks in ``members``."""
         named = *self.replacers, *self.reducers, *self.sources
         return set(members).issuperset(named) and _are_in(self.donors, members, population)
 
@@ -135,8 +136,8 @@ class Ready:
     """Donor to coordinator: the copy of the sender's weights is finite, and other ranks can request it.
 
     Attributes:
-        state_safe_points: Number of safe points that sender and receiver each need to transfer the rest of the state to
-            a newcomer, or 0 without a newcomer.
+        state_safe_points: Number of safe points that sender and receiver each need to transfer the optimizer and policy
+            state to a restarted rank, or 0 without a restarted rank.
     """
 
     iteration: int
@@ -154,7 +155,7 @@ class Decline:
 class Frozen:
     """Describes a frozen round: its donors no longer change, so the receiver may add up their snapshots.
 
-    `donors`, `weights` and `iterations` are parallel. They are in ascending order of ranks, which is the order of
+    `donors`, `weights` and `iterations` have one item for each donor, in ascending order of ranks. This is the order of
     summation.
 
     Attributes:
@@ -250,8 +251,7 @@ class Joined:
         applied_iteration: Iteration of the member's last average, which invalidates its reports up to there. -1 without
             an average.
         judged_iteration: Iteration of the member's newest report that led to a round, or -1 if there is none.
-        iteration, value, step_time_s, interval_s: Fields of the member's newest report. The iteration is -1 without a
-        report.
+        iteration, value, step_time_s, interval_s: Fields of the newest report. ``iteration`` is -1 without one.
     """
 
     last_round: int

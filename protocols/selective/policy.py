@@ -45,7 +45,7 @@ from asyncdist.protocols.ranking import replacer_count
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
 from asyncdist.protocols.selective.islands.migration import Migration
 from asyncdist.protocols.selective.islands.visit import Visits
-from asyncdist.protocols.selective.joining.arrival import Arrival
+from asyncdist.protocols.selective.joining.state_receiver import StateReceiver
 from asyncdist.protocols.selective.leadership import Leadership
 from asyncdist.protocols.selective.member import RoundMember, State
 from asyncdist.protocols.selective.messages import (
@@ -59,7 +59,7 @@ from asyncdist.protocols.selective.messages import (
     Rejoin,
     ReportAcknowledged,
 )
-from asyncdist.protocols.selective.roles.coordination import Coordination, KnowsCoordinator
+from asyncdist.protocols.selective.roles.coordinator_tracking import CoordinatorTracker, CoordinatorView
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 from asyncdist.protocols.selective.roles.reporter import Reporter
@@ -74,7 +74,7 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.policy")
 
-_Told = TypeVar("_Told", Assign, Frozen)
+_RoleMessage = TypeVar("_RoleMessage", Assign, Frozen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +84,7 @@ class Membership:
     channels: MemberChannels
     states: StateTransfer
     roles: MemberRoles
-    coordination: Coordination
+    tracker: CoordinatorTracker
     reporter: Reporter
 
 
@@ -143,7 +143,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._islands = IslandOptions.of(options)
         self._coordinators = CoordinatorOptions.of(options)
         given = {name: options.get(name) for name in ("coordinator", "successors")}
-        self._islands.check_beside(self._averaging.averaging_strategy, **given)
+        self._islands.check_combination(self._averaging.averaging_strategy, **given)
         self._rules = replace(SelectiveRules.of(options), migrate_every=self._islands.migrate_every or 0)
         self._limit = "threshold", self._rules.threshold
         self._own = OwnState(self._flat, self._weights, self._averaging)
@@ -183,7 +183,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         if self._membership is None or self._stage not in ("open", "closed"):
             return counts
         roles, reporter = self._membership.roles, self._membership.reporter
-        coordination = self._membership.coordination
+        tracker = self._membership.tracker
         visits_nbytes = 0 if self._visits is None else self._visits.sent_nbytes
         return replace(
             counts,
@@ -195,9 +195,9 @@ class AsyncSelectiveAveragingPolicy(Ported):
             sent_nbytes=self._membership.channels.server.sent_nbytes + visits_nbytes,
             received_nbytes=buffers.received_nbytes + roles.reducer.received_nbytes,
             read_nbytes=buffers.read_nbytes + roles.reducer.read_nbytes,
-            epoch=coordination.epoch,
-            coordinator_rank=coordination.coordinator,
-            coordinator=coordination.statistics(),
+            epoch=tracker.epoch,
+            coordinator_rank=tracker.coordinator,
+            coordinator=tracker.statistics(),
         )
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
@@ -233,9 +233,9 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._island = self._islands.island_of(self._world.rank, population, self._services.hosts)
         return self._group.ranks if self._island is None else self._island.ranks
 
-    def _has_company(self) -> bool:
+    def _has_other_ranks(self) -> bool:
         """Return whether other ranks take part: other members, or a reserved coordinator."""
-        return super()._has_company() or self._coordinators.coordinator not in (None, *self._group.ranks)
+        return super()._has_other_ranks() or self._coordinators.coordinator not in (None, *self._group.ranks)
 
     def _choose_leader(self, members: tuple[int, ...]) -> int:
         first = members[0] if self._coordinators.coordinator is None else self._coordinators.coordinator
@@ -288,7 +288,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
             self._rules,
             scopes,
             model_nbytes=self._flat.nbytes,
-            member=roles,
+            roles=roles,
             replaced=replaced,
             migration=self._open_migration(scopes, succession),
             journal=self._journal,
@@ -313,13 +313,15 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return Migration.open(self._world, self._island, self._islands, scopes, self._visits, succession)
 
     def _new_roles(
-        self, channels: MemberChannels, coordination: KnowsCoordinator, states: StateTransfer
+        self, channels: MemberChannels, coordinator_view: CoordinatorView, states: StateTransfer
     ) -> MemberRoles:
-        return MemberRoles(self._services, self._member, channels, coordination, self._resources, states, self._journal)
+        return MemberRoles(
+            self._services, self._member, channels, coordinator_view, self._resources, states, self._journal
+        )
 
-    def _new_reporter(self, channels: MemberChannels, coordination: Coordination) -> Reporter:
+    def _new_reporter(self, channels: MemberChannels, tracker: CoordinatorTracker) -> Reporter:
         call, host = self._call_count, self._world.hostname
-        return Reporter(self._services, channels, coordination, self._member, call, hostname=host)
+        return Reporter(self._services, channels, tracker, self._member, call, hostname=host)
 
     def _begin_membership(self, membership: Membership) -> None:
         self._membership = membership
@@ -352,7 +354,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
             leadership = self._open(PolicyScopes.of_running(welcome, values), coordinator, welcome.epoch)
             try:
                 leadership.note_welcome(welcome, coordinator)
-                await self._arrival().complete(application, leadership)
+                await self._state_receiver().complete(application, leadership)
             except BaseException as error:
                 await self._stop(error)
                 raise
@@ -364,10 +366,10 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._services.is_admitted = True
         self._opened.reporter.begin(self._call_count)
 
-    def _arrival(self) -> Arrival:
+    def _state_receiver(self) -> StateReceiver:
         roles, states = self._opened.roles, self._opened.states
         nbytes = self._flat.nbytes
-        return Arrival(self._member, roles, states, self, self._journal, model_nbytes=nbytes)
+        return StateReceiver(self._member, roles, states, self, self._journal, model_nbytes=nbytes)
 
     def whole_state(self) -> Mapping[str, Any]:
         """Return this member's optimizer and policy state, which a restarted rank receives with the weights."""
@@ -399,16 +401,16 @@ class AsyncSelectiveAveragingPolicy(Ported):
                 self._visits.close()
             opened.states.close()
             opened.channels.close()
-            opened.coordination.leave()
-            if not self._leftovers():  # the probe would otherwise keep the model and its buffers alive
+            opened.tracker.leave()
+            if not self._leftovers():  # drop the leak check, because it would keep the model and its buffers alive
                 self._services.leftover_probes.remove(self._leftovers)
 
     def _is_quiet(self) -> bool:
         """Return whether this rank has no role in a round and no stream in progress."""
         member = self._member
-        is_moving = self._opened.roles.is_giving or member.reducing or self._services.slots.discarding_count
-        is_abroad = self._visits is not None and not self._visits.is_quiet
-        return not is_abroad and (member.state is State.OUT or not is_moving)
+        is_moving = self._opened.roles.is_sending or member.reducing or self._services.slots.discarding_count
+        is_visiting = self._visits is not None and not self._visits.is_quiet
+        return not is_visiting and (member.state is State.OUT or not is_moving)
 
     def _leftovers(self) -> list[str]:
         policy = self.name or type(self).__name__
@@ -417,10 +419,9 @@ class AsyncSelectiveAveragingPolicy(Ported):
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> bool:
-        if self.is_alone:
-            return not self._is_due
-        has_work = self._member.wants_step or self._events.are_wanted or self._visits is not None
-        return not (has_work or self._is_due)
+        if self._is_due or self.is_alone:
+            return self._is_due
+        return self._member.wants_step or self._events.are_pending or self._visits is not None
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone:
@@ -429,7 +430,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
             await self._world.safe_point()
             return NOTHING
         await self._world.progress()
-        self._events.tell()
+        self._events.deliver()
         info = self._act() if self._member.wants_step else NOTHING
         if self._visits is not None:
             self._visits.on_step(self.iteration)
@@ -445,10 +446,10 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     # -- the coordinator's messages ---------------------------------------------------------------------------------
 
-    def _narrowed(self, told: _Told, round: int) -> _Told:
-        """Return the coordinator's message, restricted to the donors whose weights this rank uses. By default, all."""
+    def _restricted(self, message: _RoleMessage, round: int) -> _RoleMessage:
+        """Return the coordinator's message, restricted to the donors whose weights this rank uses (by default, all)."""
         del round
-        return told
+        return message
 
     async def _listen(self, leadership: Leadership, channels: MemberChannels, roles: MemberRoles) -> None:
         """Pass the coordinator's messages to ``roles`` and ``leadership`` until the channel closes."""
@@ -458,12 +459,12 @@ class AsyncSelectiveAveragingPolicy(Ported):
             if envelope.source != leadership.coordinator:
                 continue  # a late message from a lost former coordinator
             match envelope.message:
-                case PackedAssign() as told if (assign := told.opened(own)) and assign.is_among(*known):
-                    roles.take(self._narrowed(assign, envelope.round), envelope.round)
-                case PackedFrozen() as told if (frozen := told.opened()).is_among(*known):
-                    roles.take(self._narrowed(frozen, envelope.round), envelope.round)
+                case PackedAssign() as message if (assign := message.opened(own)) and assign.is_among(*known):
+                    roles.on_message(self._restricted(assign, envelope.round), envelope.round)
+                case PackedFrozen() as message if (frozen := message.opened()).is_among(*known):
+                    roles.on_message(self._restricted(frozen, envelope.round), envelope.round)
                 case End() as end:
-                    roles.take(end, envelope.round)
+                    roles.on_message(end, envelope.round)
                 case Leave():
                     leadership.note_stopped(envelope.source)
                 case ReportAcknowledged():

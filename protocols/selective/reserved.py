@@ -15,7 +15,7 @@ from asyncdist.protocols.selective.leadership import Leadership
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 from asyncdist.protocols.selective.succession import Succession
-from asyncdist.protocols.starting.differences import explaining_rivals
+from asyncdist.protocols.starting.differences import explaining_conflicts
 
 
 async def coordinate(
@@ -48,7 +48,7 @@ async def coordinate(
     validation.seconds("start_timeout_s", start_timeout_s)
     ranks = (*members, world.rank)
     meeting = world.agreements.next_request(ranks, START, world.rank)
-    with explaining_rivals(world.agreements, meeting):
+    with explaining_conflicts(world.agreements, meeting):
         agreed = await world.agreements.meet(meeting, {}, timeout_s=start_timeout_s)
     options = {
         key.removeprefix("option "): json.loads(value)
@@ -66,7 +66,7 @@ async def coordinate(
         rules,
         scopes,
         model_nbytes=int(options["model_nbytes"]),
-        member=None,
+        roles=None,
         journal=journal,
     )
     leadership.begin()

@@ -74,7 +74,10 @@ class Roster:
             self._hosts[rank] = host
 
     def hosts_of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the host number of each rank, or {} if a host is unknown. Ranks of other islands get own numbers."""
+        """Return the host number of each rank, or {} if a host is unknown.
+
+        Each rank of another island gets its own number.
+        """
         if not self._hosts:
             return {}
         hosts = {rank: self._hosts.get(rank, 0) if rank in self.members else -1 - rank for rank in ranks}
@@ -92,7 +95,7 @@ class Roster:
             if member.live and (report := member.report) is not None and report.received_at >= moment
         }
 
-    def spend_reports(self) -> None:
+    def mark_reports_judged(self) -> None:
         """Mark all reports as judged, so that the next decision waits for new reports."""
         for member in self.members.values():
             member.fresh = False
@@ -102,7 +105,9 @@ class Roster:
         """Return the step and report times of the members that have not reported since the last decision."""
         if self.fresh_count == self.live_count:
             return {}
-        return {rank: member.pace(now) for rank, member in self.members.items() if not member.fresh and member.counts}
+        return {
+            rank: member.pace(now) for rank, member in self.members.items() if not member.fresh and member.is_member
+        }
 
     def slowest_pace(self, ranks: Iterable[int], now: float) -> Pace | None:
         """Return the longest step, shortest report interval and longest silence of these ranks.
@@ -116,8 +121,8 @@ class Roster:
         )
         if not interval_s:
             return None
-        heard_at = min([member.heard_at for member in members if member.heard_at is not None])
-        return Pace(max([member.step_s for member in members]), interval_s, now - heard_at)
+        reported_at = min([member.reported_at for member in members if member.reported_at is not None])
+        return Pace(max([member.step_s for member in members]), interval_s, now - reported_at)
 
     def stragglers(self, slow: Collection[int], start: float, now: float) -> list[tuple[int, float | None]]:
         """Return the ranks in `slow` and the members that are late for a decision, each with its delay.
@@ -129,14 +134,14 @@ class Roster:
             return []
         cadence_s = self.cadence_s()
         return [
-            (rank, member.heard_at - start if member.fresh and member.heard_at is not None else None)
+            (rank, member.reported_at - start if member.fresh and member.reported_at is not None else None)
             for rank, member in self.members.items()
-            if (rank in slow or (not member.fresh and is_late(member.pace(now), cadence_s))) and member.counts
+            if (rank in slow or (not member.fresh and is_late(member.pace(now), cadence_s))) and member.is_member
         ]
 
-    def taking_part(self) -> tuple[tuple[int, int], ...]:
-        """Return the rank and the number of restarts of each member that takes part."""
-        return tuple((rank, member.incarnation) for rank, member in self.members.items() if member.counts)
+    def live_members(self) -> tuple[tuple[int, int], ...]:
+        """Return the rank and the number of restarts of each live member."""
+        return tuple((rank, member.incarnation) for rank, member in self.members.items() if member.is_member)
 
     def cadence_s(self) -> float:
         """Return the median of the members' times between reports, in seconds."""

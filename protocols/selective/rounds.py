@@ -13,11 +13,11 @@ from asyncdist.protocols.selective.islands.migrants import Migrants
 from asyncdist.protocols.selective.joining.admission import Newcomers
 from asyncdist.protocols.selective.messages import Admitted, Joined, Leave, Rejoin
 from asyncdist.protocols.selective.roster import Roster
-from asyncdist.protocols.selective.round.course import RoundCourse
+from asyncdist.protocols.selective.round.lifecycle import RoundLifecycle
 from asyncdist.protocols.selective.round.state import Member, Round, Send, as_record, values_of
 from asyncdist.protocols.selective.selection import SelectiveRules, decide
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics, History
-from asyncdist.protocols.selective.waiting import BELIEVED_MAX_S, Patience, believed_s
+from asyncdist.protocols.selective.waiting import PLAUSIBLE_MAX_S, Patience, plausible_s
 
 
 class RoundCoordinator:
@@ -29,8 +29,6 @@ class RoundCoordinator:
 
     Attributes:
         migrants: Tracks the member chosen as a donor for another island, and the donors from other islands.
-        trend: Detector of a best metric that becomes worse.
-        blanks: Detector of decisions without a finite metric.
     """
 
     def __init__(
@@ -74,10 +72,10 @@ class RoundCoordinator:
         self._acted_at_iteration: int | None = None
         self._decision_count = self._nonfinite_count = 0
         self._last_number: int | None = None  # number of the round in which the last decision was made
-        self._history = History()
-        self._tell, self._ignore, self._broken = self._history.tell, self._history.ignore, self._history.broken
-        self._note = self._history.note
-        self._course = RoundCourse(
+        history = self._history = History()
+        self._record, self._record_entry = history.record, history.record_entry
+        self._ignore, self._with_events = history.ignore, history.with_events
+        self._lifecycle = RoundLifecycle(
             rules,
             self.roster,
             self._newcomers,
@@ -97,11 +95,13 @@ class RoundCoordinator:
         member = self._members.get(rank)
         if member is None or not (member.live and member.admitted and member.joined):
             return self._on_strange_report(rank)
-        self._note(("{:.6f} rank {} reports {} at iteration {}", (now, rank, value, iteration)))
+        self._record_entry(("{:.6f} rank {} reports {} at iteration {}", (now, rank, value, iteration)))
         member.report_count += 1
-        # Plausible values, nearly all, are checked here: a call of believed_s() takes as long as ten comparisons.
-        step_s = step_time_s if 0.0 < step_time_s <= BELIEVED_MAX_S else believed_s(step_time_s)
-        member.hear(step_s, interval_s if 0.0 < interval_s <= BELIEVED_MAX_S else believed_s(interval_s), now)
+        # Nearly all values are plausible. They are checked here, because calling plausible_s() takes as long as ten
+        # comparisons.
+        step_s = step_time_s if 0.0 < step_time_s <= PLAUSIBLE_MAX_S else plausible_s(step_time_s)
+        interval_s = interval_s if 0.0 < interval_s <= PLAUSIBLE_MAX_S else plausible_s(interval_s)
+        member.record_report(step_s, interval_s, now)
         if not math.isfinite(value):
             self._nonfinite_count += 1
         if iteration > self._largest_iteration:
@@ -139,29 +139,30 @@ class RoundCoordinator:
     def on_joined(self, rank: int, joined: Joined, now: float) -> tuple[Send, ...]:
         """Handle the state and the newest report that a member sends to a new coordinator."""
         if self.migrants.on_joined(rank, joined, now):
+            self._lifecycle.continue_after(joined.last_round)
             return ()
         if rank not in self._members and rank in self._may_join:
             self.roster.add(rank)
         member = self._live(rank, "Joined")
         if member is None or not member.admitted:
             return ()
-        self._tell("{:.6f} rank {} joins: {}", now, rank, joined)
+        self._record("{:.6f} rank {} joins: {}", now, rank, joined)
         member.joined, member.incarnation = True, joined.incarnation
-        self._course.continue_after(joined.last_round)
+        self._lifecycle.continue_after(joined.last_round)
         if joined.applied_iteration >= 0:
             member.applied_iteration = max(joined.applied_iteration, member.applied_iteration or 0)
         if joined.judged_iteration >= 0:
             self._acted_at_iteration = max(joined.judged_iteration, self._acted_at_iteration or 0)
         # The member may have missed messages about admissions of restarted ranks.
-        told = tuple(Send(rank, 0, Admitted(*known)) for known in self.roster.taking_part() if known[1])
+        admissions = tuple(Send(rank, 0, Admitted(*known)) for known in self.roster.live_members() if known[1])
         if joined.iteration < 0:
-            return told
+            return admissions
         facts = joined.iteration, joined.value, joined.step_time_s
-        return (*told, *self.on_report(rank, *facts, now, interval_s=joined.interval_s))
+        return (*admissions, *self.on_report(rank, *facts, now, interval_s=joined.interval_s))
 
     def members(self) -> tuple[tuple[int, int], ...]:
-        """Return the rank and the number of restarts of each member that takes part."""
-        return self.roster.taking_part()
+        """Return the rank and the number of restarts of each live member."""
+        return self.roster.live_members()
 
     def on_newcomer(self, rank: int, incarnation: int, now: float) -> tuple[Send, ...]:
         """Handle an admission request from a restarted rank. Requests are repeated, because answers can be lost."""
@@ -171,7 +172,7 @@ class RoundCoordinator:
             return (Send(rank, 0, Admitted(rank, incarnation)),)
         if member is not None and (member.live or (member.admitted and member.incarnation == incarnation)):
             return ()  # a repeated request, or an old one of an admitted rank that has left
-        self._tell("{:.6f} rank {} asks to be admitted", now, rank)
+        self._record("{:.6f} rank {} asks to be admitted", now, rank)
         self.roster.add_newcomer(rank, incarnation)
         self._newcomers.add(rank)
         return self._advance(now)
@@ -186,7 +187,7 @@ class RoundCoordinator:
         if rank not in state.waiting_donors:
             self._ignore("Ready from a rank that owes none")
             return ()
-        self._note(("{:.6f} round {}: donor {} is ready with iteration {}", (now, round, rank, iteration)))
+        self._record_entry(("{:.6f} round {}: donor {} is ready with iteration {}", (now, round, rank, iteration)))
         state.waiting_donors.remove(rank)
         state.ready[rank] = iteration
         state.state_safe_points = max(state.state_safe_points, state_safe_points)
@@ -201,11 +202,11 @@ class RoundCoordinator:
             return ()
         if rank in state.waiting_replacers:
             state.waiting_replacers.remove(rank)
-        elif not self._course.leave_out(state, rank, reason):
+        elif not self._lifecycle.leave_out(state, rank, reason):
             self._ignore("Decline from a rank that is bound or already out")
             return ()
         self._members[rank].decline_count += 1
-        self._tell("{:.6f} round {}: rank {} declines: {}", now, round, rank, reason)
+        self._record("{:.6f} round {}: rank {} declines: {}", now, round, rank, reason)
         return self._advance(now)
 
     def on_applied(self, rank: int, round: int, iteration: int, now: float) -> tuple[Send, ...]:
@@ -214,16 +215,16 @@ class RoundCoordinator:
         The reports are invalid even if the round has timed out, because the rank's weights have changed.
         """
         member = self._live(rank, "Applied")
-        if member is None or not self._course.take_answer(rank, round):
+        if member is None or not self._lifecycle.take_answer(rank, round):
             return ()
         admissions = () if member.admitted else self._admit(rank, member, now)
-        self._tell("{:.6f} round {}: replacer {} applied at iteration {}", now, round, rank, iteration)
+        self._record("{:.6f} round {}: replacer {} applied at iteration {}", now, round, rank, iteration)
         member.applied_count += 1
         member.applied_iteration = max(iteration, -1 if member.applied_iteration is None else member.applied_iteration)
         if member.report is not None and member.report.iteration <= member.applied_iteration:
             member.report = None
             self.roster.mark(member, fresh=False)
-            self._patience.on_void(rank)
+            self._patience.on_report_invalid(rank)
         return (*admissions, *self._advance(now))
 
     def on_abandoned(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
@@ -234,8 +235,8 @@ class RoundCoordinator:
         if rank not in state.waiting_replacers:
             self._ignore("Abandoned from a rank that owes nothing")
             return ()
-        self._tell("{:.6f} round {}: replacer {} abandons: {}", now, round, rank, reason)
-        self._course.abandon(state, rank, reason)
+        self._record("{:.6f} round {}: replacer {} abandons: {}", now, round, rank, reason)
+        self._lifecycle.abandon(state, rank, reason)
         return self._advance(now)
 
     def on_leave(self, rank: int, now: float) -> tuple[Send, ...]:
@@ -258,7 +259,7 @@ class RoundCoordinator:
 
     def next_deadline(self) -> float | None:
         """Return the time at which :meth:`on_time` must be called, or None if only a message can cause a transition."""
-        state = self._course.current
+        state = self._lifecycle.current
         return self._patience.deadline if state is None else state.deadline
 
     @property
@@ -266,9 +267,9 @@ class RoundCoordinator:
         """True if every member has left or is lost."""
         return self.roster.live_count == 0
 
-    def story(self) -> tuple[str, ...]:
+    def recent_events(self) -> tuple[str, ...]:
         """Return the latest events, oldest first, for error messages."""
-        return self._history.story()
+        return self._history.recent_events()
 
     def statistics(self) -> CoordinatorStatistics:
         """Return this coordinator's counts of reports, decisions and rounds."""
@@ -277,13 +278,13 @@ class RoundCoordinator:
             reports={rank: member.report_count for rank, member in members.items()},
             nonfinite_report_count=self._nonfinite_count,
             decision_count=self._decision_count,
-            rounds_decided=self._course.decided_count,
-            rounds_ended=self._course.ended_count,
-            routes=dict(self._course.routes),
+            rounds_decided=self._lifecycle.decided_count,
+            rounds_ended=self._lifecycle.ended_count,
+            routes=dict(self._lifecycle.routes),
             applied={rank: member.applied_count for rank, member in members.items()},
             abandoned=dict(self._history.abandoned),
             declines={rank: member.decline_count for rank, member in members.items()},
-            overdue_count=self._course.overdue_count,
+            overdue_count=self._lifecycle.overdue_count,
             left_out=tuple(self._history.left_out),
             stragglers=tuple(straggler for straggler, _ in self._history.stragglers),
             ignored=dict(self._history.ignored),
@@ -302,16 +303,16 @@ class RoundCoordinator:
         members = self._members
         for send in sends:
             member = members.get(send.dest)
-            assert member is None or member.live, self._broken(f"{send} goes to a rank that is gone")
+            assert member is None or member.live, self._with_events(f"{send} goes to a rank that is gone")
         return tuple(sends)
 
     def _transition(self, sends: list[Send], now: float, timers: bool) -> bool:
-        state = self._course.current
+        state = self._lifecycle.current
         if state is None:
             is_due, is_near = self._decision_is_due(now, timers), self._patience.deadline is not None
             admission = self._newcomers.next(self._decision_count, is_near, now) if self._newcomers else None
             if admission is not None:
-                sends += self._course.start(*admission, now, admits=True)
+                sends += self._lifecycle.start(*admission, now, admits=True)
             elif is_due:
                 self._judge(sends, now)
             return is_due or admission is not None
@@ -322,7 +323,7 @@ class RoundCoordinator:
             if state.decision.donors and not state.ready:
                 self._end(sends, state, "no donor was ready", now)
             else:
-                sends += self._course.freeze(state, now)
+                sends += self._lifecycle.freeze(state, now)
         elif time_is_up:
             self._end(sends, state, "time is up", now)
         else:
@@ -353,7 +354,7 @@ class RoundCoordinator:
         slowest = self.roster.slowest_pace(usable, now)
         slow = self._patience.slow_ranks(paces, self.roster.cadence_s(), now, slowest=slowest)
         self._history.note_stragglers(self._decision_count, self.roster.stragglers(slow, start, now), start)
-        self.roster.spend_reports()
+        self.roster.mark_reports_judged()
         self._window_start = None
         judged = {rank: report for rank, report in usable.items() if rank not in slow} if slow else usable
         self.migrants.on_decision(self._decision_count, judged)
@@ -363,10 +364,10 @@ class RoundCoordinator:
         numbers = self._next_numbers()
         decision = decide(values_of(judged), self._rules, values_of(guests), numbers=numbers)
         if decision is None or self._is_cooling_down():
-            self._tell("{:.6f} decision {} over {}: no action", now, self._decision_count, sorted(usable))
+            self._record("{:.6f} decision {} over {}: no action", now, self._decision_count, sorted(usable))
             return
         self._acted_at_iteration = self._largest_iteration
-        sends += self._course.start(decision, usable | guests if guests else usable, now)
+        sends += self._lifecycle.start(decision, usable | guests if guests else usable, now)
 
     def _next_numbers(self) -> range:
         """Return the numbers of the rounds since the last decision.
@@ -389,24 +390,24 @@ class RoundCoordinator:
         return self._largest_iteration - self._acted_at_iteration < self._rules.cooldown
 
     def _end(self, sends: list[Send], state: Round, reason: str, now: float) -> None:
-        sends += self._course.end(state, reason, self._decision_count, now)
+        sends += self._lifecycle.end(state, reason, self._decision_count, now)
 
     def _depart(self, rank: int, how: str, now: float) -> tuple[Send, ...]:
         self.migrants.remove(rank)
         member = self._members.get(rank)
         if member is None or not member.live:
             return ()
-        self._tell("{:.6f} rank {} {}", now, rank, how)
+        self._record("{:.6f} rank {} {}", now, rank, how)
         self.roster.depart(member)
         self._patience.on_arrival(rank, now)
         self._newcomers.remove(rank)
-        self._course.depart(rank, how)
+        self._lifecycle.depart(rank, how)
         return self._advance(now)
 
     # ---------------------------------------------------------------- helpers
 
     def _admit(self, rank: int, member: Member, now: float) -> tuple[Send, ...]:
-        self._tell("{:.6f} rank {} is admitted", now, rank)
+        self._record("{:.6f} rank {} is admitted", now, rank)
         self.roster.admit(member)
         self._newcomers.remove(rank)
         # Members that have not joined may already have left. They are notified when they join.
@@ -423,7 +424,7 @@ class RoundCoordinator:
 
     def _round_of(self, rank: int, number: int, kind: str) -> Round | None:
         """Return the round in progress if a message belongs to it. Otherwise count the message as ignored."""
-        member, state = self._members.get(rank), self._course.current
+        member, state = self._members.get(rank), self._lifecycle.current
         if member is None or not member.live:
             self._live(rank, kind)  # counts the message as ignored
             return None

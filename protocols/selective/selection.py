@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from asyncdist import validation
-from asyncdist.protocols.declared import number, one_of, option, or_none, whole
+from asyncdist.protocols.declared import integer, number, one_of, option, or_none
 from asyncdist.protocols.ranking import (
     WEIGHT_EXPONENT_LIMIT,
     JudgingRules,
@@ -56,7 +56,7 @@ class SelectiveRules(JudgingRules):
     cooldown: int = option(
         "Number of iterations by which the largest reported iteration must grow before another round may replace "
         "ranks; applies only with a `threshold`.",
-        whole(0),
+        integer(0),
         default=200,
     )
     quorum: float = option(
@@ -140,8 +140,7 @@ def averaging_weights(
 
     Ranks that compute the average divide by their sum. With `weighted_mean`, a donor's weight is the difference between
     its metric and the worst finite metric of all participants, including the replaced ranks. If all differences are 0,
-    all weights are
-    1. Weights that could overflow float32 are scaled by a power of two, which does not change their ratios.
+    each weight is 1. Weights that could overflow float32 are scaled by a power of two, which keeps their ratios.
 
     Args:
         averaging_strategy: One of `STRATEGIES`. All strategies except `weighted_mean` give all donors the same weight.
@@ -182,7 +181,7 @@ def decide(
         numbers: Numbers of the rounds since the previous decision, if there are sub-populations.
     """
     if rules.periods:
-        return _decide_apart(metrics, rules, numbers)
+        return _decide_in_sub_populations(metrics, rules, numbers)
     count = replacer_count(len(metrics), rules.replacement_ratio)
     if rules.copies_one:
         count = min(count, len(metrics) // 2)
@@ -214,7 +213,7 @@ def decide(
     return Decision(tuple(chosen), replacers, tuple(chosen.values()), best, from_elsewhere)
 
 
-def _decide_apart(metrics: Mapping[int, float], rules: SelectiveRules, numbers: range) -> Decision | None:
+def _decide_in_sub_populations(metrics: Mapping[int, float], rules: SelectiveRules, numbers: range) -> Decision | None:
     """Return the donors and replacers of the sub-populations that evolve now, or None if none evolves."""
     parents = parents_of(
         metrics,
@@ -235,9 +234,10 @@ def _decide_apart(metrics: Mapping[int, float], rules: SelectiveRules, numbers: 
 def _with_guests(
     candidates: Sequence[int], metrics: Mapping[int, float], guests: Mapping[int, float], bar: int, metric_mode: str
 ) -> tuple[list[int], Mapping[int, float]]:
-    """Return the members and guests that are better than rank `bar`, and the metrics of all members and these guests.
+    """Return the members and the ranks of other islands that are better than rank `bar`, and the metrics.
 
-    The donors are sorted from worst to best. `bar` is the best of the replaced ranks.
+    The ranks are sorted from worst to best. The metrics include those of all members. `bar` is the best of the replaced
+    ranks.
     """
     all_metrics = {**metrics, **guests}
     order = order_worst_first({rank: all_metrics[rank] for rank in (bar, *candidates, *guests)}, metric_mode)
@@ -254,8 +254,8 @@ def reducers_of(
     R) models. On the sharded route, a donor sends one part to each reducer, and each reducer sends the mean of its part
     to each replacer: D + R - 1 models in total. The larger of the two groups adds up the parts. The busiest rank then
     transfers 1 + (min(D, R) - 1) / max(D, R) models, less than two. Donors from other islands are never reducers. If
-    the hosts are known, all reducers are on one host if this lowers the load of the busiest host's network and no rank
-    transfers more than two models.
+    the hosts are known, all reducers may be on one host. This is done if it lowers the load of the busiest host's
+    network, and no rank then transfers more than two models.
 
     For a small model, `"auto"` uses fewer reducers, which alternate from round to round, because very small parts cost
     more messages than they save. A single reducer needs D + R streams instead of D x R.
@@ -293,8 +293,8 @@ def sources_of(
     """Return, for each replacer, the rank from which it requests the mean of each part.
 
     A replacer that requests all parts from the reducers has no entry. Several replacers on one host share the parts
-    from other hosts: one of them fetches a part for all, so that the part is sent between hosts only once. The parts
-    are divided evenly among these replacers.
+    from other hosts. One of them fetches a part for all, so the part is sent between hosts only once. The parts are
+    divided evenly among these replacers.
 
     Args:
         reducers: Ranks that each add up one part. Empty on the direct route.

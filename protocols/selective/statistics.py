@@ -16,7 +16,7 @@ from asyncdist.wording import size_in_words
 class Straggler:
     """Records that a live member was late for a decision, or got no role because its steps are too slow.
 
-    A member is not late while less than the usual time between reports has passed since its last report.
+    A member is late only after more than the usual time between reports has passed since its last report.
 
     Attributes:
         decision: Number of the decision, from 1. Not every decision starts a round.
@@ -81,19 +81,18 @@ class CoordinatorStatistics:
 
 #: Maximum length of each list in the history.
 HISTORY_LENGTH: Final = 64
-_STORY_LENGTH: Final = 32
+_EVENT_COUNT_MAX: Final = 32
 
 
 class History:
     """Records a coordinator's recent events, for its statistics and for error messages.
 
     Attributes:
-        left_out: Donors that were left out of a round.
         stragglers: Members for which a decision did not wait, each with the arrival time of the decision's first
             report.
         ignored: Number of late or unexpected messages, by kind.
         guests: Donors from other islands, as pairs of the round and the rank.
-        note: Faster form of :meth:`tell`. Its only argument is a tuple of the template and its values.
+        record_entry: Faster form of :meth:`record`. Its only argument is a tuple of the template and its values.
     """
 
     def __init__(self) -> None:
@@ -102,20 +101,20 @@ class History:
         self.ignored: Counter[str] = Counter()
         self.guests: deque[tuple[int, int]] = deque(maxlen=HISTORY_LENGTH)
         self.abandoned: Counter[str] = Counter()
-        self._story: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=_STORY_LENGTH)
-        self.note = self._story.append
+        self._events: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=_EVENT_COUNT_MAX)
+        self.record_entry = self._events.append
 
-    def tell(self, words: str, *facts: object) -> None:
-        """Record an event as a format string and its values. :meth:`story` formats them only if it is called."""
-        self._story.append((words, facts))
+    def record(self, words: str, *facts: object) -> None:
+        """Record an event as a format string and its values, which only :meth:`recent_events` formats."""
+        self._events.append((words, facts))
 
-    def story(self) -> tuple[str, ...]:
+    def recent_events(self) -> tuple[str, ...]:
         """Return the latest events, oldest first."""
-        return tuple(words.format(*facts) for words, facts in self._story)
+        return tuple(words.format(*facts) for words, facts in self._events)
 
-    def broken(self, fact: str) -> str:
+    def with_events(self, fact: str) -> str:
         """Return ``fact`` followed by the latest events, as the message of a failed assertion."""
-        return "\n  ".join((fact, "the latest events:", *self.story()))
+        return "\n  ".join((fact, "the latest events:", *self.recent_events()))
 
     def ignore(self, what: str) -> None:
         """Count an ignored message. ``what`` names its kind and the reason."""
@@ -192,7 +191,7 @@ class SelectiveStatistics:
     title: str = ""
 
     def __str__(self) -> str:
-        """Return a table of the counts, for ``print(policy.statistics())``."""
+        """Return a table of the counts."""
         rows: list[tuple[str, object]] = [(_LABELS[name], getattr(self, name)) for name in _ALWAYS]
         others = {label: self._shown(name) for name, label in _LABELS.items() if name not in _ALWAYS}
         rows += [(label, value) for label, value in others.items() if value]

@@ -27,7 +27,7 @@ def parents_of(
     quantile: float,
     metric_mode: str,
 ) -> dict[int, int]:
-    """Return the rank that each replaced rank copies, by replaced rank.
+    """Map each replaced rank to the rank that it copies.
 
     Args:
         periods: Number of rounds after which each sub-population evolves.

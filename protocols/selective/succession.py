@@ -98,12 +98,12 @@ class Succession:
             self.coordinator = None
             self._passed_over.clear()
             self._nomination_count = 0
-        return self._seek() if self.coordinator is None else ()
+        return self._find_coordinator() if self.coordinator is None else ()
 
     def on_left(self, rank: int) -> Steps:
         """Record that a rank has left and cannot take over. A coordinator that leaves continues to coordinate."""
         self._unavailable.add(rank)
-        return self._seek() if self.coordinator is None else ()
+        return self._find_coordinator() if self.coordinator is None else ()
 
     def on_admitted(self, rank: int) -> None:
         """Record that a restarted rank was admitted and may take over."""
@@ -132,7 +132,7 @@ class Succession:
             self._nomination_count = 0
             if (passed_over := self._next()) is not None:
                 self._passed_over.add(passed_over)
-        return self._seek()
+        return self._find_coordinator()
 
     def on_nomination(self, source: int, epoch: int) -> Steps:
         """Handle a request from ``source`` to succeed the coordinator with number ``epoch``, which has stopped."""
@@ -142,7 +142,7 @@ class Succession:
             return ()
         # This rank never knew the coordinator of this epoch, which has already stopped.
         self.epoch, self.coordinator = epoch, None
-        return self._seek()
+        return self._find_coordinator()
 
     def on_suspicion(self) -> Steps:
         """Take over from a coordinator that does not answer."""
@@ -159,7 +159,7 @@ class Succession:
             self.epoch = max(self.epoch, epoch)
             self.coordinator = None
             self._lost_claim = epoch, coordinator
-            return self._seek()
+            return self._find_coordinator()
         # If this rank has seen the epoch's coordinator lost, only a restarted process of it may make the claim.
         if epoch == self.epoch and (epoch, coordinator) != self._lost_claim:
             return ()
@@ -186,14 +186,14 @@ class Succession:
                 return rank
         return None
 
-    def _seek(self) -> Steps:
+    def _find_coordinator(self) -> Steps:
         rank = self._next()
         if rank is None:
             return ()
         return self._claim() if rank == self.rank else (Nominate(rank),)
 
     def _claim(self) -> Steps:
-        """Make this rank the coordinator, with the next epoch that belongs to it.
+        """Make this rank the coordinator, with the next epoch (coordinator number) that only this rank may use.
 
         Do nothing above ``EPOCH_MAX``, which only forged epochs reach.
         """

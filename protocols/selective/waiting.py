@@ -25,9 +25,9 @@ FREE_ROUNDS: Final = 2.0
 #: Times that differ by fewer seconds count as equal, because busy hosts and coarse timers cause such differences.
 NOISE_S: Final = 0.1
 #: Maximum fraction of the total time by which slow ranks may delay rounds.
-HELD_SHARE: Final = 0.1
+DELAY_SHARE: Final = 0.1
 #: Upper limit for reported times, in seconds, so that every deadline is finite.
-BELIEVED_MAX_S: Final = 3600.0
+PLAUSIBLE_MAX_S: Final = 3600.0
 #: Number of steps that a role needs in addition to the steps of its streams: one to receive the role, one to complete
 #: it.
 _ROLE_STEP_COUNT: Final = 2
@@ -52,11 +52,11 @@ class Pace(NamedTuple):
 as_pace: Final[Callable[[tuple[float, float, float]], Pace]] = partial(tuple.__new__, Pace)
 
 
-def believed_s(claimed_s: float) -> float:
-    """Return a reported time in seconds, at most `BELIEVED_MAX_S`, or 0 if it is not a positive finite number."""
-    if 0.0 < claimed_s <= BELIEVED_MAX_S:
+def plausible_s(claimed_s: float) -> float:
+    """Return a reported time in seconds, at most `PLAUSIBLE_MAX_S`, or 0 if it is not a positive finite number."""
+    if 0.0 < claimed_s <= PLAUSIBLE_MAX_S:
         return claimed_s
-    return BELIEVED_MAX_S if BELIEVED_MAX_S < claimed_s < math.inf else 0.0
+    return PLAUSIBLE_MAX_S if PLAUSIBLE_MAX_S < claimed_s < math.inf else 0.0
 
 
 def cadence_s(intervals_s: Sequence[float]) -> float:
@@ -80,26 +80,26 @@ def is_late(pace: Pace, cadence_s: float) -> bool:
     return pace.silent_s > FREE_CADENCES * cadence_s
 
 
-def hold_s(pace: Pace, stream_safe_points: int) -> float:
+def expected_round_s(pace: Pace, stream_safe_points: int) -> float:
     """Return how many seconds an averaging round with this member will take, as estimated from its step time."""
     step_s, interval_s, silent_s = pace
     overdue_s = silent_s - interval_s if 0 < interval_s < silent_s else 0.0
     return (_ROLE_STEP_COUNT + stream_safe_points) * step_s + overdue_s
 
 
-def free_s(holds: Mapping[int, float], cadence_s: float) -> float:
+def allowed_round_s(expected_s: Mapping[int, float], cadence_s: float) -> float:
     """Return how many seconds an averaging round may take without delaying the next.
 
     Args:
-        holds: Estimated duration of a round with each rank (`hold_s`).
+        expected_s: Estimated duration of a round with each rank (`expected_round_s`).
     """
-    return max(FREE_CADENCES * cadence_s, FREE_ROUNDS * median_low(holds.values())) if holds else 0.0
+    return max(FREE_CADENCES * cadence_s, FREE_ROUNDS * median_low(expected_s.values())) if expected_s else 0.0
 
 
-def slow_ranks(holds: Mapping[int, float], allowed_s: float) -> frozenset[int]:
+def slow_ranks(expected_s: Mapping[int, float], allowed_s: float) -> frozenset[int]:
     """Return the ranks whose estimated round exceeds ``allowed_s``, or an empty set if fewer than two others remain."""
-    slow = frozenset(rank for rank, hold_s in holds.items() if hold_s > allowed_s)
-    return slow if len(holds) - len(slow) >= 2 else frozenset()
+    slow = frozenset(rank for rank, each_s in expected_s.items() if each_s > allowed_s)
+    return slow if len(expected_s) - len(slow) >= 2 else frozenset()
 
 
 class Patience:
@@ -119,8 +119,8 @@ class Patience:
         self._tolerance_s = NOISE_S if grace_s is None else grace_s
         self._stream_safe_points = stream_safe_points
         self._rounds_s: deque[float] = deque(maxlen=_RECENT_ROUND_COUNT)
-        self._held_at = math.inf  # end of the last round that a slow rank may have delayed
-        self._holding: frozenset[int] = frozenset()  # slow ranks that may have a role in the next round
+        self._delayed_at = math.inf  # end of the last round that a slow rank may have delayed
+        self._slow_in_round: frozenset[int] = frozenset()  # slow ranks that may have a role in the next round
         self._first_quorum_at = math.inf
         self._complete_at: float | None = None  # time of the quorum, or of the last awaited report
         self._limit_at = 0.0
@@ -170,7 +170,7 @@ class Patience:
             self.awaited.remove(rank)
             self._complete_at = now
 
-    def on_void(self, rank: int) -> None:
+    def on_report_invalid(self, rank: int) -> None:
         """Wait again for a member whose report has become invalid."""
         self.awaited.add(rank)
 
@@ -183,20 +183,20 @@ class Patience:
             paces: Rank, step time and report time of each judged member. Not read if `slowest` is fast enough.
             slowest: Longest step, shortest interval and longest silence of all judged members, or None if unknown.
         """
-        self._held_at = min(now, self._held_at)
-        if slowest is not None and hold_s(slowest, self._stream_safe_points) <= max(
+        self._delayed_at = min(now, self._delayed_at)
+        if slowest is not None and expected_round_s(slowest, self._stream_safe_points) <= max(
             self._tolerance_s, FREE_CADENCES * cadence_s
         ):
-            self._holding = frozenset()
-            return self._holding
-        holds = {rank: hold_s(pace, self._stream_safe_points) for rank, pace in paces}
-        limit_s = max(self._tolerance_s, free_s(holds, cadence_s))
-        slow = slow_ranks(holds, limit_s + HELD_SHARE * (now - self._held_at))
-        self._holding = frozenset(rank for rank, hold_s in holds.items() if hold_s > limit_s) - slow
+            self._slow_in_round = frozenset()
+            return self._slow_in_round
+        expected_s = {rank: expected_round_s(pace, self._stream_safe_points) for rank, pace in paces}
+        limit_s = max(self._tolerance_s, allowed_round_s(expected_s, cadence_s))
+        slow = slow_ranks(expected_s, limit_s + DELAY_SHARE * (now - self._delayed_at))
+        self._slow_in_round = frozenset(rank for rank, each_s in expected_s.items() if each_s > limit_s) - slow
         return slow
 
     def on_round(self, named: Sequence[int], took_s: float, now: float) -> None:
         """Record that an averaging round among the ranks ``named`` has taken ``took_s`` seconds."""
         self._rounds_s.append(took_s)
-        if not self._holding.isdisjoint(named):
-            self._held_at = now
+        if not self._slow_in_round.isdisjoint(named):
+            self._delayed_at = now

@@ -27,9 +27,9 @@ from asyncdist.protocols.ranking import order_worst_first
 #: Weights of the donors' differences: proportional to their gains, equal, or 0 except for the best difference.
 DifferenceStrategy: TypeAlias = Literal["weighted_mean", "mean", "best_only"]
 
-#: Largest difference between ranks' scores of one anchor that counts as equal, as a share of the largest score.
+#: Largest difference between the ranks' scores of equal weights that is ignored, as a share of the largest score.
 _SCORE_TOLERANCE: Final = 1e-3
-#: Number of consecutive rounds with unequal scores of one anchor, after which a warning is logged.
+#: Number of consecutive rounds in which the ranks' scores of equal weights differ, before a warning is logged.
 _UNEQUAL_COUNT: Final = 3
 
 
@@ -135,7 +135,7 @@ def _shares(gains: Mapping[int, float], rules: DonorRules) -> dict[int, float]:
 
 
 class AnchorScores:
-    """Detects ranks with different held-out data, by unequal scores of the same anchor."""
+    """Detects ranks with different held-out data, whose scores of equal weights (the anchor) differ."""
 
     def __init__(self) -> None:
         self._count: int | None = 0  # consecutive rounds with unequal scores; None after the warning

@@ -38,7 +38,7 @@ class TrialOptions(Options):
     metric_mode: MetricMode = like(JudgingRules, "metric_mode")
 
 
-def check_beside(own: DiLoCoOptions, average_every: int) -> None:
+def check_combination(own: DiLoCoOptions, average_every: int) -> None:
     """Raise ValueError if an option of DiLoCo makes it impossible to measure gains."""
     if own.outer_optimizer is None:
         raise ValueError(
@@ -58,4 +58,4 @@ def check_beside(own: DiLoCoOptions, average_every: int) -> None:
         validation.refuse("overlap_steps", own.overlap_steps, allowed)
 
 
-__all__ = ["DonorRules", "SelectiveDiLoCoOptionNames", "TrialOptions", "check_beside"]
+__all__ = ["DonorRules", "SelectiveDiLoCoOptionNames", "TrialOptions", "check_combination"]

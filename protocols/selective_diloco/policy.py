@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from asyncdist import validation
 from asyncdist.protocols.declared import among, with_options
-from asyncdist.protocols.diloco.elsewhere import ELSEWHERE, call_of_library
+from asyncdist.protocols.diloco.foreign_options import FOREIGN_OPTIONS, foreign_call_hint
 from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
 from asyncdist.protocols.diloco.policy import DiLoCoPolicy
 from asyncdist.protocols.exchange.ledger import Report
@@ -29,17 +29,17 @@ from asyncdist.protocols.metrics import MetricSource, due_metric
 from asyncdist.protocols.misuse import check_evaluates, line_of_caller
 from asyncdist.protocols.options import CommonOptions
 from asyncdist.protocols.selective_diloco.donors import AnchorScores, DonorRules, choose_donors, donor_limit, gain_of
-from asyncdist.protocols.selective_diloco.options import SelectiveDiLoCoOptionNames, TrialOptions, check_beside
+from asyncdist.protocols.selective_diloco.options import SelectiveDiLoCoOptionNames, TrialOptions, check_combination
 from asyncdist.protocols.selective_diloco.trials import measure
 from asyncdist.protocols.step_info import StepInfo
 from asyncdist.tensors.optimizers.weights import kept_mode
 
 logger = logging.getLogger("protocols.selective_diloco")
 
-_ELSEWHERE = {
-    name: reason for name, reason in ELSEWHERE.items() if name not in SelectiveDiLoCoOptionNames.__annotations__
+_FOREIGN_OPTIONS = {
+    name: reason for name, reason in FOREIGN_OPTIONS.items() if name not in SelectiveDiLoCoOptionNames.__annotations__
 }
-_ELSEWHERE["replacement_ratio"] = "here donor_ratio is the largest share of ranks whose differences are averaged"
+_FOREIGN_OPTIONS["replacement_ratio"] = "here donor_ratio is the largest share of ranks whose differences are averaged"
 
 
 @with_options(SelectiveDiLoCoOptionNames, CommonOptions, DiLoCoOptions, TrialOptions, DonorRules)
@@ -78,7 +78,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
     takes_metric: ClassVar[bool] = True
     calls_metric: ClassVar[bool] = True
 
-    @validation.names_options(refused=_ELSEWHERE, called=call_of_library)
+    @validation.names_options(refused=_FOREIGN_OPTIONS, called=foreign_call_hint)
     def __init__(
         self,
         model: nn.Module,
@@ -89,13 +89,13 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
     ) -> None:
         self._rules, trials = DonorRules.of(options), TrialOptions.of(options)
         super().__init__(model, optimizer, average_every=average_every, **among(options, DiLoCoOptionNames))
-        check_beside(self._own_options, self.average_every)
+        check_combination(self._own_options, self.average_every)
         self._metric, self._metric_mode = trials.metric, trials.metric_mode
         self._sign = 1.0 if trials.metric_mode == "max" else -1.0
         self._membership: Membership | None = None  # None before the start, and if this rank is alone
         self._evaluation: MetricSource = None  # metric of the current step
         self._anchor_scores = AnchorScores()
-        # With BatchNorm, scores of one anchor differ between ranks, because each rank has its own statistics.
+        # With BatchNorm, scores of equal weights differ between ranks, because each rank has its own statistics.
         has_statistics = any(getattr(each, "running_mean", None) is not None for each in model.modules())
         own = self._own_options
         self._compares_scores = not has_statistics and own.late == "wait" and own.quorum is None
@@ -142,9 +142,12 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         return {**super()._options(), "metric_mode": self._metric_mode, **self._rules.agreed()}
 
     async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
-        """Return the anchor's score and the score after a trial step, or () if the replica's weights are not finite."""
+        """Return the score of the anchor (common weights), and the score after a trial step.
+
+        Return () if the weights of a rank of the replica are not finite.
+        """
         count = 0 if self._known_infinities.unsound_entry_of_model() is not None else self._replica_count()
-        if self._replica is not None:  # its ranks may have noticed different losses
+        if self._replica is not None:  # its ranks may know of different lost ranks
             count = await self._replica.smallest(count)
         if not count:
             return ()

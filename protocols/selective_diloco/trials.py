@@ -1,11 +1,11 @@
 """Measures how much one rank's difference improves a held-out metric, with trial weights in the rank's own model.
 
-The metric is evaluated twice: at the anchor, which is equal on all ranks, and after a *trial step*, which adds a share
-of this rank's change of one fragment to the anchor. With k donors, the share is 1 / k, as in their mean. A trial step
-of the whole difference would be misleading: late in a training, noise often makes each rank's own weights worse than
-the anchor, although the mean of all differences improves it. The harm of noise grows with the square of the share, but
-the gain of progress only with the share. If the donors' noise is independent, a trial step of share 1 / k has 1 / k of
-the gain of the mean.
+The metric is evaluated twice: at the anchor, which is equal on all ranks, and after a *trial step*. A trial step adds a
+share of this rank's change of one fragment to the anchor. With k donors, the share is 1 / k, as in their mean. A trial
+step of the whole difference would be misleading. Late in a training, noise often makes each rank's own weights worse
+than the anchor, although the mean of all differences improves the anchor. The harm of noise grows with the square of
+the share, but the gain of progress only with the share. If the donors' noise is independent, a trial step of share 1 /
+k has 1 / k of the gain of the mean.
 
 The ranks of a replica measure together, each with trial weights in its part of the model.
 """
@@ -37,7 +37,6 @@ async def measure(
     Args:
         fragments: All fragments of the model, with anchors.
         chosen: Index of the fragment whose difference is tried.
-        tensors: The model's tensors.
         share: Length of the trial step as a share of the difference.
         evaluate: Function that returns the metric of the model's current weights.
         complete: Function that receives the missing parts of fragments from the other ranks of the replica.

@@ -34,12 +34,12 @@ class CenterFragment(RuleFragment):
 
     @property
     def anchors(self) -> tuple[Tensor, ...]:
-        """The center, as one flat tensor per dtype."""
+        """Center to which all ranks are pulled, as one flat tensor per dtype."""
         return tuple(self._centers.values())
 
     @torch.no_grad()
     def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
-        """Move the center towards the donors' mean. This rank will be pulled to the old center."""
+        """Move the center towards the mean of the contributing ranks. This rank will be pulled to the old center."""
         super().merge(verdict, encoded)
         rate = self._pull * len(verdict.donors)
         for place in self._centers.keys() & self._values.keys():
@@ -54,16 +54,16 @@ class CenterFragment(RuleFragment):
             scatter(self.layout.vectors[place], center, tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state, with the center."""
+        """Return a copy of the fragment's state, including the center."""
         return {**super().state_dict(), "center": [each.clone() for each in self.anchors]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state and the center."""
+        """Load a result of :meth:`state_dict`, including the center."""
         super().load_state_dict(state)
         self._load_center(state)
 
     def shared_state(self) -> dict[str, Any]:
-        """Return a copy of the state that is equal on all ranks, with the center."""
+        """Return a copy of the state that is equal on all ranks, including the center."""
         return {**super().shared_state(), "center": [each.clone() for each in self.anchors]}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:

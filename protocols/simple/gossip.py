@@ -14,7 +14,7 @@ The ranks stay slightly different models around a common mean. The methods diffe
   Only the columns of W must add up to 1, so that directed graphs keep the mean too.
 - NoLoCo (Kolehmainen et al., 2506.10911): pairs, and on each rank an anchor phi and a momentum m:
   m = beta * m + gamma * (mean(theta) - phi); phi = phi + m. The paper's two terms, the mean drift and the distance to
-  the partners' mean anchor, have the same factor gamma, so that only theta is sent.
+  the partners' mean anchor, share the factor gamma here. Only theta is therefore sent.
 - GASLoC (2606.11081), ``nesterov=True``: y = phi + gamma * (theta - phi) is sent, and
   phi = mean(y) + beta * (y - y of the last round). The mean of the ranks moves like DiLoCo's with Nesterov momentum.
 """
@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from asyncdist import validation
-from asyncdist.protocols.declared import number, option, truth, whole, with_options
+from asyncdist.protocols.declared import boolean, integer, number, option, with_options
 from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.options import ExchangeOptionNames
 from asyncdist.protocols.exchange.wire_layout import WireLayout
@@ -40,7 +40,7 @@ from asyncdist.protocols.simple.policy import SimplePolicy
 from asyncdist.protocols.simple.rule import Rule
 from asyncdist.protocols.simple.topologies import Graph, Matrix, Shares, Topology, check_sums, checked_topology
 
-_ELSEWHERE: Final = {
+_FOREIGN_OPTIONS: Final = {
     **dict.fromkeys(
         ("num_steps_per_communication", "communication_interval", "synch_freq", "sync_every", "gossip_period", "H"),
         "here average_every is the number of steps between rounds",
@@ -105,7 +105,7 @@ class Gossip(Rule):
     )
     push_sum: bool = option(
         "Whether each rank also mixes a mass, so that only the columns of a matrix must add up to 1 (SGP).",
-        truth,
+        boolean,
         default=False,
         is_agreed=True,
     )
@@ -125,13 +125,13 @@ class Gossip(Rule):
     )
     nesterov: bool = option(
         "Whether the outer momentum is Nesterov's: the mean of all ranks then moves like DiLoCo's (GASLoC).",
-        truth,
+        boolean,
         default=False,
         is_agreed=True,
     )
     seed: int = option(
         'Seed of the partners with `topology="random"` and `"rotating"`, from 0; equal on all members.',
-        whole(0),
+        integer(0),
         default=0,
         is_agreed=True,
     )
@@ -167,8 +167,8 @@ class Gossip(Rule):
             )
         if self.topology == "hypercube" and size.bit_count() != 1:
             allowed = (
-                f"'exponential', 'random', 'ring' or 'hosts' on {size} ranks, because in a hypercube each rank has a "
-                "partner only if their number is a power of two"
+                f"'exponential', 'rotating', 'random', 'ring' or 'hosts' on {size} ranks, because in a hypercube each "
+                "rank has a partner only if their number is a power of two"
             )
             validation.refuse("topology", self.topology, allowed)
 
@@ -198,7 +198,7 @@ class GossipPolicy(SimplePolicy):
         TypeError, ValueError: An argument is invalid.
     """
 
-    @validation.names_options(refused=_ELSEWHERE)
+    @validation.names_options(refused=_FOREIGN_OPTIONS)
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[GossipOptions]) -> None:
         self._gossip = Gossip.of(options)
         self._graph: Graph
@@ -231,6 +231,6 @@ class GossipPolicy(SimplePolicy):
         return self._graph.partners(number, rank, members)
 
     def _take_weight(self, fragment: int) -> float:
-        """Return this rank's mass, which weights its contribution, or 1.0 without push-sum."""
+        """Return this rank's mass (push-sum weight), by which its contribution is weighted. 1.0 without push-sum."""
         own = self._fragments[fragment]
         return own.mass if isinstance(own, GossipFragment) else 1.0

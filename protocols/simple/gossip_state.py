@@ -40,7 +40,7 @@ class GossipFragment(RuleFragment):
         self._outer = outer
         self.mass = 1.0
         self._anchors: dict[int, Tensor] = {}  # by index of the vector: parameters after the last round
-        self._momenta: dict[int, Tensor] = {}  # by index of the vector; last contribution for Nesterov
+        self._momenta: dict[int, Tensor] = {}  # by index of the vector; with Nesterov, the last contribution
         for place, vector in enumerate(layout.vectors):
             if vector.role == "stepped":
                 self._anchors[place] = vector.new_flat()
@@ -120,13 +120,13 @@ class GossipFragment(RuleFragment):
         return self._outer is not None and self._outer.nesterov
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a fragment with the same layout and options.
+        """Load a :meth:`state_dict` of the same layout and options.
 
         Raises:
             ValueError: The state belongs to a policy with another outer step, or to push-sum.
         """
         super().load_state_dict(state)
-        if state["nesterov"] != self._is_nesterov:  # with Nesterov, momenta are sent weights
+        if state["nesterov"] != self._is_nesterov:  # with Nesterov, the saved momenta are contributions
             raise ValueError(
                 f"the state must have been saved by a policy with nesterov={self._is_nesterov}, got the opposite"
             )
@@ -135,7 +135,9 @@ class GossipFragment(RuleFragment):
             if {place: each.shape for place, each in saved.items()} != {
                 place: each.shape for place, each in kept.items()
             }:
-                raise ValueError("the state must have been saved by a policy with the same outer step or push_sum")
+                raise ValueError(
+                    "the state must have been saved by a policy with the same outer_lr, outer_momentum and push_sum"
+                )
             for place, each in saved.items():
                 kept[place].copy_(each)
         self.mass = state["mass"]

@@ -33,7 +33,6 @@ class SimplePolicy(ExchangePolicy):
     the first donor. In each due step, a rank waits for the slowest of its partners, by default of all ranks.
 
     Args:
-        rule: Rule with its checked options.
         options: Keyword arguments of the policy, including the options of :class:`SpawnPolicy`.
     """
 
@@ -67,27 +66,27 @@ class SimplePolicy(ExchangePolicy):
         return RuleFragment(layout, self._rule, None)
 
     def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
-        """Return the donors' weights according to the rule."""
+        """Return the weight of each rank whose contribution is averaged, according to the rule."""
         return self._rule.weights(reports)
 
     def partners(self, number: int, rank: int, members: Sequence[int]) -> Chosen:
-        """Return the partners that the rule chooses for a rank."""
+        """Return the members whose contributions the rule averages for a rank."""
         return self._rule.partners(number, rank, members)
 
-    def _trouble(self) -> str:
+    def _describe_nonfinite(self) -> str:
         """Describe this rank's non-finite state, or return "".
 
         A non-finite state is only logged if rounds exchange a share of the values, which cannot restore the state.
         """
-        trouble = super()._trouble()
-        if not trouble or self._takes_all:
-            return trouble
+        nonfinite = super()._describe_nonfinite()
+        if not nonfinite or self._takes_all:
+            return nonfinite
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "%s. This rank does not contribute, and a mean of some of its values cannot restore it; restart the "
                 "rank, or load a checkpoint",
-                trouble,
+                nonfinite,
             )
         return ""
 
@@ -114,7 +113,7 @@ class RuleFragment(Fragment):
     def combine(
         self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
     ) -> None:
-        """Combine the donors' encoded slices into ``into``, as the rule defines."""
+        """Combine the donors' encoded slices into ``into``, as the policy's rule defines."""
         vector = self.layout.vectors[each.vector]
         found = None
         if vector.role != "copied":

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist import LocalProtocolError, validation
-from asyncdist.protocols.declared import like, number, one_of, option, truth, whole, with_options
+from asyncdist.protocols.declared import boolean, integer, like, number, one_of, option, with_options
 from asyncdist.protocols.diloco.anchored import AnchoredPolicy
 from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.options import ExchangeOptionNames
@@ -45,7 +45,7 @@ _ROUNDED_MAX: Final = 0.05
 MeanOf: TypeAlias = Literal["all", "pairs"]
 
 #: Hint at the corresponding option of this policy, by the name of another library's option.
-ELSEWHERE: Final = {
+FOREIGN_OPTIONS: Final = {
     **dict.fromkeys(
         ("mixing", "momentum"), "here pull is the share of the mean, and 1 - pull the share of the rank's own weights"
     ),
@@ -90,20 +90,20 @@ class PullToMean(Rule):
     center: bool = option(
         "Whether the ranks are pulled to a shared center instead of to their mean (EASGD). The center is pulled to all "
         "ranks.",
-        truth,
+        boolean,
         default=False,
         is_agreed=True,
     )
     scale_with_lr: bool = option(
         "Whether `pull` is multiplied by the ratio of the current to the initial learning rate of the optimizer's "
         "first group, as in PAPA. The ratio is at most 1.",
-        truth,
+        boolean,
         default=False,
         is_agreed=True,
     )
     seed: int = option(
         "Seed for drawing the pairs, an integer >= 0; must be equal on all members.",
-        whole(0),
+        integer(0),
         default=0,
         is_agreed=True,
     )
@@ -175,7 +175,7 @@ class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
         TypeError, ValueError: An argument is invalid.
     """
 
-    @validation.names_options(refused=ELSEWHERE)
+    @validation.names_options(refused=FOREIGN_OPTIONS)
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[PopulationAveragingOptions]
     ) -> None:
@@ -207,7 +207,7 @@ class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
             own.scale = min(1.0, float(self.optimizer.param_groups[0]["lr"]) / self._first_lr)
         await super()._write(fragment, ready, is_late=is_late, is_left_out=is_left_out)
 
-    def _acts_alone(self) -> bool:
+    def _makes_rounds_alone(self) -> bool:
         return self._pull.center
 
     def _own_state(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from asyncdist.protocols.declared import option, whole
+from asyncdist.protocols.declared import integer, option
 from asyncdist.protocols.exchange.ledger import Chosen, Report, reported_weights
 from asyncdist.protocols.exchange.options import ExchangeOptions
 
@@ -30,7 +30,7 @@ class Rule(ExchangeOptions):
 
     average_every: int = option(
         "Number of steps between averages: step i, counted from 0, averages if (i + 1) % average_every == 0.",
-        whole(1),
+        integer(1),
         default=1,
         is_agreed=True,
     )

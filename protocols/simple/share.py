@@ -50,7 +50,7 @@ class Share:
 
     def _chosen(self, round: int, vector: Vector) -> Tensor:
         kept = self._kept.get(vector)
-        if kept is not None and kept[0] == round:  # drawn when the contribution was captured
+        if kept is not None and kept[0] == round:  # drawn when the contribution was made
             return kept[1]
         chosen = self._rule.chosen(round, vector.count)
         assert chosen is not None, "a rule that exchanges all values needs no share"
@@ -81,7 +81,7 @@ class Share:
 
 
 def _parts(vector: Vector, bounds: Tensor, chosen: Tensor) -> list[tuple[tuple[int, int, int], int, int]]:
-    """Return the place in ``vector`` of each tensor with chosen values, and the range of these in ``chosen``."""
+    """Return the place in ``vector`` of each tensor with chosen values, and the range of its values in ``chosen``."""
     cuts = torch.searchsorted(chosen, bounds).tolist()
     parts = zip(vector.places, pairwise(cuts), strict=True)
     return [(place, begin, end) for place, (begin, end) in parts if begin < end]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist import validation
-from asyncdist.protocols.declared import number, one_of, option, whole, with_options
+from asyncdist.protocols.declared import integer, number, one_of, option, with_options
 from asyncdist.protocols.exchange.options import ExchangeOptionNames
 from asyncdist.protocols.options import CommonOptions
 from asyncdist.protocols.simple.policy import SimplePolicy
@@ -32,7 +32,7 @@ from asyncdist.protocols.simple.rule import Rule, drawn
 Operation: TypeAlias = Literal["mean", "shuffle"]
 
 #: Hint at the corresponding option of this policy, by the name of another library's option.
-_ELSEWHERE: Final = {
+_FOREIGN_OPTIONS: Final = {
     **dict.fromkeys(("shuffle", "shuffle_prob"), "here operation='shuffle' shuffles a share of the values, fraction"),
     **dict.fromkeys(("p", "p_sparta", "share", "sparsity"), "here fraction is the share of the values to average"),
     **dict.fromkeys(("sparta_interval", "H"), "here average_every is the number of steps between rounds"),
@@ -67,7 +67,7 @@ class RandomShare(Rule):
     )
     seed: int = option(
         "Seed for drawing the indices and permutations, an integer >= 0; must be equal on all members.",
-        whole(0),
+        integer(0),
         default=0,
         is_agreed=True,
     )
@@ -117,7 +117,7 @@ class SparseAveragingPolicy(SimplePolicy):
         TypeError, ValueError: An argument is invalid.
     """
 
-    @validation.names_options(refused=_ELSEWHERE)
+    @validation.names_options(refused=_FOREIGN_OPTIONS)
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[SparseAveragingOptions]
     ) -> None:

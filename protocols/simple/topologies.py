@@ -25,7 +25,7 @@ TopologyName: TypeAlias = Literal["ring", "exponential", "hypercube", "rotating"
 Shares: TypeAlias = Mapping[int, float]
 NAMES: Final[tuple[str, ...]] = get_args(TopologyName)
 #: Names of these graphs in other libraries.
-_ELSEWHERE: Final = {
+_FOREIGN_NAMES: Final = {
     "ExponentialTwoGraph": "exponential",
     "ExponentialGraph": "exponential",
     "GetDynamicOnePeerSendRecvRanks": "exponential",
@@ -70,7 +70,7 @@ def checked_topology(name: str, value: Any) -> str | Matrix:
         return value
     if isinstance(value, str):
         if value not in NAMES:
-            meant = {each.lower(): ours for each, ours in _ELSEWHERE.items()}.get(value.lower())
+            meant = {each.lower(): ours for each, ours in _FOREIGN_NAMES.items()}.get(value.lower())
             validation.refuse(name, value, allowed + (f" (here {meant!r} is the nearest)" if meant else ""))
         return value
     try:
@@ -187,7 +187,7 @@ class Graph:
         return [member for _, member in sorted(zip(keys, members, strict=True))]
 
     def _of_hosts(self, members: tuple[int, ...], phase: int) -> Mapping[int, Shares]:
-        """Return shares inside each host or, in each round after these have mixed a host, between hosts.
+        """Return shares within each host or, in each round after the ranks of a host have mixed, between hosts.
 
         Inside a host, and between ranks with the same position on their hosts, the graph is exponential.
         """

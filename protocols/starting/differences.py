@@ -18,13 +18,17 @@ from asyncdist.tensors.flat_state import Fingerprint, first_difference
 LEFT_OUT: Final = "the hash of the parameters that are not trained"
 #: Name, in error messages, of the checksum of weights that must be equal on all ranks, as in DiLoCo.
 FIRST_WEIGHTS: Final = "the checksum of the first weights"
+#: Name, in error messages, of the number of completed rounds of each fragment or, in asynchronous DiLoCo, of whether a
+#: rank begins with a saved state.
+ROUNDS: Final = "rounds completed"
+RESUMED: Final = "begins with a saved state"
 #: Name of the value that marks a restart after exhausted memory. A difference in this value is reported first.
 BEGINS_AGAIN: Final = "a start after exhausted memory"
 _WHOSE_START: Final = "a policy's ranks are the ranks of its group=, by default all"
 
 
 @contextlib.contextmanager
-def explaining_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
+def explaining_conflicts(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
     """While the body starts a policy, raise an error if ranks wait for each other in different starts.
 
     Raises:
@@ -83,6 +87,13 @@ async def explained(
             "(asyncdist.blocking.average_models without coroutines) if the model has been trained before",
             **error.facts,
         )
+    if difference in (ROUNDS, RESUMED):
+        how = "load the state of one of the saved ranks" if difference == ROUNDS else "call asyncdist.load_population"
+        return DisagreementError(
+            f"{error.message}; load a saved state on all ranks or on none. On a rank without its own checkpoint, as "
+            f"after a resume on more ranks, {how}",
+            **error.facts,
+        )
     if difference != "model":
         return error
     async with await world.peers.groups.new_group(ranks, timeout_s, part_of=start) as group:
@@ -105,9 +116,9 @@ async def _difference_in(group: Group, world: World, mine: Fingerprint) -> Disag
     encoded = note.encode()[: found.numel()]
     found.numpy()[: len(encoded)] = list(encoded)
     for other in await collectives.all_gather(found, group):
-        said = bytes(other.numpy()).rstrip(b"\0").decode(errors="ignore")
-        if said:
-            return DisagreementError(f"the models differ: {said}", difference="model")
+        received = bytes(other.numpy()).rstrip(b"\0").decode(errors="ignore")
+        if received:
+            return DisagreementError(f"the models differ: {received}", difference="model")
     return None
 
 

@@ -43,8 +43,8 @@ async def start_without_lost(
                 raise
             # Another rank may have noticed a loss that this rank has not noticed yet.
             until = min(give_up_at, services.time() + _NOTICED_AFTER_S)
-            hears = functools.partial(_has_changed, services, lost)
-            if not await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until):
+            has_changed = functools.partial(_has_changed, services, lost)
+            if not await services.engine.until(has_changed, WaitId(WaitKind.LOSSES), deadline=until):
                 raise
 
 

@@ -1,4 +1,4 @@
-"""Cases for state that ranks expose, as one-sided memory or through the owner: `asyncdist/collectives/one_sided.py`."""
+"""Cases for state that ranks expose, in one-sided memory or through the owner: `asyncdist/collectives/one_sided.py`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def read(
     found: list[bytes] = []
 
     def take(index: int) -> None:
-        assert index == len(found), "chunks come in order"
+        assert index == len(found), "chunks must arrive in order"
         found.append(bytes(targets[index]))
 
     await exposure.read(rank, record, targets, take, deadline=end.world.time() + 60.0)
@@ -121,7 +121,7 @@ async def case_a_version_is_gone_when_the_next_but_one_is_begun(end: Endpoint) -
             with pytest.raises(OutdatedError):
                 await read(end, exposure, end.left, before)
             newest = await published(end, exposure, end.left, 2)
-            assert newest.version == 2, "what was only begun is not published"
+            assert newest.version == 2, "an unfinished version must not be published"
             assert await read(end, exposure, end.left, newest) == content(2)
         await end.barrier()
         again = await begun(end, exposure)
@@ -143,7 +143,7 @@ async def case_versions_never_mix(end: Endpoint) -> None:
             last = 0
             while last < count:
                 record = await published(end, exposure, end.left, 1)
-                assert record.version >= last, "records do not go back"
+                assert record.version >= last, "a reader must never see an older version after a newer one"
                 try:
                     assert await read(end, exposure, end.left, record) == content(record.version)
                     whole += 1
@@ -212,10 +212,10 @@ async def case_memory_has_the_size_that_was_asked_for(end: Endpoint) -> None:
             memory = exposure.begin()
             assert memory is not None
             assert (memory.dtype, memory.shape, memory.device.type) == (torch.uint8, (nbytes,), "cpu")
-            assert not memory.any(), "zeros at first"
+            assert not memory.any(), "the exposed memory must begin as zeros"
             memory = memory.fill_(255)
             exposure.publish(0, 0.0)
             other = exposure.begin()
-            assert other is not None and not other.any(), "slots do not overlap"
+            assert other is not None and not other.any(), "slots must not overlap"
             del memory, other
             await end.barrier()

@@ -107,7 +107,9 @@ async def case_no_axis_returns_the_input(end: Endpoint) -> None:
         assert await operation(tree, None) is tree
     assert await ad.all_gather(tree, None) is tree
     found = await ad.all_gather(torch.tensor(end.rank))
-    assert [part.item() for part in found] == list(range(end.size)), "without an axis it is a list, over the world"
+    assert [part.item() for part in found] == list(range(end.size)), (
+        "without an axis, the result must be a list over all ranks"
+    )
 
 
 async def case_a_grid_of_ranks(end: Endpoint) -> None:
@@ -429,7 +431,7 @@ async def case_training_steps(end: Endpoint) -> None:
         for name, leaf in agent["params"].items():
             np.testing.assert_allclose(leaf.numpy(), alone["params"][name].numpy(), rtol=1e-12)
         gathered = await ad.all_gather(agent["params"], "DP")
-        assert all(bool((leaf == leaf[0]).all()) for leaf in gathered.values()), "the same bits on all ranks"
+        assert all(bool((leaf == leaf[0]).all()) for leaf in gathered.values()), "all ranks must have the same bits"
 
 
 async def case_populations_split_over_ranks(end: Endpoint) -> None:
@@ -453,7 +455,9 @@ async def case_populations_split_over_ranks(end: Endpoint) -> None:
         assert torch.equal(mine[0], fitness[2 * end.rank : 2 * end.rank + 2])
         assert torch.equal(mine[1]["n"], members["n"] + 1)
     found = await ad.shmap_map(beside_others, mesh, ("POP", None), ("POP", "POP", None))(members, offset)
-    assert torch.equal(found[0], fitness) and torch.equal(found[2], fitness[-2:]), "the last rank's are the largest"
+    assert torch.equal(found[0], fitness) and torch.equal(found[2], fitness[-2:]), (
+        "the last rank's values must be the largest"
+    )
     chunked = ad.shmap_vmap(one, mesh, ("POP", None), "POP", chunk_size=1)
     assert torch.equal((await chunked(members, offset))[0], fitness)
 

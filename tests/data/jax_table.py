@@ -70,7 +70,7 @@ def every_device(tree: Any, count: int = RANKS) -> list[Any]:
 
 def any_device(tree: Any, count: int = RANKS) -> Any:
     first, *others = every_device(tree, count)
-    assert all(other == first for other in others), "the devices' results differ"
+    assert all(other == first for other in others), "the results of the devices differ"
     return first
 
 

@@ -1,1 +1,1 @@
-"""Passes damaged frames, damaged texts and false messages to all code that reads other processes' output."""
+"""Passes damaged frames, damaged strings and false messages to all code that reads other processes' output."""

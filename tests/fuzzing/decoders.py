@@ -139,7 +139,7 @@ def _run(coroutine: Any) -> Any:
             coroutine.send(None)
     except StopIteration as end:
         return end.value
-    raise AssertionError("it waits")
+    raise AssertionError("the coroutine still waits")
 
 
 def _read_store(data: bytes) -> object:
@@ -167,7 +167,7 @@ def _read_store(data: bytes) -> object:
                 inside.part("world").set("size", "2")
                 inside.part("world").set("missing", value)
         with contextlib.suppress(TransportError):
-            gathering.come()
+            gathering.wait_for_all()
     return None
 
 

@@ -403,7 +403,7 @@ class FrameFuzzer:
             route = frame.route()
             target = targets.get(route.scope)
             assert target is None or (target.site.has_epochs and route.epoch > target.epoch), (
-                f"a frame waits for ever: {route}"
+                f"a frame waits forever: {route}"
             )
 
     @property

@@ -47,8 +47,10 @@ def look() -> Look:
 
 def check_flat(before: Look, after: Look) -> None:
     """Raise AssertionError if memory has grown."""
-    assert after.resident_nbytes - before.resident_nbytes <= GROWTH_NBYTES_MAX, f"{before} became {after}"
-    assert after.blocks - before.blocks <= GROWTH_BLOCKS_MAX, f"{before} became {after}"
+    assert after.resident_nbytes - before.resident_nbytes <= GROWTH_NBYTES_MAX, (
+        f"resident memory grew from {before} to {after}"
+    )
+    assert after.blocks - before.blocks <= GROWTH_BLOCKS_MAX, f"the number of blocks grew from {before} to {after}"
 
 
 @contextmanager

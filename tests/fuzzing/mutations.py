@@ -1,4 +1,4 @@
-"""Damages bytes in the ways that decoders of frames and texts get wrong."""
+"""Damages bytes in the ways that decoders of frames and strings get wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BOMBS: Final = (
     b"\xc0",
     b"\0" * 8,
     b"\xff" * 8,
-    b"9" * 5000,  # a number in a text that is too long to be read
+    b"9" * 5000,  # a number with too many digits
     b"[" * 3000,
 )
 _OCTETS: Final = (0, 1, 0x7F, 0x80, 0x90, 0x9F, 0xA0, 0xC0, 0xC1, 0xC4, 0xD9, 0xDC, 0xDE, 0xFE, 0xFF, 0x2D, 0x2C, 0x30)

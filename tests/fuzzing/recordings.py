@@ -217,7 +217,7 @@ def check(folder: Path, seed: int) -> Counter[str]:
 
 
 def fuzz(seeds: range) -> Counter[str]:
-    """Check a damaged recording for each seed; return what the commands did. Raises CommandFailure."""
+    """Check a damaged recording for each seed; return the commands' outcomes. Raises CommandFailure."""
     files, fates = recorded(), Counter[str]()
     for seed in seeds:
         with tempfile.TemporaryDirectory(prefix="fuzzed-") as folder:

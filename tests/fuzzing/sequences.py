@@ -37,13 +37,13 @@ from asyncdist.collectives.agreement.messages import (
     Withdraw as ReceivedWithdraw,
     runs_of,
 )
-from asyncdist.collectives.agreement.verdicts import Absentees, LateDecisions, is_go, judge, raise_refusal
+from asyncdist.collectives.agreement.verdicts import Absentees, LateDecisions, allows_start, judge, raise_refusal
 from asyncdist.collectives.groups import Group, Lease
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.errors import AsyncdistError, RemoteProtocolError
 from asyncdist.messaging import wire
 from asyncdist.transports.rank_sets import RankSet
-from protocols.one_sided.selection import REPLACEMENT_MODES, OneSidedRules, choose, is_dying
+from protocols.one_sided.selection import REPLACEMENT_MODES, OneSidedRules, choose, must_replace
 from protocols.ranking import STRATEGIES
 from protocols.replay_buffer.store import ReplayStore
 from protocols.selective.member import (
@@ -180,7 +180,7 @@ def _tell_member(member: RoundMember, rng: random.Random, number: int) -> tuple[
 
 
 def member(rng: random.Random) -> None:
-    """Feed a member with a coordinator's messages; it closes what it opens, and applies only what it has read."""
+    """Feed a member with a coordinator's messages; it closes all that it opens, and applies only what was read."""
     told = RoundMember()
     offered: list[int] = []
     exchanging: list[int] = []
@@ -194,7 +194,7 @@ def member(rng: random.Random) -> None:
         taken = [number for number in exchanging if number >= 0]  # rounds in which it reduces have negative numbers
         assert len(offered) + len(taken) <= 1 and -sum(exchanging) == told.reducing - sum(taken)
         assert bool(offered) == (told.state in (State.GIVING, State.LASTING))
-        assert bool(taken) == (told.state in (State.ASKING, State.READING, State.COMPLETE))
+        assert bool(taken) == (told.state in (State.ASKING, State.RECEIVING, State.COMPLETE))
     if told.state not in (State.LEAVING, State.LASTING, State.OUT):
         _carry_out(told.on_leave(), offered, exchanging, read)
     _carry_out(told.on_left(), offered, exchanging, read)
@@ -223,7 +223,7 @@ def _carry_out(
                 assert [each for each in exchanging if each >= 0] == [number]
                 read.add(number)
             case Apply(number, frozen):
-                assert number in read or not frozen.donors, "what is applied was read"
+                assert number in read or not frozen.donors, "the member applied a round that it has not read"
                 exchanging.remove(number)
             case Discard(number):
                 exchanging.remove(number)
@@ -261,7 +261,7 @@ def succession(rng: random.Random) -> None:
                     view.leave()
                 if rank < size:
                     steps = view.on_suspicion()
-        assert epoch <= view.epoch <= wire.EPOCH_MAX, f"epoch {view.epoch} after {epoch}"
+        assert epoch <= view.epoch <= wire.EPOCH_MAX, f"the epoch went back from {epoch} to {view.epoch}"
         epoch = view.epoch
         assert len(steps) <= 1
         for step in steps:
@@ -317,7 +317,7 @@ def one_sided(rng: random.Random) -> None:
     metrics = {0: _metric(rng)}
     for _ in range(EVENT_COUNT // 2):
         metrics[rng.randrange(8)] = _metric(rng)
-        is_dying(0, metrics, options)
+        must_replace(0, metrics, options)
         known = metrics if rng.random() < 0.8 else {rank: value for rank, value in metrics.items() if rank}
         choice = choose(0, known, 8, options, rng.sample)
         if choice is None:
@@ -389,7 +389,7 @@ def verdicts(rng: random.Random) -> None:
         absent = Absentees(members, (rng.randrange(size),), gone | lost, lost, set()).ranks()
         missing = tuple(rank for rank in members if rank not in joins)
         verdict = judge(joins, came, missing, absent, lost, rng.choice(_TIMES_S))
-        if not is_go(verdict):
+        if not allows_start(verdict):
             try:
                 raise_refusal(verdict, rng.randrange(size))
             except AsyncdistError:
@@ -414,7 +414,7 @@ def _raise_any(verdict: Verdict, rank: int) -> None:
     try:
         raise_refusal(verdict, rank)
     except AsyncdistError:
-        assert not is_go(verdict) or verdict.lost
+        assert not allows_start(verdict) or verdict.lost
 
 
 def agreements(rng: random.Random) -> None:
@@ -452,9 +452,9 @@ def agreements(rng: random.Random) -> None:
             try:
                 _tell_agreements(told, rng, text, rng.randrange(1, size), size)
             except RemoteProtocolError:
-                assert text not in (key.text, mine.key.text), f"{text} is a key"
-            assert all(0 < dest < size for _, dest in sent), "whom it tells is a peer"
-            assert not {dest for _, dest in sent} & gone, "whom it tells is there"
+                assert text not in (key.text, mine.key.text), f"{text} is a valid key, but was refused"
+            assert all(0 < dest < size for _, dest in sent), "messages must be sent to peers only"
+            assert not {dest for _, dest in sent} & gone, "no message may be sent to a rank that has gone"
             sent.clear()
             assert len(told.led.joins) <= len(keys) + 1 and len(told._verdicts) <= len(keys) + 1
     told.leave()
@@ -529,7 +529,7 @@ def membership(rng: random.Random) -> None:
                 if rng.random() < 0.2:
                     log.on_lost(peer)
         assert all(log.is_under_way(entry.group) for entry in under_way)
-        assert len(stopped) == len(set(map(id, stopped))), "each is stopped once"
+        assert len(stopped) == len(set(map(id, stopped))), "each object must be stopped exactly once"
     for entry in under_way:
         log.end(entry)
     assert not any(map(log.is_under_way, groups))

@@ -37,5 +37,5 @@ def test_every_message_of_every_channel(site: Any) -> None:
             unpacker = msgpack.Unpacker(raw=False, strict_map_key=True, **LIMITS)
             unpacker.feed(payload)
             [read] = list(unpacker)
-            assert repr(read) == repr(as_msgpack(message)), "fields by their names, nan included"
+            assert repr(read) == repr(as_msgpack(message)), "the fields must be keyed by name, and nan must survive"
             assert msgpack.packb(read) == payload

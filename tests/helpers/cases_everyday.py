@@ -311,7 +311,7 @@ async def case_who_am_i(world: ad.World) -> None:
 
 
 async def case_two_groups_at_once_and_nobody_else(world: ad.World) -> None:
-    """Even and odd ranks run different calls at their own pace; rank numbers are those of the world."""
+    """Even and odd ranks run different calls at their own pace; ranks are numbered as in the world."""
     parity = world.rank % 2
     ranks = list(range(parity, world.size, 2))
     group = await ad.new_group(ranks)

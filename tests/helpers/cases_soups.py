@@ -230,7 +230,7 @@ async def case_a_coroutine_function_measures_in_evaluation_mode(world: ad.World)
 
 
 async def case_statistics_are_recomputed_from_a_loader(world: ad.World) -> None:
-    """The statistics of the chosen soup are those of its own activations, on all ranks."""
+    """On all ranks, the statistics are computed from the chosen soup's own activations."""
     torch.manual_seed(world.rank)
     layer, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
     model = nn.Sequential(layer, norm)

@@ -51,7 +51,9 @@ def test_the_others_continue_after_the_leader_was_killed(transport: str) -> None
     assert reports.keys() == {1, 2, 3}
     donors = compare(JOBS["killed"].plan, reports)
     assert donors[1] == (0, 1, 2, 3) and donors[max(donors)] == (1, 2, 3) and max(donors) == 8
-    assert all(seen["statistics"]["lost"] == 0 for seen in reports.values()), "the momentum was mirrored"
+    assert all(seen["statistics"]["lost"] == 0 for seen in reports.values()), (
+        "a momentum was lost with its leader, so it was not mirrored"
+    )
 
 
 @pytest.mark.mpi
@@ -76,7 +78,9 @@ def test_an_island_continues_after_its_server_was_killed(transport: str) -> None
         assert versions == sorted(set(versions)) and len(versions) >= 8
         assert all(set(donors) <= ({0, 1} if rank == 1 else {2, 3}) for _, donors, _ in seen["applied"])
         assert len(seen["weights"]) == 80
-    assert all(reports[rank]["statistics"]["merges"] >= 2 for rank in (1, 2)), "both serve their islands"
+    assert all(reports[rank]["statistics"]["merges"] >= 2 for rank in (1, 2)), (
+        "both leaders must have merged contributions"
+    )
 
 
 def test_a_restarted_rank_takes_part_to_the_end() -> None:

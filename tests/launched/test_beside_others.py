@@ -40,7 +40,7 @@ def test_accelerate_loaders_share_the_data_without_waits() -> None:
     reports = torchrun.run_source(2, LOADERS, timeout_s=110).check().reports
     for one, other in zip(reports[0], reports[1], strict=True):
         assert sorted(one + other) == list(range(16))
-    assert reports[0][0] != reports[0][1], "each epoch has an order of its own"
+    assert reports[0][0] != reports[0][1], "each epoch must have its own order"
 
 
 SITTING = """

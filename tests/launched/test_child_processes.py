@@ -84,7 +84,7 @@ def test_the_groups_of_a_rank_have_no_inheritable_descriptors() -> None:
         ]
         groups = [rank.result() for rank in ranks]
     sockets = [each for each in open_descriptors() if each not in earlier and is_socket(each)]
-    assert len(groups) == 2 and len(sockets) >= 4, "each rank has a connection in each of its two groups"
+    assert len(groups) == 2 and len(sockets) >= 4, "each rank must have a connection in each of its two groups"
     assert not any(map(os.get_inheritable, sockets))
 
 

@@ -204,13 +204,39 @@ def test_compiled_and_interpreted_simulations_are_equal() -> None:
     assert len(lines) == len({line[0] for line in lines}) == 37
     for plan in range(1, 6):
         for line in lines[6 * plan : 6 * plan + 6]:
-            assert line[1] and all(line[1]), f"plan {plan} did not happen: {line}"
+            assert line[1] and all(line[1]), f"plan {plan} did not take effect: {line}"
     assert "RankLostError" in str(lines)
     assert " 1001 turns " in lines[-1][1]
 
 
-#: An installation treats all modules in the same way, and Cython would take 5 s for all of them.
-FEW_MODULES = ("messaging._crc32", "messaging.polling")
+#: Each rank catches an error of torch, which takes a backtrace of the C++ stack, after each blocking call.
+CATCHES_ERRORS_OF_TORCH = """
+import torch
+import asyncdist as ad
+
+def train(world):
+    for _ in range(5):
+        try:
+            torch.zeros(2)[5]
+        except IndexError:
+            world.sleep(0.001)
+
+ad.simulate(ad.blocking.hosted(train), ranks=2, seed=1, strict=True)
+"""
+
+
+@pytest.mark.skipif(compiled.reason_against() is not None, reason="compiled code ends the backtraces")
+def test_an_error_of_torch_does_not_end_the_process() -> None:
+    """Regression: the backtrace continued beyond the stack's bottom, in other stacks' memory, which caused SIGSEGV."""
+    environ = {**os.environ, compiled.PURE_VARIABLE: "", "PYTHONPATH": str(TOP)}
+    command = [sys.executable, "-c", CATCHES_ERRORS_OF_TORCH]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+#: Modules that use no other compiled module. An installation treats all modules in the same way, and Cython would take
+#: 5 s for all of them.
+FEW_MODULES = ("messaging._crc32", "messaging.flow_control")
 
 
 def checkout(folder: Path) -> ModuleType:
@@ -226,6 +252,7 @@ def build_without_compiler(folder: Path, *options: str) -> None:
     environment = {**os.environ, "CC": "false", compiled.PURE_VARIABLE: ""}
     ended = subprocess.run(build, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
+    assert "Cython failed" not in ended.stderr
 
 
 def test_an_installation_does_without_a_compiler(tmp_path: Path) -> None:
@@ -233,20 +260,23 @@ def test_an_installation_does_without_a_compiler(tmp_path: Path) -> None:
     earlier = copy.folder().with_name(f"{copy.folder().name[:-8]}00000000")
     earlier.mkdir(parents=True)
     build_without_compiler(tmp_path, "--inplace")
-    assert copy.is_settled(), "tools/setup would try again each time"
+    assert copy.is_settled(), "an unsettled copy makes tools/setup compile again each time"
     assert "install gcc" in copy.describe()
     assert not earlier.exists()
 
 
 @pytest.mark.long
 def test_compiling_that_was_interrupted_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: tools/setup mistook the empty folders for those of a failed attempt, and did nothing."""
+    """Regression: tools/setup mistook the empty folders for folders of a failed attempt, and did nothing."""
     monkeypatch.setenv(compiled.PURE_VARIABLE, "")
     copy = checkout(tmp_path)
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\nkill -KILL $(cat builder)\n")
     compiler.chmod(0o755)
-    builder = "import os, runpy; open('builder', 'w').write(str(os.getpid())); runpy.run_path('setup.py')"
+    builder = (
+        "import os, runpy; open('builder', 'w').write(str(os.getpid())); "
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", builder, "-q", "build_ext", "--inplace"],
         cwd=tmp_path,
@@ -255,12 +285,12 @@ def test_compiling_that_was_interrupted_is_done_again(tmp_path: Path, monkeypatc
         timeout=100,
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert copy.folder().is_dir(), "it was interrupted too early to say anything"
+    assert copy.folder().is_dir(), "the interrupt arrived before the folder existed"
     asked = [sys.executable, "-I", str(tmp_path / "asyncdist" / "compiled.py")]
     assert subprocess.run(asked, timeout=100).returncode == 1
     assert "tools/setup" in copy.describe()
     monkeypatch.setenv(compiled.PURE_VARIABLE, "1")
-    assert subprocess.run(asked, timeout=100).returncode == 0, "compiled again at each set-up, in vain"
+    assert subprocess.run(asked, timeout=100).returncode == 0, "each set-up would compile again without success"
 
 
 @pytest.mark.long

@@ -16,7 +16,8 @@ from rich.table import Table
 from support import warm
 from support.mpi import base_environment, require_mpi
 
-from protocols import ReplayStatistics, StepInfo
+import protocols
+from protocols import ReplayStatistics, ReplicaAveragingPolicy, SpawnPolicy, StepInfo
 
 HYPERGRID = Path(__file__).resolve().parents[2] / "tools" / "hypergrid"
 sys.path.insert(0, str(HYPERGRID))
@@ -26,6 +27,7 @@ import verify  # noqa: E402
 from chart import draw  # noqa: E402
 from diary import BufferRecorder, Recorder  # noqa: E402
 from history import RankHistory, first_time, summarise  # noqa: E402
+from policies import POLICIES  # noqa: E402
 
 sys.path.remove(str(HYPERGRID))
 
@@ -101,6 +103,13 @@ def test_buffer_ranks_come_on_top_of_those_that_train() -> None:
     command = demo.training_command(options, Path("/diaries"))
     assert command[4:8] == ["--transport", "torch", "-n", "5"]
     assert command[11:13] == ["--buffer-ranks", "2"]
+
+
+def test_each_policy_has_a_name_in_the_demo() -> None:
+    """All but the policy for replicas of several ranks, because each rank of the demo trains a whole model."""
+    exported = {getattr(protocols, name) for name in protocols.__all__}
+    policies = {kind for kind in exported if isinstance(kind, type) and issubclass(kind, SpawnPolicy)}
+    assert set(POLICIES.values()) == policies - {SpawnPolicy, ReplicaAveragingPolicy}
 
 
 def test_iterations_given_by_the_user_are_not_cut_short_by_time() -> None:

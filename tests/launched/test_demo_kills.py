@@ -39,7 +39,9 @@ def test_a_rank_is_killed_in_time_and_the_others_have_results(tmp_path: Path, mo
     killer = demo.Killer(histories, [(0, 5.0), (1, 6.0), (2, 4.0)])
     killer.poll()
     killer.poll()
-    assert [number for _, number in killed] == [signal.SIGKILL], "rank 2 has ended, and the time of rank 1 has not come"
+    assert [number for _, number in killed] == [signal.SIGKILL], (
+        "only rank 2 must be killed, because the time to kill rank 1 never arrives"
+    )
     assert (histories[0].killed_at, histories[1].killed_at) == (zero + 5.0, None)
     histories[1].poll()
     histories[1].end = histories[2].end

@@ -12,7 +12,7 @@ SCRIPT = "tests/scripts/differing_calls.py"
 @pytest.mark.smoke
 @pytest.mark.mpi
 def test_mpi() -> None:
-    """The result of two different native collectives that meet is undefined; the frames prevent such a meeting."""
+    """MPI does not define the result of matching two different collectives; the frames prevent this."""
     mpi.require_mpi()
     differing_calls.check(mpi.run_ranks(3, SCRIPT, timeout_s=120).check().reports)
 

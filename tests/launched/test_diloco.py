@@ -67,13 +67,13 @@ def check_eager(reports: Any) -> None:
 
 def check_late(steps: list[int]) -> None:
     """Check that with ``late="skip"`` fast ranks did not wait: a waiting rank would average in every second step."""
-    assert all(count > 4 * 2 * LATE_COUNT for count in steps[:-1]), steps
+    assert all(count > 2 * 2 * LATE_COUNT for count in steps[:-1]), steps
 
 
 def check_quorum(logs: dict[int, Log]) -> None:
     """Check that each difference counts once, in the donors' means, although one rank was late for many rounds."""
     oracle = Oracle(QUORUM_PLAN, logs)
-    assert logs[0].late[3] >= QUORUM_WAIT - 5, "two fragments have a round in every second step"
+    assert logs[0].late[3] >= QUORUM_WAIT - 5, "each fragment must have a round in every second step"
     counted = [number for number, (donors, _) in oracle.donors.items() if 3 in donors]
     made = sum(isinstance(event, Contributed) for _, *events in logs[3].events for event in events)
     assert len(counted) == made >= 8

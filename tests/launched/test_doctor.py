@@ -143,7 +143,7 @@ def test_started_for_torch() -> None:
     assert "transport         torch, from WORLD_SIZE" in ended.stdout
     assert "MASTER_ADDR must be a name that all hosts know" in ended.stdout
     ended = examine(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    assert (ended.returncode, ended.stdout) == (0, ""), "rank 0 speaks for all"
+    assert (ended.returncode, ended.stdout) == (0, ""), "only rank 0 may print"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_started_for_torch() -> None:
 def test_what_a_run_refuses_is_an_illness_in_the_same_words(
     environ: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: doctor found no problem with NCCL, and did not notice that MASTER_ADDR='' leads to no host."""
+    """Regression: doctor found no problem with NCCL, and did not notice that MASTER_ADDR='' names no host."""
 
     async def main(world: ad.World) -> None:
         raise AssertionError

@@ -24,10 +24,10 @@ from support.local import worlds
 
 import asyncdist as ad
 from asyncdist import rank_program
+from asyncdist.launchers.launcher_signals import COPIES_S
 from asyncdist.messaging import wire
 from asyncdist.runtime.failing import failure
 from asyncdist.runtime.failing.failure_report import FailureReport, peer_failed, summarise
-from asyncdist.runtime.signals import COPIES_S
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 #: Seconds until a job must have reached the point at which the test acts on it.
@@ -284,14 +284,14 @@ async def test_a_mistake_that_was_heard_of_is_told_in_a_line(
     monkeypatch.setattr(failure, "_report", FailureReport())
     async with worlds(2) as (_, world):
         world.services.engine.fail(peer_failed(0, "ValueError: boom-7"))
-        assert await failure._rank_that_tells(world, ValueError("boom-8")) is None
-        assert await failure._rank_that_tells(world, TypeError("boom-7")) is None
-        assert await failure._rank_that_tells(world, peer_failed(0, "ValueError: boom-7")) is None
+        assert await failure._rank_with_same_error(world, ValueError("boom-8")) is None
+        assert await failure._rank_with_same_error(world, TypeError("boom-7")) is None
+        assert await failure._rank_with_same_error(world, peer_failed(0, "ValueError: boom-7")) is None
         assert capsys.readouterr().err == ""
         error = ValueError("boom-7\nand more")
-        teller = await failure._rank_that_tells(world, error)
-        assert teller == 0
-        failure._print_alike(world.rank, teller, error)
+        first_rank = await failure._rank_with_same_error(world, error)
+        assert first_rank == 0
+        failure._print_same_error(world.rank, first_rank, error)
         assert capsys.readouterr().err == "asyncdist: rank 1 failed in the same way as rank 0: ValueError: boom-7\n"
 
 
@@ -537,7 +537,7 @@ def test_the_second_signal_ends_a_rank_that_ignores_the_first() -> None:
     def twice(job: Job) -> None:
         os.kill(job.rank_pid(1), signal.SIGINT)
         time.sleep(COPIES_S + 0.1)
-        assert is_running(job.rank_pid(1)), "the first signal ended a rank that should drain"
+        assert is_running(job.rank_pid(1)), "the first signal must only make the rank drain, but ended it"
         os.kill(job.rank_pid(1), signal.SIGINT)
 
     ended = Ended("blocked", 2, twice)

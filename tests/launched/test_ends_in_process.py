@@ -100,7 +100,7 @@ def test_a_signal_during_the_end_changes_nothing() -> None:
             raise Boom("here")
         for _ in range(100):
             await asyncio.sleep(0)
-        assert world.services.engine.failure is not None, "rank 0 has not said yet that it failed"
+        assert world.services.engine.failure is not None, "rank 0 has not reported its failure yet"
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(300)
 
@@ -143,7 +143,8 @@ FORKS = """
 
     def idle(ready):
         ready.set()
-        time.sleep(300)
+        while True:  # Python does not see a signal that arrives just before a sleep until the sleep is over.
+            time.sleep(0.1)
 
     def busy(number):
         pools_ready.set()

@@ -49,7 +49,7 @@ def test_every_example_is_on_the_page() -> None:
     assert files == set(PRINTS) == set(starts())
     assert all(f"../tools/examples/{path.name}" in page for path in EXAMPLES.iterdir() if path.is_file())
     for name, command in starts().items():
-        assert command in (EXAMPLES / name).read_text(), f"{name} says how it is started"
+        assert command in (EXAMPLES / name).read_text(), f"{name} must show the command that starts it"
 
 
 @pytest.mark.mpi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 from asyncdist.launch import guardians, local_ranks
 
-pytestmark = pytest.mark.skipif(not guardians.ARE_HERE, reason="there are no subreapers")
+pytestmark = pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="there are no subreapers")
 
 #: Generous limits: they fail only tests that hang, not tests that are slow.
 TIMEOUT_S = 60.0
@@ -69,7 +70,7 @@ def guarded(folder: Path, source: str, *, parent: int = 0) -> Iterator[subproces
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() < deadline, f"not until {TIMEOUT_S:g} s later: {what}"
+        assert time.monotonic() < deadline, f"after {TIMEOUT_S:g} s, this is still not true: {what}"
         time.sleep(0.01)
 
 
@@ -109,7 +110,7 @@ def test_a_guardian_reports_that_its_rank_has_joined_the_world() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=env) as process, open(told, "rb", buffering=0) as reports:
 
         def report() -> str:
-            assert select.select([reports], [], [], TIMEOUT_S)[0], "there is no report"
+            assert select.select([reports], [], [], TIMEOUT_S)[0], "no report was printed in time"
             return " ".join(reports.readline().decode().split()[:2])
 
         assert [report(), report()] == ["3 guarded", "3 joined"]
@@ -198,3 +199,42 @@ print(sorted(map(int, os.listdir("/proc/self/fd")))[:3], signal.getsignal(signal
         signal.signal(signal.SIGHUP, before[0])
         signal.signal(signal.SIGCHLD, before[1])
     assert output.splitlines() == ["['SIGUSR1'] True", "[0, 1, 2] True"]
+
+
+@pytest.fixture(params=["there are pidfds", "Python has no pidfds", "the kernel has no pidfds"])
+def pidfds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, f"no pidfd of {pid}")
+
+    if request.param == "Python has no pidfds":
+        monkeypatch.delattr(os, "pidfd_open")
+    elif request.param == "the kernel has no pidfds":
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+
+
+@pytest.mark.usefixtures("pidfds")
+def test_descendants_are_killed_with_and_without_pidfds() -> None:
+    """Regression: without pidfds, as on Linux 4.18, a job on MPI and launch_subprocesses ended with OSError."""
+    with subprocess.Popen(["/bin/sh", "-c", "sleep 60 & echo; wait"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        handles = [guardians.ProcessHandle(process.pid), *guardians.open_descendants(process.pid)]
+        assert len(handles) == 2
+        guardians.kill_all(handles)
+        assert process.wait() == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        guardians.ProcessHandle(process.pid)
+
+
+@pytest.mark.usefixtures("pidfds")
+def test_a_handle_of_an_ended_process_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["/bin/sh", "-c", "read line"], stdin=subprocess.PIPE) as process:
+        handle = guardians.ProcessHandle(process.pid)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+        handle.wait(30.0)
+    monkeypatch.setattr(guardians, "_start_of", lambda _: b"later")  # another process has the pid
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("another process would get the signal"))
+    handle.send(signal.SIGTERM)
+    handle.close()

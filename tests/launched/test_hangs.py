@@ -13,7 +13,7 @@ import pytest
 from support import hanging, mpi
 
 from asyncdist.story import sockets
-from asyncdist.story.last_acts import tell_recording
+from asyncdist.story.last_events import describe_recording
 
 SCRIPT = "tests/scripts/hangs.py"
 #: The facts of each hang: a pattern for one line of the report each; <NAME RANK> is a marked line of the script.
@@ -124,10 +124,10 @@ def test_a_story_is_in_the_recording_of_a_job_killed_afterwards(tmp_path: Path) 
     name = "blocked_coordinator"
     options = {name: ["--record", str(tmp_path)]}
     told = hanging.tell_hangs(
-        "torch", SCRIPT, [name], options, timeout_s=90, until=lambda: "  reported " in tell_recording(str(tmp_path))
+        "torch", SCRIPT, [name], options, timeout_s=90, until=lambda: "  reported " in describe_recording(str(tmp_path))
     )
     story = hanging.story_of(told[name]).splitlines()
-    lines = tell_recording(str(tmp_path)).splitlines()
+    lines = describe_recording(str(tmp_path)).splitlines()
     [begin] = [place for place, line in enumerate(lines) if line.startswith("  reported ")]
     assert lines[begin].partition(" before the end: ")[2] == story[0].removeprefix("asyncdist: ")
     assert lines[begin + 1 : begin + len(story)] == [f"  {line}" for line in story[1:]]
@@ -142,7 +142,7 @@ def each_checked(told: dict[str, str]) -> None:
 def test_stopped_processes_and_zombies_are_named() -> None:
     """Regression: a zombie counted as alive: a killed rank was reported as being in compiled code."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        place = sockets.Place(Path("socket"), 0, process.pid)
+        place = sockets.RankSocket(Path("socket"), 0, process.pid)
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         assert (place.state, place.is_alive) == ("T", True)

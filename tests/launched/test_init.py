@@ -40,7 +40,7 @@ def test_it_runs(flavour: str, tmp_path: Path) -> None:
         ended = asyncdist(tmp_path, "run", "-n", "2", "mine.py")
     assert ended.returncode == 0, ended.stderr
     if flavour != "protocol":
-        assert "round 1: " in ended.stdout, "the rank says so on which it happens"
+        assert "round 1: " in ended.stdout, "the rank on which the round was decided must print it"
     if flavour == "plain":
         assert ended.stdout.count("accuracy") == 2
     if flavour == "protocol":

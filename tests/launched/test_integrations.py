@@ -411,7 +411,7 @@ LIGHTNING_FOLDERS = """
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("library", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.long)])
 def test_lightning_goes_on_from_the_last_checkpoint_of_each_rank(library: str, tmp_path: Path) -> None:
-    """Regression: Lightning searched before it knew the rank's folder, found no checkpoint, and began anew."""
+    """Regression: Lightning searched before it knew the rank's folder, found none, and started from the beginning."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(LIGHTNING_FOLDERS))
     folder = tmp_path / "runs"
@@ -419,8 +419,8 @@ def test_lightning_goes_on_from_the_last_checkpoint_of_each_rank(library: str, t
     reports = torchrun.run_ranks(2, program, library, folder, timeout_s=240, env=warm_environment()).check().reports
     for rank in range(2):
         batches, files, iteration = reports[rank]
-        assert batches == 6 * 4, "no epoch was trained twice"
-        assert iteration == 6 * 4, "a checkpoint of an exception contains the policy's state"
+        assert batches == 6 * 4, "no epoch may be trained twice"
+        assert iteration == 6 * 4, "a checkpoint saved during an exception must contain the policy's state"
         assert {f"saved/rank{rank}/last.ckpt", f"failed/rank{rank}/on_exception.ckpt"} <= set(files), files
         assert f"profiles/rank{rank}/fit-profile.txt" in files, files
     assert not [path for path in folder.rglob("*.*") if path.is_file() and not path.parent.name.startswith("rank")]
@@ -518,7 +518,7 @@ def test_a_rank_that_runs_out_of_memory_begins_again_alone(tmp_path: Path) -> No
     """Regression: the rank waited for a start of all ranks; after ``start_timeout_s`` all lost their training."""
     program = Path(out_of_memory.__file__)
     ended = mpi.run_ranks(2, program, tmp_path, timeout_s=240, env=warm_environment()).check()
-    assert ended.stderr.count("asyncdist run --prefix") == 1, "the trainers of transformers print on both ranks"
+    assert ended.stderr.count("asyncdist run --prefix") == 1, "asyncdist run --prefix must be suggested once"
     reports = ended.reports
     steps = out_of_memory.ROWS // out_of_memory.BATCH
     for library in out_of_memory.LIBRARIES:
@@ -544,12 +544,16 @@ def test_simulated(tmp_path: Path) -> None:
 def test_two_replicas_of_two_ranks_in_a_trainer_under_ddp(library: str, run: Any, tmp_path: Path) -> None:
     reports = run(4, SCRIPT.parent / "trainer_replicas.py", library, tmp_path, timeout_s=400).check().reports
     for rank in range(4):
-        assert reports[rank]["weights"] == ([3.0, 1.0] if rank >= 2 else [1.0]), "as its replica's first rank"
-        assert reports[rank]["sizes"] == [2, 2], "the library sees the replica, and no more"
+        assert reports[rank]["weights"] == ([3.0, 1.0] if rank >= 2 else [1.0]), (
+            "each rank must have the weights of its replica's first rank"
+        )
+        assert reports[rank]["sizes"] == [2, 2], "the library must see only the replica's ranks"
         assert set(reports[rank]["folders"]) <= {"replica0", "replica1"}
-        assert rank % 2 or f"replica{rank // 2}" in reports[rank]["folders"], "its first rank has written"
+        assert rank % 2 or f"replica{rank // 2}" in reports[rank]["folders"], (
+            "only the first rank of each replica may write"
+        )
         # The replicas' changes are 2 * 0.5 and 2 * 2.5, and the momentum is 3 after the first round.
-        assert reports[rank]["sharded False"] == [-3.0 - 4.5] * 4, "the checkpoint has the states of all ranks"
+        assert reports[rank]["sharded False"] == [-3.0 - 4.5] * 4, "the checkpoint must have the states of all ranks"
         assert library != "lightning" or reports[rank]["sharded True"] == [-7.5] * 4
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from torch.distributed import TCPStore
 
 from asyncdist import environment
 from asyncdist.launch import local_ranks
-from asyncdist.launch.supervision.endings import how_ended
+from asyncdist.launch.supervision.endings import describe_end
 from asyncdist.trust import secret_files
 from asyncdist.trust.job_secret import SEAL_NBYTES
 
@@ -105,7 +106,7 @@ def command_lines() -> str:
 
 
 def second_process_of_rank_1(port: int, job: str, secret: str) -> str:
-    """Run a process with the variables of rank 1, which lives; return what it says."""
+    """Run a process with the variables of rank 1, which is running; return its output."""
     variables = {
         **local_ranks.rank_variables(1, 3, local_rank=1, local_size=2, address="127.0.0.1", port=port, run_id=job),
         **local_ranks.newcomer_variables(0, 1),
@@ -126,7 +127,7 @@ def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
         address = told.address("first")
         port = int(address.partition(":")[2])
         pids = [told.until(f"{rank}.0")["pid"] for rank in range(2)]
-        assert listens_at(port) == {"0100007F"}, "only on the loopback interface"
+        assert listens_at(port) == {"0100007F"}, "the rank may only listen on the loopback interface"
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=10), wait_for_workers=False)
         running = json.loads(store.get("asyncdist/running")[SEAL_NBYTES:])
         world = running["world"]
@@ -146,7 +147,7 @@ def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
         assert (told.code(joins), told.code(first)) == (0, 0)
         assert secret not in told.everything()
         refusals = [line for line in told.said("first").splitlines() if "without a valid seal" in line]
-        assert 1 <= len(refusals) <= 2, "ranks 0 and 1 say it, each once, whichever value was found first"
+        assert 1 <= len(refusals) <= 2, "ranks 0 and 1 must report the refusal, each at most once"
         assert secret_files.find(secret_files.name_of(port), environment.shared_directories()) is None
 
 
@@ -164,9 +165,13 @@ def test_a_place_is_taken_lost_and_taken_again(tmp_path: Path) -> None:
         assert "asyncdist run: 1 of 3 places is free; to join, run: asyncdist run --join" in told.said("first")
         killed = told.launch("killed", elsewhere, "--join", address)
         newcomer = told.until("2.1")
-        assert newcomer["size"] == 3 and newcomer["admitted_at"] > 0, "it goes on with a member's iteration"
+        assert newcomer["size"] == 3 and newcomer["admitted_at"] > 0, (
+            "a newcomer must continue with a member's iteration"
+        )
         for rank in range(2):
-            assert told.until(f"{rank}.0")["absent"] == [2], "main knows it from its first line on"
+            assert told.until(f"{rank}.0")["absent"] == [2], (
+                "main must know from its first line on that rank 2 is absent"
+            )
         refused = told.launch("refused", elsewhere, "--join", address)
         assert told.code(refused) == 2
         refusal = rf"asyncdist run: --join {address}: none of the job's 3 places is free.*\n"
@@ -174,7 +179,7 @@ def test_a_place_is_taken_lost_and_taken_again(tmp_path: Path) -> None:
 
         os.kill(newcomer["pid"], signal.SIGKILL)
         assert told.code(killed) == 128 + signal.SIGKILL
-        assert f"rank 2 {how_ended(-signal.SIGKILL)}" in told.said("killed")
+        assert f"rank 2 {describe_end(-signal.SIGKILL)}" in told.said("killed")
         stopped = told.launch("stopped", elsewhere, "--join", address)
         told.until("2.2")
         stopped.terminate()
@@ -183,10 +188,10 @@ def test_a_place_is_taken_lost_and_taken_again(tmp_path: Path) -> None:
 
         last = told.launch("last", elsewhere, "--join", address)
         told.until("2.4")
-        assert told.said("first").count("\n") == 1, "nothing else happens to them"
+        assert told.said("first").count("\n") == 1, "the first job must print only one line"
 
         os.kill(told.until("1.0")["pid"], signal.SIGKILL)  # a rank of the first launcher
-        while f"rank 1 {how_ended(-signal.SIGKILL)}" not in told.said("first"):
+        while f"rank 1 {describe_end(-signal.SIGKILL)}" not in told.said("first"):
             assert time.monotonic() < told.give_up_at, told.everything()
             time.sleep(0.02)
         taking = told.launch("taking", elsewhere, "--join", address)
@@ -198,3 +203,14 @@ def test_a_place_is_taken_lost_and_taken_again(tmp_path: Path) -> None:
         assert told.said("first").count("\n") == 2
         reports = [json.loads(path.read_text()) for path in (folder / "reports").iterdir()]
     assert len(reports) == 3, reports
+
+
+@pytest.mark.slow
+def test_a_silent_listener_does_not_keep_the_claiming_process() -> None:
+    """Regression: after the launcher was killed, the process waited forever."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = f"'127.0.0.1', {listener.getsockname()[1]}, 1, ''"
+        source = f"from asyncdist.launch import place_claims as p; p._SILENT_S = 1; p.main({place})"
+        command, environ = [sys.executable, "-c", source], {**base_environment(), "PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(command, env=environ, timeout=100, check=False)
+    assert ended.returncode == -signal.SIGALRM

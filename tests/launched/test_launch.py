@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from support import mpi, warm
 from support.launchers import HYDRA, OPENMPI, TORCHRUN
 from support.mpi import base_environment
 
-from asyncdist import environment as launch
+from asyncdist import environment as launch, rank_program
 from asyncdist.launch import guardians, mpirun
-from asyncdist.launch.supervision.endings import how_ended
+from asyncdist.launch.supervision.endings import describe_end
 
 
 def make_program(directory: Path, name: str, prints: str) -> str:
@@ -37,13 +38,14 @@ def test_launchers_are_found_by_what_they_say_and_the_first_wins(tmp_path: Path)
     assert mpirun.find_launchers(directories) == {"openmpi": own, "mpich": hydra}
 
 
-def test_a_missing_script_in_a_deleted_directory_is_one_line(tmp_path: Path) -> None:
-    """Regression: the error was a traceback."""
+@pytest.mark.parametrize("words", [("run", "-n", "2", "-m", "json.tool"), ("report", "/runs")])
+def test_a_deleted_directory_is_refused_in_one_line(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Regression: the error was a traceback, or one of mpirun or of torch's libraries."""
     source = "import os, sys; from asyncdist import cli; os.rmdir(os.getcwd()); cli.main(sys.argv[1:])"
-    command = [sys.executable, "-c", source, "run", "-n", "2", "script.py"]
+    command = [sys.executable, "-c", source, *words]
     environ = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1])}
     ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-    said = "asyncdist run: the script 'script.py' does not exist (the current directory has been deleted)\n"
+    said = f"asyncdist {words[0]}: the working directory has been deleted: cd to an existing directory\n"
     assert (ended.returncode, ended.stderr) == (2, said)
 
 
@@ -52,7 +54,7 @@ def test_a_job_runs_with_its_standard_files_closed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys; print('words'); sys.exit(7)")
     command = f"'{sys.executable}' -m asyncdist run --transport torch -n 1 script.py <&- >&-"
     ended = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (7, f"asyncdist run: rank 0 {how_ended(7)}\n")
+    assert (ended.returncode, ended.stderr) == (7, f"asyncdist run: rank 0 {describe_end(7)}\n")
 
 
 def test_no_mpi_at_all_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +225,7 @@ def test_a_signal_to_launcher_or_guardian_leaves_no_process(tmp_path: Path, numb
     )
     assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 3), finish(process)
     pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
-    is_for_rank = number == signal.SIGHUP and guardians.ARE_HERE
+    is_for_rank = number == signal.SIGHUP and guardians.ARE_SUPPORTED
     os.kill(parent_of(parent_of(pids[0])) if is_for_rank else process.pid, number)
     code, _, _ = finish(process)
     assert code != 0
@@ -308,7 +310,7 @@ def test_children_of_a_rank_that_import_mpi4py_are_alone_in_mpi(
     Each child of a rank on MPI also received the secret of the job.
     """
     monkeypatch.setenv("ASYNCDIST_JOB_SECRET", "0123456789abcdef")
-    code, output, error = finish(start(tmp_path, IMPORTS_MPI, ranks=2))
+    code, output, error = finish(start(tmp_path, IMPORTS_MPI, ranks=2, is_warm=True))
     assert code == 0, error
     assert sorted(output.splitlines()) == ["alone 1 None"] * 2 + ["read 7 1 of 2 True"] * 2, error
 
@@ -395,7 +397,7 @@ def test_the_exit_of_a_forked_child_touches_nothing_of_its_rank(tmp_path: Path, 
     told = ["ended 0 0", "ended 3 3", "ended text 1", "ended raise 1", "ended called 1"]
     assert [line for line in output.splitlines() if line.startswith("ended")] == told, output
     assert output.count("exit of a rank") == 2, output
-    assert output.count("exit of a child") == 5, "the functions that a child has registered are called"
+    assert output.count("exit of a child") == 5, "the exit functions registered by the children must have been called"
     assert error.count("ZeroDivisionError: in a child") == 1, error
     assert error.count("this process is a forked child of rank 1 and cannot use its world") == 1, error
 
@@ -415,7 +417,7 @@ time.sleep(600)
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere nothing ends them")
+@pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="elsewhere nothing ends them")
 @pytest.mark.parametrize("killed", ["rank", "mpirun"])
 def test_no_child_of_a_rank_survives_a_kill_in_the_job(tmp_path: Path, killed: str) -> None:
     """Regression: Open MPI waited for the child of a killed rank, and ranks without MPI survived a killed mpirun."""
@@ -456,7 +458,7 @@ print(*sorted({line.split()[5] for line in lines}))
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(not guardians.ARE_HERE, reason="the test reads /proc")
+@pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="the test reads /proc")
 def test_open_mpis_files_are_in_private_folders(tmp_path: Path) -> None:
     """Regression: other users who had made /dev/shm/sm_segment.* or /tmp/ompi.PID first could read all messages."""
     if mpi.flavour() != "openmpi":
@@ -471,14 +473,15 @@ def test_open_mpis_files_are_in_private_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(not guardians.ARE_HERE, reason="the test reads /proc")
+@pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="the test reads /proc")
 def test_ranks_of_a_plain_mpirun_share_private_memory(tmp_path: Path) -> None:
     installation = mpirun.find_installation(os.environ)
     if mpi.flavour() != "openmpi":
         pytest.skip("MPICH opens no existing file")
     script = tmp_path / "show.py"
     script.write_text(f"import asyncdist as ad\nad.blocking.process_world()\n{SHOWS_FILES}")
-    command = [installation.launchers["openmpi"], "-n", "2", "--host", "localhost:2", sys.executable, str(script)]
+    program = [sys.executable, *warm.command(script, (), base_environment(), {})]
+    command = [installation.launchers["openmpi"], "-n", "2", "--host", "localhost:2", *program]
     environ = mpirun.build_environment("openmpi", base_environment(), ranks=2, threads=1)
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=True)
     shared = [path for path in ended.stdout.split() if "/sm_segment." in path]
@@ -492,3 +495,19 @@ def test_a_job_on_one_host_looks_for_no_fabric_unless_asked(given: dict[str, str
     source = "import os\nprint(os.environ.get('OMPI_MCA_btl'))"
     said = mpi.run_source(1, source, env=given).check().stdout
     assert said == f"{seen if mpi.flavour() == 'openmpi' or given else None}\n"
+
+
+@pytest.mark.parametrize("name", ["__main__.py", "other.py"])
+def test_an_archive_is_run_as_python_runs_it(tmp_path: Path, name: str) -> None:
+    """Regression: a zipapp was refused as invalid Python."""
+    archive = tmp_path / "job.pyz"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr(
+            name, "import sys, beside\nprint(beside.X, __file__, __spec__.name, __package__, sys.path[0], *sys.argv)\n"
+        )
+        file.writestr("beside.py", "X = 3\n")
+    error = rank_program.find_syntax_error(str(archive))
+    assert error is None if name == "__main__.py" else error is not None and "__main__" in error
+    programs = [[rank_program.PROGRAM, str(archive), "a"], [str(archive), "a"]]
+    runs = [subprocess.run([sys.executable, *words], capture_output=True, text=True) for words in programs]
+    assert runs[0].stdout == runs[1].stdout and bool(runs[0].returncode) == (error is not None), runs

@@ -14,9 +14,9 @@ import pytest
 from support import mpi, warm
 
 from asyncdist.launch import guardians
-from asyncdist.launch.supervision.endings import how_ended
+from asyncdist.launch.supervision.endings import describe_end
 
-pytestmark = pytest.mark.skipif(not guardians.ARE_HERE, reason="without guardians mpirun alone passes signals on")
+pytestmark = pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="without guardians mpirun alone passes signals on")
 
 #: Generous limits: they fail only tests that hang, not tests that are slow.
 TIMEOUT_S = 90.0
@@ -56,7 +56,7 @@ def running(
 def await_ready(folder: Path, process: subprocess.Popen[str], ranks: int = 2) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while len(list(folder.glob("*.ready"))) < ranks:
-        assert time.monotonic() < deadline and process.poll() is None, "not all ranks are ready"
+        assert time.monotonic() < deadline and process.poll() is None, "not all ranks became ready in time"
         time.sleep(0.02)
 
 
@@ -100,14 +100,14 @@ def test_a_signal_without_a_handler_ends_the_job_and_is_named(tmp_path: Path, tr
         process.send_signal(signal.SIGUSR2)
         code, _, lines = finish(process)
     assert code == 128 + signal.SIGUSR2
-    how = how_ended(-signal.SIGUSR2, was_passed_on=True)
+    how = describe_end(-signal.SIGUSR2, was_passed_on=True)
     assert lines[0].partition(how)[0] in ("asyncdist run: rank 0 ", "asyncdist run: rank 1 "), lines
     assert len(lines) == 1, lines
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_job_stops_and_resumes_with_its_launcher(tmp_path: Path, transport: str) -> None:
-    """The signals are those of Ctrl-Z and ``fg``."""
+    """The launcher receives the signals of Ctrl-Z and ``fg``."""
     with running(tmp_path, WAITS, transport=transport) as process:
         await_ready(tmp_path, process)
         process.send_signal(signal.SIGTSTP)
@@ -154,7 +154,7 @@ def test_ctrl_c_is_130_and_a_line_of_each_rank(tmp_path: Path, transport: str) -
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_error_that_all_make_before_a_world_is_told_once(tmp_path: Path, transport: str) -> None:
-    """Regression: each rank printed a traceback without its number, mixed with those of the others."""
+    """Regression: each rank printed a traceback without its number, mixed with the tracebacks of other ranks."""
     with running(tmp_path, OWN_RANK + "import no_such_module\n", transport=transport, ranks=3) as process:
         code, _, lines = finish(process)
     assert code == 1 and lines.count("Traceback (most recent call last):") == 1, lines
@@ -179,7 +179,7 @@ async def main(world):
 
 ad.run(main)
 """
-BY_THE_KERNEL = how_ended(-signal.SIGKILL)
+BY_THE_KERNEL = describe_end(-signal.SIGKILL)
 
 
 @pytest.mark.mpi

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import hosts, mpi
+from support import hosts, mpi, warm
+from support.mpi import base_environment
 from support.torchrun import run_jobs
 
 from asyncdist.launch import mpirun
@@ -42,7 +43,7 @@ def variables(container: Any, index: int) -> dict[str, str]:
     found: dict[str, str] = {}
     for each in container["env"]:
         if "value" in each:
-            assert isinstance(each["value"], str), f"{each['name']} is no text"
+            assert isinstance(each["value"], str), f"{each['name']} is not a string"
             found[each["name"]] = each["value"]
         else:
             assert each["valueFrom"]["fieldRef"]["fieldPath"] == INDEX
@@ -59,14 +60,16 @@ def test_ranks_with_the_variables_of_the_job_sets_pods_meet(manifests: dict[str,
     environments = [variables(container, index) for index in range(spec["completions"])]
     name = manifest["metadata"]["name"]
     assert {each["MASTER_ADDR"] for each in environments} == {f"{name}-{job['name']}-0-0.{name}"}, (
-        "the first pod's host"
+        "MASTER_ADDR must be the first pod's host"
     )
     program, _script = container["command"]
     assert program == "python"
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(addresses.find_free_port())}
-    ended = run_jobs([([sys.executable, str(script)], {**each, **here}) for each in environments], 100.0).check()
+    base = base_environment()
+    jobs = [([sys.executable, *warm.command(script, (), base, each)], {**each, **here}) for each in environments]
+    ended = run_jobs(jobs, 100.0).check()
     assert ended.reports == {rank: [4, 6.0] for rank in range(4)}
 
 

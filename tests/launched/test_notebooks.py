@@ -40,7 +40,7 @@ def test_there_are_two() -> None:
 )
 def test_it_runs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "no outputs are kept"
+    assert not any(cell.get("outputs") for cell in notebook.cells), "notebooks must be saved without outputs"
     told = run(notebook)
     if path.stem == "population":
         table, _ = notebook.cells[4].outputs

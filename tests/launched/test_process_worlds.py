@@ -51,7 +51,7 @@ def test_the_others_hear_how_a_rank_ends(how: str) -> None:
         assert result.stderr == ""
         return
     result.check(returncode=None)
-    assert result.reports == {0: "began", 1: "began"}, "rank 0 has stopped, too"
+    assert result.reports == {0: "began", 1: "began"}, "rank 0 must have stopped, too"
     told = "SystemExit: 3" if how == "exit" else "ZeroDivisionError: mine"
     assert stopped_by(result.stderr, 1, told) == [0]
 
@@ -104,6 +104,18 @@ def test_a_rank_of_plain_python_fails_with_its_exit_code(tmp_path: Path, end: st
     ended = torchrun.run_jobs([(command, torchrun.rank_environment(rank, 2, port)) for rank in range(2)], 100)
     ended.check(int(code > 0), code)
     assert stopped_by(ended.stderr, 1, told) == [0] * (code > 0), ended.stderr
+
+
+@pytest.mark.slow
+def test_a_restarted_rank_that_is_too_late_succeeds(tmp_path: Path) -> None:
+    """Regression: the rank printed a traceback, and the job failed."""
+    source = "import asyncdist as ad; ad.blocking.process_world(); raise ad.LateError('this rank comes too late')"
+    (tmp_path / "train.py").write_text(source)
+    command = [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", "1", "train.py"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=mpi.base_environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "asyncdist: this rank comes too late, so nothing is left to do\n")
 
 
 def test_ctrl_c_is_one_line_of_each_rank(tmp_path: Path) -> None:

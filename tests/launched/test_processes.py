@@ -19,8 +19,8 @@ from support.mpi import base_environment
 
 from asyncdist import cli, environment, local_host
 from asyncdist.launch import guardians, local_ranks, run_command
-from asyncdist.launch.supervision.endings import how_ended
-from asyncdist.launchers import detection
+from asyncdist.launch.supervision.endings import describe_end
+from asyncdist.launchers import detection, launcher_signals
 from asyncdist.launchers.variables import Launch
 
 #: Generous limits: they fail only tests that hang, not tests that are slow.
@@ -89,7 +89,7 @@ def pids_in(folder: Path, count: int) -> list[int]:
 def check_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while left := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"{left} are left"
+        assert time.monotonic() < deadline, f"processes {left} still run"
         time.sleep(0.02)
 
 
@@ -179,17 +179,17 @@ IGNORES_SIGNALS = (
         pytest.param(
             "raise RuntimeError('story')",
             1,
-            ["RuntimeError: story", f"rank 1 {how_ended(1)}"],
+            ["RuntimeError: story", f"rank 1 {describe_end(1)}"],
             marks=pytest.mark.long,
         ),
-        ("sys.exit(7)", 7, [f"rank 1 {how_ended(7)}"]),
+        ("sys.exit(7)", 7, [f"rank 1 {describe_end(7)}"]),
         ("sys.exit('what went wrong')", 1, ["what went wrong"]),
         (
             "os.kill(os.getpid(), 9)",
             137,
-            [f"rank 1 {how_ended(-signal.SIGKILL)}"],
+            [f"rank 1 {describe_end(-signal.SIGKILL)}"],
         ),
-        ("os._exit(3)", 3, [f"rank 1 {how_ended(3)}"]),
+        ("os._exit(3)", 3, [f"rank 1 {describe_end(3)}"]),
     ],
     ids=["exception", "exit", "exit with words", "killed", "gone"],
 )
@@ -221,9 +221,9 @@ raise RuntimeError("rank {last} is lost")
 @pytest.mark.parametrize(
     ("failure", "code", "words"),
     [
-        ("sys.exit(3)", 3, f"rank 1 {how_ended(3)}"),
-        ("os.kill(os.getpid(), 6)", 134, f"rank 1 {how_ended(-signal.SIGABRT)}"),
-        ("raise ValueError('story')", 1, f"ranks 0-2 {how_ended(1)}"),
+        ("sys.exit(3)", 3, f"rank 1 {describe_end(3)}"),
+        ("os.kill(os.getpid(), 6)", 134, f"rank 1 {describe_end(-signal.SIGABRT)}"),
+        ("raise ValueError('story')", 1, f"ranks 0-2 {describe_end(1)}"),
     ],
 )
 def test_ranks_that_end_before_the_failed_one_are_not_the_cause(
@@ -244,7 +244,7 @@ def test_ranks_that_end_before_the_failed_one_are_not_the_cause(
 
 
 def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_ranks, "STOP_S", 0.2)
+    monkeypatch.setattr(launcher_signals, "STOP_S", 0.2)
     script = tmp_path / "script.py"
     script.write_text(WAITS.format(before=IGNORES_SIGNALS, failure="sys.exit(7)"))
     code = local_ranks.run(str(script), [str(tmp_path)], ranks=3, environ=environment.environment())
@@ -252,7 +252,7 @@ def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, monkeypatch: pytest.M
     check_gone(pids_in(tmp_path, 3))
 
 
-@pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere only its process group does")
+@pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="elsewhere only its process group does")
 def test_what_a_rank_has_started_ends_with_it(tmp_path: Path) -> None:
     source = """
         import os, pathlib, subprocess, sys
@@ -267,7 +267,7 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-@pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere nothing tells a process of its parent's end")
+@pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="elsewhere nothing tells a process of its parent's end")
 def test_processes_of_a_rank_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     source = WAITS.format(before="import subprocess; pid = subprocess.Popen(['sleep', '600']).pid", failure="pass")
     source = source.replace('.pid").touch()', '.pid").touch(); (folder / f"{pid}.pid").touch()')
@@ -318,7 +318,7 @@ print("caught", len(caught))
     assert (code, output.splitlines()) == (130, ["caught 1"] * 3)
 
 
-@pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere the descendants are not listed")
+@pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="elsewhere the descendants are not listed")
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_one_signal_to_all_processes_leaves_ranks_time(tmp_path: Path, number: signal.Signals) -> None:
     """Regression: copies of the signal, from the guardians and the launcher, ended the ranks at once."""
@@ -338,10 +338,10 @@ async def main(world):
 ad.run(main)
 """
     with running(tmp_path, source, str(tmp_path), ranks=2, is_warm=True) as process:
-        pidfds = [os.pidfd_open(pid) for pid in (process.pid, *pids_in(tmp_path, 2))]
-        for pidfd in (*pidfds, *guardians.open_descendants(process.pid)):
-            signal.pidfd_send_signal(pidfd, number)
-            os.close(pidfd)
+        handles = [guardians.ProcessHandle(pid) for pid in (process.pid, *pids_in(tmp_path, 2))]
+        for handle in (*handles, *guardians.open_descendants(process.pid)):
+            handle.send(number)
+            handle.close()
         code, output, error = finish(process)
     assert (code, output.splitlines()) == (128 + number, ["saved"] * 2), error
 
@@ -462,7 +462,7 @@ def test_a_killed_rank_is_told_where_sigchld_is_ignored(tmp_path: Path) -> None:
         [sys.executable, "-c", ignoring, *command], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert ended.returncode == 137
-    assert f"rank 0 {how_ended(-signal.SIGKILL)}" in ended.stderr
+    assert f"rank 0 {describe_end(-signal.SIGKILL)}" in ended.stderr
 
 
 # ---------------------------------------------------------------------------------------------- torch.distributed in it

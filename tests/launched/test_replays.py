@@ -23,14 +23,15 @@ def record(folder: Path, transport: str, *arguments: str) -> subprocess.Complete
 
 def replay(folder: Path, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asyncdist", "replay", str(folder), *words]
-    environ = {**mpi.base_environment(), "PYTHONHASHSEED": "0"}
+    base = mpi.base_environment()  # a warm process has no standard input
+    environ = {**(base if given else warm.environment(base, *warm.LIBRARIES)), **warm.HASHES}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ, input=given)
 
 
 def check_same(result: subprocess.CompletedProcess[str], count_min: int) -> None:
     found = SAME.search(result.stdout)
     assert result.returncode == 0 and found is not None, result.stdout + result.stderr
-    assert int(found[1]) >= count_min, "rounds have taken place"
+    assert int(found[1]) >= count_min, "too few rounds have taken place"
 
 
 @pytest.mark.long
@@ -64,7 +65,9 @@ def test_a_debugger_stops_one_rank_and_a_recording_is_a_test(tmp_path: Path) -> 
     told = re.findall(r"\('(rank|iteration)', (\d+)\)", stopped.stdout)
     assert told == [("rank", "3"), ("iteration", "0"), ("iteration", "1")], stopped.stdout + stopped.stderr
     assert stopped.returncode == 1
-    assert "differs" not in stopped.stdout + stopped.stderr, "leaving the debugger is no difference"
+    assert "differs" not in stopped.stdout + stopped.stderr, (
+        "a run continued from the debugger must not differ from the recording"
+    )
 
     test = tmp_path / "tests" / "test_again.py"
     written = replay(tmp_path / "run", SCRIPT, "--to-test", str(test), "30")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import mpi
+from support import mpi, warm
 
 #: Before the world opens, the script draws with torch's own seed, which differs between processes, and with a new seed.
 PLAIN = """
@@ -33,7 +33,8 @@ for iteration in range(20):
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asyncdist", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=mpi.base_environment())
+    environ = warm.environment(mpi.base_environment(), *warm.LIBRARIES)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
 
 
 def test_numbers_drawn_before_the_world_opened_are_drawn_again(tmp_path: Path) -> None:

@@ -16,12 +16,16 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "ddp_replicas.py"
 @pytest.mark.timeout(300)
 def test_two_replicas_of_two_ranks_under_ddp() -> None:
     reports = torchrun.run_ranks(4, SCRIPT, timeout_s=240).check().reports
-    assert [reports[rank]["equal"] for rank in range(4)] == [True] * 4, "as by hand"
+    assert [reports[rank]["equal"] for rank in range(4)] == [True] * 4, (
+        "the policy's weights must equal the weights averaged by hand"
+    )
     for rank in range(4):
         own = [0, 1] if rank < 2 else [2, 3]
         assert "[0, 1, 2, 3]" in reports[rank]["refused"] and str(own) in reports[rank]["refused"]
     for first in (0, 2):
-        assert reports[first]["digests"] == reports[first + 1]["digests"], "a replica is one model at every iteration"
+        assert reports[first]["digests"] == reports[first + 1]["digests"], (
+            "all ranks of a replica must agree at every iteration"
+        )
         assert reports[first]["applied"] == reports[first + 1]["applied"]
     taken = [(rank, step) for rank in (0, 2) for step in reports[rank]["applied"]]
     assert len(taken) >= 2 and all((step + 1) % 5 == 0 for _, step in taken)
@@ -30,7 +34,9 @@ def test_two_replicas_of_two_ranks_under_ddp() -> None:
     # after a swap the two replicas are equal if one of them has just taken the other's weights
     before = slice(min(step for _, step in taken))
     trained_apart = list(zip(reports[0]["digests"][before], reports[2]["digests"][before], strict=True))
-    assert trained_apart and all(own != other for own, other in trained_apart), "two replicas are two models"
+    assert trained_apart and all(own != other for own, other in trained_apart), (
+        "the two replicas must differ while they train"
+    )
 
 
 @pytest.mark.mpi
@@ -42,17 +48,19 @@ def test_two_replicas_of_two_ranks_under_fully_shard(run: Any) -> None:
     taken = []
     for first in (0, 2):
         own, other = reports[first], reports[first + 1]
-        assert own["digests"] == other["digests"], "a replica is one model at every iteration"
-        assert own["snapshots"] == other["snapshots"], "for a round, all parts are of one iteration"
+        assert own["digests"] == other["digests"], "all ranks of a replica must agree at every iteration"
+        assert own["snapshots"] == other["snapshots"], "the parts of a snapshot must be of one iteration"
         assert [each["step"] for each in own["applied"]] == [each["step"] for each in other["applied"]]
         taken += own["applied"] + other["applied"]
     assert len(taken) >= 4 and all((each["step"] + 1) % 5 == 0 for each in taken)
     for each in taken:
-        assert each["equal"], "to the bit what plain torch makes of the whole tensors"
-        assert each["state_count"] == 0, "the optimizer's state is cleared on all ranks of a replica"
+        assert each["equal"], "the weights must equal, bit for bit, plain torch's average of the whole tensors"
+        assert each["state_count"] == 0, "the optimizer's state must be cleared on all ranks of the replica"
     for rank, report in reports.items():
         shard_nbytes = report["shard_nbytes"]
-        assert report["received_nbytes"] == shard_nbytes * report["replacement_count"], "no more than its shards"
+        assert report["received_nbytes"] == shard_nbytes * report["replacement_count"], (
+            "a rank must receive only its own shards"
+        )
         assert report["sent_nbytes"] == shard_nbytes * report["snapshot_count"]
         assert report["buffers_nbytes"] <= shard_nbytes < report["whole_nbytes"]
         over_all, in_another_way = report["refused"]

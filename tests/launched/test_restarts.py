@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from asyncdist import cli
 from asyncdist.errors import TransportError
-from asyncdist.launch.supervision.endings import how_ended
+from asyncdist.launch.supervision.endings import describe_end
 from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.torch_distributed.meeting import newcomers
 
@@ -35,19 +35,21 @@ def test_ranks_killed_at_any_time_take_part_again(tmp_path: Path) -> None:
     """The ranks are killed as ``tests/scripts/restarts.py`` describes."""
     job = command(4, 2, "tests/scripts/restarts.py", str(tmp_path / "started"))
     result = torchrun.run_jobs([(job, {})], TIMEOUT_S).check()
-    assert result.stderr.count(how_ended(-signal.SIGKILL)) == 5
+    assert result.stderr.count(describe_end(-signal.SIGKILL)) == 5
     assert result.stderr.count("(1 of 2)") == 4
     assert result.stderr.count("(2 of 2)") == 1
     assert "asyncdist: rank 1 was restarted, and other ranks have ended, so nothing is left to do" in result.stderr
-    assert result.reports[1]["incarnation"] == 0, "it was there when the world began"
+    assert result.reports[1]["incarnation"] == 0, "rank 1 must be in the world from the beginning"
     assert result.reports[1]["coordinator"] == result.reports[0]["coordinator"] == 1
     last = max(max(found["gave"] + found["took"]) for found in result.reports.values())
     for rank in (0, 2, 3):
         newcomer = result.reports[rank]
         assert newcomer["incarnation"] == 1
-        assert newcomer["took"] or newcomer["gave"], "it takes part in rounds"
-        assert last > newcomer["first_round"] + ROUNDS_AFTER - 3, "rounds go on"
-    assert all(result.reports[rank]["admitted_at"] > 0 for rank in (0, 2)), "they go on with a member's iteration"
+        assert newcomer["took"] or newcomer["gave"], "the newcomer must take part in rounds"
+        assert last > newcomer["first_round"] + ROUNDS_AFTER - 3, "rounds must continue after the newcomer has joined"
+    assert all(result.reports[rank]["admitted_at"] > 0 for rank in (0, 2)), (
+        "restarted ranks must continue with a member's iteration"
+    )
 
 
 @pytest.mark.long
@@ -59,7 +61,7 @@ def test_restarts_of_a_living_rank_or_another_job_are_refused() -> None:
     assert "rank 2 must not be restarted, because its previous process is still alive" in lives
     assert re.search("job must be equal .* rank 2, but it is 'asyncdist-.* there and 'another' here", job)
     assert re.search("version must be equal .* there and 'asyncdist 0.0.0' here", version)
-    assert [result.reports[rank] for rank in (0, 1)] == [3.0, 3.0], "the world goes on"
+    assert [result.reports[rank] for rank in (0, 1)] == [3.0, 3.0], "the remaining ranks must finish their collective"
 
 
 def test_a_rank_killed_too_often_is_left_out_with_its_exit_code(tmp_path: Path) -> None:
@@ -78,7 +80,7 @@ def test_a_rank_killed_too_often_is_left_out_with_its_exit_code(tmp_path: Path) 
     said = [
         line
         for line in result.stderr.splitlines()
-        if line.startswith(f"asyncdist run: rank 1 {how_ended(-signal.SIGKILL)}")
+        if line.startswith(f"asyncdist run: rank 1 {describe_end(-signal.SIGKILL)}")
     ]
     assert [line.rpartition("; ")[2].partition(": ")[0] for line in said] == [
         "restarting it (1 of 2)",
@@ -110,13 +112,13 @@ def test_newcomers_after_the_last_rank_do_not_wait() -> None:
         store.set(*entry)
     place = TorchRendezvous(1, 4, "127.0.0.1", 29500, True, incarnation=1)
     with pytest.raises(TransportError, match="rank 1 was restarted, but within 0 s no other rank noticed"):
-        newcomers.come(store, place, 0.0)
+        newcomers.request_welcome(store, place, 0.0)
     store.set("closed/3.0", "")
     place = TorchRendezvous(1, 4, "127.0.0.1", 29500, True, incarnation=2)
-    assert not newcomers.come(store, place, 0.0)
+    assert not newcomers.request_welcome(store, place, 0.0)
     store.set("welcome/2.2", "")
     with pytest.raises(TransportError, match=r"ASYNCDIST_INCARNATION must be larger than 2, .*, got 2"):
-        newcomers.come(store, place, 0.0)
+        newcomers.request_welcome(store, place, 0.0)
 
 
 def test_newcomers_begin_the_next_world_when_the_last_is_dead() -> None:
@@ -124,11 +126,11 @@ def test_newcomers_begin_the_next_world_when_the_last_is_dead() -> None:
 
     def come(incarnation: int) -> list[int] | None:
         place = TorchRendezvous(1, 3, "127.0.0.1", 29500, True, incarnation=incarnation)
-        return newcomers.come(store, place, 0.0, lambda *process: process in exited)
+        return newcomers.request_welcome(store, place, 0.0, lambda *process: process in exited)
 
     assert come(1) is None
     store.set("newcomer/2", "2 1 b")
-    assert come(2) is None, "the newcomer of rank 2 waits for a welcome too"
+    assert come(2) is None, "the newcomer of rank 2 must wait for a welcome, too"
     store.set("welcome/2.1", "")
     with pytest.raises(TransportError, match="rank 1"):
         come(3)

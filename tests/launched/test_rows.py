@@ -20,7 +20,7 @@ def run(how: str, ranks: int, folder: Path, *libraries: str) -> dict[str, list[d
     start = {"mpi": mpi.run_ranks, "torch": torchrun.run_ranks}[how]
     ended: Any = start(ranks, SCRIPT, folder, *libraries, timeout_s=400, env=environment)
     reports = ended.check().reports
-    assert "--prefix" not in ended.stderr, "rank 0 alone shows what the trainers of transformers print"
+    assert "--prefix" not in ended.stderr, "only rank 0 may print the trainer's output"
     return {library: [reports[rank][library] for rank in range(ranks)] for library in libraries}
 
 
@@ -31,15 +31,17 @@ def differ(values: list[Any]) -> bool:
 def check(library: str, ranks: list[dict[str, Any]], size: int = 1) -> None:
     """Compare the ranks; each ``size`` consecutive ranks are one replica."""
     first, read, kept, last = ([rank[name] for rank in ranks] for name in ("first", "rows", "kept", "last"))
-    assert all(weights == first[0] for weights in first), f"{library}: first weights differ"
-    assert differ(kept), f"{library}: ranks drop out alike"
+    assert all(weights == first[0] for weights in first), f"{library}: ranks began with different weights"
+    assert differ(kept), f"{library}: all ranks dropped the same units"
     replicas = [list(chain.from_iterable(read[start : start + size])) for start in range(0, len(ranks), size)]
     for replica in replicas:
-        assert sorted(replica) == list(range(rows.ROWS)), f"{library}: not all rows, each once"
-    assert differ(replicas), f"{library}: replicas read the same rows"
+        assert sorted(replica) == list(range(rows.ROWS)), f"{library}: a replica must read each row exactly once"
+    assert differ(replicas), f"{library}: the replicas read the same rows"
     for start in range(0, len(ranks), size):
-        assert all(weights == last[start] for weights in last[start : start + size]), f"{library}: a replica is torn"
-    assert differ(last[::size]), f"{library}: replicas are twins"
+        assert all(weights == last[start] for weights in last[start : start + size]), (
+            f"{library}: the ranks of a replica ended with different weights"
+        )
+    assert differ(last[::size]), f"{library}: the replicas ended with equal weights"
 
 
 @pytest.mark.mpi

@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import hosts, mpi
-from support.mpi import ROOT
+from support import hosts, mpi, warm
+from support.mpi import ROOT, base_environment
 
 import asyncdist as ad
 from asyncdist import local_host
 from asyncdist.launch.hosts import host_agent, remote_hosts
-from asyncdist.launch.supervision.endings import how_ended
+from asyncdist.launch.supervision.endings import describe_end
 
 RUN = "asyncdist run"
 SSH = hosts.PROGRAM.parent / "ssh"
@@ -121,7 +121,7 @@ if rank == 2 and how == "kill":
 if how != "well":
     time.sleep(1000)
 """
-#: Waits until none of these processes exists on any host: the login node sees all of them.
+#: Waits until the processes exist on no host: the login node sees all of them.
 GONE = "while pgrep -x -f 'sleep {mark}' >/dev/null; do sleep 0.05; done; echo gone"
 STARTED = "while [ $(ls {folder} | wc -l) != 4 ]; do sleep 0.02; done"
 
@@ -134,10 +134,10 @@ STARTED = "while [ $(ls {folder} | wc -l) != 4 ]; do sleep 0.02; done"
             "exit",
             "wait $job",
             7,
-            f"asyncdist run: rank 2 {how_ended(7)}",
+            f"asyncdist run: rank 2 {describe_end(7)}",
             marks=pytest.mark.long,
         ),
-        ("kill", "wait $job", 137, f"asyncdist run: rank 2 {how_ended(-signal.SIGKILL)}"),
+        ("kill", "wait $job", 137, f"asyncdist run: rank 2 {describe_end(-signal.SIGKILL)}"),
         pytest.param("stay", "kill -TERM $job; wait $job", 143, "", marks=pytest.mark.long),
         ("stay", "kill -KILL $job; wait $job", 137, ""),
         ("stay", "kill -KILL $(pgrep -P $job | tail -1); wait $job", 255, "the connection to host2 has ended"),
@@ -225,14 +225,15 @@ def test_how_a_job_on_mpi_ends_between_hosts(how: str, after: str, code: int, sa
     """Regression: MPI ended the job with 14 before the killed rank was known, or ranks before they printed."""
     script, there = tmp_path / "ending.py", tmp_path / "there"
     script.write_text(MPI_ENDING)
-    start = f"{HEEDS_CTRL_C} {RUN} --hosts {LAYOUTS[2]} --transport mpi {script} {how} {there} & job=$!"
+    program = " ".join(warm.command(script, (how, there), base_environment(), {}))
+    start = f"{HEEDS_CTRL_C} {RUN} --hosts {LAYOUTS[2]} --transport mpi {program} & job=$!"
     steps = [start, *([f"while ! [ -e {there} ]; do sleep 0.02; done", after] if after else []), "wait $job; exit $?"]
     result = hosts.run(2, ["sh", "-c", "\n".join(steps)]).check(code)
     assert len(re.findall(said, result.stderr, re.MULTILINE)) == 1, result.output()
-    assert "exited due to process rank" not in result.stderr, "mpirun blames another rank"
+    assert "exited due to process rank" not in result.stderr, "mpirun reports another rank as the cause"
 
 
-# -- what is missing on a host ----------------------------------------------------------------------------------------
+# -- missing on a host ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -285,7 +286,7 @@ def test_a_host_that_does_not_answer_is_named_and_not_waited_for(monkeypatch: py
         pytest.raises(local_host.LaunchError, match=r"^a, b: the host did not answer within 0\.3 s$"),
         remote_hosts.connected(hosts, silent, str(script)),
     ):
-        pytest.fail("nobody has answered")
+        pytest.fail("no host has answered, so connected() must raise")
     assert subprocess.run(["pgrep", "-f", silent[2]], capture_output=True, check=False).stdout == b""
 
 

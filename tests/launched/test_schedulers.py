@@ -107,7 +107,9 @@ def test_hydra_starts_a_job_of_two_ranks_for_each_run(tmp_path: Path) -> None:
     here = {"+folder=/shared/sweep": f"+folder={tmp_path}", "+steps=1000": "+steps=60"}
     run_on_slurm(tmp_path, [sys.executable, *(here.get(word, word) for word in words)])
     assert sorted(path.name for path in tmp_path.glob("lr-*")) == ["lr-0.01", "lr-0.1"]
-    assert len(list(tmp_path.glob("lr-*/*/rank-*.pt"))) == 2 * 2 * 2, "two runs of two ranks keep two checkpoints"
+    assert len(list(tmp_path.glob("lr-*/*/rank-*.pt"))) == 2 * 2 * 2, (
+        "two runs of two ranks must keep two checkpoints each"
+    )
 
 
 def run_on_slurm(folder: Path, command: list[str]) -> str:

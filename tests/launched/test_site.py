@@ -84,8 +84,10 @@ def test_every_link_and_anchor_leads_somewhere(pages: dict[Path, Page]) -> None:
 def test_nothing_is_fetched_from_another_host(site: Path, pages: dict[Path, Page]) -> None:
     for path, page in pages.items():
         for fetched in page.fetched:
-            assert not re.match(r"\w+:|//", fetched), f"{path.name} fetches {fetched}"
-            assert (path.parent / urldefrag(fetched)[0]).is_file(), f"{path.name} fetches {fetched}"
+            assert not re.match(r"\w+:|//", fetched), f"{path.name} fetches {fetched} from another site"
+            assert (path.parent / urldefrag(fetched)[0]).is_file(), (
+                f"{path.name} fetches {fetched}, which does not exist"
+            )
     for style in site.rglob("*.css"):
         assert re.findall(r"(?:url\(|@import )[\"']?(?:https?:|//)[^)]*", style.read_text()) == [], style.name
 
@@ -99,13 +101,13 @@ def test_every_diagram_is_drawn_by_what_the_site_has_itself(site: Path, pages: d
         text = path.read_text()
         here = text.count('<pre class="mermaid"><code>')
         own = [index for index, name in enumerate(page.fetched) if name.endswith("assets/mermaid.tiny.js")]
-        assert len(own) == bool(here), f"{path.name} has {here} diagrams"
+        assert len(own) == bool(here), f"{path.name} has {here} diagrams, and loads another number of scripts for them"
         bundle = next(index for index, name in enumerate(page.fetched) if "/bundle." in name)
-        assert not own or own[0] < bundle, f"{path.name}: the theme comes first"
+        assert not own or own[0] < bundle, f"{path.name}: the theme must be loaded before the bundle"
         drawn += here
     assert drawn == written > 5
     assert (site / "assets" / "mermaid.tiny.js").read_text().rstrip().endswith(".default;"), (
-        "it sets no globalThis.mermaid"
+        "the script must end with a default export"
     )
     assert (site / "assets" / "mermaid.LICENSE.txt").is_file()
 

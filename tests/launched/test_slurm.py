@@ -61,7 +61,7 @@ def test_srun_without_a_plugin_runs_on_torch(program: list[str]) -> None:
 
 
 def test_a_rank_0_that_is_not_on_the_first_host_is_told_at_once(program: list[str]) -> None:
-    """Slurm sorts the hosts of a step whatever their ranks are; with the address of rank 0 the ranks meet."""
+    """Slurm sorts the hosts of a step whatever their ranks are; with the address of rank 0 the ranks connect."""
     step = f"srun -N 2 -n 2 -m arbitrary -w host2,host1 {shlex.join(program)}"
     result = slurm.run(2, ["sh", "-c", f"{step}; export MASTER_ADDR=host2; {step}"]).check()
     assert len(re.findall(r"rank 0 .*\bhost1\b.*\bSLURM_STEP_NODELIST\b", result.stderr)) == 2
@@ -118,7 +118,7 @@ def test_asyncdist_run_starts_n_ranks_in_an_allocation(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=pytest.mark.mpi)])
 def test_asyncdist_run_starts_ranks_on_hosts_of_an_allocation(transport: str, tmp_path: Path) -> None:
-    """The hosts are not those of the allocation, and srun's variables describe a different task."""
+    """The hosts are outside the allocation, and srun's variables describe a different task."""
     if transport == "mpi":
         mpi.require_mpi()
     (tmp_path / "train.py").write_text(TRAIN)

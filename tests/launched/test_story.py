@@ -231,7 +231,7 @@ def test_an_mpirun_that_is_asked_while_it_begins_goes_on() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "lives\n", "")
 
 
-@pytest.mark.skipif(not guardians.ARE_HERE, reason="there are no guardians")
+@pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="there are no guardians")
 def test_a_guardian_under_mpirun_is_asked_while_it_begins() -> None:
     """Regression: the guardian ended, and mpirun ended the job."""
     command = guardians.guarded(["/bin/true"])

@@ -27,9 +27,10 @@ from support.subprocesses import METHODS, TIMEOUT_S, config, launch_here, note_r
 import asyncdist as ad
 from asyncdist import rank_program
 from asyncdist.errors import RankLostError, TransportError
-from asyncdist.launch import guardians, local_ranks, rank_process, spawn
+from asyncdist.launch import guardians, local_ranks, process_groups, rank_process, spawn
 from asyncdist.launch.config import MultiprocessConfig
-from asyncdist.launchers import addresses
+from asyncdist.launchers import addresses, launcher_signals
+from asyncdist.transports.torch_distributed.meeting import serving
 
 # ------------------------------------------------------------------------------------------------------------ failures
 
@@ -58,7 +59,7 @@ def test_of_two_failures_the_earlier_one_is_named(monkeypatch: pytest.MonkeyPatc
     children = []
     for rank in (1, 0):  # in the order of their failures
         ours, theirs = multiprocessing.Pipe(duplex=False)
-        rank_process._Story(theirs).tell(RuntimeError(f"story of rank {rank}"))
+        rank_process._FailureNotice(theirs).send(RuntimeError(f"story of rank {rank}"))
         children.append(spawn._Child(rank, cast(Any, SimpleNamespace(exitcode=1)), ours))
     assert "story of rank 1" in spawn._find_cause(children[::-1])
 
@@ -66,7 +67,7 @@ def test_of_two_failures_the_earlier_one_is_named(monkeypatch: pytest.MonkeyPatc
 def wait_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while left := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"{left} are left"
+        assert time.monotonic() < deadline, f"processes {left} still run"
         time.sleep(0.02)
 
 
@@ -132,7 +133,7 @@ def start_children(folder: str, how: str) -> None:
         raise ValueError("story")
 
 
-@pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere only its process group ends with a rank")
+@pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="elsewhere only its process group ends with a rank")
 @pytest.mark.parametrize(
     ("method", "how"), [("forkserver", "return"), pytest.param("spawn", "raise", marks=pytest.mark.long)]
 )
@@ -270,9 +271,27 @@ def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(
     ):
         ad.init_and_run(nothing, cfg)
     assert not dist.is_initialized()
-    assert capfd.readouterr().err == "", "torch prints the stack of each try"
+    assert capfd.readouterr().err == "", "torch must not print the stack of each attempt"
     with pytest.raises(ValueError, match="timeout_s must be > 0 seconds, got 0"):
         ad.init_dist(0, 0, 1, 1, "127.0.0.1", port, timeout_s=0)
+
+
+def test_a_listener_that_does_not_answer_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the rank waited forever, and ignored Ctrl-C, if a web server listened at the port."""
+    monkeypatch.setattr(serving, "_MARGIN_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        with pytest.raises(TransportError, match=f"127.0.0.1:{port} within 0.1 s: .* does not answer"):
+            process_groups._join_store(f"tcp://{host}:{port}", (host, port), 1, 2, 0.1)
+
+
+def test_the_store_of_a_process_group_listens_at_its_address() -> None:
+    """Regression: the store, which knows no secret, listened at all addresses of the host."""
+    port = addresses.find_free_port()
+    store = process_groups._join_store("env://", ("127.0.0.1", port), 0, 1, 5.0)
+    with socket.create_server(("127.0.0.2", port)):  # fails if the store listens there, too
+        store.set("key", "value")
+        assert store.get("key") == b"value"
 
 
 def test_a_taken_master_port_is_named_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +342,7 @@ def ignore_signals(folder: str) -> None:
 
 
 def test_a_rank_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawn, "STOP_S", 0.2)
+    monkeypatch.setattr(launcher_signals, "STOP_S", 0.2)
     with pytest.raises(RuntimeError, match="story"):
         launch_here(ignore_signals, config(), str(tmp_path))
     assert [pid for pid in pids_in(tmp_path, 2) if is_alive(pid)] == []
@@ -430,7 +449,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere the descendants are not listed")
+@pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="elsewhere the descendants are not listed")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_one_signal_to_all_processes_leaves_ranks_time(tmp_path: Path, number: signal.Signals) -> None:
@@ -440,9 +459,9 @@ def test_one_signal_to_all_processes_leaves_ranks_time(tmp_path: Path, number: s
     process = subprocess.Popen(command, env=mpi.base_environment(), stderr=subprocess.PIPE, start_new_session=True)
     try:
         pids_in(tmp_path, 2)
-        for pidfd in (os.pidfd_open(process.pid), *guardians.open_descendants(process.pid)):
-            signal.pidfd_send_signal(pidfd, number)
-            os.close(pidfd)
+        for handle in (guardians.ProcessHandle(process.pid), *guardians.open_descendants(process.pid)):
+            handle.send(number)
+            handle.close()
         _, error = process.communicate(timeout=TIMEOUT_S)
     finally:
         mpi._kill_session(process.pid)

@@ -400,8 +400,10 @@ def test_ranks_that_are_coroutines_talk(tmp_path: Path, fails: bool, capfd: pyte
         with pytest.raises(RuntimeError, match=r"(?s)rank 1 .*ValueError: story of rank 1") as caught:
             launch_here(talk, cfg, str(tmp_path), fails=True)
         text = str(caught.value)
-        assert text.count("Traceback") == text.count("  File ") == 1 and ", in talk" in text, "the user's frame alone"
-        assert "story of rank 1" not in capfd.readouterr().err, "what is raised here is not printed there"
+        assert text.count("Traceback") == text.count("  File ") == 1 and ", in talk" in text, (
+            "the traceback must contain only the user's frame"
+        )
+        assert "story of rank 1" not in capfd.readouterr().err, "an error that is raised must not be printed as well"
     else:
         launch_here(talk, cfg, str(tmp_path), fails=False)
     assert reports(tmp_path) == [[0, 4, 2], [1, 4, 4], [2, 4, 2], [3, 4, 4]]

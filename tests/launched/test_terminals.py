@@ -20,7 +20,7 @@ from support import mpi
 
 from asyncdist.launch import guardians
 
-pytestmark = pytest.mark.skipif(not guardians.ARE_HERE, reason="without guardians ranks have no input")
+pytestmark = pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="without guardians ranks have no input")
 
 #: Generous limits: they fail only tests that hang, not tests that are slow.
 TIMEOUT_S = 90.0
@@ -100,9 +100,10 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def terminal(folder: Path, source: str, *options: str) -> Iterator[Terminal]:
+def terminal(folder: Path, source: str, *options: str, is_alone: bool = False) -> Iterator[Terminal]:
     (folder / "train.py").write_text(source)
-    opened = Terminal([sys.executable, "-m", "asyncdist", "run", *options, "train.py"], folder)
+    launcher = [] if is_alone else ["-m", "asyncdist", "run", *options]
+    opened = Terminal([sys.executable, *launcher, "train.py"], folder)
     try:
         yield opened
     finally:
@@ -126,6 +127,49 @@ def test_rank_0_debugs_in_the_terminal_whose_keys_reach_all(tmp_path: Path, tran
         job.type("\x03")
         assert job.finish() == 128 + signal.SIGINT, job.said
     assert "caught [0]\r\n" in job.said and "caught [1]\r\n" in job.said
+
+
+IGNORES = """
+import asyncio, time
+import asyncdist as ad
+
+async def main(world):
+    await ad.barrier()
+    while True:
+        try:
+            print("begun", flush=True)
+            await world.sleep(300)
+        except asyncio.CancelledError:
+            print("stopping", flush=True)
+            while True:
+                time.sleep(0.05)
+
+ad.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "torch",
+        pytest.param("none", marks=pytest.mark.long),
+        pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.long]),
+    ],
+)
+def test_two_quick_ctrl_c_end_ranks_that_do_not_stop(tmp_path: Path, transport: str) -> None:
+    """Regression: the second key within a second counted as a copy of the first, and ranks ran on for 10 s."""
+    options = ("--transport", transport, "-n", "2")
+    with terminal(tmp_path, IGNORES, *options, is_alone=transport == "none") as job:
+        ranks = range(1 if transport == "none" else 2)
+        for _ in ranks:
+            job.await_text("begun")
+        job.type("\x03")
+        for _ in ranks:  # two signals that a rank has not handled yet would be one
+            job.await_text("stopping")
+        job.type("\x03")
+        pressed_at = time.monotonic()
+        assert job.finish() == 128 + signal.SIGINT, job.said
+        assert time.monotonic() - pressed_at < 8.0, "the job must end before launchers kill its ranks, after 10 s"
 
 
 COUNTS = """

@@ -133,7 +133,7 @@ def test_page_of_a_real_job_follows_it_to_its_end(tmp_path: Path) -> None:
         assert (steps()[0] or 0) > 20 and told["is_running"], told
         (tmp_path / "stop").touch()
         assert wait_until(lambda: not ask()["is_running"]), told
-        assert [line["rank"] for line in told["lines"]] == [0, 1], "the last answers have gone"
+        assert [line["rank"] for line in told["lines"]] == [0, 1], "each rank must have one line of answers"
         page.send_signal(signal.SIGINT)
         assert page.communicate(timeout=30)[1] == "" and page.returncode == 0
     finally:
@@ -212,7 +212,7 @@ def test_live_shows_the_table_below_output_with_true_last_steps(tmp_path: Path, 
     assert sorted(steps) == ["0", "1"], terminal.said
     last = re.split(r"^\W*job ", terminal.said, flags=re.MULTILINE)[-1]
     assert dict(re.findall(r"^ +(\d) +mine +(\d+) ", last, re.MULTILINE)) == steps, terminal.said
-    assert "before the end" not in terminal.said, "no row of the last table is old"
+    assert "before the end" not in terminal.said, "the last table must show only current values"
 
 
 @pytest.mark.long
@@ -234,7 +234,7 @@ def test_no_rank_outlives_a_killed_command(tmp_path: Path) -> None:
         assert wait_until(lambda: terminal.shows(r"^ +0 +mine")), terminal.said
         script = str(tmp_path / "script.py").encode()
         running = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if script in command_line(pid)]
-        assert len(running) >= 4, "the command, its child and two ranks"
+        assert len(running) >= 4, "the command, its child and both ranks must be running"
         terminal.job.kill()
         assert terminal.job.wait(60) == -signal.SIGKILL
         assert wait_until(lambda: not any(map(is_alive, running)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import re
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -48,8 +50,10 @@ def test_what_involves_a_killed_rank_fails_and_names_it(rank: int) -> None:
     kinds = ["receive", "large receive", "large send", *(["stream"] if rank in (0, 1) else [])]
     assert found["errors"] == {kind: ["RankLostError", VICTIM] for kind in kinds}
     assert found["text"].startswith("rank 2 is gone: its connection was closed (")
-    assert "GLHF" not in found["text"] and ".cc" not in found["text"], "gloo's own words to its developers"
-    assert found["later"] == ["2", "2"], "a send and a receive posted afterwards"
+    assert "GLHF" not in found["text"] and ".cc" not in found["text"], (
+        "gloo's advice to its own developers must not be shown"
+    )
+    assert found["later"] == ["2", "2"], "a send and a receive posted afterwards must still work"
     assert (found["lost"], VICTIM in found["gone"]) == ([VICTIM], True)
 
 
@@ -110,7 +114,25 @@ def test_consequences_of_a_failure_are_one_line_each() -> None:
 def test_a_peer_that_cannot_listen_is_aborted() -> None:
     result = run_ranks(2, ENDS, "raises_beside_a_blocked_peer").check(1, 1)
     assert "ranks [0] did not stop within 1 s; aborting the job" in result.stderr
-    assert re.search(r"rank 1 aborted the job: process \d+ ends\n", result.stderr), "each process says so"
+    assert re.search(r"rank 1 aborted the job: process \d+ ends\n", result.stderr), (
+        "each process must report that it ends"
+    )
+
+
+def test_a_signal_gives_ranks_time_to_clean_up() -> None:
+    """Regression: after grace_s, a rank that had stopped aborted the others, which were saving their checkpoints."""
+    result = run_ranks(2, ENDS, "cleans_up_long_while_blocked").check(143, 143)
+    assert result.reports[1] == {"has_saved": True}
+    assert "ranks [1] did not stop within 1 s; the job will be aborted after 10 s" in result.stderr
+
+
+def test_a_signal_after_another_ranks_stop_cancels_nothing() -> None:
+    """Regression: the rank's own signal cancelled an await in ``finally`` that the other rank's stop had begun."""
+    result = run_ranks(2, ENDS, "cleans_up_as_its_own_signal_comes").check(143, 143)
+    assert result.reports[1] == {"has_saved": True}
+    assert "rank 1 was terminated (SIGTERM); rank 1 was waiting for" in result.stderr, (
+        "in a sleep, or still in the barrier"
+    )
 
 
 def test_an_exit_code_is_kept() -> None:
@@ -135,9 +157,9 @@ class SlowLink:
 
     seconds: float
     error: RankLostError | None = None
-    said_goodbye: bool = True
+    has_sent_goodbye: bool = True
 
-    def say_goodbye(self) -> None:
+    def send_goodbye(self) -> None:
         """Do nothing, because no peer receives it."""
 
     def join(self, deadline: float) -> list[str]:
@@ -153,7 +175,7 @@ def test_threads_that_end_late_are_awaited_without_failing(is_failed: bool, capl
         mesh.close(gloo_mesh.HOPELESS_JOIN_S if is_failed else gloo_mesh.JOIN_S)
     assert ("threads that wait for gloo did not end: post-1" in caplog.text) == is_failed
     assert mesh.links == {}
-    mesh.links = cast(Any, {1: SlowLink(10.0, RankLostError("rank 1 is gone", rank=1), said_goodbye=False)})
+    mesh.links = cast(Any, {1: SlowLink(10.0, RankLostError("rank 1 is gone", rank=1), has_sent_goodbye=False)})
     mesh.close()
     assert "threads that wait for gloo did not end: post-1" in caplog.text
 
@@ -217,3 +239,23 @@ def test_all_frames_of_a_dead_peer_are_taken_before_its_loss(count: int) -> None
         matcher.callbacks.empty()
     assert [list(buffer) for receive, buffer in receives if receive.done] == [[number] for number in range(count)]
     assert [line.partition(": ")[0] for line in lost] == ["3"] and "rank=3" in lost[0]
+
+
+def test_the_groups_of_a_replaced_process_are_freed_at_once() -> None:
+    """Regression: gloo's ports, connections and threads remained until the next full garbage collection."""
+    mesh = gloo_mesh.Mesh((), 0, 1, Matcher(CallbackQueue()))
+    groups = [DyingPeer([]), DyingPeer([])]
+    link = Link(1, 1, groups[0], groups[1], mesh._matcher, mesh._on_lost)
+    link._transfers_of(7)
+    assert link.join(time.monotonic() + LONG_S) == []
+    mesh._matcher.callbacks.empty()
+    mesh._replaced = [(link, cast(Any, groups))]
+    freed = weakref.ref(groups[0])
+    gc.disable()
+    try:
+        del link, groups
+        mesh._connected = {1: (1, [DyingPeer([]), DyingPeer([])])}
+        assert mesh.accept(1, 1)
+        assert freed() is None
+    finally:
+        gc.enable()

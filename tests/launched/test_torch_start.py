@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -21,7 +23,7 @@ from asyncdist import cli
 from asyncdist.errors import TransportError
 from asyncdist.launchers import addresses, detection, job_rendezvous
 from asyncdist.launchers.variables import TorchRendezvous
-from asyncdist.transports.torch_distributed.meeting import rendezvous
+from asyncdist.transports.torch_distributed.meeting import rendezvous, serving
 from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering as Gathering
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 from asyncdist.transports.torch_distributed.transport import TorchTransport
@@ -98,7 +100,7 @@ def test_beside_a_process_group_of_the_user_under_torchrun(order: str) -> None:
 
 
 def test_beside_distributed_data_parallel() -> None:
-    """The script computes with plain torch what either model must be."""
+    """The script computes the expected weights of both models with plain torch."""
     reports = run_ranks(3, "tests/scripts/beside_ddp.py").check().reports
     for refusals, averages, kept, off, apart, weights in reports.values():
         assert [text.partition(": ")[0] for text in refusals] == ["ValueError", "LocalProtocolError"]
@@ -214,11 +216,11 @@ FAILS_ONCE = """
 @pytest.mark.parametrize(("when", "unshared"), [("early", "0"), ("late", "1")])
 @pytest.mark.long
 def test_two_agents_that_count_restarts_differently_meet_again(tmp_path: Path, when: str, unshared: str) -> None:
-    """Regression: agents count only their own failures, 0 and 1, and ranks that used the count never met."""
+    """Regression: agents count only their own failures, 0 and 1, and ranks that used the count never connected."""
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": unshared}
     told = tmp_path / "told"
     result = run_torchruns(2, FAILS_ONCE, told, when, options=("--max-restarts", "2"), **env).check()
-    assert told.exists(), "rank 1 has not failed"
+    assert told.exists(), "rank 1 did not fail at its first start"
     if when == "early":  # otherwise both fail, or one is stopped before it fails
         assert sorted(count for count, _ in result.reports.values()) == ["0", "1"]
     assert [values for _, values in result.reports.values()] == [[2, 2], [2, 2]]
@@ -305,7 +307,7 @@ def test_missing_ranks_are_named_before_the_start_is_abandoned(
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(rendezvous, "MISSING_NOTICE_S", 0.0)
     with pytest.raises(TransportError, match=f"rank {rank} "):
-        Gathering(SealedStore(dist.HashStore(), JobSecret()), rank, 3, time.monotonic() + 0.1).come()
+        Gathering(SealedStore(dist.HashStore(), JobSecret()), rank, 3, time.monotonic() + 0.1).wait_for_all()
     missing = {0: [1, 2], 1: [0]}
     said = f"rank {rank} waits for ranks {missing.get(rank)}, which have not arrived at the start of the world"
     assert [said in text for text in caplog.messages] == ([True] if rank in missing else [])
@@ -364,6 +366,23 @@ def test_a_store_that_is_gone_is_not_retried_beyond_the_timeout() -> None:
         rendezvous._reach(place, port, deadline=time.monotonic())
 
 
+def test_a_listener_that_does_not_answer_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: a rank silently waited forever, and ignored Ctrl-C, if a web server listened at MASTER_PORT."""
+    monkeypatch.setattr(rendezvous, "NOTICE_S", 0.0)
+    monkeypatch.setattr(serving, "_MARGIN_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        place = TorchRendezvous(1, 2, "127.0.0.1", port, False)
+        with pytest.raises(TransportError, match=f"at 127.0.0.1:{port} .* does not answer; another program may use"):
+            rendezvous._reach(place, port, deadline=time.monotonic())
+        assert f"the process that listens at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT) does not answer" in caplog.text
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            rendezvous._reach(place, port, deadline=time.monotonic() + 3)
+
+
 def test_an_address_that_leads_to_no_host_is_named_at_once() -> None:
     """Regression: the address was looked up again and again, for 300 s."""
     result = run_source(2, SHORT_START.replace("= 3.0", "= 300.0"), env={"MASTER_ADDR": "no host.invalid"}).check(1, 1)
@@ -410,11 +429,11 @@ def test_the_rendezvous_is_what_torchrun_says() -> None:
 def gather(store: Any, ranks: Sequence[int], size: int, timeout_s: float = 100.0) -> list[str]:
     """Start these ranks, a thread each, and return the token of their world or the error of each rank."""
 
-    def come(rank: int) -> str:
+    def wait_for_all(rank: int) -> str:
         gathering = Gathering(store, rank, size, time.monotonic() + timeout_s)
         try:
-            gathering.come()
-            gathering.let_go()
+            gathering.wait_for_all()
+            gathering.release_others()
         except TransportError as error:
             return str(error)
         return bytes(gathering.world.get("whose")).decode() if rank else whose(gathering)
@@ -425,7 +444,7 @@ def gather(store: Any, ranks: Sequence[int], size: int, timeout_s: float = 100.0
         return token
 
     with concurrent.futures.ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(come, ranks))
+        return list(pool.map(wait_for_all, ranks))
 
 
 def test_ranks_gather_again_after_other_processes_said_hello() -> None:
@@ -433,8 +452,8 @@ def test_ranks_gather_again_after_other_processes_said_hello() -> None:
     for rank in range(4):
         store.set(f"asyncdist/hello/{rank}", "of somebody dead")
     worlds = [set(gather(store, range(size), size)) for size in (4, 4, 2, 3)]
-    assert [len(tokens) for tokens in worlds] == [1, 1, 1, 1], "ranks of one gathering are in one world"
-    assert len(set.union(*worlds)) == 4, "and not in that of another one"
+    assert [len(tokens) for tokens in worlds] == [1, 1, 1, 1], "the ranks of one gathering must be in one world"
+    assert len(set.union(*worlds)) == 4, "each gathering must have its own world"
 
 
 def test_a_rank_restarted_while_others_gather_is_answered_again() -> None:

@@ -64,7 +64,9 @@ def test_a_communicator_of_some_ranks_is_refused_or_used() -> None:
         told = ended.reports[rank]["told"]
         assert "group must have all 3 ranks of the job when the world is opened" in told
         assert "initialize_distributed_compute" in told and "asyncdist.blocking.process_world()" in told
-    assert [ended.reports[rank]["weight"] for rank in (0, 1)] == [0.0, 0.0], "rank 1 was the worst"
+    assert [ended.reports[rank]["weight"] for rank in (0, 1)] == [0.0, 0.0], (
+        "rank 1 was the worst, so its weight must have been replaced"
+    )
 
 
 LATE = """
@@ -100,7 +102,7 @@ def check(reports: Any, buffer: int) -> None:
     training = [reports[rank] for rank in range(buffer)]
     assert all(each["averages"] == each["counted"] for each in training)
     assert sum(each["averages"] for each in training) > 0, training
-    assert all(each["best_score"] > 0 for each in training), "the buffer rank has answered"
+    assert all(each["best_score"] > 0 for each in training), "the rank with the buffer did not answer"
     assert reports[buffer]["exits"] == buffer
     assert training[0]["metadata"]["n_modes_found"] <= reports[buffer]["modes"]
 

@@ -42,7 +42,7 @@ def test_an_unplugged_host_and_the_others_lose_each_other() -> None:
     assert [reports[rank]["lost"] for rank in (0, 1)] == [unplugged.VICTIM] * 2
     assert reports[unplugged.VICTIM]["lost"] in (0, 1)
     assert [reports[rank]["left"] for rank in range(3)] == [2, 2, 1]
-    assert all(report["steps"] > 20 for report in reports.values()), "they trained on until it was known"
+    assert all(report["steps"] > 20 for report in reports.values()), "the ranks must train until they learn of the loss"
 
 
 @pytest.mark.mpi
@@ -248,4 +248,4 @@ def test_a_watched_mpirun_gets_signals_and_dies_with_its_watcher(number: signal.
         assert watcher.stdout is not None
         watcher.stdout.readline()
         watcher.kill()
-        assert watcher.stdout.read() == b"", "nobody has the other end any more"
+        assert watcher.stdout.read() == b"", "the other end of the pipe must be closed"

@@ -74,7 +74,7 @@ with Interrupts():
 """
 
 
-@pytest.mark.skipif(not guardians.ARE_HERE, reason="no process can open the files of another")
+@pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="no process can open the files of another")
 def test_mpirun_shows_the_answer_of_a_rank_to_a_signal(tmp_path: Path) -> None:
     """Regression: Open MPI's mpirun showed nothing, because it ends its ranks without reading their output."""
     paths = tmp_path / "stdout", tmp_path / "stderr"
@@ -85,7 +85,7 @@ def test_mpirun_shows_the_answer_of_a_rank_to_a_signal(tmp_path: Path) -> None:
     assert (ended.returncode, said) == (0, ["on standard output\n", "on standard error\n"])
 
 
-@pytest.mark.skipif(not guardians.ARE_HERE, reason="no process can open the files of another")
+@pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="no process can open the files of another")
 def test_redirected_output_stays_redirected_at_a_signal(tmp_path: Path) -> None:
     """Only the rank's standard output is the launcher's."""
     sends = f"import os; os.dup2(os.open({str(tmp_path / 'own')!r}, os.O_WRONLY | os.O_CREAT), 1)\n{IS_STOPPED}"

@@ -53,6 +53,23 @@ def test_it_ends_as_its_rank_does(ending: str, code: int, word: str) -> None:
 
 
 @is_possible
+def test_only_libraries_outlive_the_end_of_a_warm_rank() -> None:
+    source = """
+        import atexit, ctypes, sys, weakref
+        import asyncdist, torch
+
+        def tell(word):
+            ctypes.CDLL(None).printf(word + b"\\n")  # C prints it when the process ends
+
+        atexit.register(tell, b"exit handler")
+        for name, module in (("asyncdist", asyncdist), ("torch", torch)):
+            module.planted = type("Planted", (), {"__del__": lambda self, word=name.encode(), tell=tell: tell(word)})()
+        sys.exit(7)
+    """
+    assert torchrun.run_source(1, source).check(7).stdout.splitlines() == ["exit handler", "asyncdist"]
+
+
+@is_possible
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_who_is_ended_takes_the_rank_along(number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -69,7 +69,9 @@ def test_mpi_a_failure_is_printed_once_and_ends_every_rank() -> None:
         """,
     ).check(returncode=None)
     assert result.stderr.count("Traceback (most recent call last)") == 1
-    assert result.stderr.count("ValueError: on purpose") == 3, "the traceback, and a line from each of the others"
+    assert result.stderr.count("ValueError: on purpose") == 3, (
+        "rank 1 must print the traceback, and each other rank one line"
+    )
     assert failed_ranks(result.stderr) == [1]
     assert {*stopped_by(result.stderr, 1)} == {0, 2}
     assert all("rank 1 " in result.reports[rank] for rank in (0, 2))

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import asyncdist as ad
 from asyncdist import environment
 from asyncdist.integrations import joining
-from asyncdist.launchers import child_environment
+from asyncdist.launchers import child_environment, detection
 from protocols import AverageAllPolicy, DiLoCoPolicy, PopulationTrainingPolicy
 
 
@@ -75,6 +75,35 @@ def test_variables_that_a_launcher_sets_later_are_hidden(monkeypatch: pytest.Mon
     assert State().size == "2"
 
 
+@pytest.mark.parametrize(
+    "listed, count, seen, seen_by_replica",
+    [
+        (None, 4, "1", "2,3"),
+        ("4,5,6,7", 4, "5", "6,7"),  # of all ranks on the host
+        ("4,5,-1,6", 2, "5", "4,5"),  # CUDA ignores all GPUs after the first invalid one
+        ("GPU-8a,GPU-9b", 2, "GPU-9b", "GPU-8a,GPU-9b"),
+        ("6", 1, "6", "6"),  # of this rank alone
+        (None, 0, None, None),
+    ],
+)
+def test_a_rank_sees_one_of_the_visible_gpus(
+    monkeypatch: pytest.MonkeyPatch, listed: str | None, count: int, seen: str | None, seen_by_replica: str | None
+) -> None:
+    """Regression: if CUDA_VISIBLE_DEVICES listed the GPUs of all ranks, as under Slurm, all ranks used the first."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed or "")
+    if listed is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(joining, "_visible_gpus", [])
+    monkeypatch.setattr(detection, "local_rank", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(child_environment, "hide_ranks", lambda: None)
+    joining.hide_ranks()
+    assert environment.VARIABLES.get("CUDA_VISIBLE_DEVICES") == seen
+    joining.choose_gpus([2, 3])
+    joining.hide_ranks()  # as before the Accelerator of each trainer
+    assert environment.VARIABLES.get("CUDA_VISIBLE_DEVICES") == seen_by_replica
+
+
 @pytest.mark.slow  # imports accelerate
 def test_a_population_has_a_prepared_scheduler(integration: Any) -> None:
     """Regression: the policy refused a scheduler that was prepared, or whose optimizer was."""
@@ -107,7 +136,9 @@ def test_ranks_of_a_process_accumulate_gradients_apart(integration: Any) -> None
     def main(_: ad.blocking.World) -> int:
         return int(train(integration, AverageAllPolicy, 2, gradient_accumulation_steps=3).iteration)
 
-    assert ad.run_local(ad.blocking.hosted(main), ranks=3, strict=True) == [4] * 3, "after batches 3 and 5 of an epoch"
+    assert ad.run_local(ad.blocking.hosted(main), ranks=3, strict=True) == [4] * 3, (
+        "each epoch of 5 batches must have 2 updates, after batches 3 and 5"
+    )
 
 
 @pytest.mark.slow  # imports accelerate

@@ -95,8 +95,8 @@ def test_training_continues_as_if_nothing_was_seen(kind: str) -> None:
         for step in seen[0][1]:
             assert all(equal_states(anchors[step], seen[0][1][step]) for _, anchors, _ in seen), f"step {step}"
     for _, anchors, _ in seen:
-        assert equal_states(anchors[0], parameters(Mixed(1.0))), "the first anchor is the first weights"
-        assert not equal_states(anchors[0], anchors[STEPS - 1]), "the anchor has moved"
+        assert equal_states(anchors[0], parameters(Mixed(1.0))), "the first anchor must be the first weights"
+        assert not equal_states(anchors[0], anchors[STEPS - 1]), "the anchor did not change"
 
 
 def test_the_anchor_is_the_formulas() -> None:
@@ -197,7 +197,7 @@ def test_calls_that_would_mix_both_weights_are_refused(kind: str, tmp_path: Path
                 for call in (policy.step, policy.settle, policy.anchor_weights().__aenter__):
                     with pytest.raises(ad.BusyError, match="anchor_weights") as caught:
                         await call()
-                    assert caught.value.state == "lent"
+                    assert caught.value.state == "evaluating"
                 with pytest.raises(ad.BusyError, match="anchor_weights"):
                     await ad.save_population(tmp_path, model, policy=policy)
             await policy.step()

@@ -63,6 +63,8 @@ def test_a_correction_needs_an_outer_optimizer() -> None:
         ("averaging_timeout", "grace_s"),
         ("grace", "grace_steps"),
         ("fragments", "DiLoCoPolicy"),
+        ("tau", "DiLoCoPolicy"),
+        ("outer_momentum", "outer_optimizer"),
         ("dylu", "dynamic_steps"),
         ("model_merge_weight", "merge_weight"),
     ],

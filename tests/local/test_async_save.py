@@ -125,7 +125,7 @@ def test_failed_write_is_logged_and_raised_where_save_is_awaited(
         with pytest.raises(OSError if world.rank == 1 else RemoteError, match="No space left"):
             await save
         await ad.async_save_population(tmp_path, *filled(3.0))
-        assert (await loaded(tmp_path))[1] == 3.0, "it waits for the save under way"
+        assert (await loaded(tmp_path))[1] == 3.0, "save must wait for the save in progress"
 
     ad.simulate(main, ranks=2, strict=True).value()
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
@@ -165,7 +165,6 @@ async def test_saved_copy_shares_tensors_as_the_model_and_is_exact(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.* of the .* ranks begin as copies of others")  # if the survivors have saved
 def test_rank_killed_during_a_save_leaves_a_whole_population(tmp_path: Path) -> None:
     async def main(world: World, value: float) -> None:
         save = await ad.async_save_population(tmp_path, *filled(value), keep=2)
@@ -188,7 +187,7 @@ def test_rank_killed_during_a_save_leaves_a_whole_population(tmp_path: Path) -> 
     assert outcomes == {False, True}
 
 
-# -- beside other tasks of a rank ------------------------------------------------------------------------------------
+# -- alongside other tasks of a rank ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -126,7 +126,7 @@ def test_a_saved_state_continues_to_the_same_bits(world: str) -> None:
             state, weights = averages.state_dict(), copy.deepcopy(half.model.state_dict())
         with pytest.raises(ad.ClosedError):
             averages.state_dict()
-        assert state["in_flight"], "no round was in flight"
+        assert state["in_flight"], "no round was in flight, so the test tests nothing"
         other = made(**options)
         other.load_state_dict(state)
         other.model.load_state_dict(weights)
@@ -155,7 +155,7 @@ def test_a_resumed_policy_continues_with_its_random_states(step_count: int, is_s
             ad.blocking.save_population(tmp_path, policy.model, policy.optimizer, policy=policy)
         if resumes:
             ad.blocking.load_population(tmp_path, policy.model, policy.optimizer, policy=policy)
-            if is_seeded:  # as a program does whose seeding comes late
+            if is_seeded:  # as in a program that seeds late
                 torch.manual_seed(0)
         with Averaging(policy) as averages:
             first = torch.rand(2).tolist()
@@ -204,7 +204,7 @@ def test_a_loaded_state_replaces_the_open_policy_of_the_model(iteration: int) ->
 
 
 def test_an_average_of_all_names_a_rank_that_left_earlier() -> None:
-    """Regression: the error said that the rank had left the world, and did not say what to do."""
+    """Regression: the error said that the rank had left the world, and proposed no solution."""
 
     def main(world: ad.blocking.World) -> None:
         policy = made(AverageAllPolicy)
@@ -260,6 +260,55 @@ def test_a_new_model_after_lost_memory_begins_at_the_anchor() -> None:
 
     first, second = ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1, strict=True).results
     assert first == second
+
+
+def test_a_rank_that_trains_without_averages_has_an_empty_state() -> None:
+    """Regression: ``state_dict()`` raised ClosedError, which ended the training that was to be saved."""
+
+    def main(world: ad.blocking.World) -> Any:
+        states = []
+        for attempt in range(1 + world.rank):
+            model = nn.Linear(1, 1)
+            policy = AverageAllPolicy(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=2, start_timeout_s=1.0
+            )
+            with contextlib.suppress(MemoryError), Averaging(policy) as averages:
+                averages.step()
+                states.append(averages.state_dict())
+                if attempt == 0:
+                    raise MemoryError
+        with pytest.raises(ad.ClosedError) if world.rank else contextlib.nullcontext():
+            averages.state_dict()
+        return [bool(state) for state in states]
+
+    results = ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1, strict=True).results
+    assert results == ([True], [True, False])
+
+
+def test_selective_averaging_refuses_a_function_as_the_metric() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"no option 'metric': .* use Averaging with AsyncSelectiveAveragingPolicy"):
+        SelectiveAveraging(model, optimizer, 2, metric=lambda: 1.0)  # type: ignore[call-arg]
+
+
+def test_a_new_model_that_spoils_means_is_named_as_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: the warning said that the model or the options were of a different kind."""
+
+    def main(world: ad.blocking.World) -> None:
+        for _ in range(1 + world.rank):
+            model = nn.Linear(1, 1)
+            policy = AverageAllPolicy(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=2, start_timeout_s=1.0
+            )
+            with contextlib.suppress(MemoryError), Averaging(policy):
+                raise MemoryError
+
+    ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1, strict=True)
+    (told,) = [record.getMessage() for record in caplog.records if "has run out of memory" in record.getMessage()]
+    assert "begins again with a new model, whose untrained weights" in told
+    assert "in this AverageAllPolicy" in told
+    assert "train the same model again" in told
 
 
 @pytest.mark.parametrize(
@@ -368,3 +417,21 @@ def test_a_scheduled_population_trains_in_a_plain_loop() -> None:
 
     ranks = ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
     assert all(own == base != 0.1 for own, base in ranks)
+
+
+def test_an_averaging_is_saved_like_its_policy(tmp_path: Path) -> None:
+    """Regression: the save raised LocalProtocolError, because the state of ``Averaging`` waits in a blocking call."""
+
+    def main(world: ad.blocking.World) -> list[Any]:
+        policy = made()
+        with Averaging(policy) as averages:
+            for _ in range(6):
+                train(policy, averages, 1.0)
+            ad.blocking.save_population(tmp_path, policy.model, policy.optimizer, policy=averages)
+            other = made()
+            ad.blocking.load_population(tmp_path, other.model, other.optimizer, policy=other)
+        with pytest.raises(ad.ClosedError, match="this averaging has ended"):
+            ad.blocking.save_population(tmp_path, policy.model, policy.optimizer, policy=averages)
+        return [other.iteration, torch.equal(other.model.weight, policy.model.weight)]
+
+    assert ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True) == [[6, True]] * 2

@@ -319,7 +319,7 @@ def test_a_metric_with_a_graph_is_detached() -> None:
             await policy.step(loss=loss)
             del hidden, loss
             gc.collect()
-            assert alive() is None, "the policy keeps the metric's graph"
+            assert alive() is None, "the policy must not keep the metric's graph alive"
 
     run(main, 2)
 

@@ -52,7 +52,9 @@ def test_signal_after_the_loops_last_turn_is_raised_on_return(
         with pytest.raises(kind):
             world.call(waiting)
             seen.append("went on")
-        assert [world.call(waiting), world.call(quick)] == [1, 1], "it has been raised, and cancels nothing else"
+        assert [world.call(waiting), world.call(quick)] == [1, 1], (
+            "the interrupt has been raised, and must cancel nothing else"
+        )
     assert not seen
 
 
@@ -123,10 +125,10 @@ class Planted:
     """Raises SIGINT at one of the moments at which Python runs handlers of signals, counted from the start.
 
     Args:
-        at: which one, from 0.
+        at: Number of the moment, from 0.
 
     Attributes:
-        count: of those that were reached.
+        count: Number of moments reached.
     """
 
     def __init__(self, at: int) -> None:

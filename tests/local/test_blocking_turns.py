@@ -1,4 +1,4 @@
-"""Tests when a blocking call runs the rank's loop, and what it leaves to a loop that is already running."""
+"""Tests when a blocking call runs the rank's loop, and when it relies on a loop that is already running."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ async def test_statistics_count_what_happened(pair: list[World]) -> None:
         await b.receive()
     a.close()
     b.close()
-    assert pair[0].statistics().sent_count == 5, "closed channels count on"
+    assert pair[0].statistics().sent_count == 5, "a closed channel must keep its counts"
     assert pair[1].statistics().received_count == 5
 
 
@@ -106,7 +106,7 @@ async def test_send_nowait_is_busy_beyond_the_capacity(pair: list[World]) -> Non
         a.send_nowait(blob, 1)
     sent = [asyncio.ensure_future(a.send(blob, 1)) for _ in range(2)]
     await yields(3)
-    assert not any(task.done() for task in sent), "send waits instead"
+    assert not any(task.done() for task in sent), "no send may fail, since send waits"
     room = bytearray(wire.FRAME_NBYTES_MAX + 100)
     for _ in range(5):
         await pair[1].services.engine.receive(room, 0, TAG)
@@ -243,10 +243,10 @@ async def test_message_taken_via_another_channel_wakes_condition_waits(
     waiting = asyncio.ensure_future(pair[1].services.engine.until(lambda: other[1].is_ready))
     await yields(3)
     other[0].send_nowait(Number(7), 1)
-    assert ours[1].inbox.take(1) is None, "the test of a task, which is no pass"
+    assert ours[1].inbox.take(1) is None, "a task may test for messages between two passes"
     assert other[1].is_ready
     await yields(2)
-    assert waiting.done(), "it waits until something else comes"
+    assert waiting.done(), "the waiting task must see the message without another arrival"
 
 
 async def test_a_full_mailbox_stops_the_tag_and_receiving_resumes_it(pair: list[World]) -> None:
@@ -275,7 +275,7 @@ async def test_closing_a_full_channel_frees_its_tag(pair: list[World]) -> None:
     assert twin_b.receive_nowait() is None
     b.close()
     assert (await twin_b.receive()).message == Number(99)
-    assert (await b.receive()).message == Number(0), "what had arrived can still be read"
+    assert (await b.receive()).message == Number(0), "messages that had arrived must remain readable"
     with pytest.raises(ClosedError):
         await b.receive()
 
@@ -326,7 +326,9 @@ async def test_all_that_is_here_is_received_at_once(pair: list[World]) -> None:
     a.send_nowait(Number(5), 1)
     pair[1].services.engine.poll()
     b.close()
-    assert [envelope.message.value for envelope in b.receive_all()] == [5], "what had arrived can still be read"
+    assert [envelope.message.value for envelope in b.receive_all()] == [5], (
+        "messages that had arrived must remain readable"
+    )
     with pytest.raises(ClosedError):
         b.receive_all()
 

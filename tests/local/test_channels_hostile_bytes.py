@@ -80,7 +80,7 @@ async def test_hostile_frames_are_counted_and_logged_once_per_peer(
     assert b.receive_nowait() is None
     a._outbox.sequence = 10
     await a.send(Number(3), 1)
-    assert (await b.receive()).message == Number(3), "the channel works on"
+    assert (await b.receive()).message == Number(3), "the channel must still work"
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ async def test_earlier_epochs_messages_are_dropped_and_later_ones_wait(pair: lis
     pair[1].services.engine.poll()
     assert b.is_ready
     b.enter_epoch(2)
-    assert not b.is_ready, "a message of epoch 0 outlived it"
+    assert not b.is_ready, "a message of epoch 0 must be discarded"
     a.send_nowait(Number(2), 1)
     a.enter_epoch(3)
     a.send_nowait(Number(3), 1)
@@ -179,7 +179,7 @@ async def test_earlier_epochs_messages_are_dropped_and_later_ones_wait(pair: lis
     a.send_nowait(Number(4), 1)
     pair[1].services.engine.poll()
     b.close()
-    assert not pair[1].services.leftovers(), "a message of an epoch that was never entered"
+    assert not pair[1].services.leftovers(), "a message of an epoch that was never entered must be discarded"
 
 
 async def test_messages_of_an_earlier_epoch_can_be_answered(pair: list[World]) -> None:

@@ -52,7 +52,7 @@ async def test_waiting_with_messages_for_an_unopened_channel_logs_once(
     second = pair[1].channel(Number, tag=TAG)
     second.send_nowait(Number(1), 0)
     await yields(20)
-    assert not caplog.records, "nobody waits yet"
+    assert not caplog.records, "no task waits yet, so nothing may be logged"
     for _ in range(3):
         with pytest.raises(TimeoutError):
             await numbers.receive(timeout_s=0.1)

@@ -86,7 +86,7 @@ async def test_a_cancelled_collective_is_finished_in_the_background() -> None:
         assert made[0].services.task_count == 1
         other = torch.ones(50_000)
         await made[1].collectives.all_reduce(other, made[1].group, "sum")
-        assert other.eq(2).all(), "the cancelled rank's part counts"
+        assert other.eq(2).all(), "the cancelled rank's contribution must be in the sum"
         await yields(10)
         assert made[0].services.task_count == 0
         assert made[0].services.leftovers() == made[1].services.leftovers() == []

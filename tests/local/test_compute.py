@@ -62,7 +62,10 @@ async def test_compute_carries_the_torch_modes_over() -> None:
 
 @pytest.mark.parametrize("simulated", [False, True])
 def test_compute_makes_tensors_where_its_caller_does(simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They differ from thread to thread: the default device, the current GPU, and whether GPUs cast."""
+    """They differ from thread to thread: the default device, the current GPU and stream, and whether GPUs cast.
+
+    Regression: the function ran on the default stream, so that it did not wait for work on the caller's stream.
+    """
     entered: list[tuple[str, Any]] = []
 
     def context(kind: str, value: Any) -> contextlib.AbstractContextManager[None]:
@@ -79,12 +82,12 @@ def test_compute_makes_tensors_where_its_caller_does(simulated: bool, monkeypatc
         torch.set_autocast_enabled("cuda", True)
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_initialized", lambda: True)
-            patch.setattr(torch.cuda, "current_device", lambda: 1)
-            patch.setattr(torch.cuda, "device", functools.partial(context, "gpu"))
+            patch.setattr(torch.cuda, "current_stream", lambda: "stream of GPU 1")
+            patch.setattr(torch.cuda, "stream", functools.partial(context, "stream"))
             patch.setattr(torch, "autocast", lambda kind, *, dtype, enabled: context(f"{kind} {dtype}", enabled))
             assert await world.compute(device) == "meta"
         torch.set_autocast_enabled("cuda", False)
-        assert entered == [("cpu torch.bfloat16", False), ("cuda torch.float16", True), ("gpu", 1)]
+        assert entered == [("cpu torch.bfloat16", False), ("cuda torch.float16", True), ("stream", "stream of GPU 1")]
 
     torch.set_default_device("meta")
     try:
@@ -141,7 +144,7 @@ async def test_cancelled_compute_waits_for_its_thread_each_time() -> None:
             task.cancel()
             await yields(5)
             assert not task.done()
-            assert world.is_computing, "it may be writing weights"
+            assert world.is_computing, "the function may still be writing weights"
         release.set()
         await asyncio.wait([task])
         assert task.cancelled()

@@ -16,7 +16,7 @@ from protocols.selective.selection import SelectiveRules
 
 async def test_stopped_coordinator_names_its_successor_to_each_sender(monkeypatch: Any) -> None:
     async with worlds(3) as made:
-        scopes = PolicyScopes.elsewhere(1, 2)
+        scopes = PolicyScopes.of_numbers(1, 2)
         coordinator = Coordinator(
             made[0].services, range(3), range(3), SelectiveRules(), scopes, epoch=0, model_nbytes=8
         )
@@ -25,7 +25,7 @@ async def test_stopped_coordinator_names_its_successor_to_each_sender(monkeypatc
 
         def on_report(core: RoundCoordinator, rank: int, *facts: Any, **times: Any) -> tuple[()]:
             heard.append(rank)
-            coordinator.stop(informed.append)  # as a message would that comes while this one is answered
+            coordinator.stop(informed.append)  # as a message would that arrives while this one is answered
             return ()
 
         monkeypatch.setattr(RoundCoordinator, "on_report", on_report)
@@ -41,4 +41,4 @@ async def test_stopped_coordinator_names_its_successor_to_each_sender(monkeypatc
         assert (heard, informed) == ([1], [2])
         reports[0].send_nowait(Report(2, 0.5, 0.01, 0.1), 0)
         made[0].services.engine.poll()
-        assert informed == [2, 1], "also of what still comes"
+        assert informed == [2, 1], "later reports must be passed on as well"

@@ -57,7 +57,7 @@ def test_every_defect_has_a_test_that_exists() -> None:
         functions = [name for name in named if file is None or name != file[1]]
         tree = ast.parse((HERE.parents[1] / file[0] if file else HERE).read_text())
         known = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-        assert set(functions) <= known, f"defect {number}: {set(functions) - known} do not exist"
+        assert set(functions) <= known, f"defect {number}: the functions {set(functions) - known} do not exist"
         assert functions, f"defect {number} has no test"
 
 
@@ -230,7 +230,7 @@ def test_defect_08_chunks_of_an_abandoned_round_reach_no_other(monkeypatch: pyte
     assert applied_count >= 6 and len(abandoned) >= 9, (tries, abandoned)  # the last may be reported to no rank
     assert story.verify() == applied_count
     for _, event, _ in story.applications:
-        assert len(set(event.state["float32"].tolist())) == 1, "an average of two rounds"
+        assert len(set(event.state["float32"].tolist())) == 1, "the state must not mix the snapshots of two rounds"
 
 
 def test_defect_08_donor_aborts_other_rounds_and_keeps_buffer(
@@ -249,12 +249,12 @@ def test_defect_08_donor_aborts_other_rounds_and_keeps_buffer(
             snapshot = state.new_buffers()
             offer = desk.offer(5, snapshot, freed.append)
             while "refused" not in steps:
-                assert not offer.streams, "round 4 gets the snapshot of round 5"
+                assert not offer.streams, "the request of round 4 must not get the snapshot of round 5"
                 await world.safe_point()
             while not offer.streams:
                 await world.safe_point()
             desk.withdraw(offer)
-            assert not freed, "the buffer was given back while chunks of it were under way"
+            assert not freed, "the buffer was returned while its chunks were being sent"
             while not freed:
                 await world.safe_point()
             assert freed == [snapshot] and desk.is_idle and not offer.streams
@@ -305,7 +305,7 @@ def test_defect_09_message_count_is_independent_of_parameters(monkeypatch: pytes
         return values(model, floating=True)
 
     assert run(main, 3)[0] == {1.5}
-    assert sizes == [100 * 12 * 4] * 2, "one chunk per donor, whatever the number of parameters"
+    assert sizes == [100 * 12 * 4] * 2, "each donor must send one chunk, whatever the number of parameters"
     assert sizes[0] < streams.CHUNK_NBYTES
 
 

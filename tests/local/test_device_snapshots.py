@@ -5,15 +5,19 @@ The policy's part runs everywhere, over a stand-in for a slow device; the device
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from scripts.one_sided import Applied, verify
-from scripts.population import Mixed, State, Story, fill, flat_state, sgd
+from scripts.population import Mixed, State, Story, fill, flat_state as state_of, sgd
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import asyncdist as ad
+from asyncdist.tensors import flat_state
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState
 from protocols import (
     AsyncSelectiveAveragingPolicy,
@@ -75,7 +79,7 @@ async def train(world: ad.World, story: Story, steps: int) -> None:
     async with policy:
         for step in range(steps):
             fill(model, world.rank + step / 1024)
-            story.before[world.rank] = flat_state(model)
+            story.before[world.rank] = state_of(model)
             await policy.step(float(world.rank))
 
 
@@ -89,16 +93,16 @@ def test_what_is_offered_is_what_the_step_saw(
     story = Story()
     report = ad.simulate(train, story, 300, ranks=4, seed=seed, strict=True)
     report.value()
-    assert story.verify() >= 2, "averages, of values that came late and whole"
+    assert story.verify() >= 2, "too few averages were of snapshots copied late"
     assert len(copies) >= 6
     for (_, rank), state in story.snapshots.items():
         values = set(state["float32"].tolist())
-        assert len(values) == 1, "of one step"
+        assert len(values) == 1, "a snapshot must contain the weights of one step only"
         assert rank <= min(values) < rank + 1
 
 
 def test_a_round_that_ends_before_the_copy_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``strict`` would name a snapshot in use and a request under way."""
+    """``strict`` would name a snapshot in use and a pending request."""
     copies: list[SlowCopy] = []
 
     class LateCopy(SlowCopy):
@@ -131,6 +135,79 @@ def test_a_model_in_host_memory_needs_no_device() -> None:
     assert state.start_snapshot(buffers) is None
     assert torch.equal(buffers.views[0], model.weight)
     assert not any(tensor.is_pinned() for tensor in buffers.tensors.values()) or torch.cuda.is_available()
+
+
+class OnDevice(nn.Parameter):
+    """A parameter that claims to be in CUDA memory."""
+
+    is_cuda = True
+    done: ClassVar[list[str]] = []
+
+    def record_stream(self, stream: Any) -> None:
+        self.done.append(f"keep memory for {stream.name}")
+
+
+class Stream:
+    """Stands for a CUDA stream. An event is the name of its stream."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_stream(self, other: Stream) -> None:
+        OnDevice.done.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        OnDevice.done.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        return self.name
+
+
+class Copies(TorchFunctionMode):
+    """Notes each copy between tensors, and whether it conjugates or negates the values."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.copy_:
+            assert kwargs == {"non_blocking": True}
+            OnDevice.done.append("copy lazily" if args[1].is_conj() or args[1].is_neg() else "copy")
+        return function(*args, **kwargs or {})
+
+
+def test_a_copy_is_ordered_between_steps_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: torch conjugates a lazily conjugated parameter in host memory, before the device has written it."""
+    monkeypatch.setattr(OnDevice, "done", [])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("training"))
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(flat_state, "copy_stream", lambda device: Stream("copying"))
+    values = torch.ones(2), torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag
+    buffers = FlatState(nn.ParameterList(map(nn.Parameter, values))).new_buffers()
+    state = FlatState(nn.ParameterList(map(OnDevice, values)))
+    with Copies():
+        copy = state.start_snapshot(buffers)
+    assert copy is not None and copy._events == ["copying"]
+    assert OnDevice.done == [
+        "copying waits for training",
+        *["copy", "keep memory for copying"] * 3,
+        "training waits for copying",
+    ]
+    assert [view.tolist() for view in buffers.views] == [[1.0, 1.0], [1 - 2j], [-2.0]]
+
+
+def test_a_model_builder_leaves_the_numbers_of_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: only the current GPU's generator was restored, and a rank's GPU need not be the current one."""
+    restored: list[int] = []
+
+    def fork_rng(devices: Iterable[int]) -> contextlib.AbstractContextManager[None]:
+        restored.extend(devices)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    model = nn.Linear(2, 2)
+    options: Any = {"averaging_strategy": "reset_weights", "model_builder": lambda: nn.Linear(2, 2)}
+    AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=2, **options)
+    assert restored == [0, 1, 2]
 
 
 @pytest.mark.slow
@@ -188,6 +265,17 @@ def test_a_copy_from_the_gpu_has_the_weights_of_its_moment() -> None:
     assert copy.test()
     for view, tensor in zip(buffers.views, expected, strict=True):
         assert torch.equal(view, tensor)
+
+
+@pytest.mark.cuda
+def test_a_copy_from_the_gpu_conjugates_lazy_values() -> None:
+    values = torch.arange(1 << 22, dtype=torch.float32, device="cuda") + 1j
+    state = FlatState(nn.ParameterList([nn.Parameter(values.conj())]))
+    buffers = state.new_buffers()
+    copy = state.start_snapshot(buffers)
+    assert copy is not None
+    torch.cuda.synchronize()
+    assert copy.test() and torch.equal(buffers.views[0], values.cpu().conj().resolve_conj())
 
 
 @pytest.mark.cuda

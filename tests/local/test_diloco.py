@@ -1,4 +1,4 @@
-"""Tests DiLoCo on ranks in one process and real time: a run against numpy, and what else happens in a training job."""
+"""Tests DiLoCo on ranks in one process and real time: a run against numpy, and other events of a training job."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ def test_a_wrong_number_of_tokens_is_refused(tokens: Any) -> None:
                 await policy.step(tokens=tokens)
             await policy.step(tokens=3)
             info = await policy.step(tokens=world.rank + 1)
-        assert info.weights == pytest.approx((4 / 9, 5 / 9)), "a refused number is not counted"
+        assert info.weights == pytest.approx((4 / 9, 5 / 9)), "a refused token count must not change the weights"
 
     run(main, 2)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.facts import naming
+from support.torch_groups import pretend_initialized
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -79,14 +80,14 @@ def test_a_trainers_fsdp_around_the_model_is_refused(monkeypatch: pytest.MonkeyP
         async with policy(model, replica_size=2):
             assert wrapper
 
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    pretend_initialized(monkeypatch)
     with pytest.raises(ValueError, match=r"must not be wrapped in FullyShardedDataParallel: .*fully_shard"):
         ad.run_local(main, ranks=2)
 
 
 @pytest.mark.long  # as with ReplicaAveragingPolicy
 def test_ddp_over_ranks_outside_the_replica_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    pretend_initialized(monkeypatch)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: ad.current_world().rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", list)

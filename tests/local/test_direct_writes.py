@@ -273,7 +273,7 @@ async def test_both_ways_at_once_and_several_of_a_pair(share: float, writes: lis
         if share == 1:
             assert sum(writes) == 2 * sum(nbytes for nbytes in SIZES if nbytes >= MIN)
         else:
-            assert len(writes) >= 2, "of each rank at least the first"
+            assert len(writes) >= 2, "at least the first chunk of each rank must be written directly"
 
 
 async def test_one_pass_writes_one_piece_of_one_stream(writes: list[int]) -> None:
@@ -286,7 +286,7 @@ async def test_one_pass_writes_one_piece_of_one_stream(writes: list[int]) -> Non
             tasks.append(asyncio.ensure_future(receiver.receive_stream(torch.zeros(4 * PIECE, dtype=torch.uint8), 0)))
         await yields(1)  # all writes are granted, and no rank has polled
         assert not writes
-        assert sender.services.engine.poll() == 3, "the grants"
+        assert sender.services.engine.poll() == 3, "the first poll must only handle the three grants"
         assert not writes
         for count in range(1, 6):
             assert sender.services.engine.poll() == 0
@@ -306,7 +306,9 @@ async def test_sender_that_writes_to_one_rank_lets_the_others_copy(writes: list[
             *(receiver.receive_stream(room, 0) for room in rooms), *(sender.send_stream(t, 1) for t in tensors)
         )
         assert all(map(torch.equal, rooms, tensors))
-        assert sum(writes) == 4 * PIECE, "half of the first"
+        assert sum(writes) == 4 * PIECE, (
+            "the sender must write half of the first stream, and let the receiver copy the rest"
+        )
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
@@ -414,7 +416,9 @@ async def test_a_sender_that_is_cancelled_writes_no_more(writes: list[int]) -> N
         assert len(writes) == written
         assert torch.equal(room[: written * PIECE], numbers(written * PIECE))
         assert not room[written * PIECE :].any()
-        assert torch.equal(await stream(sender, receiver, numbers(5 * PIECE)), numbers(5 * PIECE)), "the next one"
+        assert torch.equal(await stream(sender, receiver, numbers(5 * PIECE)), numbers(5 * PIECE)), (
+            "the next stream must arrive unchanged"
+        )
 
 
 async def test_cancelled_receiver_keeps_the_memory_until_answered(writes: list[int]) -> None:
@@ -433,7 +437,9 @@ async def test_cancelled_receiver_keeps_the_memory_until_answered(writes: list[i
         assert written < 20
         await yields(30)
         assert len(writes) == written
-        assert torch.equal(await stream(sender, receiver, numbers(5 * PIECE)), numbers(5 * PIECE)), "the next one"
+        assert torch.equal(await stream(sender, receiver, numbers(5 * PIECE)), numbers(5 * PIECE)), (
+            "the next stream must arrive unchanged"
+        )
 
 
 async def test_other_tasks_have_their_turns_between_two_pieces(writes: list[int]) -> None:
@@ -505,13 +511,13 @@ def test_what_stands_in_the_way_is_told(monkeypatch: pytest.MonkeyPatch, tmp_pat
     yama = tmp_path / "ptrace_scope"
     monkeypatch.setattr(cross_memory_attach, "_YAMA", yama)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert cross_memory_attach.obstacle() is None, "a kernel without Yama"
+    assert cross_memory_attach.obstacle() is None, "without Yama, the kernel must allow it"
     yama.write_text("0\n")
     assert cross_memory_attach.obstacle() is None
     yama.write_text("1\n")
     assert cross_memory_attach.obstacle() == "kernel.yama.ptrace_scope is 1"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert cross_memory_attach.obstacle() is None, "root may"
+    assert cross_memory_attach.obstacle() is None, "root must be allowed to"
     monkeypatch.setattr(cross_memory_attach.ctypes, "PyDLL", lambda *_args, **_options: object())
     assert cross_memory_attach.obstacle() == "this system has no process_vm_readv"
 

@@ -49,7 +49,7 @@ model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 data = loader = [torch.ones(4, 2)] * 3
 """
-#: What some have beside that, by the name whose docstring it is.
+#: Additional entries of some docstrings, by the name of their object.
 MORE = {
     "asyncdist.blocking.context": """
 server, states = 0, torch.zeros(3, 2)

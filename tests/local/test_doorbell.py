@@ -63,7 +63,7 @@ def rings(bell: Doorbell) -> int:
 def test_only_a_rank_that_sleeps_is_rung_and_once(pair: Host) -> None:
     bell = pair.bell(0, 1)
     bell.ring_sleeper()
-    assert rings(pair.own[1]) == 0, "awake"
+    assert rings(pair.own[1]) == 0, "an awake rank must not be rung"
     assert pair.own[1].arm() and not pair.own[1].arm()
     for _ in range(3):
         bell.ring_sleeper()
@@ -167,11 +167,11 @@ def test_without_memory_or_descriptors_no_rank_has_a_bell(monkeypatch: pytest.Mo
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patched:
         patched.setattr(shared_memory, "_create", fail)
-        bell, bells, why = doorbell.meet(bytes(HOST_NBYTES), 0, 2, all_gather)
+        bell, bells, why = doorbell.connect_doorbells(bytes(HOST_NBYTES), 0, 2, all_gather)
         assert (bell, bells, why) == (None, [None, None], os.strerror(number))
         assert doorbell.obstacle() == os.strerror(number)
     # The other rank of the host has a board, but not this one.
-    bell, bells, why = doorbell.meet(bytes(HOST_NBYTES), 1, 2, lambda own: [gathered[0], own])
+    bell, bells, why = doorbell.connect_doorbells(bytes(HOST_NBYTES), 1, 2, lambda own: [gathered[0], own])
     assert bell is None and bells == [None, None] and why is not None
     assert len(os.listdir("/proc/self/fd")) == before
     assert doorbell.obstacle() is None
@@ -216,7 +216,7 @@ async def test_a_ring_wakes_a_sleeping_rank(monkeypatch: pytest.MonkeyPatch) -> 
         for _ in range(3):
             passes = await rank.fall_asleep()
             await yields(20)
-            assert rank.engine.statistics().pass_count == passes, "no passes without a ring"
+            assert rank.engine.statistics().pass_count == passes, "without a ring, the engine must not make a pass"
             rank.inlet.waiting = 1
             rank.sender.ring_sleeper()
             await rank.delivered()
@@ -310,7 +310,21 @@ async def test_a_rank_that_spins_in_vain_stops_spinning(monkeypatch: pytest.Monk
 
         found = [await passes_of_a_wait() for _ in range(30)]
         assert found[0] < 10 and min(found) == min(found[:9])
-        assert [count > 100 for count in found].count(True) == 2, "once after 8 waits, once after 16 more"
+        assert [count > 100 for count in found].count(True) == 2, (
+            "only two waits may poll for long: one after 8 waits, one after 16 more"
+        )
+
+
+async def test_a_rank_that_waits_lets_other_processes_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that will send the awaited message may be waiting for this rank's core."""
+    yielded: list[None] = []
+    monkeypatch.setattr(os, "sched_yield", lambda: yielded.append(None))
+    async with Sleeper(monkeypatch) as rank:
+        await rank.fall_asleep()
+        yielded.clear()
+        rank.engine.wake()
+        await rank.fall_asleep()
+    assert len(yielded) == 1
 
 
 async def test_rank_that_stops_spinning_finishes_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import math
 import socket
 import urllib.request
@@ -15,6 +17,7 @@ import torch
 
 import asyncdist as ad
 from asyncdist.launchers import addresses
+from asyncdist.live import address_server
 from asyncdist.live.counters import PolicyCounters, RankCounters
 from protocols import AsyncSelectiveAveragingPolicy
 
@@ -91,6 +94,27 @@ def test_who_never_completes_a_question_is_left(monkeypatch: pytest.MonkeyPatch)
     server.close()
 
 
+def test_many_silent_clients_do_not_exhaust_file_descriptors() -> None:
+    """Regression: each connection of another user took a descriptor of the rank, and all of them could be taken."""
+    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    from asyncdist.live.prometheus import PrometheusServer
+
+    port = addresses.find_free_port()
+    server = PrometheusServer(lambda: AFTER, "127.0.0.1", port)
+    silent = [
+        socket.create_connection(("127.0.0.1", port), timeout=5.0) for _ in range(address_server.CONNECTION_COUNT_MAX)
+    ]
+    with socket.create_connection(("127.0.0.1", port), timeout=5.0) as client:
+        assert client.recv(1) == b""
+    for each in silent:
+        each.close()
+    while True:  # the server notices the closed connections soon
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            assert "asyncdist_role" in page(port)
+            break
+    server.close()
+
+
 def test_malformed_requests_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     from asyncdist.live.prometheus import PrometheusServer
@@ -148,7 +172,7 @@ def test_opentelemetry_takes_them_by_the_provider_of_the_program(
     writer.write(replace(AFTER, policies=(replace(AFTER.policies[0], metric=math.nan),)))
     data: Any = reader.get_metrics_data()  # before close, which flushes: an old SDK then forgets the gauges
     writer.close()
-    assert not caplog.records, "the library warns of each number that is not finite"
+    assert not caplog.records, "a metric that is not finite must not cause warnings"
     found = {
         metric.name: (metric.unit, point.value, dict(point.attributes))
         for metric in data.resource_metrics[0].scope_metrics[0].metrics
@@ -164,7 +188,7 @@ def test_opentelemetry_takes_them_by_the_provider_of_the_program(
 def test_a_program_without_a_meter_provider_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """OpenTelemetry drops the numbers then, and says nothing."""
+    """OpenTelemetry then drops the numbers without a message."""
     pytest.importorskip("opentelemetry.metrics", reason="opentelemetry-api is not installed")
     from opentelemetry import metrics
 

@@ -91,7 +91,9 @@ async def test_a_fast_sender_is_bounded_by_a_reader_that_reads(pair: list[World]
     for number in range(5 * WINDOW):
         await yields(1)
         assert (await b.receive()).message.value == number
-        assert a.statistics().sent_count <= number + 1 + WINDOW + 8 + 1, "window, mailbox, and the held message"
+        assert a.statistics().sent_count <= number + 1 + WINDOW + 8 + 1, (
+            "at most the window, the mailbox and the held message may be sent"
+        )
     await sending
 
 
@@ -298,7 +300,7 @@ def test_a_replay_does_not_repeat_holds(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(TagFlow, "on_credit", note_room)
     recorded = simulate(overfill, ranks=3, seed=5, record=tmp_path)
     assert is_in_order(recorded.results[0])
-    assert 0 in rooms, "nothing was held: the test tests nothing"
+    assert 0 in rooms, "no message was held, so the test tests nothing"
     rooms.clear()
     assert replay(overfill, recording=read_recording(tmp_path)).report.results == recorded.results
     assert min(rooms) > 1 << 61

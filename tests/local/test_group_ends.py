@@ -42,7 +42,9 @@ async def test_tag_is_reused_once_all_members_have_freed_the_group() -> None:
         first = await make(*made)
         await first[0].free()
         second = await make(*made)
-        assert second[0].tag == second[1].tag != first[0].tag, "rank 1 may still use the first one"
+        assert second[0].tag == second[1].tag != first[0].tag, (
+            "rank 1 may still use the first group, so its tag must not be reused"
+        )
         await first[1].free()
         await first[1].free()  # again: nothing
         await eventually(lambda: len(made[0].peers.groups.ledger._entries) == 1)
@@ -89,7 +91,7 @@ def test_first_group_is_freed_if_the_second_cannot_be_made(
         except RemoteError as error:
             came_to = f"waited for what {error}"
         await world.sleep(2000 - world.time())
-        return came_to, bool(world.peers.groups.ledger.taken())
+        return came_to, bool(world.peers.groups.ledger.numbers_in_use())
 
     results = ad.simulate(main, ranks=4, strict=True).results
     assert all(came_to.startswith("waited for") and not holds_one for came_to, holds_one in results), results
@@ -104,7 +106,7 @@ def test_groups_already_made_are_freed_on_cancellation() -> None:
             with pytest.raises(TypeError):
                 await world.new_groups([[0, 1], None])  # type: ignore[list-item]
         await world.sleep(10)
-        return len(world.peers.groups.ledger.taken())
+        return len(world.peers.groups.ledger.numbers_in_use())
 
     assert ad.simulate(main, ranks=3, strict=True).results == (0, 0, 0)
 
@@ -112,16 +114,16 @@ def test_groups_already_made_are_freed_on_cancellation() -> None:
 def test_cost_of_a_free_grows_linearly_with_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: each member examined all members at each notice, half the run time of 128 simulated ranks."""
     asked: list[int] = []
-    left_after = MembershipLog.left_after
+    started_before_leaving = MembershipLog.started_before_leaving
 
     def counted(self: MembershipLog, group: Group, rank: int) -> int | None:
         asked.append(rank)
-        return left_after(self, group, rank)
+        return started_before_leaving(self, group, rank)
 
     async def main(world: World) -> None:
         await (await world.new_group(range(world.size))).free()
 
-    monkeypatch.setattr(MembershipLog, "left_after", counted)
+    monkeypatch.setattr(MembershipLog, "started_before_leaving", counted)
     ad.simulate(main, ranks=16, strict=True).value()
     assert len(asked) <= 3 * 16 * 16
 
@@ -160,7 +162,9 @@ def test_freed_group_is_refused_by_name_on_every_member(seed: int) -> None:
                     await call
                 assert caught.value.facts["rank"] == 0
         await group.free()
-        assert (await ad.new_group([0, 1])).tag != group.tag, "a message of that barrier may still come"
+        assert (await ad.new_group([0, 1])).tag != group.tag, (
+            "a message of that barrier may still arrive, so the tag must not be reused"
+        )
 
     assert ad.simulate(main, ranks=2, seed=seed, strict=True).value() is None
 
@@ -211,7 +215,9 @@ def test_what_is_kept_of_models_is_bounded() -> None:
     scratch.give_back(models[10], "gradients", object())
     assert len(scratch._kept) == MODEL_COUNT_MAX
     scratch.give_back(models[0], "state", object())
-    assert scratch.take(models[10], "state") is not None, "it was used last but one"
+    assert scratch.take(models[10], "state") is not None, (
+        "the model was used most recently but one, so its memory must be kept"
+    )
     assert scratch.take(models[11], "state") is None
     scratch.forget(models[10])
     assert scratch.take(models[10], "gradients") is None
@@ -263,7 +269,7 @@ def test_successive_policies_and_meshes_keep_no_group_or_subject() -> None:
             await mesh.free()
             with pytest.raises(ClosedError, match=r"the mesh 'POP': 1, 'DP': 2 of ranks \[0, 1\] was freed"):
                 await ad.psum(torch.ones(1), "DP", mesh=mesh)
-        while world.peers.groups.ledger.taken():
+        while world.peers.groups.ledger.numbers_in_use():
             await world.safe_point()
         subjects = set(world.agreements._counts) | set(world.agreements._absences.withdrawn)
         assert not [key for key in subjects if "axis" in str(key) or "averaging" in str(key)], subjects

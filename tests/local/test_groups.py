@@ -153,7 +153,7 @@ async def test_the_member_that_withdrew_is_named_in_the_others_errors(who: int) 
             assert error.ranks == (who,)
             assert f"rank {who} left" in str(error)
         found = await outcomes(*(agree(world, ranks, timeout_s=None) for world in made if world.rank != who))
-        assert all(isinstance(error, ClosedError) for error in found), "and again"
+        assert all(isinstance(error, ClosedError) for error in found), "the second attempt must fail in the same way"
         assert all(isinstance(a, Agreed) for a in await outcomes(*(agree(w, ranks, subject="else") for w in made)))
 
 
@@ -230,7 +230,7 @@ def test_the_first_whose_time_is_up_ends_it_for_all() -> None:
 @pytest.mark.parametrize("late", [0, 1, 2])
 @pytest.mark.parametrize("cancelled", [0, 1, 2])
 async def test_a_cancelled_member_is_not_counted_on(cancelled: int, late: int) -> None:
-    """Regression: the others began without it or timed out, and its next start was one ahead of theirs."""
+    """Regression: the others began without it or timed out, and its next start was matched with their previous one."""
     ranks = (0, 1, 2)
     async with worlds(3) as made:
         for _ in range(3):
@@ -290,7 +290,7 @@ async def test_refused_start_is_not_kept_for_members_that_never_arrive(first: st
 
         for act in (leave, object_to_it) if first == "leaves" else (object_to_it, leave):
             await act()
-        assert not nothing_is_kept(made[0]), "the leader has not come"
+        assert not nothing_is_kept(made[0]), "rank 0 must keep the objection until it joins"
         [error] = await outcomes(agree(made[0], ranks))
         assert isinstance(error, RemoteError) and error.rank == 1
         assert nothing_is_kept(made[0])
@@ -328,7 +328,7 @@ async def test_objection_reaches_later_members_after_its_leader_left(objector: i
             assert isinstance(error, RemoteError) and (error.rank, error.text) == (objector, "no")
         assert all(map(nothing_is_kept, (made[0], *late)))
         for error in await outcomes(*(agree(world, (0, 1, 2), timeout_s=None) for world in late)):
-            assert isinstance(error, ClosedError), "and the next time it is not there"
+            assert isinstance(error, ClosedError), "the objection must be kept for one attempt only"
 
 
 def test_caught_mistake_reaches_the_others_after_its_rank_left() -> None:
@@ -358,7 +358,7 @@ async def test_a_group_knows_its_ranks_and_has_a_tag_of_its_own() -> None:
         assert len({group.tag for group in first}) == len({group.tag for group in second}) == 1
         assert first[0].tag != second[0].tag
         third = await outcomes(*(made[rank].new_group([0, 2]) for rank in (0, 2)))
-        assert third[0].tag != second[0].tag, "rank 2 is in a group of that tag"
+        assert third[0].tag != second[0].tag, "rank 2 is in a group with that tag, so the tag must not be reused"
         assert all(tags.COLLECTIVE_FIRST < group.tag <= tags.COLLECTIVE_LAST for group in (*first, *second, *third))
 
 
@@ -404,7 +404,7 @@ def test_what_is_said_of_a_large_group_stays_short() -> None:
         report.value()
         return max(event.nbytes for event in report.trace if event.kind == "send")
 
-    assert longest(200) <= longest(20) + 8, "a message of an agreement grows with the group"
+    assert longest(200) <= longest(20) + 8, "the length of an agreement's messages must not grow with the group"
 
 
 async def test_subjects_name_each_rank_of_the_group_all_the_same() -> None:

@@ -295,7 +295,7 @@ def test_memory_is_found_by_its_name_alone() -> None:
     assert (len(found), int(found.sum()), found.data_ptr() == memory.tensor.data_ptr()) == (5000, 35_000, False)
     found[0] = 9
     assert memory.tensor[0] == 9
-    assert descriptor_count() == before + 1, "the owner's; a mapping needs none"
+    assert descriptor_count() == before + 1, "only the owner may keep a descriptor open"
     for wrong in ({"token": bytes(16)}, {"descriptor": 0}, {"pid": 1 << 30}, {"nbytes": 4999}, {"nbytes": 5001}):
         with pytest.raises(OSError):
             find(dataclasses.replace(memory.address, **wrong))
@@ -303,7 +303,7 @@ def test_memory_is_found_by_its_name_alone() -> None:
     del memory
     with pytest.raises(OSError):
         find(address)
-    assert (found[1], descriptor_count()) == (7, before), "the processes that have mapped it keep it"
+    assert (found[1], descriptor_count()) == (7, before), "a process must keep the memory that it has mapped"
 
 
 def test_memory_can_be_neither_cut_nor_stretched() -> None:
@@ -312,7 +312,7 @@ def test_memory_can_be_neither_cut_nor_stretched() -> None:
     for nbytes in (0, 9999, 20_000):
         with pytest.raises(PermissionError):
             os.truncate(memory.address.path, nbytes)
-    assert os.stat(memory.address.path).st_blocks * 512 >= 10_000, "its pages are there"
+    assert os.stat(memory.address.path).st_blocks * 512 >= 10_000, "the pages must be allocated"
 
 
 @pytest.mark.slow
@@ -345,7 +345,9 @@ def test_a_flat_tensor_and_its_buffers() -> None:
         assert shared_memory_reduce._memory_nbytes(flat_mib * mib // 4, torch.float32) == (flat_mib + rooms_mib) * mib
     commons = SharedFlatBuffers(True)
     flats = [commons.new(10, dtype=dtype) for dtype in (torch.float32, torch.complex64, torch.int64)]
-    assert [commons.memory_of(flat) is not None for flat in flats] == [True, True, False], "integers are not averaged"
+    assert [commons.memory_of(flat) is not None for flat in flats] == [True, True, False], (
+        "tensors of integers must have no shared memory, as they are not averaged"
+    )
     commons.keep(flats[:1])
     assert [commons.memory_of(flat) is not None for flat in flats] == [True, False, False]
 
@@ -419,3 +421,29 @@ def test_changed_model_of_a_policy_is_refused_before_averaging() -> None:
             assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
     assert ad.run_local(main, ranks=2, strict=True) == [None, None]
+
+
+def test_first_average_of_a_policy_allocates_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[SharedMemory] = []
+
+    def counted(nbytes: int) -> SharedMemory:
+        made.append(SharedMemory(nbytes))
+        return made[-1]
+
+    monkeypatch.setattr(shared_memory_reduce, "SharedMemory", counted)
+
+    async def main(world: ad.World) -> int:
+        transport = world.services.engine.transport
+        transport.capabilities = dataclasses.replace(transport.capabilities, shares_memory=True)
+        model = nn.Linear(5, 3)
+        nn.init.constant_(model.weight, float(world.rank))
+        async with AverageAllPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=1) as policy:
+            assert model.weight.unique().tolist() == [world.rank]
+            await ad.barrier()
+            count = len(made)
+            await policy.step()
+        assert model.weight.unique().tolist() == [0.5]
+        return count
+
+    assert ad.run_local(main, ranks=2, strict=True) == [2, 2]
+    assert len(made) == 2

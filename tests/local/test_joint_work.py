@@ -22,15 +22,15 @@ from asyncdist.errors import DisagreementError, RankLostError, RemoteError
 from asyncdist.simulation import Compute, Kill
 from protocols import AverageAllPolicy
 
-#: Of the time that the call takes, in parts of 14: a moment in each of its exchanges is among them.
+#: Moments in 14ths of the call's duration. Each of the call's exchanges contains one of them.
 MOMENTS = range(1, 14)
-#: Most of a call's time is that of its messages.
+#: So short that a call's messages take most of its time.
 COMPUTE = Compute(step_s=0.0001)
 
 
 @pytest.fixture(autouse=True)
 def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No power fails here, and the disk's speed is no matter."""
+    """Skip writes to the disk, since no test cuts the power."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
@@ -94,7 +94,7 @@ def test_save_cancelled_at_any_moment_is_whole_or_void_for_all(rank: int, tmp_pa
         report.value()
         outcomes = [outcome for outcome, _ in report.results]
         others = {outcome for at, outcome in enumerate(outcomes) if at != rank}
-        assert len(others) == 1, "one verdict"
+        assert len(others) == 1, "all ranks must get the same verdict"
         is_whole = (path / "checkpoint-000001" / "manifest.json").exists()
         assert is_whole == (others == {"done"})
         seen.add((outcomes[rank], is_whole))
@@ -123,13 +123,13 @@ async def policy_of_another_model(world: World) -> None:
 def test_call_given_up_by_one_rank_does_not_match_its_next_call(
     call: Callable[[World], Coroutine[Any, Any, None]], rank: int
 ) -> None:
-    """Each of them makes several collectives, or meets several times. What it began met the barrier of that rank."""
+    """Each call makes several collectives or starts. The others' part of it was matched with this rank's barrier."""
 
     async def main(world: World, seconds: float | None) -> float:
         began_at = world.time()
         await given_up_after(seconds if world.rank == rank else None, asyncio.ensure_future(call(world)))
         duration_s = world.time() - began_at
-        assert duration_s < 1, "no rank waits until its time is up"
+        assert duration_s < 1, "no rank may wait until its timeout"
         await ad.barrier()
         return duration_s
 
@@ -160,7 +160,7 @@ def test_load_cancelled_at_any_moment_changes_all_models_or_none(rank: int, tmp_
         outcome = await given_up_after(seconds if world.rank == rank else None, load)
         value, duration_s = next(model.parameters()).mean().item(), world.time() - began_at
         await ad.barrier()
-        assert next(model.parameters()).mean().item() == value, "nothing comes later"
+        assert next(model.parameters()).mean().item() == value, "the weights must not change later"
         return outcome, value, duration_s
 
     ad.simulate(save, ranks=3, strict=True).value()

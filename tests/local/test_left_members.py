@@ -62,7 +62,7 @@ def test_who_stops_since_another_has_failed_has_not_left(seed: int) -> None:
             while True:
                 await ad.barrier()
         except ad.ClosedError:
-            raise AssertionError("nobody has left") from None
+            raise AssertionError("no rank has left") from None
 
     with pytest.raises(ValueError, match="on purpose"):
         ad.simulate(main, ranks=4, seed=seed).value()

@@ -229,3 +229,51 @@ def test_an_index_without_an_optimizer_is_refused(index: int) -> None:
 
     [text] = ad.run_local(ad.blocking.hosted(choose), ranks=1)
     assert text.endswith(f"got {index}")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_size_finder_warns_of_no_validation_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the finder sets up the validation loader as if for training, and its rows are read in order."""
+    pl = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.callbacks import BatchSizeFinder
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from asyncdist.integrations import joining
+    from asyncdist.integrations.lightning import SelectiveAveraging
+
+    class Module(BoringModel):
+        batch_size = 2
+
+        def __init__(self, shuffle: bool) -> None:
+            super().__init__()
+            self.shuffle = shuffle
+
+        def train_dataloader(self) -> Any:
+            rows: Any = torch.randn(8, 32)
+            return torch.utils.data.DataLoader(rows, self.batch_size, shuffle=self.shuffle)
+
+    def train(world: ad.blocking.World, shuffle: bool) -> None:
+        trainer = pl.Trainer(
+            max_steps=1,
+            devices=1,
+            accelerator="cpu",
+            callbacks=[SelectiveAveraging(average_every=1), BatchSizeFinder(init_val=2, max_trials=1)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(Module(shuffle))
+
+    def warnings_of(shuffle: bool) -> int:
+        monkeypatch.setattr(joining, "_logged", set())
+        caplog.clear()
+        ad.run_local(ad.blocking.hosted(train), shuffle, ranks=2)
+        return sum("in the order of the data set" in record.message for record in caplog.records)
+
+    assert warnings_of(shuffle=True) == 0
+    assert warnings_of(shuffle=False) == 1, "the training rows are read in order"

@@ -15,16 +15,16 @@ from asyncdist.errors import AsyncdistError
 from asyncdist.live import top
 from asyncdist.live.columns import Row
 from asyncdist.live.counters import PolicyCounters, RankCounters
-from asyncdist.live.population import PopulationView
+from asyncdist.live.hosted_table import HostedRanksTable
 from asyncdist.live.table import screen, table
 from protocols import AsyncSelectiveAveragingPolicy
 
 
-def policies(view: PopulationView) -> list[tuple[Row, PolicyCounters]]:
+def policies(view: HostedRanksTable) -> list[tuple[Row, PolicyCounters]]:
     return [(row, policy) for row in view.rows() if row.now is not None for policy in row.now.policies]
 
 
-async def train(world: ad.World, view: PopulationView | None = None) -> list[tuple[int, int, int, str]]:
+async def train(world: ad.World, view: HostedRanksTable | None = None) -> list[tuple[int, int, int, str]]:
     """Train with the last rank as the worst; rank 0 returns the live counters."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -44,7 +44,7 @@ async def train(world: ad.World, view: PopulationView | None = None) -> list[tup
 
 
 def test_rows_say_what_each_rank_does_and_what_it_did_last() -> None:
-    view = PopulationView()
+    view = HostedRanksTable()
     seen = ad.run_local(view.watched(train), view, ranks=2)[0]
     assert [(rank, count, name) for rank, _, count, name in seen] == [(0, 0, "mine"), (1, 1, "mine")]
     assert min(step for _, step, _, _ in seen) >= 9
@@ -78,7 +78,7 @@ def test_narrow_terminal_drops_columns_and_never_cuts_numbers(width: int) -> Non
     shown = {"step": "1340", "step/s": "128", "metric": "-1.1666e-13", "in": "56.0k", "out": "18.7k"}
     for name, number in shown.items():
         assert (name in names.split()) == (number in numbers.split())
-    assert not {"norm", "cosine", "wire"} & set(names.split()), "columns of policies that average contributions"
+    assert not {"norm", "cosine", "wire"} & set(names.split()), "columns about contributions must be absent"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 150, 200])

@@ -96,7 +96,7 @@ CASES: list[Callable[[list[str]], Coroutine[Any, Any, None]]] = [
 async def settled(world: ad.World) -> LoopWork:
     """Wait for the tasks of the start. From then on, only visible work makes a safe point yield."""
     work = world.services.engine.loop_work
-    assert work is not None, "the kind of this loop is known"
+    assert work is not None, "the loop must be of a known kind"
     for _ in range(200):  # also the driver's hot passes
         await world.safe_point()
     work.spin_s, work.turn_period_s = 0.0, 1e9
@@ -128,7 +128,7 @@ def test_work_of_every_kind_runs_in_three_safe_points(loop: Any, yields: list[in
             yields.clear()
             for _ in range(20):
                 await world.safe_point()
-            assert not yields, f"{case.__name__}: a loop without work has run"
+            assert not yields, f"{case.__name__}: a safe point yielded although the loop had no work"
             seen: list[str] = []
             await case(seen)
             for _ in range(3):  # asyncio runs the callback of a timer, and then the woken task, in later iterations
@@ -164,10 +164,10 @@ def test_spinning_and_long_unseen_loops_get_turns(loop: Any, yields: list[int]) 
         work.spin_s = 1e9
         yields.clear()
         await world.safe_point()
-        assert len(yields) == 1, "a task that polls without computing must leave the lock to threads"
+        assert len(yields) == 1, "a task that polls without computing must release the lock for other threads"
         work.spin_s, work.turn_period_s = 0.0, -1.0
         await world.safe_point()
-        assert len(yields) == 2, "some events are not visible"
+        assert len(yields) == 2, "a safe point must yield for events that it cannot see"
 
     ad.run(main, loop=loop)
 
@@ -179,7 +179,7 @@ def test_a_step_that_finds_the_loop_due_lets_it_run(loop: Any, yields: list[int]
     async def main(world: ad.World) -> None:
         work = await settled(world)
         work.turn_period_s = -1.0
-        world.services.engine.pass_quietly()
+        world.services.engine.try_safe_point()
         work.turn_period_s = 1e9
         yields.clear()
         await world.safe_point()

@@ -389,7 +389,7 @@ def test_second_step_that_is_not_awaited_refuses_bool() -> None:
                 bool(policy.step(1.0))
             await policy.step(1.0)
             last = policy.step(1.0)
-            assert inspect.iscoroutine(last), "steps that are awaited cost no object"
+            assert inspect.iscoroutine(last), "after an awaited step, step() must return a plain coroutine"
             await last
 
     ad.run_local(main, ranks=1, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
@@ -70,6 +71,32 @@ async def test_first_round_is_streamed_and_later_ones_read_alike() -> None:
             assert [desk.sent_nbytes for desk in party.desks] == sent
 
 
+async def test_first_round_of_introduced_ranks_is_read() -> None:
+    async with parties() as party:
+        for donor in DONORS:
+            party.desks[donor].neighbours.introduce(range(6), nbytes=1)
+        await eventually(lambda: party.desks[0].neighbours._readable == set(DONORS))
+        intake = await averaged(party)
+        assert intake.read_nbytes == intake.received_nbytes
+
+
+async def test_other_hosts_and_small_models_are_not_introduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with parties() as party:
+        party.worlds[1].services.hosts = (0, 1, 1, 3, 3, 3)
+        party.desks[1].neighbours.introduce(range(6), nbytes=1)
+        monkeypatch.setattr(neighbours, "READ_NBYTES_MIN", 2)
+        party.desks[3].neighbours.introduce(range(6), nbytes=1)
+        await eventually(lambda: party.desks[2].neighbours._readable == {1})
+        assert not any(party.desks[rank].neighbours._readable for rank in (0, 1, 3, 4, 5))
+
+
+async def test_introduction_that_cannot_be_read_counts_as_a_failure() -> None:
+    async with parties() as party:
+        party.desks[1].channel.send_nowait(Location(0, os.getpid(), 8, bytes(16), (8,)), 0)
+        await eventually(lambda: party.desks[0].neighbours._failures[1] == 1)
+        assert (await averaged(party)).read_nbytes == 0
+
+
 async def test_what_can_be_read_and_what_cannot_make_one_average() -> None:
     """Readable and streamed snapshots make one average: rank 2 is on a different host, rank 5's memory cannot be read.
 
@@ -97,7 +124,7 @@ async def test_donors_that_have_no_snapshot_yet_answer_when_they_have() -> None:
         await averaged(party)
         for donor in DONORS:
             party.desks[donor].withdraw(party.offers[donor])
-            party.desks[donor]._over = ROUND - 1  # the same round once more
+            party.desks[donor]._ended_round = ROUND - 1  # the same round once more
         intake, accumulator = party.intake(neighbours=party.desks[0].neighbours)
         task = asyncio.ensure_future(intake.run(WEIGHTS, deadline=party.deadline()))
         for donor in reversed(DONORS):

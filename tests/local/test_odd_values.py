@@ -222,7 +222,7 @@ def nested(*values: float, layout: torch.layout = torch.strided) -> torch.Tensor
 
 
 class Quantised(torch.Tensor):
-    """Stands for an 8-bit moment with a scale, such as those of torchao's optimizers."""
+    """Stands for an 8-bit moment with a scale, as in torchao's optimizers."""
 
     codes: torch.Tensor
     scale: torch.Tensor

@@ -137,11 +137,13 @@ def test_every_mode_and_strategy_to_the_bit(mode: str, strategy: str) -> None:
         if strategy == "best_only":
             assert donors == (entry.event.best,) and weights == (1.0,)
         elif strategy == "weighted_mean" and mode == "worst_ratio":
-            assert weights == tuple(map(float, donors)), "metrics are ranks, counted from that of rank 0"
+            assert weights == tuple(map(float, donors)), (
+                "the metric is the rank, so each weight must be the donor's rank"
+            )
         elif strategy == "mean":
             assert set(weights) == {1.0} and len(donors) <= 2
         if mode == "threshold":
-            assert set(donors) <= {2, 3}, "who would be replaced itself gives nothing"
+            assert set(donors) <= {2, 3}, "a rank that would itself be replaced must not be a donor"
 
 
 @pytest.mark.slow
@@ -251,7 +253,7 @@ def test_lifetime_is_as_drawn_and_restarts_at_each_replacement() -> None:
         assert member.counts.age == 79 - applied[-1]
     short = train(replacement_mode="age", age_range=(5, 30), average_every=2, steps=200)
     lives = [life for member in short for life in np.diff([s for s, info in enumerate(member.infos) if info])]
-    assert len(set(lives)) >= 5, "lives are drawn, each anew"
+    assert len(set(lives)) >= 5, "each replica must draw a new lifetime"
 
 
 @pytest.mark.slow
@@ -268,7 +270,7 @@ def test_the_worst_ratio_replaces_so_many(ratio: float, count: int) -> None:
     members = train(replacement_ratio=ratio)
     assert [bool(member.replacements) for member in members] == [rank < count for rank in range(4)]
     for member in members:
-        assert all(min(info.donors) >= count for info in member.replacements), "the worst give nothing"
+        assert all(min(info.donors) >= count for info in member.replacements), "the worst ranks must not be donors"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -294,7 +296,9 @@ def test_weights_that_are_not_finite_are_given_to_nobody() -> None:
         donor_ratio=1.0,
         touch=lambda rank, model: None if rank != 3 else (fill(model, math.nan), None)[1],
     )
-    assert members[3].counts.unpublished and members[3].counts.num_replacements >= 5, "who has diverged is the worst"
+    assert members[3].counts.unpublished and members[3].counts.num_replacements >= 5, (
+        "a rank that has diverged must be replaced as the worst"
+    )
     assert all(3 not in event.donors for rank in range(4) for event in ledger.by(rank))
     assert math.isfinite(max(values(members[0].model, floating=True)))
 

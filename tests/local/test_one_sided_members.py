@@ -100,7 +100,7 @@ def test_the_others_go_on_when_one_leaves(leaver: int) -> None:
 
 @pytest.mark.slow
 def test_leaving_at_a_busy_moment_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody leaves at another moment, with reads under way in both directions; ``strict`` finds leftovers."""
+    """Each rank leaves at another moment, with pending reads in both directions; ``strict`` finds leftovers."""
     monkeypatch.setattr(one_sided_averaging, "CHUNK_NBYTES", 64)
     monkeypatch.setattr(matching, "EAGER_NBYTES", 16)
     readers: list[list[bool]] = []
@@ -119,7 +119,7 @@ def test_leaving_at_a_busy_moment_leaves_nothing_behind(monkeypatch: pytest.Monk
             return is_reading
 
         readers.append(run(main, 3))
-    assert any(any(ranks) for ranks in readers), "nobody left while it was reading"
+    assert any(any(ranks) for ranks in readers), "no rank left during a read, so the test tests nothing"
 
 
 class Died(Exception):
@@ -175,7 +175,7 @@ def test_reader_of_a_lost_donor_keeps_its_weights(long_stream: bool, monkeypatch
     with pytest.raises((Died, ad.RankLostError)):
         run(main, 4)
     assert [len(told[rank]) for rank in (0, 1, 2)] == [200, 200, 200]
-    assert len(told[3]) < 200, "the donor never died"
+    assert len(told[3]) < 200, "the donor never died, so the test tests nothing"
     applied = [info for info in told[0] if info]
     assert 3 not in applied[-1].donors and any(info.donors == (1, 2) for info in applied)
     if long_stream:

@@ -22,7 +22,7 @@ from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from asyncdist.tensors.flat_state import FlatState
 from asyncdist.transports import matching
 from protocols import parameter_stream
-from protocols.parameter_stream.landing import SHARE_COUNT_MAX
+from protocols.parameter_stream.receive_layout import CACHED_COUNT_MAX
 from protocols.parameter_stream.receiver import new_ring
 from protocols.parameter_stream.server import SnapshotServer
 
@@ -64,7 +64,7 @@ def watch_receives(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
         start = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
         for other in posted():
             first = torch.frombuffer(other, dtype=torch.uint8).data_ptr()
-            assert start + len(buffer) <= first or first + len(other) <= start, "two receives share memory"
+            assert start + len(buffer) <= first or first + len(other) <= start, "two receives must not share memory"
         request = irecv(buffer, source, tag)
         requests.append((request, buffer))
         return request
@@ -163,8 +163,8 @@ def test_ring_caches_small_states_as_long_as_their_accumulator(chunk_nbytes: int
     layout = ring.layout_of(accumulator)
     assert ring.layout_of(accumulator) is layout
     for offset in range(0, 100 * 16, 16):
-        layout.share(ring, 0, offset, first=False, exact=True)
-    assert len(layout._shares) == (0 if chunk_nbytes == 64 else SHARE_COUNT_MAX)
+        layout.donor_chunks(ring, 0, offset, first=False, exact=True)
+    assert len(layout._cached) == (0 if chunk_nbytes == 64 else CACHED_COUNT_MAX)
     kept = weakref.ref(layout)
     del accumulator, layout
     assert kept() is None
@@ -278,7 +278,7 @@ async def test_slot_is_reused_before_its_donor_has_seen_the_abort(
         for _, told in under_way[len(DONORS) :]:
             told.set()
         await yields(100)
-        assert party.freed == [], "the first stream of each may still read it"
+        assert party.freed == [], "the buffer may still be read by each rank's first stream"
         for _, told in under_way[: len(DONORS)]:
             told.set()
         await eventually(lambda: len(party.freed) == len(DONORS))
@@ -326,7 +326,7 @@ async def test_what_was_asked_early_is_answered_when_the_round_is_over(closes_fi
         for donor in DONORS:
             party.desks[donor].end_rounds(ROUND - 1)
         await yields(100)
-        assert made[0].services.slots.taken_count == taken_count, "the round is not over yet"
+        assert made[0].services.slots.taken_count == taken_count, "the slot must be kept until the round is over"
         if closes_first:
             intake.close()
         for donor in DONORS:

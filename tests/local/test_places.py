@@ -6,6 +6,7 @@ import io
 import json
 import os
 import queue
+import shlex
 import signal
 import socket
 import threading
@@ -15,20 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.facts import naming
+from support.facts import names, naming
 from torch.distributed import HashStore
 
-from asyncdist import cli, environment
+from asyncdist import cli, environment, rank_program
 from asyncdist.errors import LateError, TransportError
 from asyncdist.launch import joining_ranks, local_ranks, place_claims
 from asyncdist.launch.place_claims import ClaimError, claim, keep
+from asyncdist.launch.supervision.endings import describe_end
 from asyncdist.launch.supervision.restarts import Restarts
 from asyncdist.launchers import detection, job_rendezvous
 from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.matching import CallbackQueue, Matcher
 from asyncdist.transports.torch_distributed.gloo_mesh import Mesh
 from asyncdist.transports.torch_distributed.meeting import newcomers, rendezvous
-from asyncdist.transports.torch_distributed.meeting.newcomers import Entrance, Reception
+from asyncdist.transports.torch_distributed.meeting.newcomers import NewcomerConnector, WorldEntry
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 from asyncdist.trust.job_secret import JobSecret
 
@@ -81,7 +83,7 @@ def test_lowest_free_places_are_taken_even_if_given_up_before() -> None:
             job_of(["free 1"] * 3, "1.1"),
             "this asyncdist must have the job's version 1.1, got 1.2; install that version",
         ),
-        (HashStore(), "no job of asyncdist run --places listens at this address"),
+        (HashStore(), "no job that was started by `asyncdist run --places` listens at this address"),
     ],
 )
 def test_where_too_few_can_be_taken_none_are(store: HashStore, says: str) -> None:
@@ -128,7 +130,7 @@ def test_of_two_that_take_some_of_the_free_places_each_one_wins(
 
     def pause(seconds: float) -> None:
         pauses.append(seconds)
-        assert states_of(store)[1] == "free 1", "what it has taken is free meanwhile"
+        assert states_of(store)[1] == "free 1", "a process must return a taken place before it pauses"
         if moves_off:
             store.set("place/2", "free 2")
 
@@ -214,7 +216,9 @@ def test_ranks_of_a_world_with_places_know_its_size_and_starters() -> None:
     ]
     assert all(place.admits_restarted and place.is_store_served for place in places)
     (nested,) = local_ranks.build_environments(made[0], ranks=1, threads=None)
-    assert job_rendezvous.torch_rendezvous(nested).empty_count == 0, "a job that a rank starts is another one"
+    assert job_rendezvous.torch_rendezvous(nested).empty_count == 0, (
+        "a job that a rank starts must not join the outer job"
+    )
     nested = {**made[0], "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "localhost"}  # as torchrun sets them
     nested |= {"ASYNCDIST_INCARNATION": "2", "ASYNCDIST_LOOPBACK": "0"}
     place = job_rendezvous.torch_rendezvous(nested)
@@ -229,7 +233,7 @@ def test_ranks_of_a_world_with_places_know_its_size_and_starters() -> None:
     assert list(coming) == [1, 3]
     assert {(place.address, place.port, place.job) for place in coming.values()} == {("localhost", 123, job["job"])}
     assert detection.detect(joined[3]).rank == 3
-    assert [detection.local_rank(each) for each in joined.values()] == [1, 3], "no two ranks of a host share a GPU"
+    assert [detection.local_rank(each) for each in joined.values()] == [1, 3], "ranks of a host must not share a GPU"
     elsewhere = joining_ranks.build_environments({}, job, host="host1", port=123, threads=None)
     assert [detection.local_rank(each) for each in elsewhere.values()] == [0, 1]
 
@@ -293,14 +297,14 @@ def test_a_job_is_joined_by_its_secret_alone(
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> SealedStore:
-    """Return the part of a store that belongs to a job, at which all processes of a test meet."""
+    """Return the part of a store that belongs to a job, which all processes of a test share."""
     common = HashStore()
     sealed = SealedStore(common, JobSecret())
     monkeypatch.setattr(newcomers, "open_store", lambda *_: sealed)
-    monkeypatch.setattr(rendezvous._Place, "_find", lambda *_: common)
-    monkeypatch.setattr(newcomers, "_say_ended", lambda *_: None)
+    monkeypatch.setattr(rendezvous._RendezvousStore, "_find", lambda *_: common)
+    monkeypatch.setattr(newcomers, "_record_end", lambda *_: None)
     monkeypatch.setattr(newcomers, "_entered", {})
-    rendezvous._place_of.cache_clear()
+    rendezvous._store_of.cache_clear()
     return sealed.part("asyncdist")
 
 
@@ -314,25 +318,25 @@ class Process:
     """One process in a world: its way into the world, and its connections."""
 
     def __init__(self, where: TorchRendezvous) -> None:
-        entrance = self.entrance = Entrance(where, TIMEOUT_S)
+        entry = self.entry = WorldEntry(where, TIMEOUT_S)
         self.callbacks = CallbackQueue()
-        reception = Reception(
-            entrance.common,
-            entrance.store,
+        connector = NewcomerConnector(
+            entry.common,
+            entry.store,
             where.rank,
-            entrance.incarnation,
-            entrance.process,
+            entry.incarnation,
+            entry.process,
             self.callbacks,
-            running=entrance.running,
+            running=entry.running,
             late_places=range(where.size - where.empty_count, where.size),
-            vacant=entrance.vacant,
+            vacant=entry.vacant,
         )
-        self.mesh = Mesh(entrance.groups, where.rank, where.size, Matcher(self.callbacks), reception)
+        self.mesh = Mesh(entry.groups, where.rank, where.size, Matcher(self.callbacks), connector)
 
     def until(self, is_true: Callable[[], object]) -> None:
         give_up_at = time.monotonic() + TIMEOUT_S
         while not is_true():
-            assert time.monotonic() < give_up_at, "it hangs"
+            assert time.monotonic() < give_up_at, "the processes did not finish in time"
             self.callbacks.empty()
             time.sleep(0.01)
 
@@ -354,7 +358,7 @@ def in_thread(make: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 def test_lone_rank_starts_a_world_that_newcomers_find(store: SealedStore) -> None:
     first = Process(place(0))
-    assert (first.entrance.groups, first.entrance.incarnation) == ([], 0)
+    assert (first.entry.groups, first.entry.incarnation) == ([], 0)
     assert first.mesh.lost == first.mesh.vacant == {1, 2}
     processes = {0: first}
     try:
@@ -363,14 +367,16 @@ def test_lone_rank_starts_a_world_that_newcomers_find(store: SealedStore) -> Non
             first.until(lambda thread=thread: not thread.is_alive())
             assert isinstance(made[0], Process), made
             newcomer = processes[rank] = made[0]
-            assert newcomer.entrance.incarnation == 1
-            assert newcomer.mesh.vacant == {1, 2} - set(processes), "of the others it knows that they are there"
+            assert newcomer.entry.incarnation == 1
+            assert newcomer.mesh.vacant == {1, 2} - set(processes), (
+                "the newcomer must know which other places are occupied"
+            )
             for peer, process in processes.items():
                 if peer != rank:
-                    process.until(lambda process=process, rank=rank: rank in process.mesh._met)
+                    process.until(lambda process=process, rank=rank: rank in process.mesh._connected)
                     assert process.mesh.accept(rank, 1)
-                    newcomer.until(lambda newcomer=newcomer, peer=peer: peer in newcomer.mesh._met)
-                    assert newcomer.mesh.accept(peer, process.entrance.incarnation)
+                    newcomer.until(lambda newcomer=newcomer, peer=peer: peer in newcomer.mesh._connected)
+                    assert newcomer.mesh.accept(peer, process.entry.incarnation)
         assert all(not process.mesh.lost and not process.mesh.vacant for process in processes.values())
         assert not store.check(["over"])
     finally:
@@ -386,7 +392,7 @@ def test_second_process_with_a_living_rank_is_refused_at_once(store: SealedStore
     begun = Process(place(0))
     newcomers._entered.clear()  # cleared, because the second process stands for a new process
     with pytest.raises(TransportError, match=r"already has a rank 0 .* with which its world began"):
-        Entrance(place(0), TIMEOUT_S)
+        WorldEntry(place(0), TIMEOUT_S)
     begun.mesh.close()
 
 
@@ -398,11 +404,11 @@ def test_process_at_an_empty_place_waits_for_the_next_world(store: SealedStore) 
     while not store.check([f"{store.get('running')[11:27].decode()}/newcomer/1"]):
         assert thread.is_alive(), made
     assert not made
-    rendezvous._place_of.cache_clear()
+    rendezvous._store_of.cache_clear()
     processes = [Process(place(0))]
     processes[0].until(lambda: not thread.is_alive())
     processes.append(made[0])
-    assert processes[1].entrance.nonce == processes[0].entrance.nonce != left.entrance.nonce
+    assert processes[1].entry.nonce == processes[0].entry.nonce != left.entry.nonce
     for process in processes:
         process.mesh.close()
 
@@ -413,7 +419,7 @@ def test_process_at_an_empty_place_waits_for_the_next_world(store: SealedStore) 
 )
 def test_a_process_that_comes_when_the_job_is_over_ends_well(store: SealedStore, key: str, says: str) -> None:
     store.set("ended/1", "")  # a later process of that rank has ended, so the world may begin without it
-    thread, made = in_thread(lambda: Entrance(place(2, 1), TIMEOUT_S))
+    thread, made = in_thread(lambda: WorldEntry(place(2, 1), TIMEOUT_S))
     thread.join(0.3)
     assert thread.is_alive()
     store.set(key, "")
@@ -427,9 +433,9 @@ def test_a_process_that_finds_the_store_closed_ends_well(store: SealedStore, mon
 
     monkeypatch.setattr(newcomers, "open_store", closed)
     with pytest.raises(LateError, match="rank 2 joins the others, and the store of the job has closed"):
-        Entrance(place(2, 1), TIMEOUT_S)
+        WorldEntry(place(2, 1), TIMEOUT_S)
     with pytest.raises(TransportError, match="nobody serves"):
-        Entrance(place(0), TIMEOUT_S)
+        WorldEntry(place(0), TIMEOUT_S)
 
 
 # -- supervision ------------------------------------------------------------------------------------------------------
@@ -501,8 +507,40 @@ def test_place_is_free_if_its_killed_rank_is_not_restarted() -> None:
     job = Supervised({0: 0, 1: 0}, have_joined=False)
     job.processes[1].ends(-9)
     job.processes[0].ends(0)
-    assert job.run() == 0 and not job.started, "the job went on, and ended well"
+    assert job.run() == 0 and not job.started, "the job must continue, and end without an error"
     assert job.keeper.said == ["exited/1.0 ", "place/1 free 1", "exited/0.0 ", "place/0 left"]
+
+
+def test_the_printed_command_to_join_can_be_pasted() -> None:
+    """Regression: a script's path with a space was printed without quotes, and its arguments were not printed."""
+    store, variables = Keeper(), {"TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    local_ranks._announce_places(store, variables, 1, 2, ["my train.py", "--lr", "1"], is_open=False)  # type: ignore[arg-type]
+    command = store.said[-1].partition("to join, run: ")[2]
+    assert shlex.split(command) == ["asyncdist", "run", "--join", "127.0.0.1:9", "my train.py", "--lr", "1"]
+
+
+@pytest.mark.parametrize(("module", "first"), [("", ["script.py"]), ("package.train", ["-m", "package.train"])])
+def test_the_printed_command_runs_the_same_program(
+    module: str, first: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it had the path of a module instead of -m, and no arguments."""
+    programs: list[list[str]] = []
+    monkeypatch.setattr(local_ranks, "_store", lambda *words, is_open: programs.append(words[3]))
+    monkeypatch.setattr(local_ranks, "run_ranks", lambda *_, **__: 0)
+    environ = {rank_program.MODULE_VARIABLE: module}
+    assert local_ranks.run("script.py", ["--lr", "1"], ranks=1, places=2, environ=environ) == 0
+    assert programs == [[*first, "--lr", "1"]]
+
+
+def test_a_launcher_whose_store_has_ended_restarts_no_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: it printed nothing, and a restarted rank waited 300 s for the store."""
+    job = Supervised({0: 0, 1: 0}, 1, have_joined=False)
+    job.events.put(("store", -9))
+    job.processes[1].ends(-9)
+    job.processes[0].ends(0)
+    assert job.run() == 0 and not job.started
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert names(first, "the store", describe_end(-9))
 
 
 def test_launcher_asked_for_a_report_forwards_it_to_its_ranks() -> None:
@@ -525,7 +563,7 @@ def test_joined_ranks_restart_in_their_places_and_keep_counting() -> None:
     job = Supervised({2: 4, 3: 1}, 1, have_joined=True)
     job.processes[2].ends(-9)
     job.processes[3].ends(1)
-    assert job.run() == 1, "the others know whether that is a failure of the job"
+    assert job.run() == 1, "the other ranks decide whether the loss is a failure of the job"
     assert job.started == [(2, "5")]
     assert job.keeper.said == ["exited/2.4 ", "exited/3.1 ", "place/3 free 2", "exited/2.5 ", "place/2 left"]
 
@@ -541,4 +579,4 @@ def test_signal_to_joined_ranks_makes_them_lost_and_not_failed() -> None:
     job.events.put(("signal", 2))
     assert job.run() == 130
     assert not any(process.signals for process in job.processes.values())
-    assert sorted(job.keeper.said) == ["exited/2.1 ", "exited/3.1 "], "the keeper frees the places"
+    assert sorted(job.keeper.said) == ["exited/2.1 ", "exited/3.1 "], "the keeper must free the places"

@@ -252,7 +252,9 @@ def test_every_form_of_metric(kind: str) -> None:
         assert title == f"AsyncSelectiveAveragingPolicy, rank {world.rank}"
         told = {name.strip(): value for name, value in (line.rsplit("  ", 1) for line in lines)}
         assert int(told["metrics reported"]) == statistics.report_count
-        assert "0" not in [told[name] for name in told.keys() - ALWAYS_TOLD], "what has not happened takes no line"
+        assert "0" not in [told[name] for name in told.keys() - ALWAYS_TOLD], (
+            "events that have not happened must have no line"
+        )
         return statistics.replacement_count, statistics.report_count
 
     results = run(main, 4)
@@ -386,7 +388,7 @@ def test_compiled_model_uses_new_weights_without_recompiling() -> None:
 
     torch._dynamo.reset()
     assert run(main, 2)[0] >= 2
-    assert len(captured) <= 2, "once for each rank's model"
+    assert len(captured) <= 2, "each rank's model may be captured only once"
 
 
 def test_backward_through_weights_changed_by_a_step_is_refused() -> None:
@@ -454,7 +456,7 @@ def test_statistics_of_members_and_coordinator_add_up() -> None:
     given_up = sum(worst.abandoned.values())
     heard = leader.applied[0]
     assert leader.applied == {0: heard, 1: 0, 2: 0, 3: 0}
-    assert rounds - 1 <= heard <= rounds, "the coordinator may not have heard of the last one yet"
+    assert rounds - 1 <= heard <= rounds, "the coordinator may miss only the last report"
     assert heard <= leader.rounds_decided <= rounds + given_up + 1
     assert worst.received_nbytes >= rounds * (3 * floating + exact)
     assert sum(one.sent_nbytes for one in statistics if one) >= worst.received_nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pytest
 import torch
 from scripts.population import Mixed, sgd
 from support.facts import naming
+from support.torch_groups import pretend_initialized
 from torch import nn
 
 import asyncdist as ad
@@ -98,7 +100,9 @@ def test_epochs_that_are_shorter_than_the_cadence_count_together() -> None:
     assert ported(AverageAllPolicy, [*range(5)] * 6, average_every=10) == [10, 20]
     assert ported(AverageAllPolicy, [*range(1, 8)] * 6, average_every=10) == [14, 28]
     assert ported(AverageAllPolicy, [*range(5), *range(12), *range(5), *range(12)], average_every=10) == [14, 31]
-    assert ported(AverageAllPolicy, [0] * 35, average_every=10) == [10, 20, 30], "of one batch, the whole of the data"
+    assert ported(AverageAllPolicy, [0] * 35, average_every=10) == [10, 20, 30], (
+        "an epoch of one batch must count as one step"
+    )
 
 
 def test_a_ported_call_before_the_start_is_refused_as_a_step_is() -> None:
@@ -238,7 +242,7 @@ def test_a_model_that_ddp_keeps_equal_is_refused(policy: str, monkeypatch: pytes
     for outer in (wrapped, nn.Sequential(wrapped)):
         with pytest.raises(ValueError, match="model must not be wrapped in DistributedDataParallel"):
             POLICIES[policy](outer, sgd(model), average_every=1)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    pretend_initialized(monkeypatch)
 
     async def main(world: ad.World) -> None:
         inside = model if world.rank == 0 else nn.Sequential(nn.Linear(2, 2))
@@ -273,7 +277,7 @@ class Trainer:
 @pytest.mark.long
 def test_model_of_a_deleted_trainer_is_outside_any_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a deleted trainer in a reference cycle made its model refused until the cycle was collected."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    pretend_initialized(monkeypatch)
     model = nn.Linear(2, 2)
     gc.disable()
     try:
@@ -282,15 +286,19 @@ def test_model_of_a_deleted_trainer_is_outside_any_wrapper(monkeypatch: pytest.M
             start_beside(model)
         wrapped = weakref.ref(trainer.wrapped)
         del trainer
-        assert wrapped() is not None, "it is in a cycle"
+        assert wrapped() is not None, "the model must be in a reference cycle, otherwise the test tests nothing"
         start_beside(model)
     finally:
         gc.enable()
 
 
 def test_a_wrapper_that_is_older_than_the_world_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launched rank freezes existing objects in the garbage collector, which once hid them from the search."""
+    """A launched rank freezes existing objects in the garbage collector, which once hid them from the search.
+
+    Collecting the millions of objects that are frozen here would take seconds, and is not needed to find the wrapper.
+    """
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(gc, "collect", lambda: 0)
     model = nn.Linear(2, 2)
     wrapped = Wrapped(model)
     gc.freeze()
@@ -298,7 +306,7 @@ def test_a_wrapper_that_is_older_than_the_world_is_found(monkeypatch: pytest.Mon
         with pytest.raises(ad.LocalProtocolError, match="DistributedDataParallel"):
             start_beside(model)
     finally:
-        gc.unfreeze()
+        gc.freeze()
     assert wrapped.module is model
 
 
@@ -306,7 +314,7 @@ def test_a_wrapper_that_is_older_than_the_world_is_found(monkeypatch: pytest.Mon
 @pytest.mark.long
 def test_wrappers_whose_constructor_has_not_run_are_looked_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: every start of a policy raised AttributeError if a wrapper without modules existed."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    pretend_initialized(monkeypatch)
     bare = Wrapped.__new__(Wrapped)
     half = Wrapped(nn.Linear.__new__(nn.Linear))
     start_beside(nn.Linear(2, 2))
@@ -318,13 +326,12 @@ def test_wrappers_whose_constructor_has_not_run_are_looked_over(monkeypatch: pyt
 
 
 def test_the_process_is_searched_for_wrappers_once_at_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    pretend_initialized(monkeypatch)
     searches = 0
 
     def search(*kinds: type) -> list[Any]:
         nonlocal searches
-        searches += 1
-        assert nn.parallel.DistributedDataParallel in kinds
+        searches += nn.parallel.DistributedDataParallel in kinds
         return []
 
     async def main(world: ad.World) -> None:
@@ -371,7 +378,7 @@ def test_averaging_continues_after_a_callbacks_caught_exception(policy: str, cal
         return replaced, caught
 
     results: Any = simulate(main, ranks=3, strict=True).results
-    assert results[0][0] > 10, "the worst is replaced at most reports, of which there are 20"
+    assert results[0][0] > 10, "the worst rank must be replaced in most of its 20 reports"
     assert results[0][1] == 2
 
 
@@ -458,3 +465,21 @@ def test_a_main_that_is_thrown_away_touches_no_weights(policy: str) -> None:
         return kinds
 
     assert "closed" not in simulate(main, ranks=1).results[0]
+
+
+@pytest.mark.parametrize("policy_of", [*POLICIES.values()], ids=[*POLICIES])
+def test_a_policy_can_be_pickled_before_it_starts(policy_of: Callable[..., SpawnPolicy]) -> None:
+    """Regression: a selective policy raised AttributeError about a WeakKeyDictionary."""
+
+    async def main(world: ad.World) -> list[float]:
+        model = Mixed(float(world.rank))
+        policy = pickle.loads(pickle.dumps(policy_of(model, sgd(model), average_every=2)))
+        async with policy:
+            for _ in range(6):
+                await (policy.step() if isinstance(policy, AverageAllPolicy) else policy.step(float(world.rank)))
+            with pytest.raises(TypeError, match=r"entered .*state_dict\(\)"):
+                pickle.dumps(policy)
+        return [parameter.mean().item() for parameter in policy.model.parameters()]
+
+    first, second = simulate(main, ranks=2, strict=True).results
+    assert first == second and 0.0 not in first

@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from support.local import engines, eventually, yields
@@ -16,8 +16,15 @@ from support.scripted import CountingInlet, ScriptedRequest, ScriptedTransport, 
 from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.messaging import engine as progress
 from asyncdist.messaging.engine import PROGRESS_BUDGET_S, TALK_PASS_COUNT_MAX, Engine
-from asyncdist.messaging.polling import HOT_PASS_COUNT, WARM_PASS_COUNT, DriverState, Pollable
+from asyncdist.messaging.polling import (
+    HOT_PASS_COUNT,
+    SMALL_SEND_PASS_COUNT,
+    WARM_PASS_COUNT,
+    DriverState,
+    Pollable,
+)
 from asyncdist.transports.base import ANY_SOURCE
+from asyncdist.transports.mpi_requests import SMALL_NBYTES_MAX, SendRequest
 from asyncdist.waits import A_CONDITION
 
 
@@ -55,10 +62,10 @@ async def test_until_asks_again_after_a_completion_and_on_recheck(engine: Engine
 
     task = asyncio.ensure_future(engine.until(condition))
     await yields(3)
-    assert len(asked) == 1, "no polling of conditions"
+    assert len(asked) == 1, "a pass must not test conditions that cannot have changed"
     engine.poll()
     await yields(3)
-    assert len(asked) == 1, "a pass that completes nothing changes nothing"
+    assert len(asked) == 1, "a pass that completes nothing must not test conditions"
     request = ScriptedRequest()
     engine.watch(request, A_CONDITION)
     request.done = True
@@ -154,7 +161,7 @@ async def test_fail_wakes_every_kind_of_wait_now_and_later(engine: Engine, trans
     for make in waits:
         with pytest.raises(RankLostError):
             await make()
-    assert len(engine.outstanding()) >= 4, "requests stay in the engine's keeping"
+    assert len(engine.outstanding()) >= 4, "the engine must keep the requests alive"
     for _, request in transport.posted:
         request.done = True
     engine.poll()
@@ -179,10 +186,10 @@ async def test_progress_goes_on_until_a_pass_completes_nothing(engine: Engine) -
         inlet.waiting = 7
         await engine.safe_point(budget_s=60)
         assert (inlet.waiting, inlet.polls) == (0, 8)
-        assert other.turns >= 7, "a yield with every pass"
+        assert other.turns >= 7, "each pass must yield to other tasks"
         inlet.polls = 0
         await engine.safe_point(budget_s=60)
-        assert inlet.polls == 1, "one pass where nothing happens"
+        assert inlet.polls == 1, "only one pass may happen while no message arrives"
 
 
 async def test_progress_ends_when_the_budget_is_spent(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,15 +253,42 @@ async def test_the_driver_cools_down_and_a_wait_heats_it_again(engine: Engine, m
     assert HOT_PASS_COUNT <= passes <= most
     assert WARM_PASS_COUNT - 2 <= naps <= WARM_PASS_COUNT + 1
     await yields(50)
-    assert engine.statistics().pass_count == passes, "idle: nothing until the timer"
+    assert engine.statistics().pass_count == passes, "an idle engine must not make a pass before its timer"
     engine.watch(ScriptedRequest(), A_CONDITION)
     await yields(20)
-    assert engine.statistics().pass_count > passes + 10, "hot again"
+    assert engine.statistics().pass_count > passes + 10, "a new request must make the engine poll in every turn again"
+
+
+async def test_driver_soon_idles_if_only_small_sends_are_outstanding(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver of a small message that MPI does not take at once has not looked for messages for a while."""
+    monkeypatch.setattr("asyncdist.messaging.polling.IDLE_PERIOD_S", 3600.0)
+    engine.start()
+    for buffer in (bytearray(8), bytearray(SMALL_NBYTES_MAX)):
+        engine.watch(SendRequest(ScriptedMpiRequest(), buffer, fail, 1), A_CONDITION)
+    await yields(50)
+    passes = engine.statistics().pass_count
+    assert engine._state is DriverState.IDLE and passes <= SMALL_SEND_PASS_COUNT + 5
+    engine.watch(SendRequest(ScriptedMpiRequest(), bytearray(SMALL_NBYTES_MAX + 1), fail, 1), A_CONDITION)
+    await yields(50)
+    assert engine.statistics().pass_count > passes + 30, "hot"
+
+
+class ScriptedMpiRequest:
+    """MPI request of a message that MPI does not take."""
+
+    def Test(self) -> bool:  # noqa: N802
+        return False
+
+
+def fail(error: BaseException, status: Any, buffer: Any, peer: int) -> NoReturn:
+    raise error
 
 
 async def test_the_driver_takes_no_nap_while_other_tasks_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def nap(_: float) -> None:
-        raise AssertionError("it slept in somebody's way")
+        raise AssertionError("the driver slept while another task was ready")
 
     monkeypatch.setattr(time, "sleep", nap)
     monkeypatch.setattr("asyncdist.messaging.polling.ALONE_GAP_S", 0.0)
@@ -293,12 +327,12 @@ async def test_transport_that_rings_is_not_polled_while_idle() -> None:
     for _ in range(3):
         transport.ring()
         await yields(10)
-        assert engine.statistics().pass_count > passes, "woken at once"
+        assert engine.statistics().pass_count > passes, "the ring must wake the engine at once"
         passes = engine.statistics().pass_count
     engine.stop()
     transport.ring()
     await yields(10)
-    assert engine.statistics().pass_count == passes, "stopped means stopped"
+    assert engine.statistics().pass_count == passes, "a stopped engine must not make a pass"
 
 
 async def test_ring_of_a_thread_causes_one_pass_in_the_next_loop_turn() -> None:
@@ -317,11 +351,11 @@ async def test_ring_of_a_thread_causes_one_pass_in_the_next_loop_turn() -> None:
         await yields(1)
         assert (inlet.polls, inlet.waiting) == (polls + 1, 0)
         await yields(10)
-        assert inlet.polls == polls + 1, "and then it sleeps"
+        assert inlet.polls == polls + 1, "the engine must sleep after one more poll"
     engine.stop()
     transport.ring()
     await yields(10)
-    assert inlet.polls == polls + 1, "stopped means stopped"
+    assert inlet.polls == polls + 1, "a stopped engine must not poll"
 
 
 async def test_a_defect_met_by_the_driver_reaches_those_who_wait(engine: Engine) -> None:
@@ -374,7 +408,9 @@ async def test_unread_messages_of_one_tag_do_not_slow_the_others() -> None:
         for _ in range(20_000):
             here.isend(b"!", 1, 9)
             there.irecv(bytearray(1), 0, 11)
-        assert min(duration() for _ in range(3)) < 20 * alone, "it was 250 times as long"
+        assert min(duration() for _ in range(3)) < 20 * alone, (
+            "unrelated requests must not slow down the receive; once it took 250 times as long"
+        )
 
 
 async def test_lost_rank_fails_only_the_requests_that_involve_it() -> None:
@@ -403,7 +439,7 @@ async def test_lost_rank_fails_only_the_requests_that_involve_it() -> None:
                 assert error.rank == 2
             else:
                 assert not task.done(), pair
-        assert not wildcard.done(), "somebody else may still send"
+        assert not wildcard.done(), "another rank may still send, so the receive must remain pending"
         assert made[0].transport.lost_ranks() == {2}
         # New requests fail too, but messages that the rank sent before it died are received.
         for operation in (made[0].send(b"x", 2, 5), made[1].receive(bytearray(1), 2, 5)):

@@ -77,14 +77,14 @@ def test_a_draw_of_what_there_is_does_not_wait_behind_another() -> None:
 
 def test_large_draws_take_the_servers_memory_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
-    give = replay_server._Server._give
+    send_items = replay_server._Server._send_items
 
     def counting(server: Any, client: Any, draw: Any) -> None:
         nonlocal most
-        give(server, client, draw)
+        send_items(server, client, draw)
         most = max(most, len(client.outgoing) + len(client.streams))
 
-    monkeypatch.setattr(replay_server._Server, "_give", counting)
+    monkeypatch.setattr(replay_server._Server, "_send_items", counting)
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> int:
         await buffer.add(torch.arange(20_000))
@@ -245,7 +245,7 @@ def test_draw_that_a_server_no_longer_grants_is_told_of_the_end() -> None:
 @pytest.mark.parametrize("row_count", [1, 100_000])
 @pytest.mark.parametrize("on", [ad.run_local, ad.simulate])
 def test_clients_of_a_server_that_gives_up_are_told_why(on: Any, row_count: int) -> None:
-    """Clients get the error as one of another rank, so that the job shows only the traceback of the cause.
+    """Clients get the error as another rank's, so that the job shows only the traceback of the cause.
 
     Regression: an exception of ``score`` on a large, streamed batch was raised in a server task and ended the job,
     although the same exception on a small batch could be caught.
@@ -349,7 +349,7 @@ def test_draw_during_another_ranks_long_training_does_not_warn(adds: bool, caplo
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-# -- what none of ours says -------------------------------------------------------------------------------------------
+# -- foreign messages -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(5))

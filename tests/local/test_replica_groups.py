@@ -8,6 +8,7 @@ import pytest
 import torch
 from scripts.population import sgd
 from support.facts import naming
+from support.torch_groups import pretend_initialized
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -31,7 +32,7 @@ def start(
 
     If ``outer`` is given, all policies get the model that it makes from DDP.
     """
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    pretend_initialized(monkeypatch)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: ad.current_world().rank % size)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: size)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", list)

@@ -189,7 +189,7 @@ async def test_abandoned_uncancellable_receive_keeps_its_message(engine: Engine,
     target = bytearray(8)
     task = asyncio.ensure_future(engine.receive(target, 1, 5))
     await yields(2)
-    assert len(transport.posted) == 1, "a second receive would overtake the first one's message"
+    assert len(transport.posted) == 1, "a second receive must not be posted, as it could take the first one's message"
     buffer[:3] = b"abc"
     request.arrive(1, 3)
     engine.poll()

@@ -26,7 +26,7 @@ def test_donors_and_replacers_observe_a_round_from_start_to_end() -> None:
         model, told, is_in_step = Mixed(float(world.rank)), [], False
 
         def on_event(event: PolicyEvent) -> None:
-            assert is_in_step, f"{event} outside step"
+            assert is_in_step, f"{event} was reported outside step()"
             told.append(event)
 
         policy = AsyncSelectiveAveragingPolicy(

@@ -19,7 +19,7 @@ async def draw(world: ad.World) -> tuple[int, float, float, float]:
 def test_ranks_differ_and_runs_do_not() -> None:
     first, again = (ad.simulate(draw, ranks=4, seed=seed).results for seed in (0, 1))
     assert list(first) == list(again) and len(set(first)) == 4
-    assert ad.run(draw) == first[0], "in a process of its own, too"
+    assert ad.run(draw) == first[0], "a process of its own must draw the same numbers"
     with ad.blocking.open_world() as world:
         assert ad.seed_all(7) == first[0][0] == ad.seed_all(7, world=world.awaited)
 

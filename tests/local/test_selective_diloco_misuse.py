@@ -65,6 +65,6 @@ def test_a_wrong_metric_is_refused(given: dict[str, Any], kind: type[Exception],
         async with made(average_every=1) as policy:
             with pytest.raises(kind, match=naming(*facts)):
                 await policy.step(**given)
-            assert await policy.step(loss=lambda: 1.0), "the contribution is captured in the next step"
+            assert await policy.step(loss=lambda: 1.0), "the next step must capture the contribution"
 
     ad.run_local(main, ranks=2)

@@ -381,6 +381,17 @@ def test_a_file_with_other_content_is_named(tmp_path: Path) -> None:
         ad.uniform_soup(MODEL, tmp_path)
 
 
+def test_the_refused_content_of_a_file_is_named(tmp_path: Path) -> None:
+    """Regression: the error ended within torch's advice to pass weights_only=False, and contained raw escapes."""
+    torch.save(MODEL, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=r"UnpicklingError: torch.load\(weights_only=True\) refuses torch.nn\."):
+        ad.uniform_soup(MODEL, [tmp_path / "model.pt"])
+    header = b'{"w":{"dtype":"F\\u001b[31m","shape":[2],"data_offsets":[0,8]}}'
+    (tmp_path / "escapes.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(ValueError, match=r"SafetensorError: .*F\\x1b\[31m"):
+        ad.uniform_soup(MODEL, [tmp_path / "escapes.safetensors"])
+
+
 def test_an_empty_loader_would_leave_no_statistics() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].running_mean.fill_(3.0)

@@ -75,7 +75,7 @@ def test_timed_out_members_of_a_late_go_still_make_the_group() -> None:
             came_to = str(error)
         after_s = world.time()
         await world.new_group([0, 1])
-        assert world.time() > 20, "the first one is made first"
+        assert world.time() > 20, "the first group must be made before the second"
         return came_to, after_s
 
     leader, gave_up = late_verdict(main)
@@ -160,7 +160,7 @@ async def test_who_is_interrupted_does_not_wait_for_the_leaders_word() -> None:
         await yields(5)
         started.cancel()
         await yields(5)
-        assert not started.done(), "the leader may have said go"
+        assert not started.done(), "the leader may already have decided to start"
         member.agreements.is_interrupted = lambda: True
         again = begin()
         await yields(5)

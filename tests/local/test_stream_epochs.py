@@ -25,11 +25,11 @@ async def test_requests_of_an_earlier_epoch_get_the_abort(monkeypatch: Any) -> N
             made[0].services.engine.poll()
 
         ask(1)
-        assert not refused, "it waits for the snapshot of a round to come"
+        assert not refused, "the request must wait for the snapshot of a later round"
         donor.enter_epoch(1)
-        assert refused == [(1, 1)], "that round never comes"
+        assert refused == [(1, 1)], "the request must be refused, since its round will not take place"
         ask(2)
-        assert refused == [(1, 1), (1, 2)], "of the earlier epoch"
+        assert refused == [(1, 1), (1, 2)], "a request of the earlier epoch must be refused"
         replacer.enter_epoch(1)
         ask(3)
-        assert refused == [(1, 1), (1, 2)], "round 5 of this epoch may come"
+        assert refused == [(1, 1), (1, 2)], "the request must wait, since round 5 of this epoch may take place"

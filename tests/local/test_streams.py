@@ -117,7 +117,7 @@ async def test_a_stopped_sender_answers_with_the_abort() -> None:
         assert caught.value.rank == 0
         assert caught.value.received_nbytes == stream.received_nbytes
         assert CHUNK <= stream.received_nbytes < 10 * CHUNK
-        assert slots.received_nbytes == 0, "of streams that are whole"
+        assert slots.received_nbytes == 0, "only bytes of complete streams may be counted"
         assert slots.taken_count == slots.discarding_count == 0
         await eventually(lambda: not made[1].outstanding())
 
@@ -224,7 +224,7 @@ async def test_a_chunk_of_the_wrong_size_is_the_peers_fault() -> None:
         ):
             await OutboundStream(Slots(made[0]), chunks_of(1, 5), 1, stream.slot).run()
             await read(stream)
-        assert slots.taken_count == 0, "it was the answer all the same"
+        assert slots.taken_count == 0, "the request must count as answered"
 
 
 async def test_a_cancelled_sender_answers_with_the_abort() -> None:

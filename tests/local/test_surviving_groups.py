@@ -118,7 +118,7 @@ def test_a_rank_is_told_of_a_loss_by_a_leader_that_has_not_come() -> None:
 
 
 def test_member_that_dies_in_a_start_may_leave_some_a_group() -> None:
-    """Some members then asked for the survivors of the new group, and others for those of the previous group."""
+    """Some members then asked for the survivors of the new group, and others for survivors of the previous group."""
 
     async def main(world: World) -> tuple[int, ...]:
         if world.rank == 4:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import asyncdist as ad
+from asyncdist.tensors import torch_modes
 from asyncdist.tensors.torch_modes import modes_now
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -73,6 +74,32 @@ def test_every_rank_sees_what_it_would_see_alone_on_one_loop() -> None:
     alone = [list(walk(rank)) for rank in range(8)]
     for loop in ("asyncio", "uvloop"):
         assert ad.run_local(walk_together, ranks=8, loop=loop) == alone  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("first", ["GPU 7", None])
+@pytest.mark.parametrize("simulated", [False, True])
+def test_every_rank_has_its_own_gpu(first: str | None, simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: after torch.cuda.set_device in each rank, all ranks made their tensors on the last rank's GPU."""
+    current = [first]
+    monkeypatch.setattr(torch_modes, "_HAS_CUDA", True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current[0] is not None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "default_stream", "GPU {}".format)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.insert(0, stream))
+
+    async def main(world: ad.World) -> list[str | None]:
+        seen = [current[0]]
+        for turn in range(3):
+            current.insert(0, f"stream {turn} of GPU {world.rank}")
+            await asyncio.sleep(0)
+            seen.append(current[0])
+        return seen
+
+    found = list(ad.simulate(main, ranks=3).results) if simulated else ad.run_local(main, ranks=3)
+    for rank, (before, *seen) in enumerate(found):
+        assert before in ((first,) if first else (None, "GPU 0"))
+        assert seen == [f"stream {turn} of GPU {rank}" for turn in range(3)]
+    assert current[0] == (first or "GPU 0")
 
 
 def test_every_simulated_rank_sees_what_it_would_see_alone() -> None:

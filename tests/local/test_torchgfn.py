@@ -53,7 +53,7 @@ def test_an_infinite_threshold_acts_always_or_never(threshold: float | None) -> 
             model_builder=None, average_every=2, replacement_ratio=0.5, threshold=threshold, cooldown=0
         )
         _, told = until_averaged(policy, world, None)
-        assert policy.replacement_count == sum(told), "Regression: it stayed 0"
+        assert policy.replacement_count == sum(told), "Regression: replacement_count stayed 0"
         policy.shutdown()
         policy.shutdown()
         assert policy.policy is None

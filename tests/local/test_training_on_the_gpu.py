@@ -1,4 +1,4 @@
-"""Tests policies over models on a GPU: averages are exact there, and mixed-precision training continues."""
+"""Tests ranks and policies on a GPU: averages are exact there, training continues, and streams and graphs are kept."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 from torch._inductor import config as inductor
 
 import asyncdist as ad
+from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, AverageApplied, PolicyEvent
 
 pytestmark = pytest.mark.cuda
@@ -127,3 +128,52 @@ def test_a_cuda_graph_sees_the_weights_of_an_average() -> None:
         return float(outputs)
 
     assert ad.run_local(main, ranks=2, strict=True) == [4.0, 4.0]
+
+
+def test_a_reset_reaches_a_captured_optimizer_step() -> None:
+    weight = nn.Parameter(torch.ones(3, device="cuda"))
+    weight.grad = torch.tensor([1.0, -2.0, 3.0], device="cuda")
+    optimizer = torch.optim.Adam([weight], lr=0.1, capturable=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        optimizer.step()  # makes the state before the capture
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+
+    def step() -> list[float]:
+        with torch.no_grad():
+            weight.fill_(1.0)
+        graph.replay()
+        return weight.tolist()
+
+    reset_optimizer_state(optimizer)
+    first = step()
+    weight.grad.mul_(-5.0)
+    step()
+    weight.grad.div_(-5.0)
+    reset_optimizer_state(optimizer)
+    assert step() == first
+
+
+def test_a_computed_function_runs_on_the_stream_of_its_caller() -> None:
+    async def main(world: ad.World) -> None:
+        stream = torch.cuda.Stream(world.device)
+        with torch.cuda.stream(stream):
+            assert await world.compute(torch.cuda.current_stream) == stream
+        assert await world.compute(torch.cuda.current_stream) == torch.cuda.default_stream()
+
+    ad.run_local(main, ranks=1)
+
+
+def test_ranks_of_a_process_have_their_own_streams() -> None:
+    async def main(world: ad.World) -> bool:
+        with torch.cuda.stream(torch.cuda.Stream(world.device)):
+            own = torch.cuda.current_stream()
+            for _ in range(3):
+                await ad.barrier()
+            return torch.cuda.current_stream() == own
+
+    assert ad.run_local(main, ranks=3) == [True] * 3
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -54,7 +54,7 @@ def test_only_rank_0_of_a_trainer_pushes_to_the_hub(
     """Regression: all ranks pushed to one repository, and a push after the training went to a repository "rank0"."""
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(joining, "hide_ranks", lambda: None)  # importing the integration would hide this process's rank
-    monkeypatch.setattr(joining, "_told", set())
+    monkeypatch.setattr(joining, "_logged", set())
     integration = importlib.import_module("asyncdist.integrations.transformers")
     monkeypatch.setattr(integration, "join", lambda: SimpleNamespace(rank=rank, size=2))
     hub = Hub()
@@ -121,7 +121,7 @@ def integration(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Import the integration without hiding this process's rank, and restore what ranks change in the process."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(joining, "hide_ranks", lambda: None)
-    monkeypatch.setattr(joining, "_told", set())
+    monkeypatch.setattr(joining, "_logged", set())
     accelerate = sys.modules.get("asyncdist.integrations.accelerate")
     # importing accelerate, in another test, has patched the trainer's functions: they would open a world
     if accelerate is not None:
@@ -178,7 +178,13 @@ def test_the_best_model_is_loaded_after_the_last_average(integration: Any, tmp_p
         trainer = transformers.Trainer(
             model, arguments, train_dataset=rows, eval_dataset=rows[:1], callbacks=[averaging]
         )
-        trainer.evaluate = lambda *_, **__: {"eval_loss": trainer.state.global_step}  # type: ignore[method-assign]
+
+        def evaluate(*_: Any, **__: Any) -> dict[str, float]:
+            # transformers 4.50 does not set this with save_strategy="best". Others end rounds in a last save.
+            trainer.state.best_model_checkpoint = f"{trainer.args.output_dir}/checkpoint-2"
+            return {"eval_loss": trainer.state.global_step}
+
+        trainer.evaluate = evaluate  # type: ignore[method-assign]
         trainer.train()
         best = load_file(tmp_path / f"rank{world.rank}" / "checkpoint-2" / "model.safetensors")
         return dict(model.state_dict()), best
@@ -217,7 +223,7 @@ class Saved(NamedTuple):
 
 
 def saved_by(folder: Path, rank: int, averagings: list[Any], *, checkpoint: str | None = None, **options: Any) -> Saved:
-    """Train four steps, save after two, and return what was saved."""
+    """Train four steps, save after two, and return the saved state."""
     import transformers
     from safetensors.torch import load_file
 
@@ -269,6 +275,32 @@ def test_a_checkpoint_has_the_weights_of_the_policy_state(integration: Any, tmp_
         assert whole.names == ["asyncdist_policy_DiLoCoPolicy.pt"] and not alone.names
         for name, live in whole.live.items():
             assert torch.equal(whole.saved[name], live) and torch.equal(alone.saved[name], live)
+
+
+@pytest.mark.slow
+def test_a_callback_saves_an_averaging_like_its_policy(integration: Any, tmp_path: Path) -> None:
+    """Regression: ``save_population`` raised AttributeError, because this ``Averaging`` has no state."""
+    import transformers
+
+    class Saver(transformers.TrainerCallback):
+        def __init__(self, averaging: Any) -> None:
+            self.averaging = averaging
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+            ad.blocking.save_population(tmp_path / "all", of["model"], of["optimizer"], policy=self.averaging)
+
+    def train(world: ad.blocking.World) -> int:
+        averaging = integration.Averaging(DiLoCoPolicy, average_every=1, eager=True)
+        saved_by(tmp_path, world.rank, [averaging, Saver(averaging)])
+        other = Model()
+        optimizer = torch.optim.AdamW([{"params": [each]} for each in other.parameters()])
+        policy = DiLoCoPolicy(other, optimizer, average_every=1, eager=True)
+        ad.blocking.load_population(tmp_path / "all", other, optimizer, policy=policy)
+        with pytest.raises(ad.ClosedError, match="the trainer does not train, so no policy is open"):
+            ad.blocking.save_population(tmp_path / "all", other, optimizer, policy=averaging)
+        return policy.iteration
+
+    assert ad.run_local(ad.blocking.hosted(train), ranks=2, strict=True) == [4, 4]
 
 
 @pytest.mark.slow

@@ -238,7 +238,7 @@ def test_concurrent_tasks_get_the_same_group_on_all_ranks() -> None:
             await one.free()
         await ad.barrier()
         await world.sleep(1)
-        assert nothing_is_kept(world) and not world.peers.groups.ledger.taken()
+        assert nothing_is_kept(world) and not world.peers.groups.ledger.numbers_in_use()
         assert not [key for key in world.agreements._counts if key.subject.startswith("new group for")]
         return {name: one.number for name, one in found.items()}
 

@@ -31,7 +31,7 @@ class Event:
 
 
 class Work(dist.Work):
-    """A work like those of gloo's ``irecv``: it completes only inside ``wait``, which must be called once."""
+    """A work like that of gloo's ``irecv``: it completes only inside ``wait``, which must be called once."""
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Work(dist.Work):
 
 
 class PolledWork(Work):
-    """A work like those of gloo's and NCCL's collectives, which is polled, and whose ``wait`` raises its error."""
+    """A work like that of gloo's and NCCL's collectives, which is polled, and whose ``wait`` raises its error."""
 
     def is_completed(self) -> bool:
         return self.arrived.is_set()

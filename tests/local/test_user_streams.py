@@ -30,7 +30,7 @@ async def grant_that_has_come(sender: World, receiver: World) -> tuple[asyncio.T
     await asyncio.sleep(0)  # the receiver has granted the stream, and the sender has not polled yet
     assert not sender.services.slots.sent_nbytes and not sender._streams._under_way
     sender.services.engine.poll()
-    assert sender._streams._under_way, "started in the pass that brought the grant"
+    assert sender._streams._under_way, "the stream must start in the pass that receives the grant"
     return sending, receiving
 
 

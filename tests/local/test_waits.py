@@ -161,11 +161,11 @@ def test_what_came_while_the_loop_was_blocked_is_taken_in_first(
     monkeypatch.setattr(Engine, "poll", counted)
 
     class Watch(EndWatch):
-        def _look(self) -> None:
+        def _check(self) -> None:
             nonlocal looked
             looked += 1
             before = polled
-            super()._look()
+            super()._check()
             assert polled == before + 1
 
     async def main(world: ad.World) -> None:
@@ -367,7 +367,7 @@ def test_only_a_main_that_waits_without_an_end_is_reported(
 def test_a_wait_for_tasks_goes_on_to_what_these_wait_for(
     work: Work, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression: main's line did not show what its tasks wait for, and a barrier was called all_gather."""
+    """Regression: main's line did not show the waits of its tasks, and a barrier was called all_gather."""
 
     async def main(world: ad.World) -> None:
         channel = world.channel(Note, tag=100)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import importlib.util
+import io
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from support.local import yields
 import asyncdist as ad
 from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError
 from asyncdist.runtime import run
+from asyncdist.runtime.failing import process_ends
 from asyncdist.runtime.hosting import host_rank
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.transports.local import LocalHub, LocalTransport
@@ -131,7 +134,7 @@ async def test_ctrl_c_inside_a_loop_ends_the_ranks_and_not_the_process(is_blocke
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         ad.run_local(main, ranks=2)
-    assert len(ended) == (1 if is_blocked else 2), "the other one is not to begin"
+    assert len(ended) == (1 if is_blocked else 2), "the other rank must not begin after the interrupt"
     assert signal.getsignal(signal.SIGINT) == before
     assert ad.run_local(nothing, ranks=1) == [None]
 
@@ -207,7 +210,9 @@ async def test_notebook_shows_no_exception_group() -> None:
                     world.spawn(asyncio.sleep(300))
                     raise raised  # noqa: B904 the context is what is tested
         assert caught.value is raised
-        assert raised.__context__ is first and not raised.__suppress_context__, "the user's own chain is kept"
+        assert raised.__context__ is first and not raised.__suppress_context__, (
+            "the exception must keep the user's own chain"
+        )
         assert first.__context__ is None
 
     async def waits(world: ad.World) -> None:
@@ -526,6 +531,25 @@ def test_signal_after_the_end_of_everything_stops_nothing() -> None:
         loop.close()
         signal.raise_signal(signal.SIGINT)
     assert interrupts.received == signal.SIGINT
+
+
+def test_a_process_ends_although_a_signal_interrupts_a_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: flushing the output raised RuntimeError in the script, which then ran on."""
+    ends: list[int] = []
+    exit_process: Any = process_ends.exit_immediately
+
+    class Interrupted(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            exit_process(130)
+            return len(data)
+
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(Interrupted())))
+    print("saving", flush=True)
+    assert ends == [130]
 
 
 def test_an_error_that_raises_its_own_cause_again_ends_its_rank() -> None:

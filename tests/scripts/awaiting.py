@@ -77,6 +77,8 @@ async def cancel(waits: Any) -> None:
         await waits.wait(comm.Isend(np.array([value]), peer, tag=7))
         while buffer[0] != value:  # noqa: ASYNC110 - likewise
             await asyncio.sleep(0.001)
+        # The message has arrived, but the receive is active until a pass has tested it. This wait includes such a pass.
+        await waits.wait(comm.Ibarrier())
         if value == 2.0:
             await waits.wait(persistent)
     await raises(ad.LocalProtocolError, "inactive", waits.wait(persistent))

@@ -10,6 +10,7 @@ that rank is killed, and the other replica continues alone.
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
 import signal
@@ -151,7 +152,7 @@ def select(world: ad.World, model: nn.Module) -> dict[str, Any]:
 
 
 def survive(world: ad.World, model: nn.Module, killed: int, kind: str) -> dict[str, Any]:
-    """Train under DDP, lose a rank, and return what this rank has seen."""
+    """Train under DDP, lose a rank, and return this rank's observations."""
     optimizer, oracle = torch.optim.SGD(model.parameters(), lr=0.0625), Oracle(world.size // SIZE)
     policy = KINDS[kind](model, optimizer, average_every=EVERY, replica_size=SIZE, outer_optimizer=OUTER)
     errors, donors = [], []
@@ -188,6 +189,7 @@ with ad.blocking.open_world() as world:
     found["async fully_shard"] = train(world, sharded_over(mesh), "async")
     found["selective fully_shard"] = select(world, sharded_over(mesh))
     found["nbytes"] = sum(each.nbytes for each in new_model().parameters())  # type: ignore[assignment]
+    found["frozen_count"] = gc.get_freeze_count()  # type: ignore[assignment]
     report(world.rank, found)
     dist.barrier()
     dist.destroy_process_group()

@@ -348,7 +348,7 @@ def late_to_the_handshake() -> None:
 
 def held_in_the_handshake() -> None:
     """MPI has started on all ranks; rank 0 does not take part in the handshake."""
-    original = handshake.meet_all
+    original = handshake.complete_handshake
 
     async def hold(*arguments: Any) -> Any:
         ready(LAUNCHED_AS)
@@ -356,7 +356,7 @@ def held_in_the_handshake() -> None:
             await asyncio.sleep(FOR_EVER_S)
         return await original(*arguments)
 
-    handshake.meet_all = hold
+    handshake.complete_handshake = hold
     ad.run(quiet_main)
 
 

@@ -96,7 +96,7 @@ def accelerate(folder: Path) -> None:
     except TypeError as error:
         assert "no option 'replica_size': the Accelerator sees only one rank" in str(error)
     else:
-        raise AssertionError("the Accelerator was told of one rank")
+        raise AssertionError("replica_size must be refused, as the Accelerator sees only one rank")
     averaging = SelectiveAveraging(model, optimizer, EVERY, **OPTIONS)
     is_over = False
     while not is_over:
@@ -148,7 +148,7 @@ def lightning(folder: Path) -> None:
     )
     module = Module()
     trainer.fit(module, loader())
-    assert averaging.policy is None, "it is left when the fit ends"
+    assert averaging.policy is None, "the policy must be closed when the fit ends"
     told = int(trainer.callback_metrics.get("replacements", 0))
     module.net.end(processes=trainer.world_size, folders=sorted(os.listdir(folder)), replacements=told)
 
@@ -185,7 +185,7 @@ def transformers(folder: Path) -> None:
     if (world := ad.blocking.process_world()).size > 1:
         assert reporter.logging_dir == str(folder / "board" / f"rank{world.rank}")
         assert arguments.logging_dir == str(folder / f"rank{world.rank}" / "runs" / "first")  # type: ignore[attr-defined]
-    assert averaging.policy is None, "it is left when the training ends"
+    assert averaging.policy is None, "the policy must be closed when the training ends"
     assert trainer.state.log_history[-1].get("replacements") == told.get("replacements")
     trainer.save_model()
 
@@ -198,7 +198,7 @@ def transformers(folder: Path) -> None:
     try:
         trainer.train()
     except ZeroDivisionError:
-        assert averaging.policy is None, "it is left when the training raises"
+        assert averaging.policy is None, "the policy must be closed when the training raises"
     # a second trainer with the same arguments
     Trainer(model, arguments, callbacks=[SelectiveAveraging(EVERY, **OPTIONS)])
     arguments._n_gpu = 2

@@ -25,6 +25,8 @@ if __name__ == "__main__" and "ASYNCDIST_TEST_REPORTS" not in os.environ:
 
 from support.mpi import Result, report, run_ranks
 
+from asyncdist.wording import ranks_in_words
+
 RANKS = 4
 #: Seconds after the moment at which all ranks train: until the kills, and until the end of training.
 KILLS_S = (0.1, 2.0)
@@ -78,7 +80,7 @@ def check(kills: Kills, result: Result) -> dict[str, float]:
     assert sorted(result.reports) == live, result.output()
     lines = [line for line in result.stderr.splitlines() if "the job continues" in line]
     assert 1 <= len(lines) <= len(kills.at), result.output()
-    assert all(str(rank) in lines[-1] for rank in kills.at), result.output()
+    assert lines[-1].startswith(f"{ranks_in_words(kills.at)} "), result.output()
     assert "Traceback" not in result.stderr, result.output()
     found = {"step": 0.0, "news": 0.0, "round": 0.0}
     last_at = max(kills.at.values())

@@ -144,8 +144,8 @@ def _go_on(job: Job, launcher: subprocess.Popen[bytes], seconds: float) -> None:
     def wait(what: str, is_so: Callable[[], bool]) -> None:
         gives_up_at = time.monotonic() + ADMISSION_S
         while not is_so():
-            assert launcher.poll() is None, f"the job has ended with {launcher.returncode}, while it waited for {what}"
-            assert time.monotonic() < gives_up_at, f"{what}: not so after {ADMISSION_S} s; notes {job.notes()}"
+            assert launcher.poll() is None, f"the job ended with {launcher.returncode} while it waited for {what}"
+            assert time.monotonic() < gives_up_at, f"{what}: not true after {ADMISSION_S} s; notes {job.notes()}"
             time.sleep(0.05)
 
     wait("all ranks in the policy", lambda: len(job.notes()) == RANKS)
@@ -153,13 +153,13 @@ def _go_on(job: Job, launcher: subprocess.Popen[bytes], seconds: float) -> None:
     next_line_at, last_round = began_at, -1
     while time.monotonic() < began_at + seconds:
         time.sleep(job.draws.uniform(*PAUSE_S))
-        assert launcher.poll() is None, f"the job has ended with {launcher.returncode}"
+        assert launcher.poll() is None, f"the job ended with {launcher.returncode}"
         job.strike()
         if time.monotonic() >= next_line_at:
             next_line_at = time.monotonic() + PERIOD_S
             notes = job.notes()
             newest = max(note["round"] for note in notes.values())
-            assert newest > last_round, f"no round since {last_round}"
+            assert newest > last_round, f"no round has taken place since round {last_round}"
             last_round = newest
             print(
                 f"{time.monotonic() - began_at:.0f} s: {dict(job.counts)}; round {newest}; admitted {sorted(notes)}; "
@@ -192,7 +192,7 @@ def _check(job: Job, returncode: int) -> None:
         f"rank {job.spared}: longest step {max(note['longest_s'] for note in spared):.3f} s, its stalls included; "
         f"memory {min(resident) >> 20} to {max(resident) >> 20} MiB"
     )
-    assert quarter == 0 or last - third <= GROWTH_MAX_NBYTES, f"memory of rank {job.spared} grows: {resident}"
+    assert quarter == 0 or last - third <= GROWTH_MAX_NBYTES, f"the memory of rank {job.spared} grows: {resident}"
 
 
 def _range(notes: list[dict[str, Any]], name: str) -> str:

@@ -51,7 +51,7 @@ class Ledger:
         """Return the callback for one rank."""
 
         def on_event(event: PolicyEvent) -> None:
-            assert rank in self.stepping, f"rank {rank} told of {type(event).__name__} outside its step"
+            assert rank in self.stepping, f"rank {rank} received {type(event).__name__} outside its step"
             state = {name: tensor.clone() for name, tensor in event.state.items()}
             now = flat_state(model)
             assert state.keys() == now.keys() and all(same_bits(state[name], now[name]) for name in now)
@@ -59,7 +59,7 @@ class Ledger:
                 first = event.round - event.round % 1_000_000  # of a restarted rank
                 versions = (version for donor, version in self.snapshots if donor == rank and version > first)
                 last = max(versions, default=first)
-                assert event.round == last + 1, f"rank {rank} published version {event.round} after {last}"
+                assert event.round == last + 1, f"rank {rank} published version {event.round} after version {last}"
                 self.snapshots[rank, event.round] = state
                 self.iterations[rank, event.round] = event.iteration
                 if rank in self.told:
@@ -98,8 +98,9 @@ class Ledger:
                 continue
             floors = {self.metrics[key] - sign * weight for key, weight in zip(keys, event.weights, strict=True)}
             assert len(floors) == 1 and floors <= told, (
-                f"rank {entry.rank}, replacement {event.round}: weights {event.weights} of versions {event.versions} "
-                f"of {event.donors}, which came with {[self.metrics[key] for key in keys]}, are counted from {floors}"
+                f"rank {entry.rank}, replacement {event.round}: weights {event.weights} for versions "
+                f"{event.versions} of {event.donors} with metrics {[self.metrics[key] for key in keys]} must follow "
+                f"from one floor, got {floors}"
             )
             count += len(keys) > 1
         return count
@@ -122,6 +123,7 @@ def verify(entry: Applied, snapshots: dict[tuple[int, int], State], *, momentum:
         if momentum == 1.0 and own is not None and own.is_floating_point():
             expected = own
         assert same_bits(tensor, expected), (
-            f"rank {rank}, replacement {event.round}, {name}: {tensor.tolist()[:8]} is not {expected.tolist()[:8]}, "
-            f"the average of versions {event.versions} of {event.donors} with {event.weights}"
+            f"rank {rank}, replacement {event.round}, {name}: {tensor.tolist()[:8]} must be "
+            f"{expected.tolist()[:8]}, the average of versions {event.versions} of {event.donors} with weights "
+            f"{event.weights}"
         )

@@ -101,9 +101,13 @@ class Roles:
     def see(self, event: PolicyEvent) -> None:
         """Check an event."""
         if isinstance(event, SnapshotTaken):
-            assert self.current.get(event.island) == (event.round, "donor"), f"rank {self.rank}: {event}, {self}"
+            assert self.current.get(event.island) == (event.round, "donor"), (
+                f"rank {self.rank}: {event} does not match its role: {self}"
+            )
         elif isinstance(event, AverageApplied):
-            assert self.current.pop(-1, None) == (event.round, "replacer"), f"rank {self.rank}: {event}, {self}"
+            assert self.current.pop(-1, None) == (event.round, "replacer"), (
+                f"rank {self.rank}: {event} does not match its role: {self}"
+            )
         elif not isinstance(event, Contributed):
             self.told.append(event)
             self._see_role(event)
@@ -113,14 +117,16 @@ class Roles:
             assert event.epoch > self.epoch, f"rank {self.rank}: {event} after epoch {self.epoch}"
             self.epoch = event.epoch
         elif isinstance(event, RoleAssigned):
-            assert event.island not in self.current, f"rank {self.rank}: {event}, {self}"
+            assert event.island not in self.current, f"rank {self.rank}: {event} during another round: {self}"
             named = event.donors if event.role == "donor" else event.replacers
-            assert self.rank in named, f"rank {self.rank}: {event}"
+            assert self.rank in named, f"rank {self.rank} is not named in {event}"
             self.current[event.island] = event.round, event.role
         else:
             number, role = self.current.pop(event.island)
             assert event.reason and number == event.round, f"rank {self.rank}: {event} in round {number}"
-            assert role == "donor" or isinstance(event, RoundAbandoned), f"rank {self.rank}: {event} of a replacer"
+            assert role == "donor" or isinstance(event, RoundAbandoned), (
+                f"rank {self.rank}: {event}, but it is a replacer"
+            )
 
 
 @dataclass(slots=True)
@@ -148,7 +154,9 @@ class Story:
                 return
             state = {name: tensor.clone() for name, tensor in event.state.items()}
             if isinstance(event, SnapshotTaken):
-                assert (event.round, rank) not in self.snapshots, f"rank {rank}: two snapshots in round {event.round}"
+                assert (event.round, rank) not in self.snapshots, (
+                    f"rank {rank} took two snapshots in round {event.round}"
+                )
                 self.snapshots[event.round, rank] = state
             else:
                 kept = AverageApplied(event.round, event.donors, event.weights, event.best, event.iteration, state)
@@ -163,9 +171,13 @@ class Story:
         """Recompute every average bit for bit, check the roles, and return the number of averages."""
         seen: dict[int, int] = {}
         for rank, event, before in self.applications:
-            assert event.round > seen.get(rank, 0), f"rank {rank} applied round {event.round} after {seen.get(rank)}"
+            assert event.round > seen.get(rank, 0), (
+                f"rank {rank} applied round {event.round} after round {seen.get(rank)}"
+            )
             seen[rank] = event.round
-            assert (event.round, rank) not in self.snapshots, f"rank {rank} gave and took in round {event.round}"
+            assert (event.round, rank) not in self.snapshots, (
+                f"rank {rank} was donor and replacer in round {event.round}"
+            )
             assert event.donors == tuple(sorted(set(event.donors))), f"donors out of order: {event.donors}"
             assert rank not in event.donors, f"rank {rank} is its own donor"
             if not event.donors:
@@ -177,8 +189,8 @@ class Story:
                 own = None if before is None else before[name]
                 expected = expected_average(name, given, event.weights, event.best, own, kept)
                 assert same_bits(tensor, expected), (
-                    f"rank {rank}, round {event.round}, {name}: {tensor.tolist()[:8]} is not {expected.tolist()[:8]}, "
-                    f"the average of {event.donors} with {event.weights}"
+                    f"rank {rank}, round {event.round}, {name}: {tensor.tolist()[:8]} must be "
+                    f"{expected.tolist()[:8]}, the average of {event.donors} with weights {event.weights}"
                 )
         return len(self.applications)
 

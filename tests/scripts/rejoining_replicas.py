@@ -1,8 +1,10 @@
 """Trains two replicas of two ranks with DiLoCo, kills one rank, and lets the restarted replica join again.
 
-``rejoining_replicas.py KILLED KIND`` is started with ``--restarts 1``. KILLED is the killed rank, KIND is ``ddp`` or
-``fully_shard``. Each rank reports its incarnation, the iteration at which it has joined, the donors of each round, and
-its whole parameters at the end, which :func:`expected` computes from these facts without the policy.
+``rejoining_replicas.py KILLED KIND POLICY`` is started with ``--restarts 1``. KILLED is the killed rank, KIND is
+``ddp`` or ``fully_shard``, and POLICY is ``diloco``, or ``async`` for asynchronous DiLoCo that waits for both replicas,
+which must equal DiLoCo, or ``selective``, which makes a fixed number of steps. Each rank reports its incarnation, the
+iteration at which it has joined, the donors of each round, and its whole parameters at the end. Except for
+``selective``, :func:`expected` computes these parameters from the other facts without the policy.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.integrations.pytorch import new_replica_group
-from protocols import DiLoCoPolicy
+from protocols import AsyncDiLoCoPolicy, DiLoCoPolicy, ReplicaAveragingPolicy
 
 SIZE, EVERY, STEPS_AFTER, KILLED_AT = 2, 5, 30, 12
+SELECTIVE_STEPS = 1500
 OUTER = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True)
 
 
@@ -91,11 +94,20 @@ def divided(kind: str) -> Any:
     return model
 
 
-def train(world: ad.World, killed: int, kind: str) -> dict[str, Any]:
+def new_policy(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    if name == "selective":
+        return ReplicaAveragingPolicy(model, optimizer, replica_size=SIZE, average_every=EVERY, replacement_ratio=0.5)
+    options: dict[str, Any] = {"average_every": EVERY, "replica_size": SIZE, "outer_optimizer": OUTER}
+    if name == "async":
+        return AsyncDiLoCoPolicy(model, optimizer, quorum=2, late="wait", **options)
+    return DiLoCoPolicy(model, optimizer, **options)
+
+
+def train(world: ad.World, killed: int, kind: str, name: str) -> dict[str, Any]:
     model = divided(kind)
     optimizer = new_optimizer(model)
-    policy = DiLoCoPolicy(model, optimizer, average_every=EVERY, replica_size=SIZE, outer_optimizer=OUTER)
-    donors, until = dict[int, tuple[int, ...]](), 10**9
+    policy = new_policy(name, model, optimizer)
+    donors, until = dict[int, tuple[int, ...]](), SELECTIVE_STEPS if name == "selective" else 10**9
     with ad.blocking.policy(policy) as averaging:
         joined_at = policy.iteration
         while policy.iteration < until:
@@ -104,7 +116,9 @@ def train(world: ad.World, killed: int, kind: str) -> dict[str, Any]:
             optimizer.zero_grad()
             loss_of(model, world.rank, policy.iteration).backward()
             optimizer.step()
-            info = averaging.step()
+            info = averaging.step(
+                **({"loss": policy.iteration % 7 + world.rank // SIZE} if name == "selective" else {})
+            )
             if info:
                 donors[info.round] = info.donors
                 is_back = policy.iteration > KILLED_AT + EVERY and len(info.donors) == 2
@@ -123,5 +137,5 @@ def train(world: ad.World, killed: int, kind: str) -> dict[str, Any]:
 if __name__ == "__main__":
     with ad.blocking.open_world() as world:
         torch.set_num_threads(1)
-        report(world.rank, train(world, int(sys.argv[1]), sys.argv[2]))
+        report(world.rank, train(world, int(sys.argv[1]), *sys.argv[2:]))
         torch.distributed.destroy_process_group()

@@ -2,7 +2,7 @@
 
     python restarts.py FILE
 
-- Rank 1 is killed before the ranks are connected. All ranks meet again, with rank 1's next process.
+- Rank 1 is killed before the ranks are connected. All ranks connect again, with rank 1's next process.
 - Rank 3 is killed before it enters the policy. The others start without it, and its next process joins them.
 - Rank 0, which coordinates, and rank 2 are killed after some rounds, and their next processes join the others.
 - All ranks train until each of these three has taken part in some further rounds, which they announce on a channel.

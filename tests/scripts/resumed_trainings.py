@@ -36,7 +36,7 @@ HALF, WHOLE = 32, 64
 
 
 class Model(nn.Module):
-    """Begins equal on all ranks, and returns what transformers expects."""
+    """Begins equal on all ranks, and returns the output that transformers expects."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ async def the_same_bits(world: ad.World) -> None:
     else:
         assert set(await both(models[2])) == {False}
     assert bits(models[0]) == bits(models[1]) == bits(models[2])
-    assert len({tuple(found) for found in await all_bits(models[0])}) == 1, "equal on all ranks"
+    assert len({tuple(found) for found in await all_bits(models[0])}) == 1, "the mean must be equal on all ranks"
     for value in (10.0, 20.0):  # reuses the memory of the first call, whose old contents must not appear in the result
         with torch.no_grad():
             for parameter in models[0].parameters():

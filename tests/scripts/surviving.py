@@ -123,7 +123,7 @@ def lose_in_the_handshake() -> None:
     """Rank 0 has met all others, and dies before they know this."""
 
     async def die_in_place_of_telling(*_: Any) -> None:
-        rank_program.tell_guardian(rank_program.IN_WORLD)  # as a rank does after it has connected to the others
+        rank_program.report_to_guardian(rank_program.IN_WORLD)  # as a rank does after it has connected to the others
         die()
 
     if os.environ["OMPI_COMM_WORLD_RANK"] == "0":

@@ -70,7 +70,7 @@ async def lost(world: ad.World) -> None:
     told = asyncio.ensure_future(engine.receive(bytearray(3), (world.rank + 1) % 4 if world.rank != 1 else 3, 5))
     await asyncio.wait(tasks.values())
     errors = {name: task.exception() for name, task in tasks.items()}
-    assert not apart.done() and not told.done(), "a receive that does not involve the lost rank has ended"
+    assert not apart.done() and not told.done(), "a receive that does not involve the lost rank must remain pending"
     last_words = bytearray(10)
     await engine.receive(last_words, VICTIM, 9)
     later: list[str] = []
@@ -156,6 +156,36 @@ async def raises_beside_a_blocked_peer(world: ad.World) -> None:
     if world.rank == 0:
         time.sleep(FOR_EVER_S)  # noqa: ASYNC251 that is the point
     raise ValueError("boom-7")
+
+
+async def cleans_up_long_while_blocked(world: ad.World) -> None:
+    """A signal asks all ranks to stop. Rank 1 blocks, and then waits, for longer than ``grace_s``."""
+    engine = world.services.engine
+    try:
+        await (engine.send(b"!", 0, 1) if world.rank else engine.receive(bytearray(1), 1, 1))
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(FOR_EVER_S)
+    finally:
+        if world.rank == 1:
+            time.sleep(2.0)  # noqa: ASYNC251 as if it saved
+            await asyncio.sleep(1.5)
+            report(world.rank, {"has_saved": True})
+
+
+async def cleans_up_as_its_own_signal_comes(world: ad.World) -> None:
+    """A signal asks all ranks to stop, and reaches rank 1 after the failure of rank 0."""
+    try:
+        await ad.barrier()
+        if world.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(FOR_EVER_S)
+        while True:
+            await world.sleep(0.01)
+    finally:
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(1.2)
+            report(world.rank, {"has_saved": True})
 
 
 async def exits(world: ad.World) -> None:

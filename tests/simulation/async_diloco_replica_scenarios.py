@@ -67,7 +67,7 @@ async def train(world: ad.World, replicas: ReplicaPlan, seen: Seen) -> None:
     try:
         async with policy:
             if is_first:
-                life = seen.record.lives[replica, 0] = Life((0, weights_of(model)), holdings=policy._holdings)
+                life = seen.record.lives[replica, 0] = Life((0, weights_of(model)), store=policy._store)
                 life.infos, life.weights = seen.infos[rank], seen.weights[rank]
             for step in range(plan.steps[replica]):
                 await advance(plan, model, replica, step)
@@ -75,7 +75,7 @@ async def train(world: ad.World, replicas: ReplicaPlan, seen: Seen) -> None:
                 seen.infos[rank].append(info)
                 seen.weights[rank].append(weights_of(model))
             before = weights_of(model)
-        assert all(map(np.array_equal, before, weights_of(model))), "the weights changed outside step"
+        assert all(map(np.array_equal, before, weights_of(model))), "weights may only change inside step()"
     except (ad.RankLostError, ad.RemoteError, ad.ClosedError) as error:
         assert plan.killed, error
         seen.ended[rank] = repr(error)
@@ -94,7 +94,7 @@ def run(replicas: ReplicaPlan, seed: int = 0) -> tuple[SimReport[Any], Seen]:
     has_started = all(seen.infos[rank] for rank in sound)  # a loss may end the start on some ranks alone
     for rank in sound:
         is_whole = len(seen.infos[rank]) == plan.steps[rank // replicas.size]
-        assert is_whole or not has_started, f"rank {rank}: {seen.ended.get(rank)}"
+        assert is_whole or not has_started, f"rank {rank} ended before its last step: {seen.ended.get(rank)}"
     record = seen.record
     if has_started:
         check_applied_once(replicas, record)
@@ -107,7 +107,9 @@ def run(replicas: ReplicaPlan, seed: int = 0) -> tuple[SimReport[Any], Seen]:
 def check_applied_once(replicas: ReplicaPlan, record: Record) -> None:
     """Check that each contribution of a replica that was not lost is applied exactly once, and no other one twice."""
     counts = Counter(each for donors in record.lineage for each in donors)
-    assert not counts or max(counts.values()) == 1, f"applied more than once: {counts.most_common(3)}"
+    assert not counts or max(counts.values()) == 1, (
+        f"contributions were applied more than once: {counts.most_common(3)}"
+    )
     for (replica, _), life in record.lives.items():
         if replica not in replicas.lost:
             first, last = life.sequences
@@ -124,10 +126,14 @@ def check_replicas(replicas: ReplicaPlan, seen: Seen, tolerance: float = 0.0) ->
         ranks = range(first, first + replicas.size)
         for step, together in enumerate(zip(*(seen.weights[rank] for rank in ranks), strict=False)):
             for other in together[1:]:
-                assert all(map(np.array_equal, together[0], other)), f"replica of rank {first}, step {step}"
+                assert all(map(np.array_equal, together[0], other)), (
+                    f"the ranks of the replica of rank {first} have different weights in step {step}"
+                )
         for step, said in enumerate(zip(*(seen.infos[rank] for rank in ranks), strict=False)):
             facts = {(info.round, info.donors, info.weights, info.outer_norm, info.staleness_versions) for info in said}
-            assert len(facts) == 1, f"replica of rank {first}, step {step}: {facts}"
+            assert len(facts) == 1, (
+                f"the ranks of the replica of rank {first} report different facts in step {step}: {facts}"
+            )
     return len(seen.record.lineage)
 
 
@@ -149,7 +155,7 @@ def scenario(seed: int, faults: Sequence[Any] | None = None) -> SimReport[Any]:
 
 
 def seen_in(seed: int, faults: Sequence[Any] | None = None) -> tuple[SimReport[Any], Counter[str]]:
-    """Run one seed, and return what the test of coverage counts."""
+    """Run one seed, and return its counts for the test of coverage."""
     replicas = draw(seed)
     if faults is not None:
         replicas = replace(replicas, plan=replace(replicas.plan, faults=tuple(faults)))

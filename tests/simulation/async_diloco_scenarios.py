@@ -21,7 +21,7 @@ from support.tokens import tokens_for
 
 import asyncdist as ad
 from asyncdist.protocols.async_diloco.arrivals import Arrival
-from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings
+from asyncdist.protocols.async_diloco.member_store import HeldAnchor, MemberStore
 from asyncdist.protocols.async_diloco.server import Server
 from asyncdist.protocols.step_info import NOTHING
 from asyncdist.simulation import Fault, Kill, Restart, SimReport
@@ -91,7 +91,7 @@ class Life:
         infos, weights: Result of each step, and the weights after it.
         version: Version of the anchor from which it has begun.
         first_sequence: Number of contributions of this rank before it has begun.
-        holdings: The policy's state, whose sequence number is that of the last contribution.
+        store: The policy's state, whose sequence number is that of the last contribution.
     """
 
     first: tuple[int, Arrays] = (0, [])
@@ -99,12 +99,12 @@ class Life:
     weights: list[Arrays] = field(default_factory=list)
     version: int = 0
     first_sequence: int = 0
-    holdings: Holdings | None = None
+    store: MemberStore | None = None
     statistics: AsyncDiLoCoStatistics | None = None
 
     @property
     def sequences(self) -> tuple[int, int]:
-        return self.first_sequence, 0 if self.holdings is None else self.holdings.sequence
+        return self.first_sequence, 0 if self.store is None else self.store.sequence
 
 
 class Record:
@@ -154,9 +154,9 @@ class Record:
             self.outers[version] = outer
 
     def note(self, version: int, arrivals: Sequence[Arrival]) -> None:
-        assert version == len(self.lineage) + 1, "a leader continues from the newest anchor"
+        assert version == len(self.lineage) + 1, "a new leader must continue from the newest anchor"
         ranks = [each.rank for each in arrivals]
-        assert ranks == sorted(ranks), f"version {version} adds up the contributions of {ranks} in this order"
+        assert ranks == sorted(ranks), f"version {version} must add up contributions in rank order, got {ranks}"
         self.lineage.append([(rank // self.size, each.sequence) for rank, each in zip(ranks, arrivals, strict=True)])
 
 
@@ -195,7 +195,7 @@ async def train(world: ad.World, plan: Plan, record: Record) -> None:
             (record.without if start == "ended by a loss" else record.late).add(rank)
             return
         life.first, life.version = (policy.iteration, weights_of(model)), policy.statistics().version
-        life.first_sequence, life.holdings = policy._holdings.sequence, policy._holdings
+        life.first_sequence, life.store = policy._store.sequence, policy._store
         while policy.iteration < plan.steps[rank]:
             await advance(plan, model, rank, policy.iteration)
             info = await policy.step(tokens=tokens_for(policy, rank + 1))
@@ -243,8 +243,8 @@ class Worker:
         if info and self.is_outstanding:
             self.apply(info.round, iteration)
             info = NOTHING
-        elif self.step >= len(self.life.infos) and self.is_outstanding and self.life.holdings is not None:
-            self.apply(self.life.holdings.base.version, iteration)  # in a step that a lost mate has interrupted
+        elif self.step >= len(self.life.infos) and self.is_outstanding and self.life.store is not None:
+            self.apply(self.life.store.base.version, iteration)  # in a step that a lost mate has interrupted
         if self.since >= plan.every and not self.is_outstanding:
             self.captured, self.captured_at = [array.copy() for array in self.own], iteration
             self.base_version = self.version
@@ -252,7 +252,9 @@ class Worker:
             self.since, self.tokens, self.is_outstanding = 0, 0.0, True
             self.sequence += 1
         if info:  # with late="wait", the version contains the contribution that was just captured
-            assert found is not None, f"rank {self.rank}, step {iteration}: applied {info.round} without contribution"
+            assert found is not None, (
+                f"rank {self.rank}, step {iteration}: applied version {info.round} without a contribution"
+            )
             return self.later(info.round, iteration, found)
         self.compare(iteration)
         self.step += 1
@@ -293,7 +295,9 @@ class Worker:
         for place, (mine, right) in enumerate(zip(weights, self.own, strict=True)):
             error = np.abs(mine - right).max()
             allowed = self.oracle.tolerance
-            assert error <= allowed, f"rank {self.rank}, step {iteration}, parameter {place}: {error} > {allowed}"
+            assert error <= allowed, (
+                f"rank {self.rank}, step {iteration}, parameter {place}: the error is {error}, allowed {allowed}"
+            )
 
 
 class Oracle:
@@ -326,7 +330,7 @@ class Oracle:
     def let_begin(self) -> None:
         """Begin the processes whose first anchor is known."""
         for key, life in self.record.lives.items():
-            if key not in self.workers and life.holdings is not None and life.version < len(self.anchors):
+            if key not in self.workers and life.store is not None and life.version < len(self.anchors):
                 self.workers[key] = Worker(self, key, life)
 
     def worker_of(self, rank: int, sequence: int) -> Worker:
@@ -373,9 +377,11 @@ def run(plan: Plan, seed: int = 0) -> tuple[SimReport[Any], Record]:
     record = Record()
     with noted_steps(record):
         report = simulate_plan(train, plan, plan, record, ranks=plan.ranks, seed=seed)
-    assert plan.killed or not record.lost_count, f"{record.lost_count} versions were lost, and no rank was killed"
+    assert plan.killed or not record.lost_count, f"{record.lost_count} versions were lost although no rank was killed"
     counts = Counter(each for donors in record.lineage for each in donors)
-    assert not counts or max(counts.values()) == 1, f"applied more than once: {counts.most_common(3)}"
+    assert not counts or max(counts.values()) == 1, (
+        f"contributions were applied more than once: {counts.most_common(3)}"
+    )
     for (rank, _), life in record.lives.items():
         if rank not in plan.killed | record.without:
             assert life.statistics is not None, f"rank {rank} has not ended"
@@ -442,7 +448,7 @@ def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]
 
 
 def seen_in(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport[Any], Plan, Record]:
-    """Run one seed, and return what the test of coverage counts."""
+    """Run one seed, and return its counts for the test of coverage."""
     plan = with_faults(draw_plan(seed), faults)
     report, record = run(plan, seed)
     check(plan, record, 1e-9)

@@ -21,8 +21,8 @@ from scripts.population import sgd
 import asyncdist as ad
 from asyncdist.protocols.async_diloco.anchor import Anchor
 from asyncdist.protocols.async_diloco.arrivals import Arrival
-from asyncdist.protocols.async_diloco.holdings import HeldAnchor
 from asyncdist.protocols.async_diloco.islands.regional import Regional
+from asyncdist.protocols.async_diloco.member_store import HeldAnchor
 from asyncdist.protocols.async_diloco.server import Server
 from asyncdist.simulation import Compute, Fault, Kill, Restart, SimReport, simulate
 from protocols import AsyncDiLoCoPolicy, AsyncDiLoCoStatistics, StepInfo
@@ -134,7 +134,7 @@ def noted(record: Record) -> Iterator[None]:
     def beginning(self: Server, held: HeldAnchor, outer: Any, elected: int) -> None:
         regional, kept, given = self._regional, True, 0
         if regional is not None:
-            kept, given = regional._reference is not held.block, regional._holdings.base.version
+            kept, given = regional._reference is not held.block, regional._store.base.version
         outer_version = 0 if outer is None else outer[0]
         facts = elected, outer_version, held.version, held.merged, kept, given
         record.events.append(Begun(island_of(self), *facts))
@@ -145,9 +145,9 @@ def noted(record: Record) -> Iterator[None]:
         capture(self, anchor)
 
     def merging(self: Regional, anchor: Anchor) -> None:
-        assert self._holdings.answer is not None
-        given = self._holdings.answer.report.version
-        record.events.append(Merged(self._island, anchor.version + 1, given, self._holdings.sequence))
+        assert self._store.answer is not None
+        given = self._store.answer.report.version
+        record.events.append(Merged(self._island, anchor.version + 1, given, self._store.sequence))
         merge(self, anchor)
 
     try:
@@ -178,7 +178,7 @@ async def train(world: ad.World, options: dict[str, Any], own: Plan, record: Rec
         life.infos.append(await policy.step())
         life.weights.append(weights_of(model))
     await policy.__aexit__(None, None, None)
-    life.sequence, life.statistics = policy._holdings.sequence, policy.statistics()
+    life.sequence, life.statistics = policy._store.sequence, policy.statistics()
     record.events.append(Ended(record.islands[rank], rank))
 
 
@@ -266,6 +266,11 @@ class Worker:
             self.advance()
         return self.found[sequence]
 
+    def finish(self) -> None:
+        """Make the steps that the rank has made and that are not made yet."""
+        while self.step < len(self.life.infos):
+            self.advance()
+
     def advance(self) -> None:
         """Make one step; the last one may be that in which the rank was killed."""
         is_whole = self.step < len(self.life.infos)
@@ -309,8 +314,8 @@ class Oracle:
         for event in record.events:
             self.replay(event)
         for rank, worker in self.workers.items():
-            while rank not in own.killed and worker.step < len(worker.life.infos):
-                worker.advance()
+            if rank not in own.killed:
+                worker.finish()
 
     def replay(self, event: Event) -> None:
         level = self.upper if event.island < 0 else self.regions[event.island]
@@ -331,6 +336,7 @@ class Oracle:
                 self.begin(level, event)
             case Ended(_, rank):
                 self.ended.add(rank)
+                self.workers[rank].finish()  # now, because a later server may make versions again that this rank had
 
     def merge(self, island: int, version: int, given: int, merged: int) -> None:
         """Replace the part of the island's anchor that was contributed."""
@@ -377,9 +383,13 @@ def check(plan: IslandPlan, record: Record, tolerance: float = 0.0) -> Oracle:
     own = plan.plan
     for level in (oracle.upper, *oracle.regions):
         counts = Counter(each for donors in level.donors.values() for each in donors)
-        assert not counts or max(counts.values()) == 1, f"applied more than once: {counts.most_common(3)}"
+        assert not counts or max(counts.values()) == 1, (
+            f"contributions were applied more than once: {counts.most_common(3)}"
+        )
     for rank, worker in oracle.workers.items():
-        assert rank in own.killed or worker.error <= tolerance, f"rank {rank}: {worker.error}"
+        assert rank in own.killed or worker.error <= tolerance, (
+            f"rank {rank}: the error of its weights is {worker.error}"
+        )
     version, values = record.last_global
     if version:
         for mine, right in zip(values, _flat(oracle.upper.anchors[version]), strict=False):
@@ -395,7 +405,7 @@ def _flat(arrays: Arrays) -> Arrays:
 
 def check_complete(plan: IslandPlan, record: Record, oracle: Oracle) -> None:
     """Check that each contribution of a living rank, and each island's whole progress, was applied."""
-    assert plan.plan.killed or not oracle.left, f"lost although no rank was killed: {sorted(oracle.left)}"
+    assert plan.plan.killed or not oracle.left, f"anchors were lost although no rank was killed: {sorted(oracle.left)}"
     for island in oracle.behind:
         ranks = {rank for rank, own in record.islands.items() if own == island}
         assert plan.plan.killed & ranks and oracle.ended & ranks, f"island {island} has lost its newest anchor"

@@ -59,7 +59,7 @@ def repeated(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]
     with replaced(Arrivals, "on_arrived", arriving):
         report, record = asynchronous.run(with_faults(plan, faults), seed)
     asynchronous.check(plan, record)
-    assert faults is not None or Handling.ANSWER in found, "no contribution was repeated"
+    assert faults is not None or Handling.ANSWER in found, "no contribution was sent twice, so the seed tests nothing"
     return report
 
 
@@ -74,7 +74,7 @@ def mirrored(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]
     report, record = asynchronous.run(with_faults(plan, faults), seed)
     asynchronous.check(plan, record)
     outers = {begun: outer for begun, outer in record.outers.items() if begun}
-    assert outers or faults is not None, "no leader was lost"
+    assert outers or faults is not None, "no leader was lost, so the seed tests nothing"
     assert all(begun == outer for begun, outer in outers.items()), f"a momentum was lost: {outers}"
     return report
 
@@ -102,7 +102,7 @@ def half_merged(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[A
             diloco.check(plan, record, diloco.within)
             if any(found) or faults is not None:
                 return report
-            assert len(found) < TRIAL_COUNT, "no rank has died while a round was half merged"
+            assert len(found) < TRIAL_COUNT, "in all trials, no rank died while a round was partly merged"
 
 
 # -- the leader's decisions and a member's memory, without messages ---------------------------------------------------

@@ -15,7 +15,7 @@ from asyncdist.recording.reader import Recording, read_recording
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     report = ad.simulate(train, ranks=4, seed=5, record=folder)
-    assert sum(report.results) > 2, "rounds take place"
+    assert sum(report.results) > 2, "too few rounds took place"
     return folder
 
 

@@ -1,8 +1,8 @@
 """Scenarios in which an awaited event has happened, and the rank's deadline has passed, before the rank checks either.
 
 Every rank computes, in another task, until just after its own deadlines (``Compute.overrun_probability``). It gives up
-at every moment of a start or of an average, in particular between the verdict and its receipt. All ranks must do what
-they have agreed to do.
+at every moment of a start or of an average, in particular between the verdict and its receipt. All ranks must carry
+out their agreement.
 
 - ``starts``: groups are made under deadlines: all members make a group, or no member does.
 - ``averages``: synchronous averages under deadlines: every round has all members, in step, with equal weights.
@@ -102,7 +102,9 @@ def run_starts(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimRep
             _make_groups, made, seed, ranks=ranks, seed=seed, compute=COMPUTE, faults=faults or (), until_s=LIMIT_S
         )
     for (tag, members, _), entered in made.entered.items():
-        assert sorted(entered) == list(members), f"seed {seed}: of {members} only {entered} make the group of tag {tag}"
+        assert sorted(entered) == list(members), (
+            f"seed {seed}: only {entered} of {members} joined the group of tag {tag}"
+        )
     _check_ends(seed, report)
     return report, made
 
@@ -111,7 +113,7 @@ def _check_ends(seed: int, report: SimReport) -> None:
     for rank, result in enumerate(report.results):
         if isinstance(result, BaseException):
             raise AssertionError(f"seed {seed}: rank {rank} ended by {result!r}") from result
-        assert result is not None or report.virtual_time_s < LIMIT_S, f"seed {seed}: rank {rank} waits for ever"
+        assert result is not None or report.virtual_time_s < LIMIT_S, f"seed {seed}: rank {rank} waits forever"
 
 
 # -- averages ---------------------------------------------------------------------------------------------------------
@@ -179,7 +181,9 @@ def run_averages(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimR
         _average, averaged, seed, ranks=ranks, seed=seed, compute=COMPUTE, faults=faults or (), until_s=LIMIT_S
     )
     for number, weights in averaged.weights.items():
-        assert len(weights) == ranks, f"seed {seed}: only ranks {sorted(weights)} have had average {number}"
-        assert len(set(weights.values())) == 1, f"seed {seed}: average {number} is not one and the same: {weights}"
+        assert len(weights) == ranks, f"seed {seed}: only ranks {sorted(weights)} took part in average {number}"
+        assert len(set(weights.values())) == 1, (
+            f"seed {seed}: the ranks got different results of average {number}: {weights}"
+        )
     _check_ends(seed, report)
     return report, averaged

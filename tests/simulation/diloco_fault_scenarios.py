@@ -140,7 +140,7 @@ def _applied(policy: DiLoCoPolicy, event: AverageApplied, model: nn.Module) -> A
 def _check_that_memory_is_free(policy: DiLoCoPolicy) -> None:
     exchange = policy._exchange
     if exchange is not None:
-        assert not exchange._rounds or exchange._is_closed, f"rounds remain: {sorted(exchange._rounds)}"
+        assert not exchange._rounds or exchange._is_closed, f"rounds were not removed: {sorted(exchange._rounds)}"
 
 
 def run(plan: Plan, seed: int = 0) -> tuple[SimReport[Any], Lives]:
@@ -169,11 +169,15 @@ def check(plan: Plan, lives: Lives) -> Counter[str]:
             other, theirs = anchors.setdefault(mine.versions, (key, mine.anchors))
             assert _are_equal(theirs, mine.anchors), f"round {number}: the anchors of {key} and {other} differ"
             if key[0] not in plan.killed and plan.options["late"] == "wait":
-                assert key[0] in mine.donors, f"round {number}: the contribution of {key} is lost, {mine.donors}"
+                assert key[0] in mine.donors, f"round {number}: the contribution of {key} is missing from {mine.donors}"
             first, expected = agreed.setdefault(number, (key, mine))
-            assert mine.donors == expected.donors, f"round {number}: {key} has {mine.donors}, {first} {expected.donors}"
+            assert mine.donors == expected.donors, (
+                f"round {number}: the donors are {mine.donors} on {key}, {expected.donors} on {first}"
+            )
             if plan.options["late"] == "wait":
-                assert mine.step == expected.step, f"round {number}: {key} in {mine.step}, {first} in {expected.step}"
+                assert mine.step == expected.step, (
+                    f"round {number}: {key} applied it in step {mine.step}, {first} in step {expected.step}"
+                )
                 is_equal = plan.options["mixing"] or _are_equal(mine.parameters, expected.parameters)
                 assert is_equal, f"round {number}: the weights of {key} and {first} differ"
     return seen
@@ -186,7 +190,7 @@ def _check_order(plan: Plan, key: tuple[int, int], life: Life) -> None:
         rounds = [number for number in life.rounds if (number - 1) % fragments == fragment]
         if rounds:
             expected = list(range(rounds[0], rounds[-1] + 1, fragments))
-            assert rounds == expected, f"{key}, fragment {fragment}: rounds {rounds}"
+            assert rounds == expected, f"{key} applied rounds {rounds} of fragment {fragment}"
 
 
 def _are_equal(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

@@ -40,7 +40,7 @@ class LateOracle:
         self._captured[number][rank] = [array.copy() for array in own]
 
     def anchor(self, number: int, donors: Sequence[int]) -> Arrays:
-        """Return the anchor after a round, whose parameters are those of the round's fragment."""
+        """Return the anchor after a round, with the parameters of the round's fragment."""
         if number not in self._anchors:
             before = self._anchors[max(0, number - self._fragments)]
             given = [self._captured[number][rank] for rank in donors]
@@ -83,7 +83,7 @@ async def _train_late(world: ad.World, options: dict[str, Any], tau: int, oracle
             await policy.step()
             for place, (mine, right) in enumerate(zip(weights_of(model), own, strict=True)):
                 error = np.abs(mine - right).max()
-                assert error < 1e-9, f"rank {rank}, step {step}, parameter {place}: {error}"
+                assert error < 1e-9, f"rank {rank}, step {step}, parameter {place}: the error is {error}"
 
 
 def late(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
@@ -156,10 +156,12 @@ async def _train_unsound(world: ad.World, options: dict[str, Any], bad: int, at:
             await asyncio.sleep(0.01)
             info = await policy.step()
             if info.recovered:
-                assert rank == bad, f"rank {rank} recovered in step {step}, but only rank {bad} was not finite"
+                assert rank == bad, (
+                    f"rank {rank} recovered in step {step}, but only rank {bad} had values that were not finite"
+                )
                 is_sound = True
             is_finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-            assert is_finite or not is_sound, f"rank {rank} is not finite after step {step}"
+            assert is_finite or not is_sound, f"rank {rank} has values that are not finite after step {step}"
     assert is_sound, f"rank {rank} never recovered"
     return [value for array in weights_of(model) for value in array.reshape(-1).tolist()]
 

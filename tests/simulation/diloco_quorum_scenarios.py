@@ -13,7 +13,7 @@ import functools
 import itertools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -93,7 +93,8 @@ class Log:
     donors: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=dict)
     late: Counter[int] = field(default_factory=Counter)  # by rank: the number of means without it
     step_s: float = 0.0
-    lost_count: int = 0  # rounds whose means were lost with all members that had them
+    has_ended: bool = False  # whether the rank only waits to leave, and needs no further mean
+    lost_count: int = 0  # rounds whose means were lost with all members that had them, while the rank still trained
 
     def as_json(self) -> dict[str, Any]:
         """Return the parts that the oracle needs as JSON values."""
@@ -138,7 +139,8 @@ def note_merge(log: Log, fragment: Any, count: int, place: int, merge: Any, verd
 
 
 def note_lost(log: Log, fragment: Any, count_lost: Any, version: int) -> None:
-    log.lost_count += version - fragment.version
+    if not log.has_ended:
+        log.lost_count += version - fragment.version
     count_lost(version)
 
 
@@ -174,11 +176,11 @@ async def train(
         log.weights.append(weights_of(model))
         step += 1
     log.step_s = (world.time() - began_at) / max(1, step)
-    before = weights_of(model)
+    before, log.has_ended = weights_of(model), True
     await policy.__aexit__(None, None, None)
-    assert all(map(np.array_equal, before, weights_of(model))), "the weights changed outside step"
+    assert all(map(np.array_equal, before, weights_of(model))), "weights may only change inside step()"
     exchange = policy._exchange
-    assert exchange is None or not exchange._rounds, f"rounds remain: {sorted(exchange._rounds)}"
+    assert exchange is None or not exchange._rounds, f"rounds were not removed: {sorted(exchange._rounds)}"
 
 
 class Oracle:
@@ -191,7 +193,9 @@ class Oracle:
         for rank in sorted(logs, key=lambda rank: rank in plan.killed):
             for number, given in logs[rank].donors.items():
                 expected = self.donors.setdefault(number, given)
-                assert given == expected or rank in plan.killed, f"rank {rank}, round {number}: {given}, {expected}"
+                assert given == expected or rank in plan.killed, (
+                    f"rank {rank}, round {number}: contributed {given}, expected {expected}"
+                )
                 if given != expected:  # the rank has died before another rank had this mean
                     self.parted.setdefault((rank, (number - 1) % plan.fragments), (number - 1) // plan.fragments)
         first = weights_of(Layers())
@@ -210,7 +214,7 @@ class Oracle:
         newest = {fragment: max(self.anchors[fragment]) for fragment in self.fragments}
         for number in self.donors:
             version, fragment = divmod(number - 1, plan.fragments)
-            assert version < newest[fragment], f"round {number} is not known"
+            assert version < newest[fragment], f"no rank decided round {number}"
 
     def advance(self, rank: int) -> str:
         """Replay a rank's log until its next mean is not known; return this mean, or "" at the end."""
@@ -237,10 +241,12 @@ class Oracle:
             place = rank, fragment
             difference, tokens = self.given[place][self.used[place]]
             self.used[place] += 1
-            assert weight == (tokens if self.plan.uses_tokens else 1.0), f"round {number}, rank {rank}: {weight}"
+            assert weight == (tokens if self.plan.uses_tokens else 1.0), (
+                f"round {number}: rank {rank} has weight {weight}"
+            )
             given.append([each * weight for each in difference])
         if given:
-            mean = [sum(each) / sum(weights) for each in zip(*given, strict=True)]
+            mean = [mean_of(list(each), weights) for each in zip(*given, strict=True)]
             anchor = self.outer(fragment, anchor, mean)
         self.anchors[fragment][version + 1] = anchor
         return True
@@ -303,7 +309,21 @@ class Oracle:
         exact = OUTERS[self.plan.outer] == OUTERS["dyadic"] and not self.plan.uses_tokens
         for place, (mine, right) in enumerate(zip(self.logs[rank].weights[step], own, strict=True)):
             error = np.abs(mine - right).max()
-            assert error <= (0.0 if exact else 1e-9), f"rank {rank}, step {step}, parameter {place}: {error}"
+            assert error <= (0.0 if exact else 1e-9), (
+                f"rank {rank}, step {step}, parameter {place}: the error is {error}"
+            )
+
+
+def mean_of(products: Arrays, weights: Sequence[float]) -> Any:
+    """Return the weighted mean of arrays that were multiplied by their weights.
+
+    Without weights, an element that equals the rounded mean of copies of the last array takes the last array's value:
+    see :mod:`asyncdist.tensors.means`.
+    """
+    mean = sum(products) / sum(weights)
+    if set(weights) != {1.0}:
+        return mean
+    return np.where(mean == sum([products[-1]] * len(products)) / sum(weights), products[-1], mean)
 
 
 def run(plan: Plan, seed: int = 0) -> tuple[dict[int, Log], Oracle | None]:
@@ -325,7 +345,7 @@ def run(plan: Plan, seed: int = 0) -> tuple[dict[int, Log], Oracle | None]:
         if isinstance(result, BaseException) and rank not in plan.killed:
             raise AssertionError(f"rank {rank} ended with {result!r}") from result
     if any(log.lost_count for log in logs.values()):
-        assert plan.killed, "ranks that leave must not lose means"
+        assert plan.killed, "means were lost although no rank was killed"
         return logs, None
     return logs, Oracle(plan, logs)
 

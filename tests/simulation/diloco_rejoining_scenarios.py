@@ -18,7 +18,7 @@ import functools
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 import asyncdist as ad
-from asyncdist.simulation import Fault, Kill, Restart, SimReport, SlowLink, SlowRank, Stall, simulate
-from protocols import DiLoCoPolicy, SelectiveDiLoCoPolicy
+from asyncdist.simulation import Fault, Kill, Network, Restart, SimReport, SlowLink, SlowRank, Stall, Uniform, simulate
+from protocols import AsyncDiLoCoPolicy, DiLoCoPolicy, SelectiveDiLoCoPolicy
 
 #: Virtual seconds that no run takes.
 LIMIT_S: Final = 1000.0
@@ -35,31 +35,43 @@ LIMIT_S: Final = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One run of ``replicas`` replicas with ``size`` ranks each; with ``selects``, of SelectiveDiLoCoPolicy."""
+    """One run of ``replicas`` replicas with ``size`` ranks each; ``kind`` is the class of the policy."""
 
     replicas: int = 2
     size: int = 2
     steps: int = 24
-    selects: bool = False
+    kind: type[DiLoCoPolicy | SelectiveDiLoCoPolicy | AsyncDiLoCoPolicy] = DiLoCoPolicy
     options: dict[str, Any] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
+    network: Network = field(default_factory=Network)
 
     @property
     def ranks(self) -> int:
         return self.replicas * self.size
 
+    @property
+    def is_async(self) -> bool:
+        return self.kind is AsyncDiLoCoPolicy
+
 
 @dataclass
-class Life:
-    """Observations of one process of a rank: the weights before and after each step, and the applied rounds."""
+class End:
+    """How one process of a rank has joined and ended."""
 
     joined_at: int | None = None
-    before: dict[int, list[Tensor]] = field(default_factory=dict)
-    after: dict[int, list[Tensor]] = field(default_factory=dict)
-    applied: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)  # by round: donors and step
     has_lost_mate: bool = False
     is_late: bool = False
     has_ended: bool = False
+
+
+@dataclass
+class Life(End):
+    """Observations of one process of a rank: the weights before and after each step, and the applied rounds."""
+
+    before: dict[int, list[Tensor]] = field(default_factory=dict)
+    after: dict[int, list[Tensor]] = field(default_factory=dict)
+    applied: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)  # by round: donors and step
+    momenta: list[Tensor] = field(default_factory=list)  # of the inner optimizer, when this process has joined
 
 
 Lives = dict[tuple[int, int], Life]
@@ -70,10 +82,15 @@ def weights_of(model: torch.nn.Module) -> list[Tensor]:
 
 
 async def train(world: ad.World, plan: Plan, lives: Lives) -> None:
-    """Train on one rank, and record each step. A rank that has lost another rank of its replica waits for its end."""
+    """Train on one rank, and record each step."""
     life = lives.setdefault((world.rank, world.incarnation), Life())
+    await ended(world, plan, life, _train(world, plan, life))
+
+
+async def ended(world: ad.World, plan: Plan, life: End, training: Coroutine[Any, Any, None]) -> None:
+    """Train, and record the end. A rank that has lost another rank of its replica waits until it is killed."""
     try:
-        await _train(world, plan, life)
+        await training
     except ad.LateError:
         assert world.incarnation, "the policy had ended before the first process of this rank"
         life.is_late = True
@@ -91,9 +108,9 @@ async def _train(world: ad.World, plan: Plan, life: Life) -> None:
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 1.0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
-    kind = SelectiveDiLoCoPolicy if plan.selects else DiLoCoPolicy
-    async with kind(model, optimizer, replica_size=plan.size, **plan.options) as policy:
+    async with plan.kind(model, optimizer, replica_size=plan.size, **plan.options) as policy:
         life.joined_at = policy.iteration
+        life.momenta = [optimizer.state[each]["momentum_buffer"].clone() for each in optimizer.state]
         while policy.iteration < plan.steps:
             step = policy.iteration
             optimizer.zero_grad()
@@ -111,14 +128,16 @@ async def _train(world: ad.World, plan: Plan, life: Life) -> None:
 
 def run(plan: Plan, seed: int = 0) -> tuple[SimReport[Any], Lives]:
     lives: Lives = {}
-    report = simulate(train, plan, lives, ranks=plan.ranks, seed=seed, faults=plan.faults, until_s=LIMIT_S)
+    facts: dict[str, Any] = {"seed": seed, "faults": plan.faults, "network": plan.network}
+    report = simulate(train, plan, lives, ranks=plan.ranks, until_s=LIMIT_S, **facts)
     return report, lives
 
 
 def check(plan: Plan, lives: Lives) -> Counter[str]:
     """Check the laws above, and return the numbers of observations."""
     seen, options = Counter[str](), plan.options
-    is_plain = not any(options.get(name) for name in ("overlap_steps", "mixing", "eager")) and options["fragments"] == 1
+    is_plain = not any(options.get(name) for name in ("overlap_steps", "mixing", "eager"))
+    is_plain = is_plain and not plan.is_async and options["fragments"] == 1
     agreed: dict[int, tuple[tuple[int, ...], int]] = {}
     for (rank, incarnation), life in lives.items():
         first = rank // plan.size * plan.size
@@ -126,13 +145,29 @@ def check(plan: Plan, lives: Lives) -> Counter[str]:
             other = lives.get((mate, incarnation), Life())
             for step in life.after.keys() & other.after.keys():
                 assert all(map(torch.equal, life.after[step], other.after[step])), (rank, mate, incarnation, step)
-        seen["joined"] += life.joined_at is not None and incarnation > 0
+            assert all(map(torch.equal, life.momenta, other.momenta)), (rank, mate, incarnation)
+        has_joined = life.joined_at is not None and incarnation > 0
+        assert not has_joined or not life.joined_at or len(life.momenta) == 6, (rank, incarnation)
+        seen["joined"] += has_joined
+        seen["contributions of a joined replica"] += has_joined and any(
+            first in donors for donors, _ in life.applied.values()
+        )
+        if plan.is_async and not life.has_ended:
+            continue  # the last versions of a lost leader may be made again from other contributions
         for number, (donors, step) in life.applied.items():
             if not number:  # with eager, the first step has no mean
                 continue
+            if plan.is_async and (not donors or (incarnation and donors == (first,))):
+                # A new leader does not know the donors of a version that it found, and a replica that was admitted as
+                # the last of the others left trains on alone.
+                continue
             expected = agreed.setdefault(number, (donors, step))
-            assert donors == expected[0], f"round {number}: {rank}.{incarnation} has {donors}, others {expected[0]}"
-            assert step == expected[1] or options["late"] == "skip", f"round {number}: {step} and {expected[1]}"
+            assert donors == expected[0], (
+                f"round {number}: the donors are {donors} on rank {rank}.{incarnation}, {expected[0]} elsewhere"
+            )
+            assert step == expected[1] or options["late"] == "skip" or plan.is_async, (
+                f"round {number} was applied in step {step}, elsewhere in step {expected[1]}"
+            )
     for number, (donors, step) in agreed.items():
         seen["rounds"] += 1
         seen["rounds without a replica"] += len(donors) < plan.replicas
@@ -159,17 +194,19 @@ def _check_mean(plan: Plan, lives: Lives, number: int, donors: tuple[int, ...], 
     given = {rank: life.before[step] for (rank, _), life in sorted(lives.items()) if step in life.before}
     taken = [life.after[step] for life in lives.values() if number in life.applied]
     for after in taken:
-        assert all(map(torch.equal, after, taken[0])), f"round {number}"
+        assert all(map(torch.equal, after, taken[0])), f"round {number}: all ranks must have equal weights"
         for place, mine in enumerate(after) if plan.options["outer_optimizer"] is None else ():
             mean = torch.stack([given[donor][place] for donor in donors]).mean(0)
-            assert (mine - mean).abs().max() < 1e-12, f"round {number} of {donors}"
+            assert (mine - mean).abs().max() < 1e-12, f"round {number} of donors {donors} must apply their mean"
 
 
-def losses(rng: random.Random, plan: Plan, replica: int, at_s: float) -> tuple[list[Fault], float]:
-    """Return the kills and restarts of all ranks of a replica, and the time of the last restart."""
+def losses(
+    rng: random.Random, plan: Plan, replica: int, at_s: float, gaps: Sequence[float] = (0.0, 0.001, 0.02)
+) -> tuple[list[Fault], float]:
+    """Return the kills, ``gaps`` seconds apart, and restarts of a replica's ranks, and the time of the last restart."""
     mates = [replica * plan.size + place for place in range(plan.size)]
     rng.shuffle(mates)
-    gap = rng.choice((0.0, 0.001, 0.02))
+    gap = rng.choice(gaps)
     kills = [at_s + place * gap for place in range(plan.size)]
     backs = [kill + rng.uniform(0.01, 0.1) for kill in kills]
     found: list[Fault] = []
@@ -200,12 +237,41 @@ def draw_plan(seed: int) -> Plan:
     if selects:
         options |= {"overlap_steps": 0, "outlier_factor": math.inf}
         del options["eager"]
+    return _with_losses(seed, rng, SelectiveDiLoCoPolicy if selects else DiLoCoPolicy, options)
+
+
+def draw_async_plan(seed: int) -> Plan:
+    """Return a run of asynchronous DiLoCo with the losses of :func:`draw_plan`."""
+    rng = random.Random(f"asynchronous diloco rejoining {seed}")
+    outer = rng.choice((None, functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)))
+    options: dict[str, Any] = {
+        "average_every": rng.choice((1, 2, 3, 4)),
+        "outer_optimizer": outer,
+        "late": rng.choice(("skip", "skip", "wait")),
+        "quorum": rng.choice((1, 1, 2)),
+        "mirror_every": rng.choice((1, 2, None)),
+        "drain_timeout_s": 60.0,
+    }
+    if rng.random() < 0.3:
+        options |= {"wire": "int8", "error_feedback": 0.9}
+    network = Network(loss_detection_s=Uniform(0.0, rng.choice((0.02, 0.02, 0.1, 0.3))))
+    plan = _with_losses(seed, rng, AsyncDiLoCoPolicy, options, replicas_max=4)
+    return dataclasses.replace(plan, network=network)
+
+
+def _with_losses(
+    seed: int,
+    rng: random.Random,
+    kind: type[DiLoCoPolicy | SelectiveDiLoCoPolicy | AsyncDiLoCoPolicy],
+    options: dict[str, Any],
+    replicas_max: int = 3,
+) -> Plan:
     kills_leader = seed % 3 == 2
     plan = Plan(
-        replicas=3 if kills_leader else rng.choice((2, 2, 3)),
+        replicas=rng.randint(3, replicas_max) if kills_leader else rng.choice((2, 2, replicas_max)),
         size=rng.choice((2, 2, 3)),
         steps=rng.choice((24, 48)),
-        selects=selects,
+        kind=kind,
         options=options,
     )
     faults: list[Fault] = []
@@ -224,7 +290,7 @@ def draw_plan(seed: int) -> Plan:
         faults.append(
             rng.choice(
                 (
-                    SlowLink(rank, other, 0.0, rng.choice((10.0, 100.0, 1000.0))),
+                    SlowLink(rank, other, 0.05, rng.choice((10.0, 100.0, 1000.0))),
                     Stall(rank, rng.uniform(0.0, 0.3), rng.choice((0.02, 0.2))),
                     SlowRank(rank, rng.uniform(0.0, 0.2), 10.0),
                 )
@@ -243,9 +309,16 @@ def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]
     return seen_in(seed, faults)[0]
 
 
-def seen_in(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport[Any], Counter[str]]:
+def async_scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
+    """Run one seed of asynchronous DiLoCo; see :func:`scenario`."""
+    return seen_in(seed, faults, draw_async_plan)[0]
+
+
+def seen_in(
+    seed: int, faults: Sequence[Fault] | None = None, draw: Callable[[int], Plan] = draw_plan
+) -> tuple[SimReport[Any], Counter[str]]:
     """Run one seed, and return its report and the numbers of observations."""
-    plan = draw_plan(seed)
+    plan = draw(seed)
     if faults is not None:
         plan = dataclasses.replace(plan, faults=tuple(faults))
     report, lives = run(plan, seed)

@@ -77,7 +77,7 @@ async def train(world: ad.World, replicas: ReplicaPlan, record: Record, ended: d
                 record.infos[rank].append(info)
                 record.weights[rank].append(weights_of(model))
             before = weights_of(model)
-        assert all(map(np.array_equal, before, weights_of(model))), "the weights changed outside step"
+        assert all(map(np.array_equal, before, weights_of(model))), "weights may only change inside step()"
     except (ad.RankLostError, ad.RemoteError, ad.ClosedError) as error:
         assert plan.killed, error
         ended[rank] = repr(error)
@@ -94,7 +94,9 @@ def run(replicas: ReplicaPlan, seed: int = 0) -> tuple[SimReport[Any], Record, d
     has_started = all(record.infos[rank] for rank in sound)  # a loss may end the start on some ranks alone
     for rank in range(replicas.ranks):
         is_whole = len(record.infos[rank]) == plan.steps[rank // replicas.size]
-        assert is_whole or rank // replicas.size in replicas.lost or not has_started, f"rank {rank}: {ended.get(rank)}"
+        assert is_whole or rank // replicas.size in replicas.lost or not has_started, (
+            f"rank {rank} ended before its last step: {ended.get(rank)}"
+        )
     return report, record, ended
 
 
@@ -127,16 +129,22 @@ def check_replicas(
         own = of_index(replicas, record, index)
         check(plan, own, tolerance)
         for number, donors in own.donors(lost)[0].items():
-            assert whole.setdefault(number, donors) == donors, f"round {number}: {donors} and {whole[number]}"
+            assert whole.setdefault(number, donors) == donors, (
+                f"round {number}: the donors are {donors} here, {whole[number]} on another rank"
+            )
     for first in range(0, replicas.ranks, replicas.size):
         weights = [record.weights[first + place] for place in range(replicas.size)]
         infos = [record.infos[first + place] for place in range(replicas.size)]
         for step, together in enumerate(zip(*weights, strict=False)):
             for other in together[1:]:
-                assert all(map(np.array_equal, together[0], other)), f"replica of rank {first}, step {step}"
+                assert all(map(np.array_equal, together[0], other)), (
+                    f"the ranks of the replica of rank {first} have different weights in step {step}"
+                )
         for step, said in enumerate(zip(*infos, strict=False)):
             facts = {(info.round, info.donors, info.weights, info.outer_norm, info.cosine) for info in said}
-            assert len(facts) == 1, f"replica of rank {first}, step {step}: {facts}"
+            assert len(facts) == 1, (
+                f"the ranks of the replica of rank {first} report different facts in step {step}: {facts}"
+            )
     return whole
 
 
@@ -157,7 +165,7 @@ def scenario(seed: int, faults: Sequence[Any] | None = None) -> SimReport[Any]:
 
 
 def seen_in(seed: int, faults: Sequence[Any] | None = None) -> tuple[SimReport[Any], Counter[str]]:
-    """Run one seed, and return what the test of coverage counts."""
+    """Run one seed, and return its counts for the test of coverage."""
     replicas = draw(seed)
     replicas = dataclasses.replace(replicas, plan=with_faults(replicas.plan, faults))
     report, record, ended = run(replicas, seed)

@@ -136,7 +136,9 @@ class Record:
         for rank in sorted(self.applied, key=lambda rank: (rank in killed, -len(self.weights[rank]), rank)):
             for event in self.applied[rank]:
                 donors = found.setdefault(event.round, event.donors)
-                assert donors == event.donors or rank in killed, f"rank {rank}, round {event.round}: {event.donors}"
+                assert donors == event.donors or rank in killed, (
+                    f"rank {rank}, round {event.round}: unexpected donors {event.donors}"
+                )
                 if donors != event.donors:
                     parted.setdefault(rank, event.iteration)
         return found, parted
@@ -272,14 +274,18 @@ def check(plan: Plan, record: Record, tolerance: Callable[[Oracle], float]) -> O
                 continue
             for place, (mine, right) in enumerate(zip(weights[step], oracle.own[rank], strict=True)):
                 error = np.abs(mine - right).max()
-                assert error <= allowed, f"rank {rank}, step {step}, parameter {place}: {error} > {allowed}"
+                assert error <= allowed, (
+                    f"rank {rank}, step {step}, parameter {place}: the error is {error}, allowed {allowed}"
+                )
     for number, ranks in donors.items():
         at = oracle.captured_at[number]
         present = {rank for rank in range(plan.ranks) if rank not in plan.killed | record.without and steps[rank] > at}
         if plan.selects:
-            assert all(gain(rank, number) > 0 for rank in ranks), f"round {number}: {ranks}"
+            assert all(gain(rank, number) > 0 for rank in ranks), (
+                f"round {number}: all donors, {ranks}, must have a positive gain"
+            )
             present = {rank for rank in present if gain(rank, number) > 0}
-        assert present <= set(ranks), f"round {number} at step {at} was without {present - set(ranks)}"
+        assert present <= set(ranks), f"round {number}, captured at step {at}, lacks ranks {present - set(ranks)}"
     return oracle
 
 
@@ -342,7 +348,7 @@ def selective_scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimR
 def seen_in(
     seed: int, faults: Sequence[Fault] | None = None, draw: Callable[[int], Plan] = draw_plan
 ) -> tuple[SimReport[Any], Plan, Oracle]:
-    """Run one seed, and return what the test of coverage counts."""
+    """Run one seed, and return its counts for the test of coverage."""
     plan = with_faults(draw(seed), faults)
     report, record = run(plan, seed)
     return report, plan, check(plan, record, within)

@@ -126,7 +126,7 @@ async def train(world: ad.World, plan: Plan, lives: Lives) -> None:
         return
     life.weights.append(weights_of(model))
     life.anchors = [[anchor.numpy().copy() for anchor in fragment.anchors] for fragment in policy._fragments]
-    life.iteration, life.rounds = policy.iteration, policy._flights.last_number()
+    life.iteration, life.rounds = policy.iteration, policy._pending_rounds.last_number()
 
 
 def _note(life: Life, policy: DiLoCoPolicy) -> None:
@@ -228,7 +228,9 @@ def check(plan: Plan, lives: Lives, *, is_exact: bool) -> Oracle:
     oracle.settle()
     _compare(plan, lives, oracle, plan.steps[0], is_exact)
     for rank in range(plan.ranks):
-        assert all(map(_is_equal, lives[rank, 0].anchors, lives[0, 0].anchors)), f"rank {rank} has another anchor"
+        assert all(map(_is_equal, lives[rank, 0].anchors, lives[0, 0].anchors)), (
+            f"the anchor of rank {rank} differs from that of rank 0"
+        )
     return oracle
 
 
@@ -239,7 +241,9 @@ def _compare(plan: Plan, lives: Lives, oracle: Oracle, step: int, is_exact: bool
     for rank in range(plan.ranks):
         for place, (mine, right) in enumerate(zip(lives[rank, 0].weights[step], oracle.own[rank], strict=True)):
             error = np.abs(mine - right).max()
-            assert error <= allowed, f"rank {rank}, step {step}, parameter {place}: {error} > {allowed}"
+            assert error <= allowed, (
+                f"rank {rank}, step {step}, parameter {place}: the error is {error}, allowed {allowed}"
+            )
 
 
 def _is_equal(mine: Arrays, theirs: Arrays) -> bool:

@@ -45,7 +45,7 @@ def keep_events(each: RankRecording, wanted: Callable[[Event], bool], *more: Eve
 
 
 def raw_header(each: RankRecording) -> dict[str, Any]:
-    """Return the whole header of a file, as it was written."""
+    """Return the whole header of a file, unchanged."""
     header: dict[str, Any] = msgspec.msgpack.decode(each.path.read_bytes()[: each.header_nbytes])
     return header
 

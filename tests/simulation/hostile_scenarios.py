@@ -2,8 +2,9 @@
 
 The hostile rank runs the same program as the others. In addition to each of its messages it sends others of the
 channel's types: the same message with some fields changed, or a random one. The other ranks may end normally, or with
-an error that names what a peer did. They may not crash in asyncdist's code, or use memory in proportion to a number in
-a message. They may wait: a rank that falsely claims to have done its part is waited for like a rank that computes.
+an error that names the peer's violation. They may not crash in asyncdist's code, or use memory in proportion to a
+number in a message. They may wait: they cannot distinguish a rank that falsely claims to have done its part from a
+rank that computes.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class _Liar:
         try:
             post(message, dest, round)
         except AsyncdistError:
-            return  # the message is too large, or there is no receiver
+            return  # the message is too large, or has no receiver
         self._seen.sent[type(message).__name__] += 1
 
     def _learn(self, message: Any) -> None:
@@ -194,7 +195,7 @@ def run_hostile(seed: int, programs: Sequence[Callable[..., Any]] = ()) -> Seen:
     finally:
         tracemalloc.stop()
     where = f"seed {seed}, {program.__name__}, {size} ranks, hostile {hostile}"
-    assert peak_nbytes < GROWTH_NBYTES_MAX, f"{where}: {peak_nbytes} bytes"
+    assert peak_nbytes < GROWTH_NBYTES_MAX, f"{where}: allocated {peak_nbytes} bytes"
     for rank, result in enumerate(results):
         if rank == hostile:
             continue

@@ -119,7 +119,7 @@ def population(
     strict: bool = True,
     **options: Any,
 ) -> SimReport[Any]:
-    """Simulate ranks that make this number of steps, each its own or all the same."""
+    """Simulate ranks that make this number of steps, one number for all, or one for each."""
     size = options.get("island_size") or ranks // options["islands"]
     given: Given = {}
 
@@ -191,6 +191,6 @@ def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]
             strangers = set(result.stats.coordinator.reports) - set(
                 range(rank // size * size, (rank // size + 1) * size)
             )
-            assert not strangers, f"{who} coordinates {strangers}, who are of other islands"
+            assert not strangers, f"{who} coordinates {strangers}, which are in other islands"
     results = [None if isinstance(each, BaseException) else each for each in report.results]
     return replace(report, results=tuple(results))

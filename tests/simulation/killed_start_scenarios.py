@@ -35,7 +35,7 @@ from asyncdist.simulation import (
 from protocols import AsyncSelectiveAveragingPolicy
 from protocols.selective.leadership import Leadership
 
-#: Time by which the start is over; training then continues for a while.
+#: The start is over by then; training continues for a while.
 TRAINS_UNTIL_S: Final = 0.3
 #: Errors that a restarted member may get if the others end without it.
 _REFUSALS: Final = (ad.ClosedError, ad.StartTimeoutError, ad.RankLostError, ad.DisagreementError)
@@ -63,7 +63,7 @@ class Plan:
 
     Attributes:
         ranks: Number of ranks.
-        late_s: Seconds by which each rank enters the policy late.
+        late_s: Delay in seconds of each rank's entry into the policy.
         network: Network, with a latency for each link.
         faults: Kills, and further faults.
     """
@@ -125,7 +125,7 @@ async def _main(world: ad.World, late_s: Sequence[float]) -> Trained | str:
             seen = policy.statistics()
             if policy.is_alone:
                 return Trained(0, 0, world.rank, 0)
-            leadership = policy._opened.coordination
+            leadership = policy._opened.tracker
             assert isinstance(leadership, Leadership)
             return Trained(leadership._scopes.policy, seen.epoch, seen.coordinator_rank, seen.last_round)
     except _REFUSALS as error:
@@ -143,9 +143,11 @@ def check(plan: Plan, report: SimReport[Any], seed: int) -> None:
     missing = set(range(plan.ranks)) - killed - trained.keys()
     assert not missing, f"seed {seed}: ranks {missing} did not train: {report.results}"
     together = {(found.policy, found.epoch, found.coordinator) for found in trained.values()}
-    assert len(together) == 1, f"seed {seed}: {trained}"
+    assert len(together) == 1, f"seed {seed}: the ranks must have trained together: {trained}"
     if len(trained) > 1:
-        assert min(found.last_round for found in trained.values()) > 1, f"seed {seed}: {trained}"
+        assert min(found.last_round for found in trained.values()) > 1, (
+            f"seed {seed}: each rank must have seen several rounds: {trained}"
+        )
 
 
 def run(seed: int) -> Counter[str]:

@@ -38,7 +38,7 @@ from protocols import (
     ReplayBuffer,
     serve_replay_buffer,
 )
-from protocols.joining import board
+from protocols.joining import dispatcher
 
 RANK_COUNT: Final = 6
 KILLED: Final = (0, 3, 1)
@@ -78,6 +78,15 @@ class Look:
     resident_nbytes: int
 
 
+def _bounded_caches() -> list[functools._lru_cache_wrapper[object]]:
+    """Return the bounded caches of asyncdist's functions. The garbage collector does not list frozen objects."""
+    gc.unfreeze()
+    caches = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
+    gc.freeze()
+    ours = [cache for cache in caches if cache.__module__.startswith(("asyncdist.", "protocols."))]
+    return [cache for cache in ours if cache.cache_parameters()["maxsize"] is not None]
+
+
 @dataclass(slots=True)
 class Watch:
     """State shared by the ranks: the number of their steps, and the measurements at the ends of phases."""
@@ -85,12 +94,12 @@ class Watch:
     on_look: Callable[[Look], object] = lambda _: None
     steps: int = 0
     looks: list[Look] = field(default_factory=list)
+    caches: Sequence[functools._lru_cache_wrapper[object]] = field(default_factory=_bounded_caches)
 
     def look(self, phase: int) -> None:
         """Count the living objects, without the bounded caches of functions."""
-        for cached in [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]:
-            if cached.__module__.startswith(("asyncdist.", "protocols.")):
-                cached.cache_clear()
+        for cache in self.caches:
+            cache.cache_clear()
         gc.collect()
         look = Look(phase, self.steps, sys.getallocatedblocks(), len(gc.get_objects()), _resident_nbytes())
         self.looks.append(look)
@@ -140,7 +149,7 @@ def _early_bounds() -> Iterator[None]:
     """Lower the bounds of bounded memory, so that a few phases reach them, as weeks of a real run would."""
     bounds = ((demultiplexer, "ANSWERING_COUNT_MAX"), (demultiplexer, "CLOSED_SCOPE_COUNT_MAX"))
     with contextlib.ExitStack() as stack:
-        for module, name in (*bounds, (board, "LEFT_COUNT_MAX")):
+        for module, name in (*bounds, (dispatcher, "LEFT_COUNT_MAX")):
             stack.enter_context(mock.patch.object(module, name, 3))
         yield
 

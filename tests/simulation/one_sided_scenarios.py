@@ -171,11 +171,15 @@ class Watch(Ledger):
         self.seen: Counter[str] = Counter()
 
     def check_step(self, rank: int, info: StepInfo, iteration: int, applied_before: int, state: State) -> None:
-        """Check that weights have changed if and only if the result says so, and that the result matches the events."""
+        """Check that weights changed if and only if the result is truthy, and that the result matches the events."""
         mine = self.by(rank)
-        assert bool(info) == (len(mine) == applied_before + 1), f"rank {rank}: {info!r} after {len(mine)} applications"
+        assert bool(info) == (len(mine) == applied_before + 1), (
+            f"rank {rank} returned {info!r} after {len(mine)} applications"
+        )
         if not info:
-            assert all(same_bits(state[name], self.before[rank][name]) for name in state), f"rank {rank}: {info}"
+            assert all(same_bits(state[name], self.before[rank][name]) for name in state), (
+                f"rank {rank} changed weights, but returned {info}"
+            )
             assert info.donors == () and bool(info.round) == bool(info.abandoned)
             self.seen[f"abandoned: {info.abandoned.partition(':')[0].rstrip('0123456789 ')}"] += bool(info.abandoned)
             return
@@ -225,7 +229,7 @@ async def _main(world: ad.World, watch: Watch) -> int:
         state = flat_state(model)
         await stack.aclose()
         assert all(same_bits(tensor, state[name]) for name, tensor in flat_state(model).items()), (
-            "changed while leaving"
+            "leaving must not change the weights"
         )
     assert identity(model) == objects
     statistics = policy.statistics()
@@ -310,7 +314,7 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Wa
     watch.seen["published"] += len(watch.snapshots)
     if plan.calm and len(plan.members) > 1 and _has_to_replace(plan):
         watch.seen["populations in which averages had to come"] += 1
-        assert watch.applied, f"seed {seed}: nobody was replaced"
+        assert watch.applied, f"seed {seed}: no rank was replaced"
     return report, watch
 
 

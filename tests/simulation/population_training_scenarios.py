@@ -242,7 +242,7 @@ async def _train(world: ad.World, plan: Plan, record: Record) -> None:
             score = float("nan") if noise.random() < 0.03 else noise.randint(0, 9)
             info = await policy.step(score=score)
             record.infos[world.rank].append(info)
-            assert info or observer.now() == before, "changed without a report"
+            assert info or observer.now() == before, "the model changed although step() did not report it"
     observer.check_written()
     record.histories[world.rank] = policy.lineage()
 
@@ -265,12 +265,18 @@ def check_ledger(records: Sequence[Record]) -> int:
     copies = [each for record in records for each in record.copies]
     for copy in copies:
         given = snapshots[copy.round, copy.donor]
-        assert copy.now.weights == given.weights, f"rank {copy.rank}, round {copy.round}: other weights"
-        assert copy.now.moments == given.moments, f"rank {copy.rank}, round {copy.round}: other moments"
-        assert copy.inherited == given.hyperparameters, f"rank {copy.rank}, round {copy.round}: other hyperparameters"
+        assert copy.now.weights == given.weights, (
+            f"rank {copy.rank}, round {copy.round}: the weights are not the donor's"
+        )
+        assert copy.now.moments == given.moments, (
+            f"rank {copy.rank}, round {copy.round}: the optimizer moments are not the donor's"
+        )
+        assert copy.inherited == given.hyperparameters, (
+            f"rank {copy.rank}, round {copy.round}: the hyperparameters are not the donor's"
+        )
     for record in records:
         for state in record.admitted:
-            assert state in snapshots.values(), "admitted with a state that no member had"
+            assert state in snapshots.values(), "the newcomer was admitted with a state that no member had"
     return len(copies)
 
 

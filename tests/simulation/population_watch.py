@@ -147,7 +147,7 @@ class Member:
     def on_event(self, event: PolicyEvent) -> None:
         """Check an event; called by the policy, inside its step."""
         check, watch = self.watch.check, self.watch
-        check(self.in_step, f"{self} told of {type(event).__name__} outside its step")
+        check(self.in_step, f"{self} reported {type(event).__name__} outside its step")
         if self.plan.kind == "selective":
             self.roles.see(event)
         watch.seen[f"told of {type(event).__name__}"] += 1
@@ -161,18 +161,18 @@ class Member:
         key = (self.number, event.round, self.rank)
         for name, tensor in state.items():
             if not same_bits(tensor, now[name]):
-                check(False, f"{self} tells of the {name} state {tensor}, and its model's is {now[name]}")
+                check(False, f"{self} reported the {name} state {tensor}, but its model has {now[name]}")
         if isinstance(event, SnapshotTaken):
             # the rank's previous process had rounds, too
             is_known = key in watch.snapshots and not self.world.incarnation
             check(not is_known, f"{self} took two snapshots in round {event.round}")
-            check(event.round > self.last_round, f"{self} donates in round {event.round} after {self.last_round}")
+            check(event.round > self.last_round, f"{self} was a donor in round {event.round} after {self.last_round}")
             watch.snapshots[key] = state
             watch.seen["snapshots"] += 1
         else:
             check(event.round > self.last_round, f"{self} applied round {event.round} after {self.last_round}")
             is_known = key in watch.snapshots and not self.world.incarnation
-            check(not is_known, f"{self} gave and took in round {event.round}")
+            check(not is_known, f"{self} was donor and replacer in round {event.round}")
             check(self.event is None, f"{self} applied twice in one step")
             self.event = event
             if self.plan.kind == "selective":
@@ -189,15 +189,18 @@ class Member:
         check(self.rank not in event.donors, f"{self} is its own donor")
         self.watch.seen[f"strategy {options['averaging_strategy']}"] += 1
         if options["averaging_strategy"] == "reset_weights":
-            check(not event.donors, f"{self}: fresh weights from donors {event.donors}")
+            check(not event.donors, f"{self}: fresh weights must have no donors, got {event.donors}")
             fresh = Replica(_FRESH + self.fresh_count).flat()
-            check(all(same_bits(state[name], fresh[name]) for name in fresh), f"{self}: not the fresh weights")
+            check(all(same_bits(state[name], fresh[name]) for name in fresh), f"{self} does not have the fresh weights")
             return
-        check(bool(event.donors), f"{self}: an average of nobody")
+        check(bool(event.donors), f"{self}: the average has no donors")
         if options["averaging_strategy"] == "best_only":
-            check(event.donors == (event.best,), f"{self}: {event.donors} in place of the best one, {event.best}")
+            check(
+                event.donors == (event.best,),
+                f"{self}: the donors are {event.donors}, but the best rank is {event.best}",
+            )
         if options["averaging_strategy"] == "mean":
-            check(set(event.weights) == {1.0}, f"{self}: a mean with weights {event.weights}")
+            check(set(event.weights) == {1.0}, f"{self}: a mean must have weights of 1, got {event.weights}")
         given = {}
         for donor in event.donors:
             found = self._given_by(donor, event.round)
@@ -233,7 +236,7 @@ class Member:
     def _verify_all(self, event: AverageApplied, state: State) -> None:
         """Check that the weights are the average of all members' weights at the beginning, in the group's order."""
         members = self.plan.members
-        self.watch.check(event.donors == members, f"{self}: averaged {event.donors}")
+        self.watch.check(event.donors == members, f"{self} must average all members, but averaged {event.donors}")
         given = {place: self.watch.entered[self.number, event.round, rank] for place, rank in enumerate(members)}
         self.watch.seen["applied by average_all"] += 1
         for name, tensor in state.items():
@@ -276,15 +279,18 @@ class Member:
         event: AverageApplied | None = self.event
         if event is not None:
             told = (event.round, event.donors)
-            check(bool(info) and (info.round, info.donors) == told, f"{self} says {info}, and told {told}")
-            check(not info.weights or abs(sum(info.weights) - 1.0) < 1e-9, f"{self}: weights {info.weights}")
-            check(info.staleness_steps >= 0 and info.seconds >= 0.0, f"{self} says {info!r}")
+            check(bool(info) and (info.round, info.donors) == told, f"{self} returned {info}, but its event was {told}")
+            check(
+                not info.weights or abs(sum(info.weights) - 1.0) < 1e-9,
+                f"{self}: the weights must add up to 1, got {info.weights}",
+            )
+            check(info.staleness_steps >= 0 and info.seconds >= 0.0, f"{self} returned {info!r}")
             has_reduced = info.route == "sharded" and self._has_reduced()  # a reducer may also have added up everything
-            check(bool(info.nbytes) == bool(info.donors) or has_reduced, f"{self} says {info!r}")
+            check(bool(info.nbytes) == bool(info.donors) or has_reduced, f"{self} returned {info!r}")
             watch.seen[f"applied on the {info.route or 'no'} route"] += bool(info.donors)
             self._check_optimizer(info, had_diverged=had_diverged, had_state=had_state)
         elif info or self.weights != before:
-            check(False, f"{self} told nothing, says {info}, and its weights changed: {self.weights != before}")
+            check(False, f"{self} had no event, but returned {info}, and its weights changed: {self.weights != before}")
         if info.abandoned:
             check(info.round > 0 and not info, f"{self}: {info!r}")
             watch.seen[f"abandoned: {reason_kind(info.abandoned)}"] += 1
@@ -299,13 +305,15 @@ class Member:
         resets = options["optimizer_state"] == "reset" or options.get("averaging_strategy") == "reset_weights"
         keeps = bool(options.get("momentum")) or (had_state and not resets)
         recovers = self.plan.kind == "selective" and had_diverged and keeps and bool(info.donors)
-        self.watch.check(bool(info.recovered) == recovers, f"{self} had diverged: {had_diverged}, and says {info!r}")
+        self.watch.check(
+            bool(info.recovered) == recovers, f"{self} had diverged: {had_diverged}, but returned {info!r}"
+        )
         self.watch.seen["recovered"] += recovers
         state = self.replica.optimizer.state
         if resets or recovers:
-            self.watch.check(not state, f"{self}: the optimizer's state survived")
+            self.watch.check(not state, f"{self}: the optimizer's state must be cleared")
         elif self.trained_count:
-            self.watch.check(bool(state), f"{self}: the optimizer's state is gone")
+            self.watch.check(bool(state), f"{self}: the optimizer's state must be kept")
 
     def check_untouched(self, when: str) -> None:
         """Check that only the training code changes weights outside of steps."""
@@ -321,14 +329,14 @@ class Member:
         if membership is not None:
             offer, exchange = membership.roles.donor.offer, membership.roles.replacer.exchange
             if offer is not None and exchange is not None:
-                self.watch.check(False, f"{self} gives in {offer} and takes in {exchange}")
+                self.watch.check(False, f"{self} is a donor in {offer} and a replacer in {exchange}")
         is_frugal = len(resources.snapshots._used) <= _SNAPSHOT_COUNT_MAX >= resources.parts.in_use
         accumulator_count = 0
         for pool in resources.buffers._pools:  # a generator expression would take twice as long
             accumulator_count += len(pool._used)
         if not is_frugal or accumulator_count > _SNAPSHOT_COUNT_MAX:
             counts = tuple(resources.in_use().values())
-            self.watch.check(False, f"{self}: {counts} snapshots, accumulators and parts of a mean")
+            self.watch.check(False, f"{self} holds {counts} snapshots, accumulators and parts of a mean")
 
 
 class Watch:
@@ -380,7 +388,7 @@ class Watch:
         stalled_until = deadline + loop.busy_s + _STEP_MAX_S * loop.slowness  # for a coordinator that does not compute
         late = chances > _LATE_SAFE_POINT_COUNT or (not self.heard_at[rank] and now > stalled_until)
         if late:
-            self.check(False, f"{what} at {now}, {now - deadline} s and {chances} safe points after its time")
+            self.check(False, f"{what} at {now}, {now - deadline} s and {chances} safe points late")
 
     def after_event(self) -> None:
         """Check the whole population, or a part of it."""
@@ -395,13 +403,13 @@ class Watch:
         if self._is_thorough and members:
             self._turn += 1
             member = members[self._turn % len(members)]
-            member.check_untouched("in an event that is no step")
+            member.check_untouched("outside a step")
             count = member.world.services.engine.statistics().outstanding_count
             if count > self._outstanding_count_max:
-                self.check(False, f"{member}: {count} requests outstanding")
+                self.check(False, f"{member}: {count} requests are outstanding")
             ring = member.selective._resources.buffers.ring.nbytes if member.selective is not None else 0
             if ring > (WINDOW_COUNT + 1) * self.plan.chunk_nbytes:  # the window, and the chunks that are read at a time
-                self.check(False, f"{member}: {ring} bytes of received chunks")
+                self.check(False, f"{member} holds {ring} bytes of received chunks")
         if self._may_die:
             self._note_deaths()
 

@@ -112,5 +112,5 @@ def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]
         run(0, plan.saved_at, seed)
         resumed = run(plan.saved_at, STEP_COUNT, seed + 1)
     for rank, (right, found) in enumerate(zip(straight.results, resumed.results, strict=True)):
-        assert found == right, f"rank {rank} of {plan} ended with other weights"
+        assert found == right, f"rank {rank} of {plan} ended with other weights than an uninterrupted run"
     return resumed

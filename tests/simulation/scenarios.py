@@ -337,7 +337,7 @@ def _check_that_averages_come(watch: Watch) -> None:
         acts = options["threshold"] is None and options["replacement_ratio"] > 0
         if is_quick and acts and options["max_report_age_s"] >= 600.0:
             watch.seen["populations in which averages had to come"] += 1
-            assert replaced[number] > 0, f"seed {plan.seed}: policy {number} replaced nobody in {plan.steps} steps"
+            assert replaced[number] > 0, f"seed {plan.seed}: policy {number} replaced no rank in {plan.steps} steps"
 
 
 def _check_accounts(watch: Watch) -> None:
@@ -363,8 +363,8 @@ def _check_accounts(watch: Watch) -> None:
     for (number, rank), count in applied.items():
         known = counted[number, rank]
         assert number not in led or known == count or (number in replaced and known < count), (
-            f"seed {watch.plan.seed}: policy {number}: rank {rank} applied {count} averages, and "
-            f"its coordinators know of {known}"
+            f"seed {watch.plan.seed}: policy {number}: rank {rank} applied {count} averages, but its "
+            f"coordinators counted {known}"
         )
 
 
@@ -423,15 +423,15 @@ def _gates_watched(watch: Watch) -> Iterator[None]:
         if options.threshold is not None:
             seen["gate threshold"] += decision is None and decide(metrics, replace(options, threshold=None)) is not None
             seen["gate cooldown"] += decision is not None and self._is_cooling_down()
-        watch.check(self._course.current is None, "a decision while a round is under way")
+        watch.check(self._lifecycle.current is None, "a round was decided while another one was in progress")
         if (deadline := self._patience.deadline) is not None:
             due_at = max(deadline, ended_at.get(self, 0.0))
             watch.check_in_time(due_at, now, "a decision")
-        decided = self._course.decided_count
+        decided = self._lifecycle.decided_count
         judge(self, sends, now)
         watch.check(
-            self._course.decided_count == decided or self._course.current is not None,
-            "a round was counted and not begun",
+            self._lifecycle.decided_count == decided or self._lifecycle.current is not None,
+            "a round was counted but did not begin",
         )
 
     def end_watched(self: RoundCoordinator, sends: list[Any], state: Any, reason: str, now: float) -> None:
@@ -455,7 +455,7 @@ class _Listener(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(AssertionError):
-            self._watch.check(False, f"an error that nobody awaits: {record.getMessage()}: {record.exc_info}")
+            self._watch.check(False, f"an error that no task awaits: {record.getMessage()}: {record.exc_info}")
 
 
 @contextmanager

@@ -121,7 +121,9 @@ def draw_plan(seed: int) -> Plan:
         chunk_nbytes=rng.choice((64, 128, 4096)),
         spoiled=0.0 if calm else rng.choice((0.0, 0.02, 0.1)),
         network=Network() if calm else network,
-        compute=Compute() if calm else Compute(step_s=rng.choice((1e-3, LogNormal(1e-3, 1.0))), factors=factors),
+        compute=Compute(overrun_probability=0.0)
+        if calm
+        else Compute(step_s=rng.choice((1e-3, LogNormal(1e-3, 1.0))), factors=factors),
         faults=() if calm or rng.random() < 0.3 else tuple(_draw_faults(rng, ranks)),
         calm=calm,
     )
@@ -192,10 +194,14 @@ class Watch:
         size = self.plan.size
         for (number, rank), (iteration, _) in self.snapshots.items():
             of_leader = self.snapshots.get((number, rank - rank % size))
-            assert of_leader is None or of_leader[0] == iteration, f"rank {rank} took its part at another iteration"
+            assert of_leader is None or of_leader[0] == iteration, (
+                f"rank {rank} captured its part at another iteration than its replica's first rank"
+            )
             if rank % size == 0 and not self.lost.intersection(range(rank, rank + size)):
                 missing = [each for each in range(rank, rank + size) if (number, each) not in self.snapshots]
-                assert not missing, f"in round {number} rank {rank} gave its part, and ranks {missing} did not"
+                assert not missing, (
+                    f"round {number}: rank {rank} contributed its part, but ranks {missing} of its replica did not"
+                )
         for first in range(0, self.plan.replicas * size, size):
             ranks = range(first, first + size)
             applied = [self.applied.get(rank, []) for rank in ranks]
@@ -204,8 +210,10 @@ class Watch:
             if self.lost.intersection(ranks):
                 assert max(map(len, applied)) - min(map(len, applied)) <= 1
             else:
-                assert len(set(map(len, applied))) == 1, f"{ranks} applied {list(map(len, applied))}"
-                assert all(each == told[0] for each in told), f"{ranks} were told different things"
+                assert len(set(map(len, applied))) == 1, (
+                    f"ranks {ranks} of one replica applied different numbers of averages: {list(map(len, applied))}"
+                )
+                assert all(each == told[0] for each in told), f"ranks {ranks} of one replica received different events"
             for together in zip(*applied, strict=False):
                 for place, each in enumerate(together):
                     self._verify_one(first + place, place, each, together[0])
@@ -224,7 +232,9 @@ class Watch:
         expected = sum(map(operator.mul, event.weights, floats)) / sum(event.weights)
         if momentum:
             expected = momentum * each.own[0].astype(np.float64) + (1 - momentum) * expected
-        assert np.allclose(each.state[0], expected, rtol=1e-6, atol=1e-2), f"rank {rank}, round {event.round}"
+        assert np.allclose(each.state[0], expected, rtol=1e-6, atol=1e-2), (
+            f"rank {rank}, round {event.round}: wrong average"
+        )
         assert np.array_equal(each.state[1], self.snapshots[event.round, event.best][1][1])
         assert each.has_optimizer_state == (plan.options["optimizer_state"] == "keep" and not each.info.recovered)
         self.seen["applied"] += 1
@@ -253,8 +263,12 @@ async def _main(world: ad.World, watch: Watch) -> int:
                 own, count = state_of(model), len(events)
                 info = await policy.step(metric)
                 state = state_of(model)
-                assert bool(info) == (len(events) == count + 1), f"rank {rank}: {info!r} with {len(events)} events"
-                assert info or is_equal(own, state), f"rank {rank} at step {step}: {info!r}"
+                assert bool(info) == (len(events) == count + 1), (
+                    f"rank {rank} returned {info!r} with {len(events)} events"
+                )
+                assert info or is_equal(own, state), (
+                    f"rank {rank} changed weights at step {step}, but returned {info!r}"
+                )
                 if info:
                     has_state = any("momentum_buffer" in each for each in optimizer.state.values())
                     watch.applied.setdefault(rank, []).append(Applied(step, info, events[-1], own, state, has_state))
@@ -312,5 +326,5 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Wa
     watch.verify()
     if plan.calm:
         watch.seen["calm populations"] += 1
-        assert watch.applied, f"seed {seed}: no replica took an average"
+        assert watch.applied, f"seed {seed}: no replica applied an average"
     return report, watch

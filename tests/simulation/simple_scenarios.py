@@ -131,18 +131,18 @@ def check(plan: Plan, record: Record, tolerance: float) -> int:
         if (step + 1) % every == 0:
             count += 1
             present = {rank for rank in own if rank not in plan.killed | record.without and plan.steps[rank] > step}
-            assert count not in donors or present <= set(donors[count]), f"round {count} was without {present}"
+            assert count not in donors or present <= set(donors[count]), f"round {count} lacks ranks {present}"
             before = dict(own)
             for rank in own:
                 ranks = taken[rank].get(count, donors.get(count, ()))
-                assert not in_parts or ranks or rank not in present, f"rank {rank} took nothing"
+                assert not in_parts or ranks or rank not in present, f"rank {rank} received nothing"
                 if ranks and step < parted.get(rank, step + 1):  # a killed rank's last mean is not in the memory
                     given = [before[donor] for donor in ranks]
                     own[rank] = module.formula(plan.options, given, before[rank], count, **memory).astype(dtype)
         for rank, weights in record.weights.items():
             if step < min(len(weights), parted.get(rank, len(weights))):
                 error = np.abs(_flat(weights[step]) - own[rank]).max()
-                assert error <= tolerance, f"rank {rank}, step {step}: {error} > {tolerance}"
+                assert error <= tolerance, f"rank {rank}, step {step}: the error is {error}, allowed {tolerance}"
     return count
 
 

@@ -38,7 +38,7 @@ def test_weights_by_tokens_are_those_of_the_oracle() -> None:
     plan = Plan(steps=(30,) * 4, quorum=3, grace_s=0.004, uses_tokens=True, outer="nesterov")
     _, record = run(plan)
     check(plan, record, 1e-12)
-    assert len({len(donors) for donors in record.lineage}) > 1, "the grace period has added donors"
+    assert len({len(donors) for donors in record.lineage}) > 1, "the grace period must have added donors"
 
 
 def test_each_contribution_is_applied_exactly_once() -> None:

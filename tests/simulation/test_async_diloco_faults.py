@@ -35,7 +35,7 @@ def test_the_others_continue_without_a_lost_worker() -> None:
     _, record = run(plan)
     check(plan, record)
     assert 0 < len(record.lives[3, 0].infos) < 40
-    assert record.outers == {0: 0} | {version: version for version in record.outers}, "no outer state was lost"
+    assert record.outers == {0: 0} | {version: version for version in record.outers}, "no outer state may be lost"
 
 
 def test_a_new_leader_continues_with_the_mirrored_momentum() -> None:
@@ -43,7 +43,7 @@ def test_a_new_leader_continues_with_the_mirrored_momentum() -> None:
     plan = Plan(steps=STEPS, mirror_every=1, quorum=4, late="wait", faults=(Kill(0, at_s=0.15),))
     _, record = run(plan)
     oracle = check(plan, record)
-    assert oracle.momenta[-1], "there is a momentum"
+    assert oracle.momenta[-1], "there must be a momentum, otherwise the test tests nothing"
     (first,) = [version for version in record.outers if version and version < 8]
     assert record.outers[first] == first
 
@@ -84,7 +84,7 @@ def test_an_heir_that_leaves_gives_the_anchor_away() -> None:
         policy = AsyncDiLoCoPolicy(model, optimizer, average_every=4)
         async with policy:
             await advance(policy, model, optimizer, range((20, 19, 8)[world.rank]), world.rank)
-            while world.rank == 1 and policy._holdings.inherited is None:
+            while world.rank == 1 and policy._store.inherited is None:
                 await world.progress()
             if world.rank == 2:
                 await asyncio.sleep(1.0)
@@ -107,7 +107,7 @@ def test_a_restarted_rank_begins_at_the_newest_anchor(rank: int, late: str) -> N
     check(plan, record)
     newcomer = record.lives[rank, 1]
     assert newcomer.version and newcomer.first[0] + len(newcomer.infos) == 60
-    assert any(info for info in newcomer.infos), "it takes part"
+    assert any(info for info in newcomer.infos), "the newcomer must take part"
 
 
 @pytest.mark.parametrize("block", seeds(24))
@@ -204,7 +204,7 @@ def test_contributions_under_way_are_saved_and_applied_once(at: int, tmp_path: P
             if last == at:
                 await ad.save_population(tmp_path, model, optimizer, policy=policy)
                 return 0
-        return policy._holdings.sequence
+        return policy._store.sequence
 
     with noted_steps(record):
         ad.simulate(main, 0, at, ranks=3, seed=at, network=network, strict=True)

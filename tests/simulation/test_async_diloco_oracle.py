@@ -131,7 +131,7 @@ def test_versions_are_those_of_an_event_loop(delay: int, *, is_weighted: bool) -
     wanted = expected(Nesterov(delay), correct.weight if correct else lambda _: 1.0)
     assert [each[:3] for each in found] == [each[:3] for each in wanted]
     assert found == wanted
-    assert max(each.staleness for each in wanted) > 8, "the slowest rank is stale"
+    assert max(each.staleness for each in wanted) > 8, "the slowest rank must have high staleness"
 
 
 def test_by_default_a_difference_is_divided_by_its_age() -> None:
@@ -173,9 +173,11 @@ def test_dynamic_steps_are_in_proportion_to_the_speed(late: str) -> None:
 
     found = simulate(intervals, ranks=len(STEPS_S)).results
     assert [rank[-1] for rank in found] == [20, 15, 7, 3]
-    assert all(set(rank[2:]) == {rank[-1]} for rank in found), "the speeds of all ranks are known by then"
+    assert all(set(rank[2:]) == {rank[-1]} for rank in found), (
+        "from the third round on, the intervals must be constant, as all speeds are known"
+    )
     counts = [len(rank) for rank in found]
-    assert max(counts) < 1.5 * min(counts), "all contribute about equally often"
+    assert max(counts) < 1.5 * min(counts), "all ranks must contribute about equally often"
 
 
 class Trainer:
@@ -211,7 +213,7 @@ def expected_with_grace(grace_steps: float) -> list[tuple[tuple[int, ...], float
     anchor = np.zeros(SIZE, F)
     while len(found) < GRACE_VERSIONS:
         now, rank = events[0]
-        assert abs(now - deadline) > MARGIN_S, "the order does not depend on latencies"
+        assert abs(now - deadline) > MARGIN_S, "the deadline is so close to an event that latencies decide the order"
         if deadline < now or len(waiting) == len(trainers):
             decided_at = min(deadline, now)
             mean = sum((waiting[each] for each in sorted(waiting)), np.zeros(SIZE, F)) / F(len(waiting))
@@ -234,7 +236,7 @@ def expected_with_grace(grace_steps: float) -> list[tuple[tuple[int, ...], float
 
 @pytest.mark.parametrize("grace_steps", [0.5, 2, 5])
 def test_grace_in_steps_costs_no_rank_a_step(grace_steps: float) -> None:
-    """Quorum, grace period and anchors equal those of an event loop, and no contribution is postponed."""
+    """Quorum, grace period and anchors are as in an event loop, and no contribution is postponed."""
 
     async def versions(world: ad.World) -> tuple[dict[int, tuple[Any, ...]], int, float]:
         model = torch.nn.Linear(SIZE, 1, bias=False)
@@ -251,7 +253,7 @@ def test_grace_in_steps_costs_no_rank_a_step(grace_steps: float) -> None:
                 model.weight.grad = model.weight.detach() - goal
                 optimizer.step()
                 if info := await policy.step():
-                    anchor = policy._holdings.base.block[1][0].clone()
+                    anchor = policy._store.base.block[1][0].clone()
                     found[info.round] = info.donors, info.grace_s, anchor.numpy()
             counts = policy.statistics()
         return found, counts.postponed_count, counts.mean_grace_s
@@ -265,4 +267,4 @@ def test_grace_in_steps_costs_no_rank_a_step(grace_steps: float) -> None:
         assert np.abs(found[number][2] - anchor).max() <= np.finfo(F).eps * np.abs(anchor).max(), number
     assert [postponed for _, postponed, _ in results] == [0] * len(STEPS_S)
     assert results[0][2] == pytest.approx(np.mean([grace_s for _, grace_s, _ in wanted]), rel=0.1)
-    assert {len(donors) for donors, *_ in wanted} > {1}, "the grace period adds donors"
+    assert {len(donors) for donors, *_ in wanted} > {1}, "the grace period must have added donors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from collections import Counter
@@ -10,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import asyncdist as ad
-from asyncdist.simulation import Kill, simulate
+from asyncdist.simulation import Kill, Restart, simulate
 from protocols import AsyncDiLoCoPolicy, StepInfo
 from simulation import async_diloco_replica_scenarios as scenarios
 from simulation.async_diloco_replica_scenarios import ReplicaPlan, check_replicas, run
@@ -48,7 +49,7 @@ def test_replicas_equal_the_oracle_of_single_ranks(plan: Plan, size: int) -> Non
     _, seen = run(replicas)
     assert check_replicas(replicas, seen, 1e-12 if plan.uses_tokens else 0.0) >= 10
     donors = {donor for infos in seen.infos.values() for info in infos for donor in info.donors}
-    assert donors == set(range(0, replicas.ranks, size)), "the first ranks"
+    assert donors == set(range(0, replicas.ranks, size)), "the donors must be the first ranks of the replicas"
 
 
 @pytest.mark.parametrize("killed", [0, 1, 2, 3])
@@ -109,7 +110,7 @@ def test_the_first_rank_contributes_the_shards_of_its_replica(size: int) -> None
         place = rank % size
         (info,) = [each for each in infos if each]
         assert info.donors == (0, size)
-        assert bool(info.nbytes) == (place == 0), "only the first rank receives the anchor"
+        assert bool(info.nbytes) == (place == 0), "only the first rank may receive the anchor"
         moved = 2 * (values[place] + values[size + place]) / 2
         assert model.mean.tolist() == [1.0 + moved] * 2
         assert model.weight.tolist() == [8.0 * place + moved] * (3 * place)
@@ -121,9 +122,46 @@ def test_a_part_that_is_not_finite_keeps_its_replica_from_giving() -> None:
     for rank, (infos, model) in enumerate(results):
         (info,) = [each for each in infos if each]
         assert info.donors == (0, 2)
-        assert bool(info.recovered) == (rank in (4, 5)), "both ranks of the third replica"
+        assert bool(info.recovered) == (rank in (4, 5)), "only both ranks of the third replica must recover"
         assert torch.isfinite(model.weight).all()
     assert results[5][1].weight.tolist() == [8.0 + 2 * (1.0 + 3.0) / 2] * 3
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_restarted_shards_get_the_state_of_their_counterparts(lost: int) -> None:
+    """Replica 0 leads. The momenta of the two parts differ, and only a part's own rank has them."""
+    entries: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    async def main(world: ad.World) -> None:
+        place = world.rank % 2
+        model = Part(place + 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+        options: dict[str, Any] = {"average_every": 2, "replica_size": 2, "late": "wait", "quorum": 2}
+        with contextlib.suppress(ad.RankLostError):
+            async with OfPlainShards(model, optimizer, outer_optimizer=None, **options) as policy:
+                if world.incarnation:
+                    momentum = optimizer.state[model.weight]["momentum_buffer"].clone()
+                    entries[world.rank, policy.iteration] = model.weight.detach().clone(), momentum
+                while policy.iteration < 60:
+                    model.weight.grad = torch.full_like(model.weight, float(policy.iteration + 10 * place))
+                    optimizer.step()
+                    await world.sleep(0.01)
+                    await policy.step()
+                    momentum = optimizer.state[model.weight]["momentum_buffer"].clone()
+                    made[world.rank, policy.iteration] = model.weight.detach().clone(), momentum
+                return
+        await asyncio.sleep(10.0)
+
+    first, second = 2 * lost, 2 * lost + 1
+    faults = (Kill(second, 0.05), Kill(first, 0.051), Restart(first, 0.1), Restart(second, 0.13))
+    simulate(main, ranks=4, faults=faults, until_s=100.0)
+    assert {rank for rank, _ in entries} == {first, second}
+    for (rank, iteration), (weight, momentum) in entries.items():
+        expected = made[(rank + 2) % 4, iteration]
+        assert iteration < 40 and torch.equal(weight, expected[0]) and torch.equal(momentum, expected[1]), rank
+    for rank in range(4):
+        assert torch.equal(made[rank, 60][0], made[(rank + 2) % 4, 60][0])
 
 
 async def continued(world: ad.World, folder: Path, end: int) -> list[list[float]]:

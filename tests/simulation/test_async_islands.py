@@ -77,7 +77,9 @@ def test_a_global_anchor_that_is_taken_whole_loses_no_step(monkeypatch: pytest.M
     for place, first in enumerate(oracle.upper.anchors[0]):
         moved = first - 0.25 * np.sum([difference[place] for difference in applied], axis=0)
         assert np.array_equal(moved, oracle.regions[0].anchors[oracle.regions[0].version][place])
-        assert np.array_equal(moved, oracle.upper.anchors[oracle.upper.version][place]), "all was contributed"
+        assert np.array_equal(moved, oracle.upper.anchors[oracle.upper.version][place]), (
+            "all changes must have been contributed"
+        )
 
 
 def test_the_next_of_an_island_follows_a_lost_regional_server() -> None:
@@ -149,7 +151,7 @@ def test_contributions_under_way_are_saved_and_applied_once(at: int, tmp_path: P
             if last == at:
                 await ad.save_population(tmp_path, model, optimizer, policy=policy)
                 return 0
-        return policy._holdings.sequence
+        return policy._store.sequence
 
     with noted(record):
         ad.simulate(main, 0, at, ranks=4, seed=at, network=SLOW, strict=True)
@@ -160,4 +162,6 @@ def test_contributions_under_way_are_saved_and_applied_once(at: int, tmp_path: P
     sent = [each for made_by in kept[-1].values() for each in made_by]
     assert max(Counter(sent).values()) == 1 and len(sent) > 4
     for island in (0, 1):
-        assert max(version for other, version in sent if other == island) >= max(kept[island]), "all was contributed"
+        assert max(version for other, version in sent if other == island) >= max(kept[island]), (
+            "all versions must have been contributed"
+        )

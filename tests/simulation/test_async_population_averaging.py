@@ -314,5 +314,7 @@ def test_restarted_ranks_join_without_a_wait(kind: Any, ranks: int) -> None:
     assert simulate(main, ranks=ranks, seed=2, faults=faults, until_s=10.0).results == (100,) * ranks
     assert max(waited_s) < 1e-4
     assert {rank: 30 < begun < 60 for rank, (begun, _) in begun_at.items()} == {0: True, 1: True}
-    assert all(moments == [begun] * 2 for begun, moments in begun_at.values()), "the optimizer's state came along"
-    assert versions[0] == versions[1] == {0, 1}, "snapshots of both processes were averaged"
+    assert all(moments == [begun] * 2 for begun, moments in begun_at.values()), (
+        "the optimizer's state must have been loaded with the weights"
+    )
+    assert versions[0] == versions[1] == {0, 1}, "snapshots of both processes must have been averaged"

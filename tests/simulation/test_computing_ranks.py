@@ -99,7 +99,7 @@ def test_a_computing_rank_is_busy(call: Callable[[ad.World], Awaitable[None]], s
     assert {kind for _, kind in ran} == kinds
     inside = [(at, kind) for at, kind in ran for low, high in windows if low < at < high]
     assert not inside, f"ran during compute: {inside[:5]}"
-    assert any(low < 0.05 < high for low, high in windows), "nobody died during compute"
+    assert any(low < 0.05 < high for low, high in windows), "the killed rank must have died inside compute"
 
 
 def test_after_computing_the_caller_goes_on_first() -> None:
@@ -154,7 +154,7 @@ def test_each_step_of_a_policy_is_charged_once(kind: Any, ranks: int) -> None:
     report = simulate(main, ranks=ranks, compute=Compute(step_s=STEP_S), strict=True)
     report.value()
     assert compute_counts(report) == dict.fromkeys(range(ranks), 20)
-    assert bool(sum(report.results)) == (ranks > 1), "nothing was averaged"
+    assert bool(sum(report.results)) == (ranks > 1), "averages must take place if there is more than one rank"
 
 
 def test_compute_takes_time_without_a_thread_and_frees_the_loop() -> None:

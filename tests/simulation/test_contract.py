@@ -158,7 +158,7 @@ def test_a_send_is_eager_or_rendezvous() -> None:
         return {simulate(main, nbytes, ranks=2, seed=seed, **options).results[1] for seed in SEEDS}
 
     assert outcomes(1000) == {False, True}
-    assert outcomes(256) == {True}, "what programs count on everywhere"
+    assert outcomes(256) == {True}, "a small send must complete before its receive, as programs rely on it"
     assert outcomes(65537) == {False}
     assert outcomes(500, network=Network(eager_nbytes=500)) == {True}
     assert outcomes(501, network=Network(eager_nbytes=500)) == {False}
@@ -295,8 +295,10 @@ def test_an_abort_that_completes_before_the_chunk_ahead_of_it(monkeypatch: pytes
         except StreamAborted as error:
             at_once = tensor.clone()
             await world.sleep(1.0)
-            assert torch.equal(tensor, at_once), "written to after the receive had ended"
-            assert tensor.count_nonzero() == error.received_nbytes, "a whole number of chunks"
+            assert torch.equal(tensor, at_once), "the buffer was written after the receive had ended"
+            assert tensor.count_nonzero() == error.received_nbytes, (
+                "the receive must have written a whole number of chunks"
+            )
             return True
         return False
 
@@ -304,7 +306,7 @@ def test_an_abort_that_completes_before_the_chunk_ahead_of_it(monkeypatch: pytes
         report = simulate(main, seed * 20e-6, ranks=2, seed=seed, network=Network(link=JUMPY), strict=True)
         report.value()
         overtaken += report.results == (True, True)
-    assert overtaken >= 5, "hardly any stream was given up halfway"
+    assert overtaken >= 5, "too few streams were cancelled halfway"
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def test_counters_are_those_of_the_policy_and_of_the_world() -> None:
         assert told.received_nbytes == statistics.received_nbytes
         assert told.sent_nbytes == statistics.sent_nbytes
         assert told.step == 40
-        assert at_end.policies[0].step == 40, "the last policy is told of after its end"
+        assert at_end.policies[0].step == 40, "the counters must include the last policy after it has ended"
         assert at_end.time_s >= told.time_s
         assert at_end.sent_count > 0
     worst = report.results[0][0].policies[0]

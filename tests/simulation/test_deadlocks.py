@@ -52,7 +52,7 @@ def line_of(function: Callable[..., Any], text: str) -> str:
 
     lines, first = inspect.getsourcelines(function)
     found = [first + i for i, line in enumerate(lines) if text in line]
-    assert len(found) == 1, f"{text!r} is in {len(found)} lines"
+    assert len(found) == 1, f"{text!r} must be in one line, but is in {len(found)}"
     return f"{__file__}:{found[0]}"
 
 
@@ -108,7 +108,7 @@ def test_a_deadlock_lists_every_task_with_peer_tag_and_line() -> None:
     assert "barrier" in lines["rank 0, on_collective"]
     assert line_of(everybody_waits, "await ad.barrier()") in lines["rank 0, on_collective"]
     assert "rank 1, on_collective" not in lines
-    assert any("tag 7100" in what for what in lines.values()), "the collective's own receive"
+    assert any("tag 7100" in what for what in lines.values()), "the report must name the collective's own receive"
 
 
 def test_a_stream_that_nobody_takes_is_a_deadlock() -> None:
@@ -149,7 +149,7 @@ def test_a_rank_that_dies_does_not_hide_a_deadlock() -> None:
 
     text = str(deadlock_of(main, ranks=3, faults=[Kill(1, at_s=1.0)]))
     assert set(waits_of_mains(text)) == {0, 2}
-    assert "rank 1" not in text, "a dead rank waits for nothing"
+    assert "rank 1" not in text, "the report must not name a dead rank"
 
 
 def test_a_rank_that_ends_does_not_hide_a_deadlock() -> None:
@@ -171,7 +171,9 @@ def test_a_deadlock_lists_messages_for_channels_never_opened(caplog: pytest.LogC
     text = str(deadlock_of(main))
     for rank in range(2):
         assert re.search(rf"\brank {rank}: 1 .*\btag 100\b.*\brank {1 - rank}\b", text), text
-    assert sum("awaiting result" in record.getMessage() for record in caplog.records) == 2, "after 5 s, on each"
+    assert sum("awaiting result" in record.getMessage() for record in caplog.records) == 2, (
+        "each rank must warn once, after 5 s"
+    )
 
 
 def test_a_timer_that_is_still_running_is_no_deadlock() -> None:
@@ -300,7 +302,7 @@ def test_a_loop_that_waits_for_what_will_come_is_not_named(waits_for: str, monke
 
     step_s = 0.0 if waits_for.startswith("its own") else 0.01
     simulate(main, ranks=2, compute=Compute(step_s=step_s), until_s=1.0).value()
-    assert turn_count > 1000, "it did not loop for long enough to be suspected"
+    assert turn_count > 1000, "the loop was too short to be suspected"
 
 
 def test_a_task_that_only_yields_lets_messages_arrive() -> None:

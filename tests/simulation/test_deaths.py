@@ -247,7 +247,7 @@ def test_kill_at_a_turn_can_strike_at_any_await() -> None:
             report = simulate(main, ranks=2, seed=turn, faults=[Kill(1, at_turn=turn)], network=STEADY)
         assert report.faults_fired == (1,) or turn > 11
         assert sum(reached.values()) - before <= max(0, turn)
-    assert len(set(reached.values())) >= 10, f"it died at few different awaits: {reached}"
+    assert len(set(reached.values())) >= 10, f"the ranks died at too few different awaits: {reached}"
 
 
 @pytest.mark.parametrize("nbytes", [10, 100_000])
@@ -321,6 +321,21 @@ def test_a_collective_names_the_rank_that_died() -> None:
         with quiet():
             simulate(main, ranks=4, seed=seed, faults=[Kill(3, at_s=2e-4)], network=network).check_faults()
     assert named == {3: 60}
+
+
+def test_a_loss_during_a_reduction_is_raised_as_a_loss() -> None:
+    """Regression: rank 0 raised CancelledError if another rank was lost while rank 0 reduced the values."""
+
+    async def slow_sum(values: list[int]) -> int:
+        await asyncio.sleep(1.0)
+        return sum(values)
+
+    async def main(world: ad.World) -> int:
+        with pytest.raises(ad.RankLostError, match="rank 2"):
+            await ad.reduce_and_broadcast(lambda: world.rank, slow_sum)
+        return world.rank
+
+    assert simulate(main, ranks=3, faults=[Kill(2, at_s=0.5)]).results == (0, 1, None)
 
 
 @pytest.mark.slow

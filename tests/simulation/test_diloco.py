@@ -233,7 +233,7 @@ def test_outer_step_moves_parameters_and_averages_buffers() -> None:
         return clone_state(model)
 
     for state in ad.simulate(main, ranks=4, strict=True).results:
-        assert set(state["embed.weight"].flatten().tolist()) == {1.75}, "tied weights move once"
+        assert set(state["embed.weight"].flatten().tolist()) == {1.75}, "tied weights must be changed only once"
         assert set(state["wide.bias"].tolist()) == {1.75}
         assert set(state["norm.running_mean"].tolist()) == {2.5}
         assert set(state["counts"].tolist()) == {4}

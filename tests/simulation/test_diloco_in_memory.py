@@ -31,7 +31,7 @@ def run_in_memory(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Record, 
 
     def counted_merge(self: RoundTransfers, own: MemberRound) -> None:
         nonlocal slice_count
-        slice_count += len(own.elsewhere)
+        slice_count += len(own.read_in_place)
         merge(self, own)
 
     monkeypatch.setattr(Reading, "view", counted_view)

@@ -38,6 +38,20 @@ def test_a_message_to_a_rank_that_is_still_opening_is_kept(seed: int) -> None:
     scenario(seed)
 
 
+def test_a_rank_that_has_ended_may_leave_without_the_last_means() -> None:
+    """Regression: rank 2 ended after one step and was then stalled until the other ranks had left with their means.
+
+    The scenario counted these means as lost, although rank 2 needed none of them, and its own difference had counted.
+    """
+    _, oracle = scenario(1626)
+    assert oracle is not None and oracle.used[2, 0] == 1
+
+
+def test_a_mean_of_three_may_be_the_last_ranks_difference() -> None:
+    """Regression: the oracle lacked the rule that the mean of equal values is that value."""
+    scenario(1863)
+
+
 # -- late ranks in a script -------------------------------------------------------------------------------------------
 
 
@@ -58,7 +72,7 @@ def test_a_rank_that_stops_for_hundreds_of_rounds_catches_up() -> None:
     late = [info for info in infos_of(logs[3]) if info.staleness_versions]
     assert max(info.staleness_versions or 0 for info in late) > 200
     donors = [info.donors for info in infos_of(logs[3])]
-    assert all(3 in each for each in donors[-50:]), "it contributes in time again"
+    assert all(3 in each for each in donors[-50:]), "rank 3 must contribute in time again"
 
 
 def infos_of(log: Log) -> list[StepInfo]:
@@ -112,7 +126,7 @@ async def counts(world: ad.World, time_s: float, options: dict[str, Any] | None)
         while world.time() < end:
             average_count += bool(await policy.step())
             step_count += 1
-            blocks.append(len(transfers._lent) + sum(map(len, transfers._free.values())))
+            blocks.append(len(transfers._in_use) + sum(map(len, transfers._free.values())))
     return step_count, average_count, blocks
 
 
@@ -132,9 +146,9 @@ def test_no_rank_waits_for_one_that_is_100_times_slower(late: str) -> None:
     for rank in range(3):
         step_count, average_count, blocks = results[rank]
         assert step_count >= 0.98 * alone[rank]
-        assert average_count >= 0.97 * alone[rank] / 10, "rounds do not have the slow rank's pace"
+        assert average_count >= 0.97 * alone[rank] / 10, "rounds must not have the slow rank's pace"
         assert max(blocks[500:]) <= max(blocks[:500]) <= 6
-    assert results[3][1] >= 1, "the slow rank takes part"
+    assert results[3][1] >= 1, "the slow rank must take part"
 
 
 def test_a_rank_that_leaves_before_others_are_done_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,7 +158,7 @@ def test_a_rank_that_leaves_before_others_are_done_says_so(caplog: pytest.LogCap
     assert any("drain_timeout_s" in each.getMessage() for each in caplog.records)
 
 
-@pytest.mark.parametrize("late", ["wait", "skip"])
+@pytest.mark.parametrize("late", ["wait", pytest.param("skip", marks=pytest.mark.long)])
 def test_a_leader_that_is_100_times_slower_abdicates(late: str) -> None:
     """Regression: rounds waited for the leader's steps, so that the others made a tenth of theirs."""
     compute = Compute(step_s=0.01, factors={0: 100.0})
@@ -154,7 +168,7 @@ def test_a_leader_that_is_100_times_slower_abdicates(late: str) -> None:
         step_count, average_count, _ = results[rank]
         assert step_count >= 0.9 * alone[rank]
         assert average_count >= 0.9 * alone[rank] / 10
-    assert results[0][1] >= 1, "the slow rank takes part"
+    assert results[0][1] >= 1, "the slow rank must take part"
 
 
 def abdications(plan: Plan, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:

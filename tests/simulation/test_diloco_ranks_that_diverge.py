@@ -163,7 +163,7 @@ def test_infinities_of_masks_are_not_a_failure() -> None:
 
 
 def test_a_return_to_the_anchor_is_no_progress_for_a_late_mean() -> None:
-    """Regression: weights that had returned to the anchor lost what the rank had contributed to the late mean."""
+    """Regression: weights that had returned to the anchor lost the rank's contribution to the late mean."""
 
     async def main(world: ad.World) -> float:
         torch.manual_seed(0)

@@ -50,7 +50,9 @@ def test_replicas_equal_single_ranks_to_the_bit(plan: Plan, size: int) -> None:
     _, record, _ = run(replicas)
     rounds = check_replicas(replicas, record, exactly)
     assert len(rounds) >= 4 and (plan.selects or set(rounds.values()) == {tuple(range(plan.ranks))})
-    assert not plan.selects or {len(donors) for donors in rounds.values()} >= {2, 3}, "some are left out"
+    assert not plan.selects or {len(donors) for donors in rounds.values()} >= {2, 3}, (
+        "some rounds must have fewer donors"
+    )
     single = run(ReplicaPlan(plan=plan, size=1))[1]
     for rank, infos in record.infos.items():
         for own, other in zip(infos, single.infos[rank // size], strict=True):
@@ -190,7 +192,7 @@ def test_a_part_that_is_not_finite_keeps_its_replica_from_giving(outer: Any) -> 
     for rank, (infos, model) in enumerate(results):
         (info,) = [each for each in infos if each]
         assert info.donors == (0, 2)
-        assert bool(info.recovered) == (rank in (4, 5)), "both ranks of the third replica"
+        assert bool(info.recovered) == (rank in (4, 5)), "only both ranks of the third replica must recover"
         assert torch.isfinite(model.weight).all()
     assert "'weight'" in results[4][0][1].recovered and results[4][0][1].recovered == results[5][0][1].recovered
     expected = 8.0 + 2 * (1.0 + 3.0) / 2

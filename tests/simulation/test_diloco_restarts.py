@@ -102,7 +102,9 @@ def test_a_newcomer_contributes_after_its_admission() -> None:
     newcomer, leader = lives[2, 1], lives[0, 0]
     assert newcomer.joined_at and newcomer.has_ended
     assert leader.applied[8][0] == newcomer.applied[8][0] == (0, 1, 2)
-    assert any(donors == (0, 1) for donors, _, _ in leader.applied.values()), "it was away for a round"
+    assert any(donors == (0, 1) for donors, _, _ in leader.applied.values()), (
+        "the restarted rank must have missed a round"
+    )
     assert all(map(torch.equal, leader.applied[8][2], newcomer.applied[8][2]))
 
 
@@ -135,7 +137,7 @@ def test_a_leader_admits_when_all_have_its_means(monkeypatch: pytest.MonkeyPatch
     admit, close = Admission.admit, Admission.close
 
     def watched_admit(self: Any, state: Any) -> None:
-        held.append(self._membership._concerned.holds_means)
+        held.append(self._membership._listener.holds_means)
         admit(self, state)
 
     def watched_close(self: Any) -> None:

@@ -55,7 +55,6 @@ def run(folder: Path, kind: type[Any], options: dict[str, Any], last: int, **sim
     ],
     ids=["skip", "skip in fragments", "quorum", "quorum and grace"],
 )
-@pytest.mark.filterwarnings("ignore:.*begin as copies of others:UserWarning")
 def test_ranks_of_different_speeds_can_be_saved(kind: type[Any], options: dict[str, Any], tmp_path: Path) -> None:
     """Regression: fast ranks waited in the save, and the slow one for a round that needs their next step."""
     options = {"average_every": 4, **options}

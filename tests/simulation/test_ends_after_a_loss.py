@@ -69,4 +69,4 @@ def test_a_job_ends_rightly_whenever_a_rank_is_killed(seed: int, kind: str) -> N
     is_common = kind in ("DiLoCo", "overlap", "eager")
     weights = [own for incarnation, own in found.values() if is_common or not incarnation]
     assert all(own == weights[0] for own in weights)
-    assert report.virtual_time_s < last + 30.0, "no rank waits for a rank that is restarted too late"
+    assert report.virtual_time_s < last + 30.0, "ranks must not wait for a rank that restarts too late"

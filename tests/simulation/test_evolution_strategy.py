@@ -93,7 +93,7 @@ def check(seen: Mapping[int, list[tuple[int, StepInfo, list[Array], nn.Module]]]
             for one, two in zip(found, weights, strict=True):
                 np.testing.assert_allclose(one, two, rtol=0, atol=1e-9, err_msg=f"rank {rank}, step {number}")
         first = seen[number][0][2]
-        assert all(map(np.array_equal, found, first) for _, _, found, _ in seen[number]), "ranks differ"
+        assert all(map(np.array_equal, found, first) for _, _, found, _ in seen[number]), "the ranks differ"
         weights = first
 
 
@@ -133,7 +133,7 @@ def test_faults_change_nothing_but_the_donors(seed: int) -> None:
 
 
 def test_a_member_begins_after_the_leader_was_restarted() -> None:
-    """Regression: the new leader waited for ever for this member, which had begun without the old leader."""
+    """Regression: the new leader waited forever for this member, which had begun without the old leader."""
     test_faults_change_nothing_but_the_donors(634)
 
 
@@ -307,6 +307,12 @@ def test_ranks_replace_scores_of_any_scale() -> None:
 def test_a_wrong_option_is_refused(options: dict[str, Any], kind: type[Exception], facts: tuple[str, ...]) -> None:
     with pytest.raises(kind, match=naming(*facts)):
         EvolutionStrategyPolicy(*made(), **options)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    model, _ = made()
+    with pytest.raises(TypeError, match=naming("no closure", "SGD", "LBFGS")):
+        EvolutionStrategyPolicy(model, torch.optim.LBFGS(model.parameters()), sigma=0.1)
 
 
 @pytest.mark.parametrize(

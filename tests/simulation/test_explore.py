@@ -94,7 +94,7 @@ def test_any_number_of_processes_finds_the_first_failing_seed(
     processes: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first = first_failing(racy, range(1, 1000))
-    assert first > 1, "there is something to pass over"
+    assert first > 1, "seed 1 must pass, so that the search has a seed to skip"
     report = explore(racy, range(1, 1000), processes=processes)
     failure = report.failure
     assert failure is not None
@@ -104,7 +104,7 @@ def test_any_number_of_processes_finds_the_first_failing_seed(
     assert failure.message.splitlines()[0] == "version 1 has replaced a newer one"
     assert "in last_writer" in failure.traceback
     assert "rank 0 of 4 raised this error" in failure.traceback
-    assert "asyncdist/" not in failure.traceback, "the machinery is left out"
+    assert "asyncdist/" not in failure.traceback, "the traceback must not show frames of asyncdist"
     assert failure.trace == tuple(map(str, racy(first).trace[-20:]))
     assert failure.minimal_faults == ()
     assert capfd.readouterr().err == f"{failure}\n"
@@ -254,7 +254,7 @@ def test_seeds_that_pass_are_counted_in_silence(processes: int, capfd: pytest.Ca
     assert counts == sorted(set(counts))
     assert counts[-1] == 40
     assert str(len(report.digests)) in str(report) and "Kill 20, SlowRank" in str(report)
-    assert "ended with" not in capfd.readouterr().err, "what 40 seeds warn of"
+    assert "ended with" not in capfd.readouterr().err, "the warnings of 40 seeds must not be printed"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -121,7 +121,7 @@ def test_no_process_outlives_a_signal(tmp_path: Path, processes: int, number: si
     assert process.returncode == -number
     assert wait_until(lambda: not any(map(is_alive, pids)))
     if number == signal.SIGINT:
-        assert error.count("Traceback") == 1, "that of the process itself"
+        assert error.count("Traceback") == 1, "only the process's own traceback may be printed"
 
 
 BEGUN: list[int] = []

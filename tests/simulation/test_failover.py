@@ -31,7 +31,7 @@ from protocols import (
     SelectiveStatistics,
     SnapshotTaken,
 )
-from protocols.joining import board
+from protocols.joining import dispatcher
 from protocols.selective import succession
 from protocols.selective.leadership import Leadership
 from protocols.selective.messages import Joined, PackedAssign
@@ -110,7 +110,9 @@ def check_goes_on(stories: Sequence[Story | None], since_s: float) -> None:
     """Check that a round completes within three report intervals after the last fault."""
     check_rounds(stories)
     later = [at_s for story in living(stories) for at_s, _ in story.rounds if at_s > since_s]
-    assert later and min(later) <= since_s + 3 * CADENCE_S, f"the next average came at {min(later, default=None)}"
+    assert later and min(later) <= since_s + 3 * CADENCE_S, (
+        f"the next average took place at {min(later, default=None)} s, too late"
+    )
 
 
 @contextlib.contextmanager
@@ -144,7 +146,7 @@ def test_the_next_member_takes_over_from_a_killed_coordinator(ranks: int, caplog
         assert (story.statistics.coordinator is None) == (story is not stories[1])
         assert story.coordinators == [CoordinatorChanged(rank=1, epoch=2)]
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(told) == 1 and "rank 0" in told[0], "one line, on one rank"
+    assert len(told) == 1 and "rank 0" in told[0], "only rank 0 may warn, and only once"
 
 
 def test_round_numbers_go_on() -> None:
@@ -236,35 +238,35 @@ def test_a_coordinator_whose_policy_has_ended_is_replaced_too() -> None:
 def test_a_message_of_the_takeover_that_is_lost_is_said_again(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message is a nomination, a claim, or a member's report to the new coordinator: there are five and more."""
     said: list[str] = []
-    send, tell = board.Board.send, MemberChannels.tell
+    send, send_to_coordinator = dispatcher.PolicyDispatcher.send, MemberChannels.send_to_coordinator
 
-    def lossy_send(board: Any, message: Any, dest: int) -> None:
+    def lossy_send(dispatcher: Any, message: Any, dest: int) -> None:
         said.append(f"{type(message).__name__} to {dest}")
         if len(said) != nth + 1:
-            send(board, message, dest)
+            send(dispatcher, message, dest)
 
-    def lossy_tell(channels: MemberChannels, message: Any, coordinator: int, round: int) -> None:
+    def lossy_send_to_coordinator(channels: MemberChannels, message: Any, coordinator: int, round: int) -> None:
         if isinstance(message, Joined):
             said.append(f"Joined to {coordinator}")
         if not isinstance(message, Joined) or len(said) != nth + 1:
-            tell(channels, message, coordinator, round)
+            send_to_coordinator(channels, message, coordinator, round)
 
-    monkeypatch.setattr(board.Board, "send", lossy_send)
-    monkeypatch.setattr(MemberChannels, "tell", lossy_tell)
+    monkeypatch.setattr(dispatcher.PolicyDispatcher, "send", lossy_send)
+    monkeypatch.setattr(MemberChannels, "send_to_coordinator", lossy_send_to_coordinator)
     stories = population(4, [Kill(0, 0.31)])
     assert {"TakeOver to 2", "TakeOver to 3", "Joined to 1"} <= set(said)
     assert len(said) >= 5
     check_rounds(stories)
     for story in living(stories):
         assert story.statistics is not None and story.statistics.coordinator_rank == 1
-        assert story.statistics.last_round >= 18, "it takes part in rounds of the new coordinator"
+        assert story.statistics.last_round >= 18, "the restarted rank must take part in rounds of the new coordinator"
 
 
 def test_a_silent_successor_is_passed_over_and_follows_later() -> None:
     stories = population(4, [Kill(0, 0.31), Stall(1, 0.305, 1.0)], steps=200, grace_s=0.02)
     check_rounds(stories)
     later = [at_s for story in living(stories) for at_s, _ in story.rounds if 0.31 < at_s < 1.0]
-    assert later and min(later) < 0.31 + 8 * CADENCE_S, "the others went on without it"
+    assert later and min(later) < 0.31 + 8 * CADENCE_S, "the other ranks must continue without the lost rank"
     assert len({story.statistics.epoch for story in living(stories) if story.statistics}) == 1
 
 
@@ -281,8 +283,8 @@ def test_a_coordinator_that_was_only_slow_becomes_a_member() -> None:
     check_goes_on(stories, 0.31)
     statistics = [story.statistics for story in living(stories) if story.statistics]
     assert [(each.coordinator_rank, each.epoch) for each in statistics] == [(1, 2)] * 4
-    assert all(each.coordinator is not None for each in statistics[:2]), "both have coordinated"
-    assert stories[0].rounds[-1][0] > 0.8, "the worst rank, which coordinated, takes averages as before"
+    assert all(each.coordinator is not None for each in statistics[:2]), "both ranks must have coordinated"
+    assert stories[0].rounds[-1][0] > 0.8, "the worst rank must still be replaced after it has coordinated"
 
 
 def test_a_policy_that_a_coordinator_has_left_is_freed() -> None:
@@ -335,9 +337,9 @@ def test_an_assignment_of_a_lost_coordinator_is_not_a_role() -> None:
                 inbox = policy._opened.channels.control.inbox
                 inbox.mailbox.append(ad.Envelope(PackedAssign(Plan((1, 2), (2,), (5, 5), 1).packed()), 0, 1))
                 inbox.wake_one()
-                leadership = policy._opened.coordination
+                leadership = policy._opened.tracker
                 assert isinstance(leadership, Leadership)
-                leadership._lose("is gone", 0)
+                leadership._lose_coordinator("is gone", 0)
             await asyncio.sleep(2.0)
             return policy._member.state.name
 
@@ -389,15 +391,21 @@ def test_a_member_takes_over_from_a_coordinator_of_long_steps() -> None:
     assert {story.statistics.coordinator_rank for story in stories if story.statistics} == {1}
     assert {story.statistics.epoch for story in stories if story.statistics} == {2}
     served = stories[1].statistics and stories[1].statistics.coordinator
-    assert served and Counter(straggler.rank for straggler in served.stragglers).most_common(1)[0][0] == 0, "named"
-    assert min(at_s for story in stories for at_s, _ in story.rounds) < 4.0, "the first step was not waited for"
+    assert served and Counter(straggler.rank for straggler in served.stragglers).most_common(1)[0][0] == 0, (
+        "the statistics must name rank 0 as the straggler"
+    )
+    assert min(at_s for story in stories for at_s, _ in story.rounds) < 4.0, (
+        "a round must take place before rank 0's first step has ended"
+    )
 
 
 def test_a_member_takes_over_from_a_coordinator_that_is_late() -> None:
     """None of its steps is long, but they are five times as long as the others': half of the rounds would be missed."""
     stories = slow_rank_0(0.25)
     assert {story.statistics.coordinator_rank for story in stories if story.statistics} <= {1, 2, 3}
-    assert {story.statistics.epoch for story in stories if story.statistics} <= {2, 3, 4}, "once"
+    assert {story.statistics.epoch for story in stories if story.statistics} <= {2, 3, 4}, (
+        "members may take over only once or twice"
+    )
     assert rounds_of(stories) >= 0.8 * rounds_of(slow_rank_0(0.05))
 
 

@@ -159,11 +159,13 @@ def test_a_flipped_byte_in_a_frame_is_caught_and_counted() -> None:
     for byte in range(HEADER_NBYTES + 5):
         report = run(main, faults=[Corrupt(0, 1, number=2, byte=byte)])
         report.value()
-        assert report.results[1] == [0, 2, 3], f"byte {byte}"
+        assert report.results[1] == [0, 2, 3], f"byte {byte}: only the damaged message may be lost"
         assert report.faults_fired == (1,)
         statistics = report.statistics
         assert statistics[0] is not None and statistics[1] is not None
-        assert sum(statistics[1].dropped.values()) == 1, f"byte {byte}: {statistics[1].dropped}"
+        assert sum(statistics[1].dropped.values()) == 1, (
+            f"byte {byte}: one frame must be dropped, got {statistics[1].dropped}"
+        )
         assert not statistics[0].dropped
 
 
@@ -213,7 +215,7 @@ def test_corrupt_control_frames_of_a_policy_crash_no_rank() -> None:
             statistics = report.statistics[dest]
             assert statistics is not None
             caught += statistics.dropped.get("CRC mismatch", 0)
-            assert report.results[0] > 0, "rank 0 is the worst, and was never replaced"
+            assert report.results[0] > 0, "rank 0 is the worst, but was never replaced"
     assert caught == 18
 
 
@@ -237,11 +239,11 @@ def test_equal_faults_happen_both() -> None:
     assert report.results[1] == pytest.approx([1, 3.5, 3.5, 4, 5, 6], abs=CLOSE_S)
     assert report.faults_fired == (1, 1)
     corrupted = run(arrivals_but_one, faults=[Corrupt(0, 1, number=1, byte=30)] * 2)
-    assert corrupted.results[1] == 1, "one flip undid the other"
+    assert corrupted.results[1] == 1, "two equal Corrupt faults must restore the byte, so the message arrives"
     assert corrupted.faults_fired == (1, 1)
     with quiet():
         killed = simulate(sends_two, ranks=2, faults=[Kill(0, at_message=2)] * 2, network=STEADY, until_s=9.0)
-    assert killed.faults_fired == (1, 0), "a rank dies once"
+    assert killed.faults_fired == (1, 0), "a rank may die only once"
 
 
 async def arrivals_but_one(world: ad.World) -> int:

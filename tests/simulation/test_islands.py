@@ -192,7 +192,7 @@ def test_waiting_for_ranks_of_another_island_names_the_option() -> None:
 
     words = simulate(main, ranks=6).results
     assert "(2,)" in words[3] and "all ranks must have the same islands, which is 3 on this rank" in words[3]
-    assert {*words[:3], *words[4:]} == {""}, "they start"
+    assert {*words[:3], *words[4:]} == {""}, "the other ranks must start"
 
 
 def test_islands_with_other_models_exchange_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -223,7 +223,7 @@ def test_rounds_and_migrations_continue_after_a_death(victim: int) -> None:
             assert len(late) <= 2, late
     hosts = [report.results[rank] for rank in range(4) if rank != victim]
     assert set().union(*(ended.migrants for ended in hosts)) - {victim}
-    assert any(info.migrants for ended in hosts for info in ended.infos[-3:]), "also at the end"
+    assert any(info.migrants for ended in hosts for info in ended.infos[-3:]), "migration must continue to the end"
 
 
 @pytest.mark.slow
@@ -272,7 +272,7 @@ def test_a_restarted_rank_joins_its_island_and_gives_to_others() -> None:
     report.check_faults()
     back = report.results[7]
     assert isinstance(back, Ended) and back.stats.island == 1
-    assert back.value > 4.0, "it has the weights of its own island"
+    assert back.value > 4.0, "the newcomer must have the weights of its own island"
 
 
 @pytest.mark.slow

@@ -50,11 +50,13 @@ def test_a_rank_joins_those_that_run_and_takes_part(rank: int, caplog: pytest.Lo
     caplog.set_level(logging.WARNING)
     report, known = _population(3, [Join(rank, at_s=0.02)], seed=rank)
     others = [other for other in range(3) if other != rank]
-    assert all(known[other] == [rank] for other in others), "it is known to be absent from main's first line on"
-    assert known[rank] == others, "it has met nobody yet"
+    assert all(known[other] == [rank] for other in others), (
+        "the other ranks must know from main's first line on that the rank is absent"
+    )
+    assert known[rank] == others, "the newcomer is connected to no rank yet, so all others must be absent"
     assert [report.results[other] for other in others] == [(0, 0)] * 2
     incarnation, first = report.results[rank]
-    assert incarnation == 1 and first > 0, "it goes on with a member's iteration"
+    assert incarnation == 1 and first > 0, "the newcomer must continue with a member's iteration"
     kinds = [event.kind for event in report.trace]
     assert kinds.count("join") == 1 and "lost" not in kinds and "restart" not in kinds
     assert not caplog.records

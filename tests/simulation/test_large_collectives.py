@@ -16,7 +16,7 @@ from support.steady_network import quiet
 
 import asyncdist as ad
 from asyncdist.collectives.algorithms import pieces
-from asyncdist.collectives.algorithms.over_tree import ROW_NBYTES_MAX, Place
+from asyncdist.collectives.algorithms.over_tree import ROW_NBYTES_MAX, TreePosition
 from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
@@ -210,13 +210,13 @@ def test_reductions_of_all_dtypes_are_those_of_small_groups(dtype: torch.dtype, 
 def test_the_places_of_all_members_make_one_tree(size: int) -> None:
     ranks = tuple(random.Random(size).sample(range(100), size))
     top = ranks[size // 3]
-    places = {rank: Place.of(Group(ranks, index, 9, None), top) for index, rank in enumerate(ranks)}
-    assert [rank for rank, place in places.items() if place.parent is None] == [top]
-    for rank, place in places.items():
-        assert len(place.children) <= 2
-        assert all(places[child.rank].parent == rank for child in place.children)
-        below = [number for child in place.children for number in range(child.number, child.last + 1)]
-        assert below == list(range(place.number + 1, place.last + 1))
+    positions = {rank: TreePosition.of(Group(ranks, index, 9, None), top) for index, rank in enumerate(ranks)}
+    assert [rank for rank, position in positions.items() if position.parent is None] == [top]
+    for rank, position in positions.items():
+        assert len(position.children) <= 2
+        assert all(positions[child.rank].parent == rank for child in position.children)
+        below = [number for child in position.children for number in range(child.number, child.last + 1)]
+        assert below == list(range(position.number + 1, position.last + 1))
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ def test_nothing_of_a_state_loaded_before_the_join_remains(kind: str) -> None:
     )
     assert loaded == without
     applied_count, moment_nbytes, _ = loaded[2]
-    assert applied_count >= 5, "the newcomer applies means"
-    assert moment_nbytes <= 12 * 4, "the optimizer does not keep the received state in memory"
+    assert applied_count >= 5, "the newcomer must apply means"
+    assert moment_nbytes <= 12 * 4, "the optimizer must not keep the received state in memory"
 
 
 ORDERED: dict[str, Callable[..., Any]] = {
@@ -105,7 +105,7 @@ def test_moments_follow_the_names_of_the_parameters(kind: str) -> None:
     faults = (Kill(2, at_s=0.2), Restart(2, at_s=0.3))
     results = simulate(main, ranks=3, seed=1, faults=faults, strict=True).results
     assert sum(took for took, _ in results) > 5
-    assert results[2][1] > END - 15, "the newcomer has the steps of the leader's optimizer"
+    assert results[2][1] > END - 15, "the newcomer must have the step count of the leader's optimizer"
 
 
 def test_a_newcomer_with_other_parameters_is_refused_alone() -> None:

@@ -49,7 +49,7 @@ def test_only_the_newest_closed_channels_answer(monkeypatch: pytest.MonkeyPatch)
             sender.close()
         await world.progress()
         counts = world.services.channel_statistics()
-        assert counts.sent_count - counts.received_count == 1, "what closed channels have counted is kept"
+        assert counts.sent_count - counts.received_count == 1, "the counts of closed channels must be kept"
         return counts.dropped
 
     dropped = simulate(main, ranks=1).value()

@@ -41,7 +41,7 @@ def test_a_timeout_around_each_receive_leaves_no_timers_behind() -> None:
             pending.append(scheduler.pending_count)
 
     simulate(main, ranks=2).value()
-    assert max(pending) < 400, f"{max(pending)} things were to happen"
+    assert max(pending) < 400, f"{max(pending)} events were pending at once"
 
 
 def test_a_deadlocks_time_is_not_that_of_a_cancelled_timer() -> None:

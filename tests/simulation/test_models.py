@@ -150,7 +150,7 @@ def test_draws_of_an_unseeded_rank_follow_from_seed_and_rank() -> None:
     assert first.trace_digest == second.trace_digest
     other = simulate(draw_on_each_rank, None, ranks=3, seed=6)
     drawn = [tuple(result) for report in (first, other) for result in report.results]
-    assert len(set(drawn)) == 6, "ranks or seeds draw alike"
+    assert len(set(drawn)) == 6, "all ranks and seeds must draw different numbers"
 
 
 def test_a_function_imported_inside_main_draws_for_its_caller() -> None:
@@ -338,7 +338,7 @@ def test_the_digest_covers_every_event_also_those_no_longer_kept() -> None:
         for i in range(KEPT_EVENT_COUNT + 10):
             trace.add(i * 0.5, "send", 1 if i or trace is not traces[2] else 2, 0, 5, 100)
     assert traces[0].digest == traces[1].digest == traces[0].digest
-    assert traces[0].digest != traces[2].digest, "the first event differs"
+    assert traces[0].digest != traces[2].digest, "traces must differ from the first event on"
     assert traces[0].events() == traces[2].events()
     assert len(traces[0].events()) == KEPT_EVENT_COUNT
     traces[1].add(0.0, "end", 0, 0, 0, 0)
@@ -371,7 +371,9 @@ def test_until_s_is_a_limit_that_says_where_each_rank_is() -> None:
     assert set(waits) == {0, 1, 2}
     for rank, name in ((1, "safe_point"), (2, "sleep")):
         assert name in waits[rank].partition(",")[0] and main.__qualname__ in waits[rank]
-    assert caught.value.report.results == (None, None, None), "rank 0 has returned, but leaves together with the others"
+    assert caught.value.report.results == (None, None, None), (
+        "rank 0 has returned, but leaves together with the others, so there are no results"
+    )
     assert caught.value.report.virtual_time_s == 10.0
 
     async def short(world: ad.World) -> str:
@@ -533,7 +535,7 @@ def test_whole_numbers_of_numpy_count_and_are_written_as_pythons() -> None:
     report = simulate(main, ranks=np.int64(1), faults=[fault])  # type: ignore[arg-type]
     report.value()
     report.check_faults()
-    assert report.virtual_time_s > 0.5, "what a rank sends to itself is delayed too"
+    assert report.virtual_time_s > 0.5, "a rank's messages to itself must be delayed, too"
 
 
 def test_no_simulation_inside_a_simulation() -> None:

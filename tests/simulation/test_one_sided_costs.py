@@ -1,4 +1,4 @@
-"""Tests that a replacement of the one-sided policy costs no more with many ranks than with some dozens."""
+"""Tests that a replacement of the one-sided policy costs the same with many ranks as with some dozens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import asyncdist as ad
 from asyncdist.collectives import one_sided
-from asyncdist.collectives.version_desk import VersionDesk, VersionRecord
+from asyncdist.collectives.version_queries import VersionQueries, VersionRecord
 from asyncdist.simulation import Kill, SimReport, Stall, simulate
 from protocols import OneSidedSelectiveAveragingPolicy, OneSidedStatistics
 from protocols.one_sided.selection import AGE_SAMPLE_COUNT, DEFAULT_DONOR_COUNT_MAX, SAMPLE_COUNT
@@ -36,7 +36,7 @@ def messages_of_a_rank(ranks: int, **options: Any) -> tuple[float, list[OneSided
     """Return how many messages a rank sends beyond start and end, and its outcome."""
     report, idle = trained(ranks, **options), trained(ranks, steps=0, **options)
     members = list(report.results)
-    assert sum(member.num_replacements for member in members) >= ranks / 5, "too few to judge by"
+    assert sum(member.num_replacements for member in members) >= ranks / 5, "too few replacements to judge by"
     return (report.message_count - idle.message_count) / ranks, members
 
 
@@ -76,13 +76,13 @@ def test_the_worst_are_judged_by_a_sample_in_a_large_group() -> None:
 def ranks_asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Return the ranks that are asked from now on, for one record or for several."""
     asked: list[tuple[int, ...]] = []
-    ask = VersionDesk.ask
+    ask = VersionQueries.ask
 
-    async def ask_and_note(self: VersionDesk, window: int, ranks: Sequence[int], **options: Any) -> Any:
+    async def ask_and_note(self: VersionQueries, window: int, ranks: Sequence[int], **options: Any) -> Any:
         asked.append(tuple(ranks))
         return await ask(self, window, ranks, **options)
 
-    monkeypatch.setattr(VersionDesk, "ask", ask_and_note)
+    monkeypatch.setattr(VersionQueries, "ask", ask_and_note)
     return asked
 
 
@@ -90,18 +90,18 @@ def test_small_groups_are_told_and_larger_ones_ask_a_few(monkeypatch: pytest.Mon
     asked = ranks_asked(monkeypatch)
     trained(5, steps=30, age_range=(12, 20))
     assert not asked
-    ranks = one_sided.TOLD_COUNT_MAX + 2
+    ranks = one_sided.NOTIFIED_COUNT_MAX + 2
     report = trained(ranks, steps=30, age_range=(12, 20), donor_count=2)
     judged = [each for each in asked if len(each) > 1]
     assert judged and {len(each) for each in judged} == {AGE_SAMPLE_COUNT}
-    assert len(set(judged)) > len(judged) / 2, "they are drawn anew each time"
+    assert len(set(judged)) > len(judged) / 2, "the candidates must be drawn anew each time"
     assert len([each for each in asked if len(each) == 1]) <= 2 * sum(each.agents_killed for each in report.results)
     again = trained(ranks, steps=30, age_range=(12, 20), donor_count=2)
     assert again.trace_digest == report.trace_digest
 
 
 def test_who_is_gone_or_has_closed_its_window_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_sided, "TOLD_COUNT_MAX", 0)
+    monkeypatch.setattr(one_sided, "NOTIFIED_COUNT_MAX", 0)
 
     async def main(world: ad.World) -> tuple[dict[int, VersionRecord], dict[int, VersionRecord], float]:
         window = await one_sided.open_versioned_window(*(world.services, world.agreements, world.group), 8, scope=5)

@@ -43,7 +43,7 @@ def test_the_first_seeds_keep_every_invariant(pytestconfig: pytest.Config) -> No
 @pytest.mark.long
 @pytest.mark.slow
 def test_every_seed_keeps_every_invariant(seen: Counter[str]) -> None:
-    assert seen["digests"] == SEED_COUNT, "two seeds led to the same run"
+    assert seen["digests"] == SEED_COUNT, "two seeds gave the same run"
     assert seen["applied"] >= 1000
     assert seen["populations in which averages had to come"] >= 20
 
@@ -52,7 +52,7 @@ def test_every_seed_keeps_every_invariant(seen: Counter[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [*FAULTS, *OTHER])
 def test_it_happened_in_some_seed(seen: Counter[str], what: str) -> None:
-    assert seen[what] >= 1, f"only these did: {', '.join(sorted(+seen))}"
+    assert seen[what] >= 1, f"only these events occurred: {', '.join(sorted(+seen))}"
 
 
 @pytest.mark.long

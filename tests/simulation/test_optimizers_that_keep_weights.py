@@ -132,7 +132,7 @@ def run(make: Callable[[nn.Module], Any], policy: str, **options: Any) -> tuple[
     _, size, donors = POLICIES[policy]
     results = ad.simulate(main, ranks=3 * size, seed=1).results
     if size > 1:
-        assert torch.equal(values(results[-1][0]), values(results[-2][0])), "the ranks of a replica are equal"
+        assert torch.equal(values(results[-1][0]), values(results[-2][0])), "the ranks of a replica must be equal"
     return results[size - 1 :: size], donors
 
 
@@ -211,7 +211,7 @@ def test_masters_and_slow_weights_become_the_average(kind: str, policy: str, mom
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-    assert torch.allclose(values(model), expected, rtol=tolerance), "the optimizer keeps the average"
+    assert torch.allclose(values(model), expected, rtol=tolerance), "the optimizer must keep the average"
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_another_optimizer_can_be_assigned() -> None:
 )
 @pytest.mark.parametrize("optimizer_state", ["keep", "reset"])
 def test_a_new_model_takes_the_old_ones_place(make: Callable[[nn.Module], Any], optimizer_state: Any) -> None:
-    """A rank that runs out of memory may create its model anew, and continues alone with the open policy."""
+    """A rank that runs out of memory may create a new model, and continues alone with the open policy."""
 
     async def main(world: ad.World) -> Any:
         old, new = build(world.rank), build(world.rank)

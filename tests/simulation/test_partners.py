@@ -1,4 +1,4 @@
-"""Tests rules whose ranks average with some partners only: who waits, what ranks get, and the effect of losses."""
+"""Tests rules whose ranks average with some partners only: the waiting ranks, the averages, and losses."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_lost_partner_is_chosen_again() -> None:
     faults = [Kill(1, at_s=0.035)]
     results = simulate(train, NextRank(average_every=1), ranks=4, faults=faults, until_s=100.0).results
     assert results[0][1][1][0].donors == (0, 1)
-    assert results[0][1][-1][0].donors == (0, 2), "the next rank that is left"
+    assert results[0][1][-1][0].donors == (0, 2), "the partner must be the next rank that is left"
 
 
 @pytest.mark.parametrize("rule", [NextRank, Hypercube], ids=lambda rule: rule.__name__)
@@ -117,8 +117,10 @@ def test_all_ranks_end_whatever_is_lost(seed: int, rule: type[Rule]) -> None:
         if rank not in killed:
             assert not isinstance(result, BaseException), result
             rounds = [info.round for info, _, _ in result[1]]
-            assert rounds == list(range(1, 13)), "each round is applied once"
-            assert all(0.0 <= weight <= ranks - 1 for _, weight, _ in result[1]), "a mean of the ranks' weights"
+            assert rounds == list(range(1, 13)), "each round must be applied once"
+            assert all(0.0 <= weight <= ranks - 1 for _, weight, _ in result[1]), (
+                "each result must be a mean of the ranks' weights"
+            )
             assert all(rank in info.donors for info, _, _ in result[1])
 
 
@@ -139,8 +141,8 @@ def test_only_those_who_lack_a_lost_ranks_data_are_decided_again() -> None:
     for rank in range(3):
         ledger.on_captured(rank, 1, 1.0, 1.0)
     ledger.on_merged(0, 1)
-    assert ledger.on_gone(1) == [], "rank 0 has its mean, and rank 2 needs no data of rank 1"
+    assert ledger.on_gone(1) == [], "rank 0 has merged, and rank 2 needs no data of rank 1, so nothing is left to do"
     ledger = Ledger((0, 1, 2), partners=NextRank(average_every=1).partners)
     for rank in range(3):
         ledger.on_captured(rank, 1, 1.0, 1.0)
-    assert ledger.on_gone(1) == [TakeCensus(1)], "rank 0 has not merged"
+    assert ledger.on_gone(1) == [TakeCensus(1)], "rank 0 has not merged, so the leader must ask for its state"

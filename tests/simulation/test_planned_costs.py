@@ -10,7 +10,7 @@ import torch
 
 import asyncdist as ad
 from asyncdist.planning import costs
-from asyncdist.planning.choice import Wishes, streaming
+from asyncdist.planning.choice import StreamingOptions, streaming
 from asyncdist.planning.costs import (
     FLOAT32,
     INT8,
@@ -88,7 +88,7 @@ def test_an_average_of_all_takes_the_seconds_of_the_model(
     assert max(report.results) == pytest.approx(cost.wait_s, rel=0.1)
     idle = simulated(job, seed=seed, rounds=0)
     nbytes = (report.byte_count - idle.byte_count) / ROUND_COUNT
-    assert nbytes == pytest.approx(cost.sent_nbytes + cost.received_nbytes, rel=0.1), "all bytes cross that link"
+    assert nbytes == pytest.approx(cost.sent_nbytes + cost.received_nbytes, rel=0.1), "all bytes must pass that link"
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_a_selective_round_takes_the_seconds_of_the_model(ranks: int) -> None:
     job = Job(param_count=300_000, rank_count=ranks, step_s=0.02, link=Link(bandwidth_nbytes_per_s=1e6))
     every = 150
     cost = round_cost(job, SelectiveAveraging(every=every))
-    assert cost.staleness_steps < every, "one round ends before the next one begins"
+    assert cost.staleness_steps < every, "one round must end before the next one begins"
 
     async def main(world: ad.World, average_every: int) -> tuple[float, float, int, int, int]:
         model = constant_model(job, 1.0)
@@ -122,7 +122,7 @@ def test_a_selective_round_takes_the_seconds_of_the_model(ranks: int) -> None:
     assert staleness_steps == pytest.approx(cost.staleness_steps, rel=0.1)
     assert (sent, received) == pytest.approx((cost.sent_nbytes, cost.received_nbytes), rel=0.01)
     alone = simulate(main, 10**6, ranks=ranks, seed=0, network=network(job), strict=True)
-    assert trained_s == pytest.approx(max(result[0] for result in alone.results), rel=0.01), "no rank waits"
+    assert trained_s == pytest.approx(max(result[0] for result in alone.results), rel=0.01), "no rank may wait"
 
 
 @pytest.mark.parametrize("nbytes", [1000, 5 << 20, 100 << 20, 1 << 30])
@@ -223,7 +223,7 @@ def test_the_planned_overlap_hides_the_exchange(ranks: int, mbits: float, step_s
     Regression: the plan had too few steps, since it did not count the waits for the ends of steps.
     """
     job = scaled_job(30_000_000, ranks, mbits, step_s=step_s)
-    method = streaming(job, codec, 128, Wishes())
+    method = streaming(job, codec, 128, StreamingOptions())
     assert method is not None and method.fragments == 4 and 0 < method.overlap_steps < 31
     cost, found = round_cost(job, method), measured(job, method)
     assert cost.wait_s == 0

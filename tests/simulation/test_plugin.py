@@ -254,7 +254,7 @@ def test_ranks_that_get_a_signal_and_those_who_hear_of_it(pytester: pytest.Pytes
 def test_killed_ranks_and_those_who_lose_them(pytester: pytest.Pytester) -> None:
     """A test may expect the loss; otherwise it fails.
 
-    The absence of the killed rank from the last barrier is no failure.
+    The absence of the killed rank from the last barrier does not count as a failure.
     """
     source = """
         KILLED = pytest.mark.sim(ranks=4, seeds=5, faults=[Kill(1, at_s=0.005)])

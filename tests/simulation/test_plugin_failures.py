@@ -32,7 +32,9 @@ def test_a_failure_shows_the_code_the_seed_and_how_to_repeat_it(pytester: pytest
     result = run_tests(pytester, FAILS_WITH_SEED_3)
     result.assert_outcomes(failed=1)
     text = result.stdout.str()
-    assert "E           assert 4.0 == 5" in text or "E       assert 4.0 == 5" in text, "rewritten"
+    assert "E           assert 4.0 == 5" in text or "E       assert 4.0 == 5" in text, (
+        "pytest must have rewritten the assertion"
+    )
     assert "await exchange(world, sim_seed)" in text and "simulate.py" not in text and "pytest_plugin.py" not in text
     lines = section(result)
     assert re.fullmatch(r"seed 3, 4 ranks, \d+ messages, \d+\.\d{9} s .*", lines[0])
@@ -40,7 +42,7 @@ def test_a_failure_shows_the_code_the_seed_and_how_to_repeat_it(pytester: pytest
     assert repeat_options(result) == ["test_it.py::test_three", "--sim-seed", "3"]
 
     again = pytester.runpytest_inprocess(*repeat_options(result))
-    assert section(again) == lines, "the same run, event by event"
+    assert section(again) == lines, "the repeated run must be the same, event by event"
     pytester.runpytest_inprocess("test_it.py::test_three", "--sim-seed", "4").assert_outcomes(passed=1)
 
 

@@ -142,7 +142,7 @@ def test_histories_follow_the_weights() -> None:
     for history in record.histories.values():
         assert (history[0].round, history[0].donor) == (0, -1)
         for before, entry in pairwise(history):
-            assert entry.donor == before.rank, "a copied history ends on the donor"
+            assert entry.donor == before.rank, "a copied history must end on the donor"
             assert entry.round > before.round
 
 
@@ -265,8 +265,8 @@ def test_a_saved_population_keeps_its_hyperparameters(tmp_path: Path) -> None:
     resumed = simulate(trained, tmp_path, 22, 23, ranks=4, seed=2).results
     for before, after in zip(half, resumed, strict=True):
         assert before[1:] == after[1:] and before[2]["lr"] == before[1]
-        assert before[0] != after[0], "it trains"
-    assert any(len(each[3]) > 1 for each in half), "there were copies"
+        assert before[0] != after[0], "the training must change the weights"
+    assert any(len(each[3]) > 1 for each in half), "some hyperparameters must have been copied"
 
 
 def test_ranks_that_train_alone_draw_their_values_too() -> None:
@@ -294,7 +294,9 @@ def test_a_training_loss_as_metric_is_warned_of_once(caplog: pytest.LogCaptureFi
 
     with caplog.at_level(logging.WARNING, "protocols.population_training"):
         simulate(main, ranks=2)
-    assert len([each for each in caplog.records if "training loss" in each.getMessage()]) == 2, "once on each rank"
+    assert len([each for each in caplog.records if "training loss" in each.getMessage()]) == 2, (
+        "each rank must warn once"
+    )
 
 
 def test_ranks_with_other_ranges_or_optimizers_are_refused() -> None:

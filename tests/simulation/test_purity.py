@@ -119,12 +119,12 @@ async def left_generators(world: ad.World) -> list[str]:
         for _ in range(40):
             await asyncio.sleep(0)
         await world.sleep(0.001)
-    assert all(f" of {world.rank} " in line for line in story), "closed on another rank's loop"
-    assert 50 < len(story) < 200, "the collector came by now and then"
+    assert all(f" of {world.rank} " in line for line in story), "an object was closed on another rank's loop"
+    assert 50 < len(story) < 200, "the garbage collector must run now and then"
     return story
 
 
-# -- programs that drew what no seed had a say in ----------------------------------------------------------------------
+# -- random numbers that do not depend on the seed ---------------------------------------------------------------------
 
 
 async def entropy(world: ad.World) -> list[Any]:
@@ -251,7 +251,7 @@ def test_the_digest_covers_what_messages_hold() -> None:
 
     for main in (by_channel, by_stream):
         one, two, again = (simulate(main, value, ranks=2) for value in (1, 2, 1))
-        assert one.trace == two.trace, "only the contents differ"
+        assert one.trace == two.trace, "the runs may differ only in the contents of messages"
         assert one.trace_digest != two.trace_digest
         assert one.trace_digest == again.trace_digest
 

@@ -44,7 +44,7 @@ async def train(world: ad.World, kind: Any, options: dict[str, Any], steps: int)
                     parameter.add_(torch.from_numpy(drift(world.rank, step, place, parameter.shape)))
             if info := await policy.step(tokens=tokens_for(policy, world.rank + 1)):
                 found.append([parameter.detach().numpy().copy() for parameter in model.parameters()])
-                assert info.cosine is None, "the norm of this mean says nothing about the ranks' agreement"
+                assert info.cosine is None, "the norm of this mean does not measure the ranks' agreement"
     return found
 
 

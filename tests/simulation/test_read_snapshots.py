@@ -15,7 +15,7 @@ SEEDS = range(40)
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return what was read, and in which way."""
+    """Return the state that was read, and the way of reading."""
     counted: Counter[str] = Counter()
     piece, part = Reading.read, PartReading.whole
 

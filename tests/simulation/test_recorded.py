@@ -15,8 +15,8 @@ import torch
 import asyncdist as ad
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import read_recording
-from asyncdist.story import command, last_acts
-from asyncdist.story.last_acts import tell_recording
+from asyncdist.story import command, last_events
+from asyncdist.story.last_events import describe_recording
 from asyncdist.waits import WaitId, WaitKind
 from protocols import AsyncSelectiveAveragingPolicy
 
@@ -122,7 +122,7 @@ async def send_on_another_tag(world: ad.World) -> None:
 def test_a_story_names_missing_messages_and_each_ranks_end(tmp_path: Path) -> None:
     with pytest.raises(ad.DeadlockError):
         ad.simulate(send_on_another_tag, ranks=3, seed=1, record=tmp_path)
-    title, *lines = tell_recording(str(tmp_path)).splitlines()
+    title, *lines = describe_recording(str(tmp_path)).splitlines()
     assert "3 ranks, recorded for" in title
     assert "  1 message of rank 1 on tag 101 never reached rank 0" in lines
     assert "  rank 2 has returned from main" in lines
@@ -141,7 +141,7 @@ def test_a_story_printed_during_the_job_is_kept_once_per_host(tmp_path: Path) ->
 
     with pytest.raises(ValueError, match="interrupted"):
         ad.run_local(stand_still, ranks=2, record=tmp_path)
-    _, *lines = tell_recording(str(tmp_path)).splitlines()
+    _, *lines = describe_recording(str(tmp_path)).splitlines()
     assert [line.partition(" before the end: ")[2] for line in lines[:4]] == [
         "nothing moves; job 1",
         "",
@@ -165,7 +165,7 @@ def test_of_several_recorded_jobs_the_story_of_one_is_told(tmp_path: Path, capsy
 
 def test_a_story_is_told_where_its_letters_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ad.simulate(train, ranks=1, seed=1, record=tmp_path)
-    monkeypatch.setattr(last_acts, "seconds_in_words", lambda seconds: "\u4e00 second")
+    monkeypatch.setattr(last_events, "seconds_in_words", lambda seconds: "\u4e00 second")
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
     assert command.run(str(tmp_path)) == 0
@@ -180,7 +180,7 @@ def test_a_long_error_is_cut_to_its_first_and_last_line(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="Caught KeyError"):
         ad.run_local(fail, ranks=1, record=tmp_path)
-    line = tell_recording(str(tmp_path)).splitlines()[1]
+    line = describe_recording(str(tmp_path)).splitlines()[1]
     assert "rank 0: " in line and "ValueError: Caught KeyError in worker 0. ... KeyError: 'x'; " in line
 
 
@@ -188,7 +188,7 @@ def test_the_story_of_a_recording_says_what_a_rank_had_come_to(tmp_path: Path) -
     ad.simulate(train, ranks=4, seed=3, record=tmp_path)
     path = next(each.path for each in read_recording(tmp_path).ranks if each.rank == 1)
     path.write_bytes(path.read_bytes()[:-600])  # as after SIGKILL
-    lines = tell_recording(str(tmp_path)).splitlines()
+    lines = describe_recording(str(tmp_path)).splitlines()
     assert [line.split()[:4] for line in lines if "ranks " in line] == [["ranks", "0,", "2,", "3"]]
     assert [line for line in lines if line.startswith("  rank 1: ")]
     steps = sum(event.kind == "step" for event in read_recording(tmp_path).ranks[1].events())

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import asyncdist as ad
-from asyncdist.simulation import Fault, Kill, Restart, SlowLink, Stall, simulate
+from asyncdist.simulation import Fault, Kill, Network, Restart, SlowLink, Stall, Uniform, simulate
+from protocols import AsyncDiLoCoPolicy
 from simulation import diloco_rejoining_scenarios as scenarios
 from simulation.diloco_rejoining_scenarios import Plan, check, run
 
@@ -22,6 +23,33 @@ def test_seeds(first: int) -> None:
     for seed in range(first, first + 6):
         seen += scenarios.seen_in(seed)[1]
     assert seen["joined"] > 6 and seen["rounds without a replica"] and seen["whole replicas at the end"] > 6, seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(6, 66, 6))])
+def test_seeds_of_asynchronous_diloco(first: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + 6):
+        seen += scenarios.seen_in(seed, draw=scenarios.draw_async_plan)[1]
+    assert seen["joined"] > 6 and seen["contributions of a joined replica"] > 6, seen
+
+
+@pytest.mark.slow
+def test_the_leader_waits_for_the_return_of_a_follower() -> None:
+    """Regression: the late notice of a follower's loss removed its replica, which had joined meanwhile."""
+    options = {"average_every": 1, "late": "wait", "quorum": 1, "drain_timeout_s": 1.0}
+    faults = [fault for rank in (2, 3) for fault in (Kill(rank, at_s=0.06), Restart(rank, at_s=0.061))]
+    network = Network(loss_detection_s=Uniform(0.0, 0.2))
+    plan = Plan(steps=30, kind=AsyncDiLoCoPolicy, options=options, faults=tuple(faults), network=network)
+    _, lives = run(plan, 32)
+    check(plan, lives)
+    assert len([each for each in lives[2, 1].applied if each < max(lives[0, 0].applied)]) > 10
+
+
+@pytest.mark.slow
+def test_a_new_leader_forgets_the_lost_leaders_admission() -> None:
+    """Regression: its election failed with KeyError, because that rank has no state and reports none."""
+    assert scenarios.seen_in(539, draw=scenarios.draw_async_plan)[1]["joined"] == 4
 
 
 @pytest.mark.slow

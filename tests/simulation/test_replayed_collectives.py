@@ -57,7 +57,7 @@ def record_as_mpi_does(main: Callable[..., Coroutine[Any, Any, None]], folder: P
 @pytest.mark.parametrize(
     ("order", "woken_counts", "expected"),
     [
-        (("received", "collective"), (1, 2), "before"),  # as it was recorded
+        (("received", "collective"), (1, 2), "before"),  # as in the recording
         (("collective", "received"), (1, 1), "after"),  # the listener has not continued yet
         (("collective", "received"), (1, 2), "after"),
     ],
@@ -190,7 +190,9 @@ def test_a_sum_of_floating_numbers_is_what_mpi_made_of_them(tmp_path: Path) -> N
 def test_a_difference_may_be_mpis_order_of_additions(tmp_path: Path) -> None:
     of_rank_0 = record_as_mpi_does(adds, tmp_path, [], 1000)
     [(nbytes, result)] = [event.fields[1:] for event in of_rank_0.events() if event.kind == "reduced"]
-    assert (nbytes, result) == (4000, ""), "it would take more of the disk than all else"
+    assert (nbytes, result) == (4000, ""), (
+        "the whole value must not be recorded, as it would dominate the size of the file"
+    )
     assert replay(adds, [], 1000, recording=read_recording(tmp_path)).decision_count == 1
     with pytest.raises(
         DivergenceError, match=r"but the replay has .* 4000 bytes .* in an order that a replay cannot repeat"

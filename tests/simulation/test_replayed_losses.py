@@ -47,10 +47,14 @@ async def talks_after_a_kill(world: ad.World, word_count: int, killed_word_count
 def test_waiting_for_a_killed_rank_is_not_a_difference(tmp_path: Path) -> None:
     """Waiting for a rank that waits for the killed rank is not a difference either."""
     recording = record_with_a_kill(talks_after_a_kill, tmp_path, 2, 1)
-    assert not any(event.kind == "sent" for event in recording.ranks[2].events()), "its record was torn before that"
+    assert not any(event.kind == "sent" for event in recording.ranks[2].events()), (
+        "the record of rank 2 must end before its first send"
+    )
     replayed = replay(talks_after_a_kill, 2, 0, recording=recording)
     assert replayed.cut_ranks == (2,)
-    assert replayed.report.results == (None, None, None), "rank 0 needs rank 2, and rank 1 needs rank 0"
+    assert replayed.report.results == (None, None, None), (
+        "rank 0 waits for rank 2, and rank 1 for rank 0, so no rank may end"
+    )
 
 
 @pytest.mark.parametrize("ends_at_safe_point", [True, False])
@@ -322,7 +326,7 @@ async def is_left_by_a_collective(world: ad.World, places: list[str]) -> None:
 @pytest.mark.parametrize(
     ("order", "woken_counts", "expected"),
     [
-        (("received", "lost", "failed"), (1, 1, 2), "before"),  # as it was recorded
+        (("received", "lost", "failed"), (1, 1, 2), "before"),  # as in the recording
         (("lost", "received", "failed"), (1, 1, 2), "before"),
         (("lost", "received", "failed"), (1, 1, 1), "after"),  # the task has not continued yet
         (("lost", "failed", "received"), (1, 1, 2), "after"),

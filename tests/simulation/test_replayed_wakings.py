@@ -77,7 +77,7 @@ def test_tasks_that_compute_in_turn_go_on_in_the_same_order(tmp_path: Path, seed
 
 
 def test_a_replay_does_not_depend_on_the_texts_of_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: texts of reports were the keys with which a replay found its timers and deadlines."""
+    """Regression: a replay found its timers and deadlines by the wording of reports."""
 
     async def main(world: ad.World) -> tuple[list[int], list[tuple[str, int, int]], list[int] | None]:
         channel = world.channel(Word, tag=41)

@@ -6,6 +6,7 @@ import ast
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import functools
 import operator
 import os
@@ -93,7 +94,7 @@ def test_timers_and_deadlines_are_over_when_they_were(tmp_path: Path, seed: int)
     recorded = simulate(waits_a_little, ranks=4, seed=seed, record=tmp_path)
     recording = read_recording(tmp_path)
     kinds = Counter(event.kind for each in recording.ranks for event in each.events())
-    assert kinds["timer"] >= 3, "the others were told twice that rank 1 was late"
+    assert kinds["timer"] >= 3, "the other ranks must have logged at least twice that rank 1 was late"
     assert kinds["deadline"] >= 3
     assert replay(waits_a_little, recording=recording).report.results == recorded.results
 
@@ -332,7 +333,7 @@ def test_a_changed_script_is_named_and_may_behave_differently(tmp_path: Path, ca
         replay_script(tmp_path / "run", script)
     assert "is not the recorded script, or has changed since the recording" in caplog.text
     script.write_text(SCRIPT.replace("BROKEN", "False"))
-    assert replay_script(tmp_path / "run", script) is None, "mended"
+    assert replay_script(tmp_path / "run", script) is None, "the mended recording must replay"
     with pytest.raises(RecordingError, match=r"the recorded script 'nowhere.py' does not exist"):
         replay_script(tmp_path / "run", "nowhere.py")
 
@@ -366,7 +367,9 @@ def test_another_users_script_is_run_only_if_it_is_named(tmp_path: Path) -> None
     script.touch()
     owner, other = script.stat().st_uid, script.stat().st_uid + 1
     assert replay_scripts._why_foreign(script, tmp_path, owner) is None
-    assert replay_scripts._why_foreign(script, tmp_path, other) is None, "the whole folder is that of one user"
+    assert replay_scripts._why_foreign(script, tmp_path, other) is None, (
+        "the script may be replayed if one user owns the whole folder"
+    )
     os.chown(script, other, -1) if owner == 0 else pytest.skip("only root can give a file to another user")
     assert replay_scripts._why_foreign(script, tmp_path, other) is None
     assert replay_scripts._why_foreign(script, tmp_path, owner) == "belongs to another user than the current folder"
@@ -385,7 +388,9 @@ def test_a_named_script_gets_only_the_given_arguments(
     with contextlib.suppress(DivergenceError):  # the recording is of another function
         replay_script(run, script, *given)
     assert seen.read_text() == expected
-    assert ("--theirs 'a b'" in caplog.text) == (not given), "the user is told what was recorded"
+    assert ("--theirs 'a b'" in caplog.text) == (not given), (
+        "the recorded arguments must be logged only if none were given"
+    )
 
 
 def test_nothing_of_a_recording_becomes_code_of_a_test(
@@ -426,6 +431,25 @@ def test_a_link_where_the_recording_would_go_is_not_followed(
     assert run_command(str(tmp_path / "run"), str(script), (), job=None, rank=None, to_test=str(test)) == 2
     assert not list(elsewhere.iterdir()) and not test.exists()
     assert f"{str(link)!r} already exists" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_part_of_a_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: the folder stayed, so a second attempt was refused, and the error named the recording."""
+
+    def copy(source: Path, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(folder / source.name))
+
+    script, test = tmp_path / "script.py", tmp_path / "test_it.py"
+    script.write_text(SCRIPT)
+    simulate(train, ranks=2, seed=0, record=tmp_path / "run")
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.copy", copy)
+        assert run_command(str(tmp_path / "run"), str(script), (), job=None, rank=None, to_test=str(test)) == 2
+    assert str(tmp_path / "test_it_recording") in capsys.readouterr().err
+    assert run_command(str(tmp_path / "run"), str(script), (), job=None, rank=None, to_test=str(test)) == 0
+    assert test.exists()
 
 
 LOCAL = """

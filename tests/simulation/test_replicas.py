@@ -77,7 +77,7 @@ def test_ranks_of_a_replica_are_equal_at_every_iteration(size: int, options: dic
             applied += sum(bool(info) for *_, info in histories[0])
             for step, (*_, info) in enumerate(histories[0]):
                 assert not info or (step + 1) % options.get("swap_every", 2) == 0
-        assert results[0][-1][0] != results[size][-1][0], "replicas differ from each other"
+        assert results[0][-1][0] != results[size][-1][0], "the replicas must differ from each other"
     assert applied > 3
 
 
@@ -111,7 +111,7 @@ def test_one_replica_alone_is_told_once(caplog: pytest.LogCaptureFixture) -> Non
             if world.rank == 0:
                 assert str(policy.statistics()).startswith("ReplicaAveragingPolicy 'few', rank 0\n")
 
-    with caplog.at_level(logging.WARNING, "protocols.replicas.policy"):
+    with caplog.at_level(logging.WARNING, "protocols.replica_averaging.policy"):
         ad.run_local(main, ranks=2)
         assert [record.getMessage() for record in caplog.records] == [
             "all 2 ranks are one replica, so nothing is averaged; two replicas need 4 ranks"
@@ -169,7 +169,7 @@ def test_a_policy_that_goes_on_reports_at_the_same_iterations(resume_at: int) ->
         ([*range(21), *range(21), *range(7)], [9, 19, 9, 19]),
     ],
 )
-def test_ported_calls(numbers: list[int], expected: list[int]) -> None:
+def test_script_iterations(numbers: list[int], expected: list[int]) -> None:
     results = ad.simulate(asked, 0, numbers, ranks=4, seed=2).results
     assert [found for found, _ in results] == [expected] * 4
 

@@ -20,7 +20,7 @@ import asyncdist as ad
 from asyncdist.recording.reader import Recording, read_recording
 from asyncdist.report.page import render
 from asyncdist.report.summary import summarise
-from asyncdist.story.last_acts import tell_recording
+from asyncdist.story.last_events import describe_recording
 from protocols import AsyncSelectiveAveragingPolicy
 
 
@@ -33,7 +33,7 @@ def test_a_report_is_one_page_whose_numbers_are_those_of_the_run(recording: Reco
     assert [metric.count for metric in population.metrics] == [6] * 4
     sent = [event for each in recording.ranks for event in each.events() if event.kind == "sent"]
     assert summary.nbytes.sum() == sum(event.get("nbytes") for event in sent)
-    assert population.shares.sum(axis=1) == pytest.approx([1.0] * 4), "all of a rank's weights come from somebody"
+    assert population.shares.sum(axis=1) == pytest.approx([1.0] * 4), "the shares of a rank's weights must add up to 1"
     replaced = {applied.rank for applied in summary.applied}
     assert all((population.shares[rank, rank] == 1.0) == (rank not in replaced) for rank in range(4))
     ended = [each for each in summary.rounds if each.ended_s == each.ended_s]
@@ -44,11 +44,11 @@ def test_a_report_is_one_page_whose_numbers_are_those_of_the_run(recording: Reco
     assert f"{kinds['decided']} of {kinds['decided']} rounds" in page
     assert f"{kinds['decided']}, with {kinds['applied']} replacements" in page
     assert 1e3 <= summary.nbytes.sum() < 1e6
-    assert f"{summary.nbytes.sum() / 1024:.1f} KiB;" in page, "it was 0.0 MB"
+    assert f"{summary.nbytes.sum() / 1024:.1f} KiB;" in page, "the page once showed 0.0 MB"
     assert page.count("<h2>") == 8
     assert [figure.keys() for figure in figures(page)] == [{"data": 0, "layout": 0}.keys()] * 7
-    assert page.count("Plotly.newPlot(place") == 1, "each is drawn when the reader comes to it"
-    assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page), "it needs no network"
+    assert page.count("Plotly.newPlot(place") == 1, "each chart must be drawn only when the reader scrolls to it"
+    assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page), "the page must not need the network"
 
 
 def test_a_report_begins_with_a_summary_and_explains_its_plots(recording: Recording) -> None:
@@ -187,7 +187,7 @@ def test_a_report_distinguishes_two_policies_open_at_once(tmp_path: Path) -> Non
     recording = read_recording(tmp_path)
     summary = summarise(recording)
     actor, critic = summary.populations
-    assert (actor.name, critic.name) == ("actor", "critic"), "the third one follows the second"
+    assert (actor.name, critic.name) == ("actor", "critic"), "the third policy must be counted with the second"
     for rank in range(4):
         assert {value for _, value in actor.metrics[rank].rows()} == {float(rank)}
         assert {value for _, value in critic.metrics[rank].rows()} == {-float(rank)}
@@ -206,7 +206,7 @@ def test_a_report_names_ranks_whose_recording_ends_before_main(tmp_path: Path, m
     news = summarise(read_recording(tmp_path / "cut")).news
     why = "its recording has reached its limit of 15000 bytes and ends here; raise record_limit_nbytes to record more"
     assert 0 in {rank for _, rank, _ in news} and {text for _, _, text in news} == {why}
-    assert f"  rank 0: {why}; its last event was" in tell_recording(str(tmp_path / "cut"))
+    assert f"  rank 0: {why}; its last event was" in describe_recording(str(tmp_path / "cut"))
 
 
 def test_a_report_names_a_jobs_stories_and_the_end_of_main(tmp_path: Path) -> None:
@@ -219,7 +219,9 @@ def test_a_report_names_a_jobs_stories_and_the_end_of_main(tmp_path: Path) -> No
     summary = summarise(read_recording(tmp_path))
     texts = [text for _, _, text in summary.news]
     assert texts.count("nothing moves for 60 s; asyncdist story shows the full story") == 1
-    assert texts.count("main ended with KeyError") == 2, "the text of an error without a message had a colon"
+    assert texts.count("main ended with KeyError") == 2, (
+        "the line must not end with a colon if the error has no message"
+    )
     page = render(read_recording(tmp_path))
     assert "nothing moves for 60 s" in page and "rank 0 waits" not in page
 

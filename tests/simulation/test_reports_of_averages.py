@@ -172,7 +172,9 @@ def test_queries_answer_questions_about_averages(recording: Recording, results: 
 
 def test_a_replay_repeats_contributions_and_averages(recording: Recording, results: list[Seen]) -> None:
     again = replay(train, recording=recording)
-    assert again.left_count == 0 and again.decision_count >= SIZE * 3 * 8, "metrics, contributions and averages"
+    assert again.left_count == 0 and again.decision_count >= SIZE * 3 * 8, (
+        "metrics, contributions and averages must all be replayed"
+    )
     for own, seen in zip(again.report.results, results, strict=True):
         assert [(info.outer_norm, info.cosine) for info in own[0]] == [
             (info.outer_norm, info.cosine) for info in seen[0]

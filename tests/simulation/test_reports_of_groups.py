@@ -38,11 +38,11 @@ async def train_on_islands(world: ad.World) -> None:
 
 
 def test_rounds_of_islands_are_told_apart_in_a_report(tmp_path: Path) -> None:
-    """Regression: each island counts its rounds from 1, and the rounds of one hid those of another."""
+    """Regression: each island counts its rounds from 1, and the rounds of one hid the rounds of another."""
     ad.simulate(train_on_islands, ranks=4, seed=7, record=tmp_path).value()
     recording = read_recording(tmp_path)
     summary = summarise(recording)
-    assert {each.number[0] for each in summary.rounds} == {0, 2}, "the coordinators of both"
+    assert {each.number[0] for each in summary.rounds} == {0, 2}, "rounds of both coordinators must be listed"
     assert len(summary.rounds) == counted(recording, "decided")
     check_phases(summary.rounds)
     assert f"<td>{len(summary.rounds)}, with {len(summary.applied)} replacements</td>" in render(recording)
@@ -64,7 +64,7 @@ async def train_on_two_groups(world: ad.World) -> None:
 
 
 def test_policies_of_different_names_are_separate_populations(tmp_path: Path) -> None:
-    """Regression: the metrics of the ranks of one group were drawn among those of the other group."""
+    """Regression: the metrics of the ranks of one group were drawn among the metrics of the other group."""
     ad.simulate(train_on_two_groups, ranks=4, seed=3, record=tmp_path).value()
     summary = summarise(read_recording(tmp_path))
     assert [each.name for each in summary.populations] == ["generator", "discriminator"]
@@ -101,7 +101,9 @@ def test_rounds_that_a_reserved_rank_decides_are_recorded(tmp_path: Path) -> Non
     replaced = {(each.number[0], each.number[2]) for each in summary.rounds if each.applied_s == each.applied_s}
     assert replaced == {(0, each.round) for each in summary.applied}
     check_phases(summary.rounds)
-    assert counted(recording, "heard") and counted(recording, "policy") == 6, "it has no policy itself"
+    assert counted(recording, "heard") and counted(recording, "policy") == 6, (
+        "only the ranks of the group may record a policy"
+    )
 
 
 async def train_replicas(world: ad.World) -> int:
@@ -140,10 +142,14 @@ def test_a_restarted_process_has_the_weights_of_its_donor(tmp_path: Path) -> Non
     recording = read_recording(tmp_path)
     (joined,) = [event for each in recording.ranks for event in each.events() if event.kind == "joined"]
     summary = summarise(recording)
-    assert [each.donor for each in summary.begun] == [2, joined.get("donor")], "its own weights, and then the donor's"
-    assert not [each for each in summary.applied if each.rank == 2], "it is the best, and never replaced"
+    assert [each.donor for each in summary.begun] == [2, joined.get("donor")], (
+        "rank 2 must begin with its own weights, and then with the donor's"
+    )
+    assert not [each for each in summary.applied if each.rank == 2], "rank 2 is the best, and must never be replaced"
     (population,) = summary.populations
-    assert joined.get("donor") == 1 and list(population.shares[2]) == [0.0, 1.0, 0.0], "it was 2, and the row its own"
+    assert joined.get("donor") == 1 and list(population.shares[2]) == [0.0, 1.0, 0.0], (
+        "the weights of rank 2 must come from the donor, once reported as its own"
+    )
     write_trace(recording, tmp_path / "trace.json")
     assert '"name":"joined"' in (tmp_path / "trace.json").read_text()
 

@@ -20,8 +20,6 @@ from asyncdist.protocols.async_diloco.server import Server
 from asyncdist.simulation import simulate
 from protocols import AsyncDiLoCoPolicy, DiLoCoPolicy
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* of the .* ranks begin as copies of others")
-
 SAVED_COUNT = 3
 SECONDS = 2.0
 
@@ -58,14 +56,14 @@ async def resume(world: ad.World, folder: Path) -> tuple[int, int, int, int]:
     policy = AsyncDiLoCoPolicy(*made(), average_every=2)
     found = await ad.load_population(folder, policy.model, policy.optimizer, policy=policy)
     async with policy:
-        begun = policy._holdings.sequence
+        begun = policy._store.sequence
         await train(policy, 0.01 * 3**found.source, world)
-    return found.source, begun, policy._holdings.sequence, policy.statistics().average_count
+    return found.source, begun, policy._store.sequence, policy.statistics().average_count
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_each_contribution_of_other_ranks_is_applied_once(ranks: int, tmp_path: Path) -> None:
-    """Regression: contributions with numbers below those of the saved rank of this number were dropped."""
+    """Regression: contributions were dropped if the saved rank with this number had higher contribution numbers."""
     simulate(save, tmp_path, ranks=SAVED_COUNT, seed=1, strict=True).value()
     applied: dict[int, list[int]] = defaultdict(list)
     make = Server._make_version
@@ -83,7 +81,7 @@ def test_each_contribution_of_other_ranks_is_applied_once(ranks: int, tmp_path: 
         first = applied[rank][0]
         assert applied[rank] == list(range(first, end + 1)) and first in (begun, begun + 1)
         assert end - begun >= 3
-        assert first == begun + 1 or source not in continued, "a copy does not apply the contribution under way"
+        assert first == begun + 1 or source not in continued, "a copy must not apply the contribution in flight"
         continued.add(source)
 
 

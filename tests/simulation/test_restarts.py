@@ -81,7 +81,9 @@ async def train(world: ad.World, shared: Shared, steps: int, options: dict[str, 
     try:
         async with policy:
             if world.incarnation:
-                assert all_of(tiny, optimizer, policy) in shared.given.values(), "the state of no donor"
+                assert all_of(tiny, optimizer, policy) in shared.given.values(), (
+                    "the newcomer must begin with a donor's state"
+                )
                 shared.admitted.append((world.rank, world.incarnation, policy.iteration))
             while policy.iteration < steps or len(shared.admitted) < awaited:
                 tiny.weight.grad = torch.full_like(tiny.weight, float(rng.randint(-3, 3)))
@@ -124,7 +126,7 @@ def test_a_restarted_rank_gets_a_members_whole_state(rank: int) -> None:
     assert iteration > 0
     newest = max(number for _, number in shared.given)
     of_newcomer = [number for donor, number in shared.given if donor == rank] + shared.rounds[rank]
-    assert newest - max(of_newcomer) < 5, "it gives or takes in later rounds, as the others do"
+    assert newest - max(of_newcomer) < 5, "the newcomer must be donor or replacer in later rounds"
 
 
 async def _admitted_after_s(world: ad.World, restarted_at_s: float, steps_s: float = 40.0) -> float | None:
@@ -149,7 +151,7 @@ def test_a_newcomer_is_admitted_within_a_few_long_steps() -> None:
         network=Network(loss_detection_s=2.0),
         faults=[Kill(3, at_s=25.5), Restart(3, at_s=40.0)],
     )
-    assert report.results[3] < 15, "a request, a snapshot, two streams and their answers: each waits for a step"
+    assert report.results[3] < 15, "joining takes at most five messages, and each waits for a step"
 
 
 def test_a_newcomer_is_admitted_if_a_step_lasts_nearly_a_round() -> None:
@@ -183,7 +185,7 @@ def test_a_newcomer_is_admitted_where_no_metric_is_finite() -> None:
     """Regression: it waited as long as the others trained."""
     faults = [Kill(3, at_s=10.0), Restart(3, at_s=11.0)]
     report = simulate(_rounds_until, 15.0, lambda: math.nan, ranks=4, compute=Compute(step_s=0.05), faults=faults)
-    assert report.results[3] == 1, "the round of its admission"
+    assert report.results[3] == 1, "the newcomer must take part in the round of its admission"
 
 
 async def _phases(world: ad.World, ends_s: Sequence[float], pauses_s: Sequence[float]) -> list[tuple[float, int]]:
@@ -329,7 +331,7 @@ def test_a_new_process_has_random_states_of_its_own(inherited: tuple[str, ...]) 
         once = dict(drawn)
         drawn.clear()
         check(simulate(main, ranks=2, seed=3, faults=faults, inherited_random=inherited))
-    assert drawn == once, "they follow from the seed"
+    assert drawn == once, "the numbers must follow from the seed"
     assert drawn.keys() == {(0, 0), (1, 0), (1, 1), (1, 2)}
     assert len(set(drawn.values())) == 4
     assert (len({values[:3] for values in drawn.values()}) == 1) == bool(inherited)
@@ -354,7 +356,7 @@ def test_a_newcomer_after_the_others_have_left_is_notified(lingers_s: float) -> 
     faults = [Kill(2, at_s=0.015), Restart(2, at_s=0.5)]
     report = simulate(main, ranks=4, faults=faults, network=Network(loss_detection_s=1e-4), strict=True)
     check(report)
-    assert report.faults_fired == ((1, 1) if lingers_s else (1, 0)), "the simulation ends with the last rank"
+    assert report.faults_fired == ((1, 1) if lingers_s else (1, 0)), "the simulation must end with the last rank"
     assert [type(error) for error in shared.errors] == ([ad.LateError] if lingers_s else [])
 
 
@@ -370,7 +372,9 @@ def test_a_newcomer_that_comes_as_the_others_end_hears_so() -> None:
     report = simulate(main, ranks=4, faults=[kill, Restart(2, at_s=ends_at_s - 1e-6)], network=network, strict=True)
     assert report.faults_fired == (1, 1)
     assert [type(error) for error in shared.errors] == [ad.LateError]
-    assert report.virtual_time_s < ends_at_s + 2.0, "it asks every half second"
+    assert report.virtual_time_s < ends_at_s + 2.0, (
+        "a rank that is late must notice at its next request, half a second later"
+    )
 
 
 @pytest.mark.parametrize("seed", [34, 46])
@@ -380,7 +384,7 @@ def test_welcomed_newcomers_without_members_do_not_wait(seed: int) -> None:
     restarts = [Kill(2, at_s=0.002), Restart(2, at_s=0.004), Kill(0, at_s=0.005), Restart(0, at_s=0.0055)]
     report = population(shared, [*restarts, Kill(1, at_s=0.011)], seed=seed, steps=30)
     assert [type(error) for error in shared.errors] == [ad.LateError, ad.LateError]
-    assert report.virtual_time_s < 1.5, "they ask each other every half second"
+    assert report.virtual_time_s < 1.5, "the newcomers must notice at their next request, half a second later"
 
 
 def test_a_group_ends_with_a_member_and_a_new_one_has_its_heir() -> None:
@@ -398,7 +402,9 @@ def test_a_group_ends_with_a_member_and_a_new_one_has_its_heir() -> None:
 
     report = simulate(main, ranks=3, faults=[Kill(2, at_s=0.02), Restart(2, at_s=0.03)], network=Network())
     check(report)
-    assert all("is lost or has left, which ends the group [0, 1, 2]" in text for text in report.results)
+    assert all(
+        "is lost, has left or has never joined, which ends the group [0, 1, 2]" in text for text in report.results
+    )
 
 
 def test_a_newcomer_that_fails_before_admission_is_lost_again() -> None:
@@ -497,7 +503,7 @@ def test_a_users_channel_and_stream_go_on_with_the_new_process() -> None:
     faults = [Kill(1, at_s=0.02), Restart(1, at_s=0.03)]
     report = simulate(main, ranks=2, faults=faults, network=Network(loss_detection_s=1e-4))
     check(report)
-    assert report.results == (True, (7, 5000.0)), "what was sent to the process before is lost with it"
+    assert report.results == (True, (7, 5000.0)), "messages sent to the former process must be lost with it"
 
 
 def test_a_replay_buffer_serves_a_client_that_was_started_again() -> None:

@@ -117,12 +117,12 @@ def test_both_routes_give_the_same_bits(first: int) -> None:
     for seed in range(first, first + 10):
         direct, sharded = odd_population(seed, "direct"), odd_population(seed, "sharded")
         for rank, (one, two) in enumerate(zip(direct.results, sharded.results, strict=True)):
-            assert one.weights == two.weights, f"seed {seed}: rank {rank}"
+            assert one.weights == two.weights, f"seed {seed}: the weights of rank {rank} depend on the route"
             assert [info.donors for info in one.infos] == [info.donors for info in two.infos]
             assert not any(info.abandoned for info in (*one.infos, *two.infos))
             assert {info.route for info in one.infos} <= {"direct"}
         replaced = [info for ended in sharded.results for info in ended.infos]
-        assert replaced, f"seed {seed}: nobody was replaced"
+        assert replaced, f"seed {seed}: no rank was replaced"
         is_pair = len(replaced) == len(replaced[0].donors) == 1
         assert {info.route for info in replaced} == {"direct" if is_pair else "sharded"}, f"seed {seed}"
         assert not any(ended.statistics.reasked_count for ended in sharded.results)
@@ -168,7 +168,7 @@ def test_auto_takes_the_direct_route_for_a_small_model() -> None:
 def test_there_may_be_more_reducers_than_elements() -> None:
     ended = plain_population(8, size=2, route="sharded").results
     assert [info.route for one in ended for info in one.infos] == ["sharded", "sharded"]
-    assert ended[0].weights == [b"4.5"], "the mean of ranks 2 to 7"
+    assert ended[0].weights == [b"4.5"], "the weights must be the mean of ranks 2 to 7"
 
 
 def seconds_of_a_round(route: str) -> float:
@@ -195,7 +195,9 @@ def test_a_mean_leaves_while_the_parts_come_in(monkeypatch: pytest.MonkeyPatch) 
     direct, sharded = seconds_of_a_round("direct"), seconds_of_a_round("sharded")
     assert 0.1 < sharded < direct / 1.5 and direct > 0.2
     monkeypatch.setattr(messages, "PART_CHUNK_COUNT", 1)
-    assert seconds_of_a_round("sharded") > 0.15, "a part of one chunk comes and goes as a whole"
+    assert seconds_of_a_round("sharded") > 0.15, (
+        "a part of one chunk must be received before it is sent, which takes longer"
+    )
 
 
 # -- what fails -------------------------------------------------------------------------------------------------------
@@ -251,16 +253,16 @@ def test_donors_finish_the_mean_of_a_reducer_that_gives_up(monkeypatch: pytest.M
     monkeypatch.setattr(messages, "CHUNK_NBYTES", 64)
     ratio, replacers = (0.75, (1, 2, 4, 5)) if victim == 3 else (0.25, (0, 1))
     times: list[float] = []
-    grow = SnapshotServer.grow
+    mark_ready = SnapshotServer.mark_ready
 
     def noted(server: SnapshotServer, offer: Any, ready_count: int | None) -> None:
-        grow(server, offer, ready_count)
+        mark_ready(server, offer, ready_count)
         if server._services.rank == victim and ready_count == len(offer.mean_chunks()) // 2:
             times.append(server._services.time())
             if len(times) == 2:
                 raise ad.BusyError("as if a donor had been lost", rank=victim)
 
-    monkeypatch.setattr(SnapshotServer, "grow", noted)
+    monkeypatch.setattr(SnapshotServer, "mark_ready", noted)
     options = {"route": "sharded", "replacement_ratio": ratio}
     plain_population(8, **options)
     assert len(times) == 1
@@ -288,7 +290,9 @@ def test_a_donor_left_out_is_replaced_by_the_next_best() -> None:
     for ended, values in results[:2]:
         (info,) = ended.infos
         assert info and info.donors == (2, 3, 4, 5, 6)
-        assert values == [4.0, 4.0, 4.0, 4.0, 6.0], "the means of 2 to 6, and the counter of the best of them"
+        assert values == [4.0, 4.0, 4.0, 4.0, 6.0], (
+            "the weights must be the mean of ranks 2 to 6, the counter that of the best rank"
+        )
         assert ended.statistics.reasked_count == 1
 
 

@@ -34,94 +34,94 @@ SEEDS = (*range(500), *RARE)
 #: since, and with it the meaning of some seeds; these have only the description.
 FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
     9: (
-        "AverageAllPolicy rounded the sum of bfloat16 weights to bfloat16 before it divided; it is no such policy now",
+        "AverageAllPolicy rounded the sum of bfloat16 weights to bfloat16 before the division; no longer simulated",
         (),
     ),
-    13: ("a coordinator whose last member was lost slept on", ("fault Kill", "killed anybody")),
+    13: ("a coordinator did not wake when its last member was lost", ("fault Kill", "killed anybody")),
     104: (
-        "news of another coordinator came while a member carried out what the last one had assigned",
+        "a member learned of another coordinator while it carried out its role from the previous one",
         ("killed coordinator", "rounds after a takeover"),
     ),
     159: (
-        "one spoiled frame, a rank's last, made a peer wait at the end for ever",
+        "a rank's last frame was corrupted, so a peer waited forever at the end",
         ("fault Corrupt", "dropped: CRC mismatch"),
     ),
     205: (
-        "a rank killed inside world.compute could not be cleared away: its timer was dropped",
+        "a rank killed inside world.compute was never removed, as its timer was dropped",
         ("fault Kill", "killed anybody"),
     ),
     331: (
-        "a rank that died after its main had returned was noticed by nobody who waited; its fault comes too late now",
+        "no waiting rank noticed that a rank died after its main had returned; now its fault is too late",
         (),
     ),
     3864: (
-        "an average applied after its round's time was up did not count once a second round was overdue",
+        "an average applied after its round's timeout did not count once a second round was overdue",
         ("fault Partition", "applied", "declined: replaced at iteration ..."),
     ),
     3706: (
-        "what others had sent in an average that a loss ended was told as left over, and strict refused it",
+        "messages of an average that a loss ended were reported as leftovers, so strict failed",
         ("fault Kill", "member gone from average_all"),
     ),
     6018: (
-        "a rank that opened its world after a peer had died did not hear of that, and waited for it for ever",
+        "a rank that opened its world after a peer had died was not notified, and waited forever",
         ("fault Kill", "killed coordinator"),
     ),
     217200: (
-        "a grant took minutes over a slowed link: the rank ends after its bound, and says what is left over",
+        "a grant took minutes over a slowed link: the rank ends at its timeout, and reports leftovers",
         ("fault SlowLink", "abandoned: time is up"),
     ),
     206385: (
-        "a coordinator waited for ever for a member both of whose words of leaving had been spoiled",
+        "a coordinator waited forever for a member whose two leave messages had both been corrupted",
         ("fault Corrupt", "dropped: CRC mismatch", "left out: left"),
     ),
     201191: (
-        "a lane whose receive had met a large message of a rank that died did not look at what else had come",
+        "after a large message of a rank that died, a lane ignored the messages that had arrived since",
         ("fault Kill", "dropped: other"),
     ),
     101295: (
-        "the answer to a peer's late cancel was still under way when a rank looked at what it had left over",
+        "the answer to a peer's late cancel was still in flight when a rank looked for leftovers",
         ("fault Partition", "killed coordinator"),
     ),
     373902: (
-        "a rank that missed a policy's start counted one less from then on: its later ones heard the others' former",
+        "a rank that missed a policy's start counted one start less, so its later policies got outdated messages",
         ("fault Corrupt", "dropped: CRC mismatch", "applied"),
     ),
     386218: (
-        "a member that was lost in the moment of a start's verdict ended the coordinator with RankLostError",
+        "a member that was lost during a start's verdict ended the coordinator with RankLostError",
         ("fault Kill", "starts that a loss ended"),
     ),
     200656: (
-        "a rank that was absent at the start came as the coordinator was lost; who took over had not noted yet that it "
-        "was absent, and admitted it without a state",
+        "a rank that was absent at the start joined as the coordinator was lost; the next coordinator did not "
+        "know of its absence, and admitted it without a state",
         ("fault Join", "fault Kill"),
     ),
     305921: (
-        "one of those that took the mean had added it up alone, and received nothing for it: no fault",
+        "a replacer had added up the mean alone, and received nothing for it: not a defect",
         ("applied on the sharded route",),
     ),
     326745: (
-        "two ranks that had met lost each other for a moment, when the one that was found first found the other one "
-        "too: a fault of the simulator",
+        "two connected ranks lost each other for a moment when the rank that was found first found the other, too: a "
+        "defect of the simulator",
         ("fault Join", "fault Restart"),
     ),
     344671: (
-        "what had waited for a connection was handed over in any order, and a cancel came before its grant: a fault of "
+        "messages that had waited for a connection were delivered in any order, a cancel before its grant: a defect of "
         "the simulator",
         ("fault Join", "parts of a mean added up"),
     ),
     368025: (
-        "the frame was spoiled that said that a rank had come to a start; it gave up, and its next one made it a "
-        "member of the others' first: no fault, and known here",
+        "the frame that reported a rank's arrival at a start was corrupted; the rank gave up, and its next start made "
+        "it a member of the others' first one: not a defect, and allowed here",
         ("fault Corrupt", "fault Kill"),
     ),
     369097: (
-        "a rank left while it still waited for the verdict of a large agreement; its leader took no notice of what it "
-        "asked then, and all waited for ever",
+        "a rank left while it still waited for the verdict of a large agreement; its leader ignored its later request, "
+        "and all ranks waited forever",
         ("fault Corrupt", "fault SlowRank"),
     ),
     2007362: (
-        "the frame was spoiled that said that a rank had come to a start; it gave up, and came to its next one, and "
-        "the others were told that they start policies in different orders: no fault of the policies, and allowed here",
+        "the frame that reported a rank's arrival at a start was corrupted; the rank gave up, and entered its next "
+        "start, and the others got the error of different orders: not a defect of the policies, and allowed here",
         ("fault Corrupt",),
     ),
 }
@@ -203,7 +203,7 @@ def test_every_seed_keeps_every_invariant(
         print(f"\n{seen['seeds']} seeds: {', '.join(f'{seen[name]} {name}' for name in told)}")
         print("happened:", ", ".join(f"{name} ({seen[name]})" for name in (*FAULTS, *ABANDONED, *DECLINED, *LEFT_OUT)))
     assert seen["seeds"] == len(SEEDS)
-    assert seen["distinct digests"] == len(SEEDS), "two seeds led to the same run"
+    assert seen["distinct digests"] == len(SEEDS), "two seeds gave the same run"
 
 
 @pytest.mark.long
@@ -211,7 +211,7 @@ def test_every_seed_keeps_every_invariant(
 @pytest.mark.workers
 @pytest.mark.parametrize("what", [*FAULTS, *GATES, *ABANDONED, *DECLINED, *LEFT_OUT, *KILLED, *TOLD, *OTHER])
 def test_it_happened_in_some_seed(seen: Counter[str], what: str) -> None:
-    assert seen[what] >= 1, f"only these did: {', '.join(sorted(+seen))}"
+    assert seen[what] >= 1, f"only these events occurred: {', '.join(sorted(+seen))}"
 
 
 @pytest.mark.long
@@ -255,7 +255,7 @@ def test_a_seed_that_failed_once_passes_with_the_same_events(seed: int) -> None:
     story, events = FOUND[seed]
     seen = examine(seed).seen
     missing = [event for event in events if not seen.get(event)]
-    assert not missing, f"{story}: nothing of {missing} happens in seed {seed} any more, but {dict(seen)}: find it anew"
+    assert not missing, f"{story}: seed {seed} no longer shows {missing}, but {dict(seen)}; find another seed"
 
 
 @pytest.mark.slow

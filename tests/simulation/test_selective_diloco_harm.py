@@ -122,11 +122,13 @@ def test_a_faulty_rank_harms_diloco_and_not_selective(fault: str, strategy: str,
         calm, _ = loss_and_count(SelectiveDiLoCoPolicy, "", seed, strategy)
         found, donated = loss_and_count(SelectiveDiLoCoPolicy, fault, seed, strategy)
         plain, _ = loss_and_count(DiLoCoPolicy, fault, seed)
-        assert found < 1.5 * calm, f"seed {seed}: {found} beside a faulty rank, {calm} without"
+        assert found < 1.5 * calm, f"seed {seed}: the loss is {found} with a faulty rank, {calm} without"
         if fault not in ("NaN", "a loss that is always 0"):
-            assert plain > 50 * found and not donated, f"seed {seed}: DiLoCo {plain}, selective {found}"
+            assert plain > 50 * found and not donated, (
+                f"seed {seed}: the loss is {plain} with DiLoCo, {found} with selective DiLoCo"
+            )
         elif fault == "NaN":
-            assert 0 < donated < ROUNDS, "it is a donor of the rounds in which it is sound"
+            assert 0 < donated < ROUNDS, "the rank must be a donor only in the rounds in which it is sound"
 
 
 @pytest.mark.long
@@ -138,4 +140,6 @@ def test_a_metric_of_own_data_lets_wrong_data_in() -> None:
         local, let_in = loss_and_count(SelectiveDiLoCoPolicy, "wrong labels", seed, own=True)
         plain, _ = loss_and_count(DiLoCoPolicy, "wrong labels", seed)
         assert (left, let_in) == (0, ROUNDS), f"seed {seed}"
-        assert common < 0.8 * plain < plain < local, f"seed {seed}: {common}, {plain}, {local}"
+        assert common < 0.8 * plain < plain < local, (
+            f"seed {seed}: the losses must be in this order: {common}, {plain}, {local}"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import asyncdist as ad
-from asyncdist.simulation import Kill, simulate
+from asyncdist.simulation import Fault, Kill, Restart, simulate
 from protocols import StepInfo
 from simulation import sharded_replica_scenarios as scenarios
 from simulation.sharded_replica_scenarios import OfPlainShards, Part
@@ -58,7 +59,7 @@ def test_a_part_that_is_not_finite_keeps_its_replica_from_giving() -> None:
     parts = parts_of([1.0, 2.0, 3.0, 4.0, 5.0, float("nan")])
     results = simulate(train(parts, replacement_ratio=0.3), ranks=6, seed=3, strict=True).results
     donors = {info.donors for infos in results for info in infos if info}
-    assert donors == {(2,)}, "the third replica is the best one, and one of its parts is not finite"
+    assert donors == {(2,)}, "the second replica must be the donor, as the third and better one is not finite"
 
 
 def test_what_is_not_finite_on_one_rank_is_taken_whole_on_all() -> None:
@@ -66,7 +67,9 @@ def test_what_is_not_finite_on_one_rank_is_taken_whole_on_all() -> None:
     results = simulate(train(parts, momentum=0.5), ranks=4, seed=3, strict=True).results
     recovered = [[info.recovered for info in infos if info] for infos in results]
     assert recovered[0] == recovered[1] and "'weight'" in recovered[0][0]
-    assert parts[1].weight.tolist() == [4.0] * 7, "no half of its own weights, which the other part has lost"
+    assert parts[1].weight.tolist() == [4.0] * 7, (
+        "the part must not keep its old weights, as the other part has lost them"
+    )
 
 
 def test_one_replica_alone_averages_nothing() -> None:
@@ -92,8 +95,32 @@ def test_a_lost_rank_ends_its_replica_and_no_other() -> None:
         report = simulate(main, ranks=6, seed=seed, faults=[Kill(5, at_turn=900)])
         report.check_faults()
         results = report.results
-        assert "RankLostError" in results[4], "the leader of its replica"
+        assert "RankLostError" in results[4], "the rank must fail, as the leader of its replica is lost"
         assert all(isinstance(each, list) for each in results[:4])
+
+
+def test_a_restarted_replica_of_shards_is_refused() -> None:
+    refusals = []
+
+    async def main(world: ad.World) -> None:
+        part = parts_of([1.0, 2.0])[world.rank % 2]
+        policy = OfPlainShards(part, torch.optim.SGD(part.parameters(), lr=0.0), **OPTIONS)
+        if world.incarnation:
+            with pytest.raises(ad.LocalProtocolError, match="sharded model") as caught:
+                await policy.__aenter__()
+            refusals.append(str(caught.value))
+            return
+        with contextlib.suppress(ad.RankLostError):
+            async with policy:
+                for _ in range(40):
+                    await world.sleep(0.01)
+                    await policy.step(float(world.rank))
+                return
+        await world.sleep(100.0)
+
+    faults: list[Fault] = [Kill(3, 0.05), Kill(2, 0.051), Restart(2, 0.1), Restart(3, 0.11)]
+    simulate(main, ranks=4, faults=faults, until_s=1000.0)
+    assert len(refusals) == 2 and "the other replicas continue" in refusals[0]
 
 
 def test_fresh_weights_are_refused_and_ranks_out_of_order_too() -> None:

@@ -1,4 +1,4 @@
-"""Tests replacers of one host that share the parts that one of them fetches from another host: traffic and failures."""
+"""Tests replacers of one host that share the parts that one of them fetches from other hosts: traffic and failures."""
 
 from __future__ import annotations
 
@@ -180,6 +180,6 @@ def test_what_is_shared_is_lent_until_nothing_leaves_from_it() -> None:
     assert buffers.in_use == 1 and buffers.acquire().buffers is not accumulator.buffers
     relay.stop()
     assert server.refused == [(5, Part(1, 2))]
-    assert buffers.in_use == 2, "it still streams"
+    assert buffers.in_use == 2, "both buffers must be in use while the part is being sent"
     server.on_free[0](None)
     assert buffers.in_use == 1 and relay.shared_count == 1

@@ -264,8 +264,8 @@ def test_a_run_depends_neither_on_the_process_nor_on_the_system(tmp_path: Path) 
     assert " PYTHONHASHSEED=5 " in given
     assert "PYTHONHASHSEED" not in own
     digests = [re.findall(r"\b([0-9a-f]{32})\b", text) for text in (own, given)]
-    assert digests[0] != digests[1], "the digest covers what is sent"
-    assert own.splitlines()[0] == given.splitlines()[0], "what was drawn does not depend on the hash seed"
+    assert digests[0] != digests[1], "the digest must cover the messages"
+    assert own.splitlines()[0] == given.splitlines()[0], "the drawn numbers must not depend on the hash seed"
 
 
 @pytest.mark.workers
@@ -287,7 +287,7 @@ def test_the_line_repeats_the_run_in_a_fresh_process(sim: Sim, script: str) -> N
     assert (again.stdout, again.stderr) == (first.out, "")
     other = sim(script, "--ranks", 3, "--seed", 8, "--", "--lr", "0.1 2")
     assert other.digest != first.digest
-    assert other.out.splitlines()[1] != first.out.splitlines()[1], "random numbers drawn outside main"
+    assert other.out.splitlines()[1] != first.out.splitlines()[1], "numbers drawn outside main must depend on the seed"
 
 
 def test_a_failing_rank_is_told_once_with_trace_and_repeat_line(sim: Sim, script: str) -> None:
@@ -459,7 +459,7 @@ def test_exploring_stops_at_the_first_seed_that_fails(sim: Sim, script: str) -> 
     assert result.code == 1
     assert f"{first - 2} seeds in " in result.out
     assert f"seed {first} failed: AssertionError: the older one won" in result.err
-    assert result.err.count("arguments") == 0, "what the script prints"
+    assert result.err.count("arguments") == 0, "the output of the script must not be shown"
     assert result.repeat.endswith(f"sim script.py --ranks 3 --seed {first} race")
     words = shlex.split(result.repeat)
     again = sim(*words[words.index("sim") + 1 :])
@@ -575,6 +575,7 @@ def test_bad_input_is_one_line_and_exit_code_2(sim: Sim, script: str, words: lis
     [
         ("[{", "the fault plan is not valid JSON: Input data was truncated"),
         ("[3]", 'fault 1 of the fault plan must be like {"kind": "Kill"'),
+        ('{"kind": "Kill", "rank": 1}', "the fault plan must be a list of faults, got dict"),
         (
             '[{"rank": 1}]',
             f"fault 1 of the fault plan: kind must be one of {min(kind.__name__ for kind in Fault.__args__)}, ",

@@ -64,7 +64,7 @@ def test_ctrl_c_ends_it_at_once_with_code_130(tmp_path: Path, process_count: int
         place = r"asyncdist sim: interrupted \(seed 0\) .*\d+\.\d+ s .*"
         assert re.fullmatch(place, first)
         assert set(waits_of_mains(error)) == {0, 1, 2}
-        assert any("endless.py:8" in line for line in lines), "the others may not have come so far"
+        assert any("endless.py:8" in line for line in lines), "at least one rank must wait in line 8"
     assert wait_until(lambda: not any(map(is_alive, pids)))
 
 
@@ -113,7 +113,9 @@ def test_what_a_script_seeds_before_run_is_what_every_rank_draws(tmp_path: Path,
     expected = json.loads(plain.stdout.replace("(", "[").replace(")", "]"))
     report = Script(str(path), (), ranks=3)(seed=seed)
     assert [list(drawn[:2]) for drawn in report.results] == [expected[:2]] * 3
-    assert len({drawn[2] for drawn in report.results}) == 3, "nobody seeded numpy: each rank has numbers of its own"
+    assert len({drawn[2] for drawn in report.results}) == 3, (
+        "if the script does not seed numpy, each rank must have its own numbers"
+    )
 
 
 @pytest.mark.workers

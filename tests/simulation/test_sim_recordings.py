@@ -14,7 +14,7 @@ from asyncdist import cli
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import read_recording
 from asyncdist.simulation import Fault, Kill, Restart
-from asyncdist.story.last_acts import tell_recording
+from asyncdist.story.last_events import describe_recording
 
 SCRIPT = """
 import sys
@@ -102,7 +102,7 @@ def test_of_a_deadlock_what_each_rank_waited_for_is_recorded(sim: Sim, tmp_path:
     assert last.kind == "waited"
     assert re.search(r"\bPut, tag 100, in main \(.*script\.py:17\)$", str(last.wait))
     assert last.get("seconds") > 0.0
-    story = tell_recording(str(tmp_path / "runs"))
+    story = describe_recording(str(tmp_path / "runs"))
     assert "ranks 0, 2 " in story and "rank 1: " in story
 
 

@@ -90,10 +90,10 @@ def test_a_restarted_rank_continues_with_the_leaders_state(policy: str) -> None:
     faults = [Kill(1, at_s=0.1), Restart(1, at_s=0.15)]
     results = simulate(main, ranks=3, faults=faults, until_s=100.0).results
     assert [result[0] for result in results] == [0, 1, 0]
-    assert 5 < results[1][1] < 40, "it begins in the middle"
+    assert 5 < results[1][1] < 40, "the newcomer must begin in the middle of the training"
     last = [infos[-1] for _, _, infos in results]
-    assert {rank for info in last for rank in info.donors} == {0, 1, 2}, "it is a donor in the end"
-    assert any(1 not in info.donors for info in results[0][2] if info), "it was away for a round"
+    assert {rank for info in last for rank in info.donors} == {0, 1, 2}, "all ranks must be donors in the end"
+    assert any(1 not in info.donors for info in results[0][2] if info), "rank 1 must have missed a round"
 
 
 @pytest.mark.slow

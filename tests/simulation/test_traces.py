@@ -46,14 +46,14 @@ def test_a_trace_has_a_track_per_rank_and_an_arrow_per_message(recording: Record
     begins = {entry["id"]: entry for entry in entries if entry["ph"] == "s"}
     ends = {entry["id"]: entry for entry in entries if entry["ph"] == "f"}
     assert (len(begins), len(ends)) == (kinds["sent"], kinds["received"])
-    assert ends.keys() <= begins.keys(), "what has come was sent"
+    assert ends.keys() <= begins.keys(), "each arrow that ends must also begin"
     spans = {(entry["pid"], entry["ts"], entry["name"].split(",")[0]) for entry in entries if entry["ph"] == "X"}
     for name, end in ends.items():
-        assert 0 <= int(name, 16) < 2**64, "Perfetto leaves out an arrow that is no such number"
+        assert 0 <= int(name, 16) < 2**64, "Perfetto ignores an arrow whose id is not a 64-bit number"
         begin = begins[name]
-        assert begin["ts"] < end["ts"], "Perfetto leaves out an arrow that would lead back in time"
+        assert begin["ts"] < end["ts"], "Perfetto ignores an arrow that points back in time"
         at = {(begin["pid"], begin["ts"], f"to {end['pid']}"), (end["pid"], end["ts"], f"from {begin['pid']}")}
-        assert at <= spans, "arrows end at the spans of their messages"
+        assert at <= spans, "arrows must end at the spans of their messages"
 
 
 async def train_two(world: ad.World) -> None:
@@ -80,10 +80,14 @@ def test_spans_of_a_track_never_overlap_and_no_track_is_thread_0(tmp_path: Path)
             tracks.setdefault((entry["pid"], entry["tid"]), []).append((entry["ts"], entry["ts"] + entry["dur"]))
     for (pid, track), spans in tracks.items():
         spans.sort()
-        assert all(a[1] <= b[0] + 1e-4 for a, b in itertools.pairwise(spans)), f"rank {pid}, track {track}"
+        assert all(a[1] <= b[0] + 1e-4 for a, b in itertools.pairwise(spans)), (
+            f"the spans of rank {pid}, track {track} overlap"
+        )
     named = {(entry["pid"], entry["tid"]): entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
     assert tracks.keys() <= named.keys() and all(track > 0 for _, track in named)
-    assert [name for (pid, _), name in named.items() if pid == 0].count("steps") > 1, "steps of two tasks overlap"
+    assert [name for (pid, _), name in named.items() if pid == 0].count("steps") > 1, (
+        "overlapping steps of two tasks must be on two tracks"
+    )
     assert sum(entry["name"] == "policy.step" for entry in entries) == 4 * 2 * 40
 
 
@@ -132,7 +136,9 @@ def test_messages_with_which_ranks_meet_are_not_before_the_job(tmp_path: Path) -
     write_trace(recording, tmp_path / "trace.json")
     entries = entries_of(tmp_path / "trace.json")
     assert min(entry["ts"] for entry in entries if "ts" in entry) == 0
-    assert Counter(entry["ph"] for entry in entries if entry["ph"] in "sf") == {"s": 1, "f": 1}, "both ends or none"
+    assert Counter(entry["ph"] for entry in entries if entry["ph"] in "sf") == {"s": 1, "f": 1}, (
+        "each arrow must have both ends"
+    )
     times = [row[2] for _, row in tables.rows(recording)]
     assert min(times) == 0.0 and max(times) == pytest.approx(0.5)
     assert Clocks(recording).began_at_s == pytest.approx(recording.began_at - 0.5, abs=0.1)
@@ -169,8 +175,10 @@ def test_profiler_traces_are_added_with_own_processes_and_times(recording: Recor
     assert both > plain and "aten::add" in own
     added = [entry for entry in entries if entry["name"] == "aten::add"]
     assert added and all(entry["pid"] >= 1_000_000 for entry in added)
-    assert all(abs(entry["ts"]) < 1e6 * 3600 for entry in added), "the same clock"
-    assert not any("torch: " in str(entry.get("args")) for entry in entries), "all ranks are of this process"
+    assert all(abs(entry["ts"]) < 1e6 * 3600 for entry in added), "torch's events must use the ranks' clock"
+    assert not any("torch: " in str(entry.get("args")) for entry in entries), (
+        "no entry may contain 'torch: ', as all ranks are of this process"
+    )
     alone = tmp_path / "alone"
     ad.simulate(train, ranks=1, seed=5, record=alone)
     write_trace(read_recording(alone), tmp_path / "alone.json", [tmp_path / "torch.json"])

@@ -103,7 +103,7 @@ def test_parameters_and_persistent_buffers() -> None:
         "count": BEST,
     }
     assert isinstance(model, Net)
-    assert model.scratch.tolist() == [OWN] * 2, "a buffer that is not persistent is each rank's own"
+    assert model.scratch.tolist() == [OWN] * 2, "a buffer that is not persistent must not be averaged"
     assert model.tied.weight is model.first.weight
 
 
@@ -119,7 +119,7 @@ def test_gradients_and_optimizer_state_stay_unless_reset() -> None:
         step(model, optimizer)
 
     _, optimizer = of_rank_2(Net, count, optimizer_state="reset")
-    assert velocities.count(0) == 4, "at the beginning of each of three ranks, and once after the replacement"
+    assert velocities.count(0) == 4, "velocities must be zero when three ranks begin, and once after the replacement"
 
 
 def test_an_average_of_weights_beside_the_model_is_left_alone() -> None:

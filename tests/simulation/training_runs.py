@@ -136,7 +136,7 @@ async def entered(policy: Any, model: nn.Module, plan: TrainingPlan, world: ad.W
         yield start
         before = weights_of(model)
         await stack.aclose()
-    assert all(map(np.array_equal, before, weights_of(model))), "the weights changed outside step"
+    assert all(map(np.array_equal, before, weights_of(model))), "weights may only change inside step()"
 
 
 def simulate_plan(main: Callable[..., Any], plan: TrainingPlan, *args: Any, ranks: int, seed: int) -> SimReport[Any]:
@@ -167,7 +167,7 @@ def check_steps(plan: TrainingPlan, infos: Mapping[int, Sequence[StepInfo]], wit
 
 
 def with_faults(plan: P, faults: Sequence[Fault] | None) -> P:
-    """Return the plan with other faults, which a shrinking exploration has chosen; None keeps those of the plan."""
+    """Return the plan with other faults, which a shrinking exploration has chosen; None keeps the plan's faults."""
     return plan if faults is None else replace(plan, faults=tuple(faults))
 
 
@@ -188,7 +188,7 @@ def draw_steps(rng: random.Random, ranks: int, count: int, staying: float = 0.9)
 
 
 def draw_compute(rng: random.Random, ranks: int) -> Compute:
-    """Return equal computing times, or those of a run in which one rank is 10 times slower or faster."""
+    """Return computing times that are equal, or 10 times longer or shorter on one rank."""
     return Compute(factors={rng.randrange(ranks): rng.choice((0.1, 10.0))} if rng.random() < 0.3 else {})
 
 

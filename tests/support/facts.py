@@ -1,4 +1,4 @@
-"""Patterns that match a text by the facts in it, so that a test does not depend on the wording.
+"""Patterns that match a message by its facts, so that a test does not depend on the wording.
 
 For each error or printed line, one test at the cheapest layer has the wording; all others compare the facts.
 """
@@ -14,7 +14,7 @@ def naming(*facts: object) -> str:
 
 
 def names(text: object, *facts: object) -> bool:
-    """Return whether a text, or an error's text, names each of the facts as a whole word, in any order."""
+    """Return whether a string, or an error's message, names each of the facts as a whole word, in any order."""
     return re.match(naming(*facts), str(text)) is not None
 
 

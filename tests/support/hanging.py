@@ -83,6 +83,6 @@ def line_of(script: str, mark: str) -> str:
 
 def story_of(told: str) -> str:
     """Return the story alone, without the other printed lines."""
-    assert told.count(STANDSTILL) == 1, told or "nothing was told"
+    assert told.count(STANDSTILL) == 1, told or "nothing was printed"
     lines = told[told.index(STANDSTILL) :].splitlines()
     return "\n".join([lines[0], *(line for line in lines[1:] if line.startswith("  "))])

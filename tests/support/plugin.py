@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-import asyncdist.simulation  # noqa: F401 before any inner session: what that imports first, it takes back
+import asyncdist.simulation  # noqa: F401 before any inner session, which removes the modules that it has imported
 
 HEAD = """
 import asyncio

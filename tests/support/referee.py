@@ -7,7 +7,7 @@ from collections import Counter
 
 from asyncdist.messaging import wire
 from protocols.selective.messages import Assign, End, Frozen, Joined, Rejoin
-from protocols.selective.round.course import ROUND_BELIEVED_MAX
+from protocols.selective.round.lifecycle import PLAUSIBLE_ROUND_MAX
 from protocols.selective.round.state import Send
 from protocols.selective.selection import SelectiveRules
 from support.selective import OpenedCoordinator
@@ -30,7 +30,7 @@ class Referee:
         self.frozen: set[int] = set()
 
     def check(self, sends: tuple[Send, ...]) -> None:
-        """Check what the coordinator sends after one event."""
+        """Check the messages that the coordinator sends after one event."""
         for send in sends:
             assert send.dest in self.live
             message = send.message
@@ -42,7 +42,7 @@ class Referee:
                 continue
             assert send.round == self.number
             assert send.dest in self.named
-            assert self.ends[send.dest] == 0, "nothing comes after End"
+            assert self.ends[send.dest] == 0, "a round must send nothing to a rank after End"
             if isinstance(message, Frozen):
                 assert send.dest not in self.frozen
                 assigned = self.assigned[send.dest]
@@ -64,14 +64,16 @@ class Referee:
 
     def all_released(self) -> None:
         """Check that the last round has ended for all."""
-        assert all(self.ends[rank] == 1 for rank in self.named & self.live), "everyone named hears of the end, once"
+        assert all(self.ends[rank] == 1 for rank in self.named & self.live), (
+            "each rank named in the round must receive exactly one End"
+        )
 
     def on_assign(self, dest: int, number: int, message: Assign) -> None:
         """Check the beginning of a round."""
         if number != self.number:
             self.all_released()
             assert number == max(self.number, self.last_round) + 1
-            assert number <= wire.ROUND_MAX, "it has a place in the header"
+            assert number <= wire.ROUND_MAX, "the round number must fit into the header"
             self.round_count += 1
             self.number, self.assigned, self.frozen = number, {}, set()
             self.named = set(message.donors) | set(message.replacers)
@@ -114,7 +116,7 @@ class Referee:
             case "joined":
                 last_round = max(0, number)
                 if rank in self.live:
-                    self.last_round = max(self.last_round, min(last_round, ROUND_BELIEVED_MAX))
+                    self.last_round = max(self.last_round, min(last_round, PLAUSIBLE_ROUND_MAX))
                 joined = Joined(last_round, iteration // 2, -1, iteration, value, step, iteration / 100)
                 sends = coordinator.on_joined(rank, joined, self.now)
             case "gone":
@@ -132,6 +134,8 @@ class Referee:
                 break
             self.now = max(self.now, deadline)
             self.check(self.coordinator.on_time(self.now))
-        assert self.coordinator.next_deadline() is None, "with no more reports everything comes to rest"
+        assert self.coordinator.next_deadline() is None, (
+            "without further reports, the coordinator must have no more deadlines"
+        )
         statistics = self.coordinator.statistics()
         assert statistics.rounds_decided == statistics.rounds_ended == self.round_count

@@ -57,7 +57,7 @@ class ScriptedTransport:
     def is_sending(self) -> bool:
         return False
 
-    def set_doorbell(self, ring: Callable[[], None]) -> None:
+    def set_arrival_callback(self, ring: Callable[[], None]) -> None:
         self.ring = ring
 
     def lost_ranks(self) -> frozenset[int]:

@@ -10,7 +10,7 @@ import pytest
 def seeds(count: int) -> list[Any]:
     """Return this number of seeds for ``parametrize``.
 
-    All except the first quarter (at least two) are marked ``long``.
+    All except the first eighth (at least two) are marked ``long``.
     """
-    first = max(2, -(-count // 4))
+    first = max(2, -(-count // 8))
     return [pytest.param(seed, marks=[pytest.mark.long] * (seed >= first)) for seed in range(count)]

@@ -26,7 +26,7 @@ def opened(send: Send) -> Any:
     match send.message:
         case PackedAssign() as packed:
             assign = packed.opened(send.dest)
-            assert assign is not None, f"{send} names no part of its receiver"
+            assert assign is not None, f"{send} assigns no part to its receiver"
             return send._replace(message=assign)  # type: ignore[arg-type]
         case PackedFrozen() as packed:
             return send._replace(message=packed.opened())  # type: ignore[arg-type]

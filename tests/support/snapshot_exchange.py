@@ -8,8 +8,8 @@ from scripts.population import Mixed, State, expected_average, fill, same_bits
 
 from asyncdist import World
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState
-from protocols.parameter_stream.landing import ChunkRing
 from protocols.parameter_stream.neighbours import Neighbours
+from protocols.parameter_stream.receive_layout import ChunkRing
 from protocols.parameter_stream.receiver import SnapshotReceiver, new_ring
 from protocols.parameter_stream.server import Offer, SnapshotServer
 from support.local import eventually

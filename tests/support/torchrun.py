@@ -6,7 +6,7 @@
 - The ranks are started here, with the variables that torchrun sets, and without an agent, so a killed rank does not end
   the others. ``run_torchrun`` starts the real torchrun, which takes some seconds more.
 - ``support.mpi.report(rank, value)`` in a rank returns values, as under MPI.
-- Ranks start warm, even those of torchrun; see ``support.warm``.
+- Ranks start warm, even under torchrun; see ``support.warm``.
 - At the timeout, all started processes are killed, and the call raises AssertionError with the output so far.
 - The lines that Gloo prints on standard output are left out of a result; see ``without_gloo``.
 """
@@ -88,7 +88,8 @@ def run_ranks(
         missing: Ranks that are not started.
     """
     port = addresses.find_free_port()
-    command = [sys.executable, *warm.command(script, args, base_environment(), env or {})]
+    program = warm.command(script, args, base_environment(), env or {})
+    command = [sys.executable, *["-S"] * (program[0] == warm.CLIENT), *program]
     started = [rank for rank in range(ranks) if rank not in missing]
     return run_jobs([(command, {**rank_environment(rank, ranks, port), **(env or {})}) for rank in started], timeout_s)
 

@@ -1,19 +1,20 @@
 """Starts ranks that need not import torch: they are forked from a server that has imported it once for a test session.
 
-    asyncdist run -n 4 tests/support/warm.py SOCKET script.py arguments...     what support.mpi starts
-    python tests/support/warm.py SOCKET script.py arguments...                 a rank that support.torchrun starts
-    asyncdist run -n 4 script.py arguments...                                  anything, in ``environment``
+    asyncdist run -n 4 tests/support/warm_rank.py SOCKET script.py arguments...     started by support.mpi
+    python -S tests/support/warm_rank.py SOCKET script.py arguments...              a rank of support.torchrun
+    asyncdist run -n 4 script.py arguments...                                       anything, in ``environment``
 
 Importing torch takes 1.5 s of a core, and creating the first optimizer as much again, for each rank of each job: most
 of the time of a short job. The process that mpirun (or a test) starts instead of a rank asks the *server* for a child.
-It passes its arguments, environment, directory, open files and namespaces (those of a virtual host) to the child,
+It passes its arguments, environment, directory, open files and namespaces (of a virtual host) to the child,
 passes signals on, and ends as the child ends. The child runs the script as ``asyncdist run`` does, by ``launch``.
 
 - The server does not use mpi4py, MPI, process groups or event loops: each rank starts its own.
 - A rank ends with the process that mpirun has started for it, and with the server. The server ends with the test
   session, whose pipe is its standard input.
-- Two properties differ from a separate process: ranks share one seed of ``hash``, and variables that torch reads when
-  it is imported are those of the server. Jobs with such variables start cold.
+- Three properties differ from a separate process: ranks share one seed of ``hash``; variables that torch reads when it
+  is imported are those of the server; and torch is not destroyed at the end, which took half of a short rank's time.
+  Jobs with such variables start cold, and so end cold.
 - Programs that start ranks themselves, such as the demo and the documentation's programs, start them warm if they have
   the variables of ``environment``: Python reads ``warm_site/sitecustomize.py`` first.
 - This works on Linux only. On other systems, every rank starts cold.
@@ -23,42 +24,35 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import functools
 import gc
 import importlib
 import json
+import marshal
 import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-#: Variables that are read when Python, OpenMP or torch are loaded.
-COLD_PREFIXES = ("PYTHON", "OMP_", "MKL_", "TORCH", "PYTORCH")
+from support import warm_rank
+from support.warm_rank import COLD_PREFIXES, HASHES, LENGTH_NBYTES, NAMESPACES, SIMULATION, VARIABLE, asked_of, end_as
+
+#: Script that is started in the place of a rank.
+CLIENT = warm_rank.__file__
 #: First file descriptor above those that a launcher passes to a rank.
 SPARE_FD = 200
-LENGTH_NBYTES = 8
-#: Namespaces in the order of entry: the mount namespace is last, because the others are found in its /proc.
-NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")
-#: Variable that tells processes of a test the server's address, and the variables with which the server started.
-VARIABLE = "ASYNCDIST_TEST_WARM"
-#: Word that stands instead of a rank's script: the command ``asyncdist``.
-SIMULATION = "asyncdist"
 #: Training libraries for ``environment``, which take seconds to import.
 LIBRARIES = ("lightning", "transformers", "transformers.trainer", "accelerate")
 #: Modules of torchgfn that its scripts and the demo import.
 GFN = ("gfn.gym", "gfn.gflownet", "gfn.containers.replay_buffer_manager")
-#: Variable without which simulations restart.
-HASHES = {"PYTHONHASHSEED": "0"}
+#: Packages whose modules are destroyed at the end of a warm rank.
+DESTROYED = {*sys.stdlib_module_names, "__main__", "asyncdist", "mpi4py", "protocols"}
 
 
 def command(
@@ -75,7 +69,7 @@ def command(
     cold = [str(script), *map(str, args)]
     if not hasattr(os, "pidfd_open") or any(name.startswith(COLD_PREFIXES) for name in env):
         return cold
-    return [__file__, _server(frozenset((k, v) for k, v in base.items() if k.startswith(COLD_PREFIXES))), *cold]
+    return [CLIENT, _server(frozenset((k, v) for k, v in base.items() if k.startswith(COLD_PREFIXES))), *cold]
 
 
 def environment(base: Mapping[str, str], *libraries: str) -> dict[str, str]:
@@ -91,7 +85,7 @@ def environment(base: Mapping[str, str], *libraries: str) -> dict[str, str]:
         return dict(base)
     paths = [str(Path(__file__).with_name("warm_site")), *filter(None, [base.get("PYTHONPATH")])]
     environ = {**base, "PYTHONPATH": os.pathsep.join(paths)}
-    asked = _asked(environ)
+    asked = asked_of(environ)
     own = {**HASHES, **asked}
     path = _server(frozenset(own.items()), libraries)
     return {**environ, VARIABLE: json.dumps([(path, asked), (path, own)])}
@@ -108,25 +102,19 @@ def alone(environ: Mapping[str, str], script: str | os.PathLike[str], *args: obj
     cold = [str(script), *map(str, args)]
     if VARIABLE not in environ:
         return [sys.executable, *cold]
-    return [sys.executable, "-S", __file__, json.loads(environ[VARIABLE])[0][0], *cold]
-
-
-def _asked(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a warm process must share with its server.
-
-    No program reads torchrun's before the script.
-    """
-    is_asked = {name: name.startswith(COLD_PREFIXES) and not name.startswith("TORCHELASTIC_") for name in environ}
-    return {name: environ[name] for name in environ if is_asked[name]}
+    return [sys.executable, "-S", CLIENT, json.loads(environ[VARIABLE])[0][0], *cold]
 
 
 @functools.cache
 def _server(asked: frozenset[tuple[str, str]], libraries: tuple[str, ...] = ()) -> str:
     """Start a server with these variables and imports, which lives as long as this process. Return its address."""
+    import subprocess
+    import tempfile
+
     folder = tempfile.TemporaryDirectory(prefix="asyncdist-test-")
     path = str(Path(folder.name, "warm"))
     process = subprocess.Popen(
-        [sys.executable, __file__, "--serve", path, *libraries],
+        [sys.executable, __file__, path, *libraries],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**{k: v for k, v in os.environ.items() if k != VARIABLE}, **dict(asked)},
@@ -143,73 +131,6 @@ def _server(asked: frozenset[tuple[str, str]], libraries: tuple[str, ...] = ()) 
 
     atexit.register(end)
     return path
-
-
-# -- what is started in the place of a rank ---------------------------------------------------------------------------
-
-
-def be_warm() -> None:
-    """Continue as a child of the warm server if this process's environment has the address of one."""
-    asked = _asked(os.environ)
-    paths = [path for path, variables in json.loads(os.environ[VARIABLE]) if variables == asked]
-    program, *arguments = sys.orig_argv[1:] or [""]
-    if program == "-m" and arguments[:1] == ["asyncdist"]:
-        program, *arguments = arguments
-    name = os.path.basename(program)
-    if not paths or any(set(word) == {":"} for word in arguments):
-        return
-    if name == "rank_program.py":
-        be_rank(paths[0], arguments)
-    # The process that serves a job's store has the variables of rank 0.
-    elif name.endswith(".py") and name != "store_server.py" and "RANK" in os.environ:
-        be_rank(paths[0], [program, *arguments])
-    elif name == "asyncdist" and arguments[:1] == ["sim"] and HASHES.items() <= asked.items():
-        be_rank(paths[0], [SIMULATION, *arguments])
-
-
-def be_rank(path: str, arguments: list[str]) -> NoReturn:
-    """Ask for a child and end as the child ends.
-
-    The child also gets everything that the launcher has passed to this process.
-    """
-    files = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 0 and _is_inherited(fd)]
-    namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
-    job = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd(), "files": files}
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
-        text = json.dumps(job).encode()
-        socket.send_fds(connection, [len(text).to_bytes(LENGTH_NBYTES)], files + namespaces)
-        connection.sendall(text)
-        word, children, _, _ = socket.recv_fds(connection, 1, 1)
-        if not word:
-            os._exit(1)  # the server has ended
-
-        def forward(number: int, _frame: FrameType | None) -> None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(children[0], number)
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, forward)
-        status = connection.recv(LENGTH_NBYTES, socket.MSG_WAITALL)
-    # the server has ended, and its children with it
-    end_as(int.from_bytes(status) if len(status) == LENGTH_NBYTES else 1 << 8)
-
-
-def end_as(status: int) -> NoReturn:
-    """End with a child's status, without printing, since the child has printed everything."""
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
-
-
-def _is_inherited(fd: int) -> bool:
-    try:
-        return os.get_inheritable(fd)
-    except OSError:  # the descriptor with which the others were listed
-        return False
 
 
 # -- the server -------------------------------------------------------------------------------------------------------
@@ -229,7 +150,10 @@ def serve(path: str, libraries: Sequence[str]) -> dict[str, Any]:
     from asyncdist.runtime.process import spare_collections
 
     assert len({ad.run, ad.barrier}) == 2  # importing these names imports all modules that a rank needs
-    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    assert len(os.listdir("/proc/self/task")) == 1, (
+        "the server must have no other threads, as they do not survive a fork"
+    )
+    _shorten_ends()
     # Freezing prevents each rank's garbage collections from writing to all imported objects, and so copying them. At
     # the end everything is collected, as in a rank that starts cold, if nanobind looks for leaks: the GPU builds of
     # torch 2.15 import Triton.
@@ -245,6 +169,36 @@ def serve(path: str, libraries: Sequence[str]) -> dict[str, Any]:
         os.write(1, b"ready")
         os.dup2(2, 1)
         return _serve(listener, ready)
+
+
+def _shorten_ends() -> None:
+    """Let ranks end without destroying the imported libraries, which would copy the memory that all ranks share.
+
+    Everything else happens as in a cold rank: exit handlers run, modules of asyncdist, of the standard library and of
+    the script are destroyed, MPI is finalised, and libraries that the rank has loaded itself are unloaded.
+    """
+    import ctypes
+    import weakref
+
+    libc = ctypes.CDLL(None)
+    for function in (libc._exit, libc.fcloseall):  # they run in the opposite order
+        libc.on_exit(ctypes.cast(function, ctypes.c_void_p), None)
+    atexit.register(_keep_libraries)
+    for finalizer, called in vars(weakref.finalize)["_registry"].items():
+        if called.func.__module__.startswith("torch."):  # it deregisters an operator that is defined in Python
+            finalizer.atexit = False
+
+
+def _keep_libraries() -> None:
+    """Exempt the imported libraries from destruction, unless one of them counts its objects at the end."""
+    import ctypes
+
+    from asyncdist.runtime.process import _COUNT_AT_THE_END
+
+    if not any(name in sys.modules for name in _COUNT_AT_THE_END):
+        names = [name for name in sys.modules if name.partition(".")[0] not in DESTROYED]
+        libraries = [sys.modules.pop(name) for name in names]
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(libraries))
 
 
 def _serve(listener: socket.socket, ready: selectors.BaseSelector) -> dict[str, Any]:
@@ -290,8 +244,8 @@ def _receive_job(client: socket.socket) -> dict[str, Any] | None:
     received: list[int] = []
     try:
         length, received, _, _ = socket.recv_fds(client, LENGTH_NBYTES, SPARE_FD)
-        job: dict[str, Any] = json.loads(client.recv(int.from_bytes(length), socket.MSG_WAITALL))
-    except (OSError, ValueError):
+        job: dict[str, Any] = marshal.loads(client.recv(int.from_bytes(length), socket.MSG_WAITALL))
+    except (OSError, ValueError, EOFError):
         _close(received)
         return None
     return {**job, "received": received}
@@ -339,6 +293,8 @@ def become(job: dict[str, Any], server: int) -> None:
 
 def _enter(namespaces: Sequence[int]) -> bool:
     """Enter the namespaces that differ from this process's own; return whether there were any."""
+    import ctypes
+
     own = [os.stat(f"/proc/self/ns/{name}").st_ino for name in NAMESPACES]
     others = [fd for fd, number in zip(namespaces, own, strict=True) if os.fstat(fd).st_ino != number]
     libc = ctypes.CDLL(None, use_errno=True)
@@ -350,8 +306,5 @@ def _enter(namespaces: Sequence[int]) -> bool:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--serve":
-        pid = os.getpid()
-        become(serve(sys.argv[2], sys.argv[3:]), pid)
-    else:
-        be_rank(sys.argv[1], sys.argv[2:])
+    pid = os.getpid()
+    become(serve(sys.argv[1], sys.argv[2:]), pid)

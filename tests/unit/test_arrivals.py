@@ -15,7 +15,7 @@ def arrival(rank: int, sequence: int = 1) -> Arrival:
 def arrived(arrivals: Arrivals, rank: int, at: float = 0.0, sequence: int = 1) -> None:
     """Report a contribution half a second before it arrives."""
     assert arrivals.on_arrived(arrival(rank, sequence), at - 0.5) is Handling.FETCH
-    arrivals.on_whole(arrival(rank, sequence), at)
+    arrivals.on_received(arrival(rank, sequence), at)
 
 
 def taken(arrivals: Arrivals, *, takes_all: bool = False) -> list[tuple[int, int]]:
@@ -56,10 +56,10 @@ def test_a_quorum_has_its_ranks_and_its_times() -> None:
     assert arrivals.on_arrived(arrival(0), 0.0) is Handling.FETCH
     arrived(arrivals, 1, at=1.0)
     assert arrivals.quorum() is None
-    arrivals.on_whole(arrival(0), 2.0)
+    arrivals.on_received(arrival(0), 2.0)
     assert (arrivals.quorum(), arrivals.is_complete) == (Quorum(frozenset((0, 1)), 0.0, 2.0), False)
     arrived(arrivals, 2, at=2.25)
-    assert arrivals.quorum() == Quorum(frozenset((0, 1)), 0.0, 2.0), "the third contribution is not needed"
+    assert arrivals.quorum() == Quorum(frozenset((0, 1)), 0.0, 2.0), "the third contribution must not be needed"
     assert arrivals.is_complete and len(arrivals.take(takes_all=True)) == 3
 
 
@@ -77,7 +77,9 @@ def test_a_repeated_contribution_is_answered_but_not_applied() -> None:
     assert arrivals.on_arrived(arrival(1, 5), 0.0) is Handling.IGNORE
     assert taken(arrivals) == [(1, 5)]
     assert arrivals.on_arrived(arrival(1, 5), 0.0) is Handling.ANSWER
-    assert arrivals.on_arrived(arrival(7), 0.0) is Handling.IGNORE, "it is not a member"
+    assert arrivals.on_arrived(arrival(7), 0.0) is Handling.IGNORE, (
+        "a contribution of a rank that is not a member must be ignored"
+    )
 
 
 def test_two_processes_of_a_rank_contribute_to_two_versions() -> None:
@@ -94,7 +96,7 @@ def test_a_contribution_under_way_from_a_lost_rank_is_dropped() -> None:
     arrivals = Arrivals(range(2), 1)
     assert arrivals.on_arrived(arrival(1), 0.0) is Handling.FETCH
     arrivals.on_gone(1)
-    arrivals.on_whole(arrival(1), 0.0)
+    arrivals.on_received(arrival(1), 0.0)
     assert arrivals.is_empty
 
 
@@ -105,12 +107,12 @@ def test_a_worker_with_a_new_source_drops_what_is_not_applied() -> None:
     arrivals.forget(1, source=6)
     assert arrivals.is_awaited(first)
     arrivals.forget(1, source=5)
-    arrivals.on_whole(first, 0.0)
+    arrivals.on_received(first, 0.0)
     assert arrivals.is_empty
     assert arrivals.on_arrived(first, 0.0) is Handling.FETCH
-    arrivals.on_whole(first, 0.0)
+    arrivals.on_received(first, 0.0)
     arrivals.forget(1, source=5)
-    assert not arrivals.is_empty, "it has arrived"
+    assert not arrivals.is_empty, "the contribution has arrived"
     arrivals.forget(1)
     assert arrivals.is_empty and arrivals.on_arrived(Arrival(1, 4, 0, 9, 1.0, 1.0, source=7), 0.0) is Handling.FETCH
 
@@ -126,7 +128,7 @@ def member_state(version: int, outer_version: int = -1) -> MemberState:
 def test_a_new_leader_takes_the_newest_states() -> None:
     member_states = {1: member_state(4, 2), 2: member_state(7, 3), 3: member_state(7, 6), 4: member_state(5, 5)}
     assert choose(member_states, 1) == Choice(7, 2, 6, 3)
-    assert choose(member_states, 3) == Choice(7, 3, 6, 3), "it prefers its own"
+    assert choose(member_states, 3) == Choice(7, 3, 6, 3), "among equally new states, a leader must prefer its own"
     assert choose({2: member_state(0)}, 2) == Choice(0, 2, -1, -1)
 
 

@@ -1,4 +1,4 @@
-"""Tests the Gaussian process of PB2 against its formula in numpy, and what it suggests."""
+"""Tests the Gaussian process of PB2 against its formula in numpy, and its suggestions."""
 
 from __future__ import annotations
 

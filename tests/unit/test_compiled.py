@@ -48,7 +48,7 @@ def test_interpreted_installation_is_not_told_to_compile_itself(
     monkeypatch.delenv(compiled.PURE_VARIABLE, raising=False)
     copy = copied(tmp_path / "asyncdist")
     assert "-e ." not in copy.describe()
-    assert "--no-cache-dir" in copy.describe(), "pip keeps the wheel that it has built without a compiler"
+    assert "--no-cache-dir" in copy.describe(), "pip must not reuse a wheel that was built without a compiler"
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", True), ("0", True), ("1", False), ("yes", False)])

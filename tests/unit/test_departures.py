@@ -30,7 +30,9 @@ def test_the_living_ranks_are_one_tree_whatever_ranks_are_lost(size: int, rng: r
         while below:
             reached.append(below.pop())
             below += trees[reached[-1]].children
-        assert sorted(reached) == [r for r in living if trees[rank].first <= r <= trees[rank].last], "and each once"
+        assert sorted(reached) == [r for r in living if trees[rank].first <= r <= trees[rank].last], (
+            "each rank must be reached exactly once"
+        )
 
 
 def test_a_tree_of_a_thousand_ranks_has_ten_levels() -> None:
@@ -85,13 +87,13 @@ class Story:
         if dest in self.lost | self.gone or self.rng.random() < self.spoiled:
             return
         if isinstance(message, EndAcknowledged):
-            self.ranks[dest].on_end_heard(source)
+            self.ranks[dest].on_end_known(source)
             self.answer(dest)
             self.send(dest, self.ranks[dest].urgent())
             return
         for departure in self.ranks[dest].on_departed(message, source):
             for rank in departure.ranks:
-                assert self.known[dest].get(rank, 0) < departure.stage, "it is told as new once"
+                assert self.known[dest].get(rank, 0) < departure.stage, "a departure may be reported as new only once"
                 self.known[dest][rank] = departure.stage
         self.answer(dest)
         self.send(dest, self.ranks[dest].urgent())
@@ -121,7 +123,7 @@ class Story:
     def tell_all(self, *, again: bool = False) -> None:
         for rank in set(self.living) - self.gone:
             if again:
-                self.ranks[rank].tell_again()
+                self.ranks[rank].resend_announcements()
                 self.answer(rank)
                 self.send(rank, self.ranks[rank].urgent())
             self.send(rank, self.ranks[rank].others())
@@ -153,7 +155,9 @@ def test_all_learn_that_all_ended_despite_losses_and_damage(seed: int) -> None:
             story.deliver()
         story.end_ranks()
         last = [rank for rank in story.living if to_come[rank]]
-        assert not last or all(story.ranks[rank].stage < Stage.ENDED for rank in story.living), "one goes on"
+        assert not last or all(story.ranks[rank].stage < Stage.ENDED for rank in story.living), (
+            "no rank may end before all ranks have arrived"
+        )
     for _ in range(40):
         story.settle()
         if all(story.ranks[rank].stage >= Stage.ENDED for rank in story.living):
@@ -192,7 +196,9 @@ def test_equal_ends_cost_six_messages_and_one_fact_per_rank(size: int) -> None:
         story.send(rank, story.ranks[rank].urgent())
     story.settle()
     assert all(each.is_over for each in story.ranks)
-    assert max(story.sent.values()) == 6, "two to each child, one to the parent, and one to say that it has heard"
+    assert max(story.sent.values()) == 6, (
+        "a rank may send two messages to each child, one to its parent, and one acknowledgement"
+    )
     assert max(len(each._accounts) for each in story.ranks) == 1
 
 
@@ -206,7 +212,7 @@ def test_a_rank_is_over_when_all_have_heard_that_all_have_ended(size: int) -> No
         story.deliver()
         for rank in range(size):
             have_all_heard = all(each.stage >= Stage.ENDED for each in story.ranks)
-            assert have_all_heard or not story.ranks[rank].is_over, "it may have to tell them yet"
+            assert have_all_heard or not story.ranks[rank].is_over, "a rank must wait until all others know of the end"
     assert all(each.is_over for each in story.ranks)
 
 

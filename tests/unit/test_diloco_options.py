@@ -13,7 +13,7 @@ from support.facts import naming
 import asyncdist.tensors.codecs
 import protocols
 from protocols import AsyncDiLoCoPolicy, DiLoCoPolicy, FedAdam, SelectiveDiLoCoPolicy, TopK
-from protocols.diloco.elsewhere import ELSEWHERE
+from protocols.diloco.foreign_options import FOREIGN_OPTIONS
 from protocols.diloco.options import DiLoCoOptions
 
 SGD = torch.optim.SGD
@@ -32,6 +32,10 @@ def make(**options: Any) -> DiLoCoPolicy:
         ("local_sgd_steps", "average_every"),
         ("target_batch_size", "average_every"),
         ("H", "average_every"),
+        ("inner_steps", "average_every"),
+        ("tau", "overlap_steps"),
+        ("num_fragments", "fragments"),
+        ("outer_lr", "outer_optimizer"),
         ("fragment_sync_delay", "overlap_steps"),
         ("fragment_update_alpha", "mixing"),
         ("alpha", "mixing"),
@@ -93,7 +97,7 @@ def test_the_positional_arguments_of_another_library(
 
 def test_all_options_of_another_library_are_explained_at_once() -> None:
     given = {"accelerator": None, "model": MODEL, "local_sgd_steps": 8, "enabled": True}
-    facts = [f"{name!r}: {ELSEWHERE[name]}" for name in given if name != "model"]
+    facts = [f"{name!r}: {FOREIGN_OPTIONS[name]}" for name in given if name != "model"]
     with pytest.raises(TypeError, match=naming(*facts)):
         DiLoCoPolicy(**given)  # type: ignore[arg-type]
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from asyncdist import environment, validation
 from asyncdist.launch import doctor, mpirun
@@ -148,6 +149,20 @@ def test_a_secret_that_cannot_be_used_is_found(tmp_path: Path) -> None:
     assert "has mode 0644, so other users can open it" in (doctor._check_secret(environ) or "")
     path.chmod(0o600)
     assert doctor._check_secret(environ) is None and doctor._check_secret({}) is None
+
+
+def test_gpus_that_torch_cannot_use_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with a driver too old for this torch, which counts GPUs without CUDA, doctor ended with an error."""
+
+    def fail(_: int) -> str:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nPlease update it.")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", fail)
+    gpus, error = doctor._find_gpus()
+    assert not gpus and error is not None and error.endswith("is too old (found version 12040).")
+    monkeypatch.setattr(torch.cuda, "get_device_name", "GPU {}".format)
+    assert doctor._find_gpus() == (["GPU 0", "GPU 1"], None)
 
 
 def test_problems_are_told_together() -> None:

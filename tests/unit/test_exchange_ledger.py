@@ -71,7 +71,7 @@ def test_a_round_is_decided_when_all_have_contributed() -> None:
     ledger = Ledger([0, 1, 2])
     assert captured(ledger, 1, 2, 0) == []
     assert captured(ledger, 1, 1) == [Decide(1, verdict(1, 0, 1, 2), (0, 1, 2))]
-    assert captured(ledger, 1, 1) == [], "a report that arrives twice decides nothing"
+    assert captured(ledger, 1, 1) == [], "a report that arrives twice must decide nothing"
 
 
 def test_contributions_that_are_not_finite_are_left_out() -> None:
@@ -83,7 +83,7 @@ def test_contributions_that_are_not_finite_are_left_out() -> None:
     ledger.on_captured(0, 2, 1.0, NAN)
     ledger.on_captured(1, 2, 1.0, NAN)
     (made,) = ledger.on_captured(2, 2, 1.0, NAN)
-    assert made == Decide(2, Verdict(1, (), (), ()), (0, 1, 2)), "without a donor, the round still ends"
+    assert made == Decide(2, Verdict(1, (), (), ()), (0, 1, 2)), "without a donor, the round must still end"
 
 
 def test_a_policy_chooses_donors_and_weights_by_its_function() -> None:
@@ -95,7 +95,9 @@ def test_a_policy_chooses_donors_and_weights_by_its_function() -> None:
     for rank in range(3):
         ledger.on_captured(rank, 2, 1.0, 1.0, (-1.0,))
     (made,) = ledger.on_captured(3, 2, 1.0, 1.0, (-1.0,))
-    assert made == Decide(2, Verdict(1, (), (), ()), (0, 1, 2, 3)), "a round whose donors are all left out still ends"
+    assert made == Decide(2, Verdict(1, (), (), ()), (0, 1, 2, 3)), (
+        "a round whose donors are all left out must still end"
+    )
 
 
 def test_a_census_chooses_by_the_same_function_of_what_is_left() -> None:
@@ -105,7 +107,7 @@ def test_a_census_chooses_by_the_same_function_of_what_is_left() -> None:
     for rank, score in scores.items():
         made = ledger.on_captured(rank, 1, 1.0, 1.0, (score,))
     assert made == [Decide(1, Verdict(1, (0, 3), (0.5, 1.0), (1.0, 1.0), scores=((0.5,), (1.0,))), (0, 1, 2, 3))]
-    assert ledger.on_gone(2) == [], "a rank that was left out is not needed"
+    assert ledger.on_gone(2) == [], "a rank that was left out must not be needed"
     assert ledger.on_gone(3) == [TakeCensus(1)]
     ledger.on_census(0, 1, [RoundState(1, 1, False, 1.0, 1.0, scores=(0.5,))], (0,))
     made = ledger.on_census(1, 1, [RoundState(1, 1, False, 1.0, 1.0, scores=(0.25,))], (0,))
@@ -115,7 +117,7 @@ def test_a_census_chooses_by_the_same_function_of_what_is_left() -> None:
     other.on_census(1, 0, [RoundState(1, 1, False, 1.0, 1.0, scores=(0.25,))], (0,))
     made = other.on_census(2, 0, [RoundState(1, 1, False, 1.0, 1.0, scores=(0.125,))], (0,))
     assert made == [Decide(1, Verdict(2, (1,), (0.25,), (1.0,), scores=((0.25,),)), (1, 2))], (
-        "a new leader decides in the same way"
+        "a new leader must decide in the same way"
     )
 
 
@@ -152,7 +154,7 @@ def test_rounds_are_retired_in_order() -> None:
     captured(ledger, 2, 0, 1)
     assert ledger.on_merged(0, 2) == ledger.on_merged(1, 2) == ledger.on_merged(0, 1) == []
     assert ledger.on_merged(1, 1) == [Retire(1), Retire(2)]
-    assert ledger.on_merged(1, 1) == captured(ledger, 2, 0, 1) == [], "messages about retired rounds are ignored"
+    assert ledger.on_merged(1, 1) == captured(ledger, 2, 0, 1) == [], "messages about retired rounds must be ignored"
     assert ledger.retired == [2]
 
 
@@ -174,7 +176,7 @@ def test_a_quorum_decides_and_names_the_late_members() -> None:
     ledger = with_quorum(2, 0, 1, 2)
     assert captured(ledger, 1, 2) == []
     assert captured(ledger, 1, 0) == [Decide(1, late_verdict((1,), 1, 0, 2), (0, 1, 2))]
-    assert captured(ledger, 1, 1) == [], "a contribution after the verdict counts in no verdict on this round"
+    assert captured(ledger, 1, 1) == [], "a contribution after the verdict must not count in a verdict on this round"
     assert captured(ledger, 2, 1) == []
     assert captured(ledger, 2, 0) == [Decide(2, late_verdict((2,), 1, 0, 1), (0, 1, 2))]
 
@@ -182,9 +184,9 @@ def test_a_quorum_decides_and_names_the_late_members() -> None:
 def test_a_grace_period_lets_further_contributions_count() -> None:
     ledger = with_quorum(2, 0, 1, 2, 3, grace_s=1.0)
     captured(ledger, 1, 0)
-    assert captured(ledger, 1, 2) == [AwaitGrace(1, 1)], "it begins with the quorum"
+    assert captured(ledger, 1, 2) == [AwaitGrace(1, 1)], "the grace period must begin with the quorum"
     assert captured(ledger, 1, 3) == [] and ledger.is_in_grace(1, 1)
-    assert ledger.on_grace_over(1, 2) == [], "an earlier grace period, before a census, does not count"
+    assert ledger.on_grace_over(1, 2) == [], "the end of an earlier grace period must be ignored"
     assert ledger.on_grace_over(1, 1) == [Decide(1, late_verdict((1,), 1, 0, 2, 3), (0, 1, 2, 3))]
     assert not ledger.is_in_grace(1, 1) and ledger.on_grace_over(1, 1) == []
 
@@ -217,7 +219,7 @@ def test_a_round_is_retired_when_the_next_one_is_decided() -> None:
     captured(ledger, 2, 0, 1)
     assert ledger.on_merged(1, 2) == [Retire(1, 0)]
     assert ledger.retired == [1]
-    assert ledger.on_merged(2, 1) == [], "it has caught up"
+    assert ledger.on_merged(2, 1) == [], "member 2 has caught up, so nothing is left to retire"
 
 
 def test_a_state_holder_that_is_lost_leads_to_a_census() -> None:
@@ -226,7 +228,7 @@ def test_a_state_holder_that_is_lost_leads_to_a_census() -> None:
     ledger.on_merged(0, 1)
     captured(ledger, 2, 0, 1)
     ledger.on_merged(0, 2)
-    assert ledger.retired == [2], "members 1 and 2 have no mean of round 1, and are behind"
+    assert ledger.retired == [2], "round 2 must be kept, as members 1 and 2 lack the mean of round 1"
     assert ledger.on_gone(0) == [TakeCensus(1)]
 
 
@@ -236,13 +238,13 @@ def test_members_that_all_wait_get_the_first_round() -> None:
     assert captured(ledger, 1, 0) == []
     assert captured(ledger, 2, 1) == [Decide(1, late_verdict((1,), 1, 0), (0, 1))]
     free = with_quorum(2, 0, 1, fragments=2)
-    assert captured(free, 1, 0) == captured(free, 2, 1) == [], "members that do not wait contribute later"
+    assert captured(free, 1, 0) == captured(free, 2, 1) == [], "members that do not wait must contribute later"
 
 
 @pytest.mark.parametrize(("count", "members", "most"), [(3, 4, 3), (1, 4, 5), (2, 5, 4), (3, 2, 2)])
 def test_a_member_that_misses_more_than_its_share_is_slow(count: int, members: int, most: int) -> None:
     quorum = Quorum(count, 0.0, False)
-    assert [quorum.is_missed_by_slow(missed, members) for missed in (1, most, most + 1)] == [False, False, True]
+    assert [quorum.must_abdicate(missed, members) for missed in (1, most, most + 1)] == [False, False, True]
 
 
 def test_a_leaving_member_leaves_no_member_behind() -> None:
@@ -252,7 +254,7 @@ def test_a_leaving_member_leaves_no_member_behind() -> None:
     captured(ledger, 2, 0)
     ledger.on_merged(0, 2)
     ledger.on_ending(0)
-    assert ledger.released() == set(), "member 1 has no state after the rounds of member 0"
+    assert ledger.released() == set(), "member 0 must stay, as member 1 lacks the state after its rounds"
     ledger.on_merged(1, 2)
     assert ledger.released() == {0}
 
@@ -306,7 +308,7 @@ def test_a_mean_that_a_member_has_is_passed_on() -> None:
     ledger.on_census(0, 1, [round_state(1, 0, 1)], (0,))
     made = ledger.on_census(1, 1, [round_state(1, 1, 1, 0, 1, 2)], (0,))
     assert made == [Decide(1, verdict(2, 0, 1, 2, holder=1), (0, 1))]
-    assert ledger.on_merged(0, 1) == [Retire(1)], "the holder needs no second report"
+    assert ledger.on_merged(0, 1) == [Retire(1)], "the holder must not need to report a second time"
 
 
 def test_a_mean_that_all_members_have_is_retired_at_once() -> None:
@@ -346,7 +348,9 @@ def test_an_answer_of_a_rank_that_is_lost_later_does_not_count() -> None:
 
 def test_answers_that_are_late_or_repeated_are_ignored() -> None:
     ledger = lost_donor()
-    assert ledger.on_census(0, 0, [round_state(1, 0, 1, 0, 1, 2)], (0,)) == [], "an answer to an earlier census"
+    assert ledger.on_census(0, 0, [round_state(1, 0, 1, 0, 1, 2)], (0,)) == [], (
+        "an answer to an earlier census must be ignored"
+    )
     ledger.on_census(0, 1, [round_state(1, 0, 1)], (0,))
     assert ledger.on_census(0, 1, [round_state(1, 0, 1, 0, 1, 2)], (0,)) == []
     assert ledger.on_census(1, 1, [round_state(1, 1, 1)], (0,)) == [Decide(1, verdict(2, 0, 1), (0, 1))]
@@ -393,7 +397,9 @@ def test_a_newcomer_contributes_to_rounds_its_leader_has_not() -> None:
     captured(ledger, 1, 0, 1)
     captured(ledger, 2, 1)
     assert ledger.on_admitted(2, by=0) == []
-    assert captured(ledger, 1, 3) == [Decide(1, verdict(1, 0, 1, 3), (0, 1, 2, 3))], "rank 2 has the state after it"
+    assert captured(ledger, 1, 3) == [Decide(1, verdict(1, 0, 1, 3), (0, 1, 2, 3))], (
+        "rank 2 must receive the mean, as its state is from before the round"
+    )
     assert captured(ledger, 2, 0, 3) == []
     assert captured(ledger, 2, 2) == [Decide(2, verdict(1, 0, 1, 2, 3), (0, 1, 2, 3))]
 

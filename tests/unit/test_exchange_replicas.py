@@ -11,15 +11,15 @@ from torch import nn
 from asyncdist.tensors.flat_state import FlatState
 from protocols.exchange.ledger import Decide, Ledger, Report, reported_weights
 from protocols.exchange.replicas.division import parts_of, weighing_of
-from protocols.joining.replicas import SINGLE, Replicas
+from protocols.joining.replica_layout import SINGLE, Replicas
 
 REPLICAS = Replicas((0, 1, 2, 4, 5, 7), 2)
 
 
 def test_mates_and_counterparts() -> None:
-    assert REPLICAS.mates(2) == REPLICAS.mates(4) == (2, 4)
+    assert REPLICAS.replica_ranks(2) == REPLICAS.replica_ranks(4) == (2, 4)
     assert REPLICAS.counterparts(4) == (1, 4, 7) and REPLICAS.index(7) == 1
-    assert SINGLE.mates(3) == (3,)
+    assert SINGLE.replica_ranks(3) == (3,)
 
 
 def test_a_replica_is_weighed_as_a_whole() -> None:
@@ -37,7 +37,9 @@ def test_a_replica_is_weighed_as_a_whole() -> None:
         7: Report(1.0, 1.0, (0.0,)),
     }
     chosen = weighing_of(REPLICAS, weigh)(reports)  # type: ignore[arg-type]
-    assert chosen == {0: 3.0, 1: 3.0}, "rank 4 has not reported, and a part of the third replica is not finite"
+    assert chosen == {0: 3.0, 1: 3.0}, (
+        "only the first replica may count: rank 4 has not reported, and rank 5 is not finite"
+    )
     assert seen[0] == Report(3.0, 5.0, (1.5,)) and seen.keys() == {0, 5}
     assert weighing_of(SINGLE, reported_weights) is reported_weights
 
@@ -71,7 +73,7 @@ def test_a_lost_mate_leaves_no_half_replica_as_donor() -> None:
         assert not ledger.on_captured(rank, 1, 1.0, 1.0)
     (decided,) = ledger.on_gone(2)
     assert isinstance(decided, Decide) and decided.verdict.donors == (0, 1, 5, 7)
-    assert ledger.on_gone(4) == [], "no verdict needs the rest of the replica"
+    assert ledger.on_gone(4) == [], "the loss of the replica's other rank must not change a verdict"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])

@@ -20,7 +20,9 @@ CASES = [
 def test_fragments_are_due_in_turn_at_equal_distances(every: int, count: int, overlap: int, warmup: int) -> None:
     schedule = Schedule(every, count, overlap, warmup)
     due = [(step, fragment) for step in range(warmup + 4 * every) for fragment in schedule.due(step)]
-    assert [fragment for _, fragment in due] == [place % count for place in range(len(due))], "always in turn"
+    assert [fragment for _, fragment in due] == [place % count for place in range(len(due))], (
+        "the fragments must take turns"
+    )
     assert len(due) == (warmup + 4) * count
     for fragment in range(count):
         steps = [step for step, each in due if each == fragment and step >= warmup]
@@ -29,7 +31,7 @@ def test_fragments_are_due_in_turn_at_equal_distances(every: int, count: int, ov
     after = [step for step, _ in due if step >= warmup]
     gaps = [later - earlier for earlier, later in itertools.pairwise(after)]
     assert max(gaps, default=0) - min(gaps, default=0) <= 1
-    assert after[-1] == warmup + 4 * every - 1, "the last round is due in the last step"
+    assert after[-1] == warmup + 4 * every - 1, "the last round must be due in the last step"
 
 
 @pytest.mark.parametrize(("every", "count", "overlap", "warmup"), CASES)
@@ -38,6 +40,6 @@ def test_a_mean_is_applied_before_its_fragment_is_due(every: int, count: int, ov
     applied = {}
     for step in range(warmup + 3 * every):
         for fragment in schedule.due(step):
-            assert applied.get(fragment, 0) <= step, f"fragment {fragment} is in flight at step {step}"
+            assert applied.get(fragment, 0) <= step, f"fragment {fragment} is still in flight at step {step}"
             applied[fragment] = schedule.applied_at(step)
             assert applied[fragment] == step + (overlap if step >= warmup else 0)

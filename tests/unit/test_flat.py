@@ -194,7 +194,7 @@ def test_a_dtensor_is_refused_by_name_and_by_what_takes_it() -> None:
         whole = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
         model = nn.Module()
         model.weight = nn.Parameter(whole)
-        with pytest.raises(ValueError, match=r"'weight' is a DTensor, .* use a policy with replica_size"):
+        with pytest.raises(ValueError, match=r"'weight' is a DTensor, .* only a policy with replica_size"):
             FlatState(model)
         with pytest.raises(ValueError, match=r"the gradient of 'weight' must be dense, but it is a DTensor"):
             check_gradient("weight", model.weight)

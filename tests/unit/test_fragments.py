@@ -125,9 +125,11 @@ def test_balanced_fragments_have_the_documented_order() -> None:
     entries = [entry("b", count=4), entry("a", count=4), entry("c", count=3), entry("d", count=9), entry("e", count=1)]
     assert names_of(entries, 2, "balanced") == [["d", "e"], ["b", "a", "c"]]
     wide = [entry("a", count=3), entry("b", count=2, dtype=torch.float64), entry("c", count=1)]
-    assert names_of(wide, 2, "balanced") == [["b"], ["a", "c"]], "by bytes"
+    assert names_of(wide, 2, "balanced") == [["b"], ["a", "c"]], "fragments must be balanced by bytes"
     empty = [entry(name, count=0) for name in "cab"]
-    assert fragments_of(empty, 3, "balanced") == ((1,), (2,), (0,)), "by name, and no fragment stays empty"
+    assert fragments_of(empty, 3, "balanced") == ((1,), (2,), (0,)), (
+        "empty tensors must be ordered by name, and each fragment must get one"
+    )
 
 
 def test_tied_weights_are_one_entry_of_one_fragment() -> None:
@@ -146,7 +148,7 @@ def test_lists_name_modules_parameters_and_buffers() -> None:
     assert fragments == [["h.1.w", "h.1.norm.w", "scale"], ["h.10.w", "embed.weight"]]
     tied = [entry("embed.weight", "head.weight"), entry("h.0.w")]
     assert fragments_of(tied, 2, [["h"], ["embed", "head"]]) == ((1,), (0,))
-    assert fragments_of(tied, 2, [["h"], ["head"]]) == ((1,), (0,)), "one of its names is enough"
+    assert fragments_of(tied, 2, [["h"], ["head"]]) == ((1,), (0,)), "one of a tied tensor's names must be enough"
 
 
 def test_averaged_optimizer_states_follow_their_parameters() -> None:

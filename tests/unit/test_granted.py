@@ -15,7 +15,7 @@ import torch
 from asyncdist.errors import RankLostError
 from asyncdist.transports.base import Request
 from asyncdist.transports.matching import CallbackQueue, Matcher
-from asyncdist.transports.torch_distributed.gloo_streams import Passage
+from asyncdist.transports.torch_distributed.gloo_streams import StreamTransfers
 
 TAG = 8001
 #: Seconds that a loaded machine may need for an operation that takes no time.
@@ -54,7 +54,7 @@ class Wire:
             sends, receives = self._sends.get(tag), self._receives.get(tag)
             while sends and receives:
                 (data, sent), (room, received) = sends.popleft(), receives.popleft()
-                assert data.nbytes <= room.nbytes, "gloo ends the process that receives it"
+                assert data.nbytes <= room.nbytes, "the buffer is too small; gloo would end the receiving process"
                 room[: len(data)] = data
                 sent.is_done.set()
                 received.is_done.set()
@@ -83,19 +83,21 @@ class End:
                 self.threads.append(threading.Thread(target=run, daemon=True))
                 self.threads[-1].start()
 
-        self.passage = Passage(
+        self.transfers = StreamTransfers(
             TAG,
             peer,
             peer,
             bulk,
             Matcher(self.callbacks),
             start=start,
-            acknowledge=lambda: ends[peer].hear(lambda passage: passage.on_acknowledged()),
-            ask_for_nothing=lambda number: ends[peer].hear(lambda passage: passage.on_unwanted(number)),
+            acknowledge=lambda: ends[peer].hear(lambda transfers: transfers.on_acknowledged()),
+            ask_for_empty_message=lambda number: ends[peer].hear(
+                lambda transfers: transfers.on_receive_cancelled(number)
+            ),
         )
 
-    def hear(self, call: Callable[[Passage], None]) -> None:
-        self.callbacks.put(call, self.passage)
+    def hear(self, call: Callable[[StreamTransfers], None]) -> None:
+        self.callbacks.put(call, self.transfers)
 
 
 @pytest.fixture
@@ -105,7 +107,7 @@ def ends() -> Iterator[list[End]]:
     made += [End(Bulk(there, back), 1, made), End(Bulk(back, there), 0, made)]
     yield made
     for end in made:
-        end.passage.stop()
+        end.transfers.stop()
         for thread in end.threads:
             thread.join(LIMIT_S)
             assert not thread.is_alive()
@@ -129,8 +131,8 @@ def hear_all(end: End) -> None:
 
 def test_messages_match_receives_in_order_and_report_their_size(ends: list[End]) -> None:
     rooms = [bytearray(10) for _ in range(4)]
-    receives = [ends[1].passage.receive(room) for room in rooms]
-    sends = [ends[0].passage.send(memoryview(data)) for data in (b"a" * 10, b"bc", b"", b"d")]
+    receives = [ends[1].transfers.receive(room) for room in rooms]
+    sends = [ends[0].transfers.send(memoryview(data)) for data in (b"a" * 10, b"bc", b"", b"d")]
     complete(*sends, *receives)
     assert [bytes(room[: receive.nbytes]) for room, receive in zip(rooms, receives, strict=True)] == [
         b"a" * 10,
@@ -142,33 +144,33 @@ def test_messages_match_receives_in_order_and_report_their_size(ends: list[End])
 
 
 def test_a_message_may_be_sent_before_its_receive_is_posted(ends: list[End]) -> None:
-    send = ends[0].passage.send(memoryview(b"early"))
+    send = ends[0].transfers.send(memoryview(b"early"))
     room = bytearray(5)
-    complete(ends[1].passage.receive(room), send)
+    complete(ends[1].transfers.receive(room), send)
     assert room == b"early"
 
 
 def test_what_is_cancelled_is_answered_with_nothing(ends: list[End]) -> None:
-    receives = [ends[1].passage.receive(bytearray(4)) for _ in range(3)]
-    complete(ends[0].passage.send(memoryview(b"last")), receives[0])
+    receives = [ends[1].transfers.receive(bytearray(4)) for _ in range(3)]
+    complete(ends[0].transfers.send(memoryview(b"last")), receives[0])
     for receive in receives[1:]:
         receive.cancel()
     hear_all(ends[0])
     complete(*receives[1:])
     assert [receive.cancelled for receive in receives] == [False, True, True]
-    again, room = ends[0].passage.send(memoryview(b"next")), bytearray(4)
-    complete(ends[1].passage.receive(room), again)
-    assert room == b"next", "the tag is as good as new"
+    again, room = ends[0].transfers.send(memoryview(b"next")), bytearray(4)
+    complete(ends[1].transfers.receive(room), again)
+    assert room == b"next", "the tag must be usable again"
 
 
 def test_nothing_comes_in_its_turn(ends: list[End]) -> None:
     """The receive before the cancelled receive still waits for its message."""
     rooms = [bytearray(1) for _ in range(3)]
-    receives = [ends[1].passage.receive(room) for room in rooms]
+    receives = [ends[1].transfers.receive(room) for room in rooms]
     receives[1].cancel()
     hear_all(ends[0])
     assert not any(receive.test() for receive in receives)
-    sends = [ends[0].passage.send(memoryview(data)) for data in (b"1", b"3")]
+    sends = [ends[0].transfers.send(memoryview(data)) for data in (b"1", b"3")]
     complete(*sends, *receives)
     assert [receive.cancelled for receive in receives] == [False, True, False]
     assert rooms == [b"1", b"\0", b"3"]
@@ -176,20 +178,20 @@ def test_nothing_comes_in_its_turn(ends: list[End]) -> None:
 
 def test_a_message_that_is_on_its_way_comes_all_the_same(ends: list[End]) -> None:
     rooms = [bytearray(1) for _ in range(2)]
-    first = ends[1].passage.receive(rooms[0])
-    sends = [ends[0].passage.send(memoryview(b"1"))]
+    first = ends[1].transfers.receive(rooms[0])
+    sends = [ends[0].transfers.send(memoryview(b"1"))]
     first.cancel()
     hear_all(ends[0])  # too late: the message has been sent
-    sends.append(ends[0].passage.send(memoryview(b"2")))
-    complete(first, ends[1].passage.receive(rooms[1]), *sends)
+    sends.append(ends[0].transfers.send(memoryview(b"2")))
+    complete(first, ends[1].transfers.receive(rooms[1]), *sends)
     assert (first.cancelled, rooms) == (False, [b"1", b"2"])
 
 
 def test_a_lost_peer_fails_what_involves_it(ends: list[End]) -> None:
-    requests: list[Any] = [ends[1].passage.receive(bytearray(1)), ends[1].passage.send(memoryview(b"x"))]
-    ends[1].passage.lose(RankLostError("rank 0 is gone", rank=0))
+    requests: list[Any] = [ends[1].transfers.receive(bytearray(1)), ends[1].transfers.send(memoryview(b"x"))]
+    ends[1].transfers.lose(RankLostError("rank 0 is gone", rank=0))
     for request in requests:
         with pytest.raises(RankLostError, match="rank 0 is gone"):
             request.test()
-    ends[0].passage.send(memoryview(b"y"))  # lets the threads end
-    ends[0].passage.receive(bytearray(1))
+    ends[0].transfers.send(memoryview(b"y"))  # lets the threads end
+    ends[0].transfers.receive(bytearray(1))

@@ -10,7 +10,7 @@ import pytest
 
 from asyncdist.launch import guardians
 
-pytestmark = pytest.mark.skipif(not guardians.ARE_HERE, reason="there are no guardians")
+pytestmark = pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="there are no guardians")
 
 
 @pytest.mark.parametrize(("code", "waits"), [(-9, True), (1, True), (0, False)])

@@ -33,9 +33,9 @@ def test_every_rank_is_in_one_island_and_all_agree_which(size: int, count: int, 
     for rank, island in zip(population, islands, strict=True):
         assert island is not None and rank in island.ranks and len(island.ranks) == size
         assert island.index_of(rank) == island.index and island.ranks_of(island.index) == island.ranks
-        elsewhere = [other for other in population if island.is_elsewhere(other)]
-        assert elsewhere == [other for other in population if other not in island.ranks]
-        assert not island.is_elsewhere(first + 1)
+        others = [other for other in population if island.is_in_other_island(other)]
+        assert others == [other for other in population if other not in island.ranks]
+        assert not island.is_in_other_island(first + 1)
     assert sorted(rank for index in range(count) for rank in islands[0].ranks_of(index)) == population  # type: ignore[union-attr]
 
 
@@ -49,7 +49,7 @@ def test_the_ranks_of_a_host_are_together(hosts: list[int], seed: int) -> None:
     ordered = by_host(population, hosts)
     assert sorted(ordered) == sorted(population)
     names = [name for name, _ in itertools.groupby(hosts[rank] for rank in ordered)]
-    assert len(names) == len(set(names)), "a host's ranks follow each other"
+    assert len(names) == len(set(names)), "the ranks of a host must be adjacent"
     assert names == list(dict.fromkeys(hosts[rank] for rank in population))
     for name in names:
         of_host = [rank for rank in ordered if hosts[rank] == name]
@@ -149,8 +149,8 @@ def test_guests_change_nothing_but_the_donors(
 # -- the coordinator --------------------------------------------------------------------------------------------------
 
 
-def joined(value: float = 9.0, *, step_s: float = 0.5, incarnation: int = 0) -> Joined:
-    return Joined(33, -1, -1, 70, value, step_s, 1.0, incarnation)
+def joined(value: float = 9.0, *, step_s: float = 0.5, incarnation: int = 0, last_round: int = 0) -> Joined:
+    return Joined(last_round, -1, -1, 70, value, step_s, 1.0, incarnation)
 
 
 def coordinator_with(guests: dict[int, Joined], **options: Any) -> tuple[RoundCoordinator, list[Send]]:
@@ -184,6 +184,12 @@ def test_a_guest_is_a_donor_of_one_round_and_then_forgotten() -> None:
     assert {send.dest for send in sends} == set(range(4))
 
 
+def test_a_guest_has_no_role_in_two_rounds_of_one_number() -> None:
+    """Regression: only the guest remembered the last round of a lost coordinator, whose successor reused the number."""
+    _, sends = coordinator_with({70: joined(last_round=33)})
+    assert {send.round for send in sends} == {34}
+
+
 def test_the_best_emigrates_every_so_many_decisions() -> None:
     coordinator, _ = coordinator_with({}, migrate_every=2, replacement_ratio=0.0)
     assert coordinator.migrants.take_emigrant() is None
@@ -197,7 +203,7 @@ def test_the_best_emigrates_every_so_many_decisions() -> None:
 def test_round_waits_no_longer_for_a_guest_than_for_its_donors() -> None:
     alone, _ = coordinator_with({})
     slow, sends = coordinator_with({70: joined(step_s=1.05)})
-    assert 70 in [send.dest for send in sends], "twice as slow as its hosts"
+    assert 70 in [send.dest for send in sends], "the round must wait for a guest half as fast as its hosts"
     assert slow.next_deadline() == alone.next_deadline()
     for rank in (1, 2, 3):
         slow.on_ready(rank, 1, 9, 1.0)
@@ -206,7 +212,7 @@ def test_round_waits_no_longer_for_a_guest_than_for_its_donors() -> None:
     (frozen,) = [send.message for send in slow.on_time(deadline) if isinstance(send.message, Frozen)]
     assert frozen.donors == (1, 2, 3)
     _, sends = coordinator_with({70: joined(step_s=20.0)})
-    assert 70 not in [send.dest for send in sends], "much slower than its hosts"
+    assert 70 not in [send.dest for send in sends], "the round must not wait for a guest much slower than its hosts"
 
 
 def test_guest_giving_alone_is_awaited_as_the_slowest_replacer() -> None:
@@ -253,9 +259,9 @@ def test_few_guests_wait_and_the_newest_ones() -> None:
     coordinator, sends = coordinator_with({rank: joined(float(rank)) for rank in range(70, 70 + 2 * GUEST_COUNT_MAX)})
     asked = [send.dest for send in sends if send.dest >= 70]
     assert asked == list(range(70 + GUEST_COUNT_MAX, 70 + 2 * GUEST_COUNT_MAX))
-    assert coordinator.migrants.dismissals() == [Send(rank, 1, End("the coordinator is replaced")) for rank in asked]
+    assert coordinator.migrants.end_messages() == [Send(rank, 1, End("the coordinator is replaced")) for rank in asked]
 
 
 def test_a_world_in_one_island_has_a_ring_of_one() -> None:
     island = IslandOptions(islands=1).island_of(3, range(4))
-    assert island == Island(0, 4, range(4)) and not any(map(island.is_elsewhere, range(-1, 6)))
+    assert island == Island(0, 4, range(4)) and not any(map(island.is_in_other_island, range(-1, 6)))

@@ -182,6 +182,7 @@ def test_a_job_that_goes_on_is_started_otherwise() -> None:
         ),
         (["run", "-n", "2", "no_such_script.py"], "'no_such_script.py' does not exist"),
         (["run", "-n", "2", "."], "'.' is a directory"),
+        (["run", "-n", "2", "/dev/null"], "'/dev/null' is a pipe or a device"),
         (["run", "-n", "99999999", __file__], "on this host, got 99999999"),
         (["run", "-n", "99999999", "--transport", "torch", __file__], "on this host, got 99999999"),
     ],
@@ -303,8 +304,8 @@ def test_a_rank_that_fails_like_another_one_prints_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rank_program, "ancestors", lambda: [os.getpid()])
-    with local_host.told_variables() as variables:
-        tell = rank_program._ToldOnce(variables[rank_program.TOLD_VARIABLE])
+    with local_host.printed_errors_variables() as variables:
+        tell = rank_program._PrintOnce(variables[rank_program.PRINTED_ERRORS_VARIABLE])
         for rank, error in ((2, ValueError("one\ntwo")), (0, ValueError("one\ntwo")), (1, ValueError("another"))):
             monkeypatch.setenv("RANK", str(rank))
             tell(type(error), error, None)
@@ -314,8 +315,19 @@ def test_a_rank_that_fails_like_another_one_prints_a_line(
         "asyncdist: rank 0 failed in the same way as rank 2: ValueError: one\n"
         "asyncdist: rank 1 failed:\nValueError: another\n"
     )
-    rank_program._ToldOnce("")(ValueError, ValueError("one"), None)
+    rank_program._PrintOnce("")(ValueError, ValueError("one"), None)
     assert capsys.readouterr().err == "ValueError: one\n"
+
+
+def test_ranks_need_no_anonymous_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: in a container that forbids memfd_create, each job ended with OSError."""
+
+    def refuse(_: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
+    with local_host.printed_errors_variables() as variables:
+        assert variables == {}
 
 
 def test_a_debugger_without_input_says_where_there_is_one() -> None:
@@ -345,9 +357,9 @@ def test_a_launcher_continues_if_its_lines_cannot_be_written(monkeypatch: pytest
     full = os.open("/dev/full", os.O_WRONLY)
     with monkeypatch.context() as patched:
         patched.setattr("sys.stderr", FullDisk())
-        Restarts.say("rank 1 was killed")
-        mpirun_process._say("rank 1 was killed")
+        Restarts.print_line("rank 1 was killed")
+        mpirun_process._print_line("rank 1 was killed")
         remote_hosts._write(full, b"a rank's output")
-        store_server.carry_out(SimpleNamespace(set=keys.__setitem__), ["!to join, run\n", "places 4\n"])
+        store_server.process_lines(SimpleNamespace(set=keys.__setitem__), ["!to join, run\n", "places 4\n"])
     os.close(full)
     assert keys == {"places": "4"}

@@ -1,4 +1,4 @@
-"""Tests the page of ``asyncdist top --web``: who may see it, what it shows, and how often it reads the job."""
+"""Tests the page of ``asyncdist top --web``: access to it, its contents, and how often it reads the job."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def read(server: PageServer) -> dict[str, Any]:
 def test_without_the_token_nothing_is_shown(server: PageServer, ranks: ServedRanks, path: str, query: str) -> None:
     status, headers, body = get(server, path + query.format(server.token))
     assert (status, headers["Content-Type"]) == (403, "text/html; charset=utf-8")
-    assert b"asyncdist top --web" in body and b"token=" in body, "the answer does not say what to do"
+    assert b"asyncdist top --web" in body and b"token=" in body, "the answer must name the command and the token"
     assert JOB.encode() not in body and server.token.encode() not in body
-    assert not ranks.asked, "a stranger has caused a reading"
+    assert not ranks.asked, "a request without the token must not cause a reading"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_rank_that_no_longer_answers_adds_no_rate(ranks: ServedRanks, tmp_path
     history.add(0.0, view.rows)
     assert together(view.rows).startswith(f"job {JOB}: 1 of 3 ranks, ")
     assert (view.rows[1].is_silent, view.rows[1].before, view.rows[1].note) == (True, None, "does not answer")
-    assert view.rows[1].now is not None, "its last counts are shown"
+    assert view.rows[1].now is not None, "the last counts of the lost rank must be shown"
     ((_, first, second, _),) = history.policies()[0]["quantities"]["metric"]
     assert first == 0.0 and math.isnan(second)
 
@@ -237,7 +237,7 @@ def test_the_end_of_the_job_keeps_the_last_answers(
     assert (before["is_running"], after["is_running"], after["notes"]) == (True, False, [])
     for same in ("answered_at", "lines", "summary", "size", "history"):
         assert after[same] == before[same]
-    monkeypatch.setattr(server.snapshots, "_find", lambda: pytest.fail("an ended job was looked for"))
+    monkeypatch.setattr(server.snapshots, "_find", lambda: pytest.fail("an ended job must not be looked up"))
     assert read(server) == after
 
 
@@ -279,7 +279,7 @@ def test_many_viewers_cause_one_reading_and_none_causes_none(
     server: PageServer, ranks: ServedRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "PERIOD_S", 600.0)
-    assert not ranks.asked, "without a viewer the job was read"
+    assert not ranks.asked, "without a viewer, the job must not be read"
     told = list[tuple[int, http.client.HTTPMessage, bytes]]()
     path = f"/job.json?token={server.token}"
     viewers = [threading.Thread(target=lambda: told.append(get(server, path))) for _ in range(20)]

@@ -24,7 +24,7 @@ from asyncdist.live.counters import (
     EXPORTED,
     PolicyCounters,
     RankCounters,
-    _told_apart,
+    _with_unique_names,
     counters_of,
     from_bytes,
     per_second,
@@ -59,7 +59,9 @@ COUNTERS = RankCounters(
 )
 def test_destinations_are_named_by_ports_and_words(named: Any, expected: tuple[Destination, ...]) -> None:
     assert destinations(named) == expected
-    assert destinations(",".join(map(str, expected)) or None) == expected, "as asyncdist run hands them to its ranks"
+    assert destinations(",".join(map(str, expected)) or None) == expected, (
+        "the result must equal the value that asyncdist run passes to its ranks"
+    )
 
 
 @pytest.mark.parametrize("named", ["0", 65536, "-1", "", ",", "tensorboard", "tensorboard:", ":9100", "grafana", []])
@@ -143,7 +145,7 @@ def test_counters_are_read_again_if_a_dictionary_has_grown() -> None:
 
 def test_policies_of_one_name_are_told_apart() -> None:
     named = [replace(POLICY, policy=name) for name in ("", "mine", "", "mine", "")]
-    told = _told_apart(named)
+    told = _with_unique_names(named)
     assert [each.policy for each in told] == ["", "mine", "#2", "mine #2", "#3"]
     found = [(sample.name, *sample.labels.items()) for sample in samples(replace(COUNTERS, policies=told))]
     assert len(found) == len(set(found))
@@ -385,7 +387,7 @@ def copied(parts: list[bytes], to: Any) -> None:
             for part in parts:
                 into.write(part)
         copier.join(10.0)
-        assert not copier.is_alive(), "it has read to the end"
+        assert not copier.is_alive(), "the copier must have read to the end"
 
 
 def test_of_a_bar_the_last_state_is_kept() -> None:

@@ -39,7 +39,7 @@ _OF_STATISTICS = ["agents_killed", "averaging_ranks", "num_replacements", "total
 _OF_BUFFERS = ["ReplayBufferManager", "scoring_function", "remote_manager_rank", "get_metadata"]
 _DROPPED = ["capture_comm", "poll_interval_s", "send_termination_signal"]
 NAMES = [*_LISTED.split(), *_OF_A_CONTEXT, *_OF_STATISTICS, *_OF_BUFFERS, *_DROPPED, "resolve"]
-#: Options and steps whose old names no longer exist, and those of objects that a call creates.
+#: Options and steps whose old names no longer exist, and options of objects that a call creates.
 RENAMED = {"expose_params", "check_policy", "check_agent"} | {name for name in NAMES if name.startswith("_")}
 RENAMED |= {*_DROPPED, *_OF_A_CONTEXT, *_OF_BUFFERS}
 
@@ -154,7 +154,9 @@ def test_what_a_script_of_torchgfn_imports_has_its_arguments() -> None:
         for name in set(found[module]) - {"ContainerUnion"}:
             theirs, ours = (list(inspect.signature(getattr(home, name)).parameters) for home in (there, torchgfn))
             assert ours[: len(theirs)] == theirs, name
-            assert {*ours[len(theirs) :]} <= {"communication_backend", "timing"}, "later versions have these"
+            assert {*ours[len(theirs) :]} <= {"communication_backend", "timing"}, (
+                "only options of later versions may be missing"
+            )
             assert issubclass(getattr(torchgfn, name), getattr(there, name))
     spec = importlib.util.find_spec("gfn.utils.distributed")
     assert spec is not None and spec.origin is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.launch import guardians
+from asyncdist.launch import guardians, live_table
 from asyncdist.trust import mpi_folders, private_folders
 from asyncdist.trust.mpi_folders import MpiFolders
 
@@ -37,7 +37,9 @@ def test_only_this_user_can_enter_the_folders(bases: tuple[Path, Path]) -> None:
         assert [path.parent for path in made] == list(bases)
         assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700, 0o700]
         (made[0] / "left").touch()
-        assert MpiFolders.make(TOKEN) == folders, "two hosts may share a folder for temporary files"
+        assert MpiFolders.make(TOKEN) == folders, (
+            "two hosts that share a folder for temporary files must be able to make it"
+        )
     assert [list(base.iterdir()) for base in bases] == [[], []]
 
 
@@ -58,6 +60,17 @@ def test_the_next_job_removes_folders_of_killed_jobs(bases: tuple[Path, Path]) -
                 left = {path.name.removeprefix("asyncdist-mpi-") for path in base.iterdir()}
                 assert left == {"r" * 16, "new", "shared", "file", "n" * 16}
         assert Path(running.files).is_dir()
+
+
+def test_the_next_live_table_removes_a_killed_ones_folder(bases: tuple[Path, Path]) -> None:
+    """Regression: the folder of a killed ``asyncdist run --live`` stayed."""
+    killed = bases[0] / "asyncdist-live-killed"
+    killed.mkdir(mode=0o700)
+    (killed / "0.123").touch()
+    os.utime(killed, (0, 0))
+    with live_table._counters_folder() as own:
+        assert [str(path) for path in bases[0].iterdir()] == [own]
+    assert not list(bases[0].iterdir())
 
 
 def test_a_folder_that_others_can_enter_is_not_used(bases: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:

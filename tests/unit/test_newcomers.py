@@ -16,7 +16,7 @@ from support.selective import OpenedCoordinator
 from asyncdist import LateError, RemoteProtocolError
 from asyncdist.collectives.agreement.incarnations import Incarnations
 from asyncdist.waits import WaitId
-from protocols.joining.newcomers import Application, Over, Welcome
+from protocols.joining.newcomers import Application, NotMember, Welcome
 from protocols.joining.state_transfer import packed, unpacked
 from protocols.selective.messages import Admitted, Assign, Frozen, Joined
 from protocols.selective.round.state import Send
@@ -51,15 +51,17 @@ def test_newcomer_gets_the_best_members_state_and_then_counts() -> None:
     coordinator = running([1.0, 5.0, 3.0])
     coordinator.on_lost(2, 1.0)
     number = admission(coordinator, 2, donor=1, now=2.0)
-    assert coordinator.members() == ((0, 0), (1, 0)), "it does not count before it has the state"
+    assert coordinator.members() == ((0, 0), (1, 0)), "a newcomer must not count as a member before it has the state"
     sends = coordinator.on_applied(2, number, 9, 3.0)
     assert [send for send in sends if isinstance(send.message, Admitted)] == [
         Send(rank, 0, Admitted(2, 1)) for rank in range(3)
     ]
     assert coordinator.members() == ((0, 0), (1, 0), (2, 1))
-    assert coordinator.on_newcomer(2, 1, 4.0) == (Send(2, 0, Admitted(2, 1)),), "it has not heard yet"
+    assert coordinator.on_newcomer(2, 1, 4.0) == (Send(2, 0, Admitted(2, 1)),), (
+        "the newcomer asks again, so Admitted must be repeated"
+    )
     coordinator.on_leave(2, 5.0)
-    assert coordinator.on_newcomer(2, 1, 6.0) == (), "an earlier request, read after it has left"
+    assert coordinator.on_newcomer(2, 1, 6.0) == (), "an earlier request must be ignored after the rank has left"
     for rank in range(2):
         coordinator.on_leave(rank, 7.0)
     assert coordinator.finished
@@ -85,7 +87,9 @@ def test_a_newcomer_is_neither_waited_for_nor_judged() -> None:
     coordinator.on_lost(2, 3.0)
     for rank in range(2):
         coordinator.on_report(rank, 19, 1.0, 1.0, 4.0)
-    assert coordinator.statistics().decision_count == 2, "the two that count have reported"
+    assert coordinator.statistics().decision_count == 2, (
+        "both members that count have reported, so the round must be decided"
+    )
     assert not coordinator.on_report(2, 19, 9.0, 1.0, 4.0)
 
 
@@ -207,7 +211,7 @@ def test_a_state_with_changed_bytes_is_a_state_or_refused(data: st.DataObject) -
 
 
 async def test_ranks_met_together_are_all_asked_for_the_policy() -> None:
-    """Regression: a new rank that met all others in one turn asked none of them, yet assumed that it had asked all."""
+    """Regression: a new rank that connected to all others in one turn asked none, yet assumed it had asked all."""
     unmet, asked = {1, 2, 3}, []
     welcome = Welcome(0, 0, 0, 0, 0, ((1, 0), (2, 0), (3, 0)))
 
@@ -215,7 +219,7 @@ async def test_ranks_met_together_are_all_asked_for_the_policy() -> None:
         unmet.clear()
         if asked:
             application.on_message(welcome, 2)
-        assert is_over(), f"{what}, until {deadline}"
+        assert is_over(), f"not true by {deadline}: {what}"
 
     engine = SimpleNamespace(until=until, recheck=lambda: None)
     services: Any = SimpleNamespace(
@@ -227,8 +231,8 @@ async def test_ranks_met_together_are_all_asked_for_the_policy() -> None:
         is_unmet=unmet.__contains__,
         engine=engine,
     )
-    board: Any = SimpleNamespace(send=lambda _, dest: asked.append(dest))
-    application = Application(services, board, (0, 1, 2, 3), {}, 60.0)
+    dispatcher: Any = SimpleNamespace(send=lambda _, dest: asked.append(dest))
+    application = Application(services, dispatcher, (0, 1, 2, 3), {}, 60.0)
     assert await application.welcomed() == (welcome, 2)
     assert asked == [1, 2, 3]
 
@@ -240,8 +244,8 @@ async def test_a_newcomer_is_late_even_if_its_last_request_is_new() -> None:
     async def until(is_over: Callable[[], bool], what: WaitId, *, deadline: float) -> None:
         nonlocal now
         if now < 59.5:  # rank 1 waits for admission too, and rank 2 has left this policy
-            application.on_message(Over(0, has_ended=False), 1)
-            application.on_message(Over(0, has_ended=True), 2)
+            application.on_message(NotMember(0, has_ended=False), 1)
+            application.on_message(NotMember(0, has_ended=True), 2)
         now = deadline
 
     services: Any = SimpleNamespace(
@@ -253,7 +257,7 @@ async def test_a_newcomer_is_late_even_if_its_last_request_is_new() -> None:
         is_unmet=lambda rank: False,
         engine=SimpleNamespace(until=until, recheck=lambda: None),
     )
-    board: Any = SimpleNamespace(send=lambda message, dest: None)
-    application = Application(services, board, (0, 1, 2), {}, 60.0)
+    dispatcher: Any = SimpleNamespace(send=lambda message, dest: None)
+    application = Application(services, dispatcher, (0, 1, 2), {}, 60.0)
     with pytest.raises(LateError):
         await application.welcomed()

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, strategies as st
 from support.facts import names
 
-from asyncdist.collectives.one_sided import TOLD_COUNT_MAX
+from asyncdist.collectives.one_sided import NOTIFIED_COUNT_MAX
 from protocols.one_sided.selection import (
     REPLACEMENT_MODES,
     SAMPLE_COUNT,
     OneSidedRules,
     choose,
     donor_limit,
-    is_dying,
+    must_replace,
     sample_count,
 )
 from protocols.ranking import STRATEGIES, order_worst_first, replacer_count
@@ -98,24 +98,24 @@ def test_a_threshold_is_one_that_must_not_be_crossed() -> None:
         (math.inf, True),
         (-math.inf, True),
     ):
-        assert is_dying(3, {3: metric}, rules) == dies, metric
+        assert must_replace(3, {3: metric}, rules) == dies, metric
     losses = OneSidedRules(replacement_mode="threshold", threshold_metric=1.5, metric_mode="min")
     for metric, dies in ((1.4, False), (1.5, False), (1.6, True), (math.nan, True)):
-        assert is_dying(3, {3: metric}, losses) == dies, metric
+        assert must_replace(3, {3: metric}, losses) == dies, metric
 
 
 def test_nobody_dies_of_a_metric_by_age() -> None:
-    assert not is_dying(0, {0: math.nan, 1: 9.0}, OneSidedRules(replacement_mode="age"))
+    assert not must_replace(0, {0: math.nan, 1: 9.0}, OneSidedRules(replacement_mode="age"))
 
 
 @pytest.mark.slow
 @given(METRICS, RULES)
 def test_the_worst_ratio_is_the_one_of_the_selective_core(metrics: dict[int, float], rules: OneSidedRules) -> None:
-    dying = {rank for rank in metrics if is_dying(rank, metrics, rules)}
+    replaced = {rank for rank in metrics if must_replace(rank, metrics, rules)}
     if rules.replacement_mode == "worst_ratio":
-        assert len(dying) == replacer_count(len(metrics), rules.replacement_ratio)
-        assert dying == set(order_worst_first(metrics, rules.metric_mode)[: len(dying)])
-        assert len(dying) < len(metrics)
+        assert len(replaced) == replacer_count(len(metrics), rules.replacement_ratio)
+        assert replaced == set(order_worst_first(metrics, rules.metric_mode)[: len(replaced)])
+        assert len(replaced) < len(metrics)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_how_many_are_drawn(members: int, options: dict[str, Any], count: int) -
 
 
 def test_small_groups_are_read_whole_and_larger_ones_by_sample() -> None:
-    assert SAMPLE_COUNT == TOLD_COUNT_MAX, "in a group whose members are told all, all are looked at"
+    assert SAMPLE_COUNT == NOTIFIED_COUNT_MAX, "a group whose members are all notified must be read as a whole"
     for mode in REPLACEMENT_MODES:
         for options in ({}, {"donor_count": 2}, {"donor_ratio": 1.0}):
             rules = OneSidedRules(replacement_mode=mode, **options)
@@ -162,7 +162,7 @@ def test_a_choice_keeps_the_rules(
     if rules.averaging_strategy == "reset_weights":
         assert choice is not None and (choice.donors, choice.best) == ((), -1)
         return
-    able = {r for r in metrics if r != rank and math.isfinite(metrics[r]) and not is_dying(r, metrics, rules)}
+    able = {r for r in metrics if r != rank and math.isfinite(metrics[r]) and not must_replace(r, metrics, rules)}
     assert (choice is None) == (not able)
     if choice is None:
         return
@@ -202,7 +202,7 @@ def test_a_newer_metric_weighs_as_what_it_is() -> None:
     choice = choose(0, {0: 1.0, 1: 2.0, 2: 4.0}, 3, rules, lambda ranks, count: list(ranks))
     assert choice is not None and choice.donors == (1, 2) and choice.floor == 1.0
     assert [choice.weight(metric) for metric in (2.0, 4.0, 3.5, 1.0, 0.0, -7.0)] == [1.0, 3.0, 2.5, 0.0, 0.0, 0.0]
-    assert choice.weight(1e300) <= 2.0**20, "no weight is so large that float32 would overflow"
+    assert choice.weight(1e300) <= 2.0**20, "a weight must not be so large that float32 overflows"
     losses = OneSidedRules(averaging_strategy="weighted_mean", donor_count=3, metric_mode="min")
     choice = choose(0, {0: 4.0, 1: 2.0, 2: 1.0}, 3, losses, lambda ranks, count: list(ranks))
     assert choice is not None and [choice.weight(m) for m in (2.0, 1.0, 4.0, 5.0)] == [2.0, 3.0, 0.0, 0.0]

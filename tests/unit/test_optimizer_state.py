@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist.tensors.optimizers.loading import _warn_of_order, arranged, load_named, named_state
-from asyncdist.tensors.optimizers.reset import reset_optimizer_state
+from asyncdist.tensors.optimizers.reset import _FROM_ZEROS, reset_optimizer_state
 
 
 def test_reset_restores_the_state_that_the_constructor_makes() -> None:
@@ -33,6 +33,34 @@ def test_reset_restores_the_state_that_the_constructor_makes() -> None:
         return model.weight.detach()
 
     assert torch.equal(trained(2), trained(0))
+
+
+@pytest.mark.parametrize("kind", _FROM_ZEROS)
+def test_reset_keeps_the_tensors_that_a_cuda_graph_writes(kind: Any) -> None:
+    """Regression: a captured step wrote the moments into freed memory. torch makes such a step only on a GPU."""
+    weight = nn.Parameter(torch.ones(3))
+    options: dict[str, Any] = {"amsgrad": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else {}
+    options |= {"momentum": 0.9, "centered": True} if kind is torch.optim.RMSprop else {}
+
+    def step(optimizer: torch.optim.Optimizer, scale: float = 1.0) -> list[float]:
+        with torch.no_grad():
+            weight.fill_(1.0)
+        weight.grad = torch.tensor([1.0, -2.0, 3.0]) * scale
+        optimizer.step()
+        return weight.tolist()
+
+    optimizer = kind([weight], lr=0.1, **options)
+    first = step(optimizer)
+    step(optimizer, scale=-5.0)
+    before = dict(optimizer.state[weight])
+    optimizer.param_groups[0]["capturable"] = True
+    reset_optimizer_state(optimizer)
+    assert before.keys() == optimizer.state[weight].keys() and len(before) >= 3
+    assert all(optimizer.state[weight][name] is value for name, value in before.items())
+    optimizer.param_groups[0]["capturable"] = False
+    assert step(optimizer) == first
+    reset_optimizer_state(optimizer)
+    assert not optimizer.state
 
 
 class Four(nn.Module):

@@ -114,14 +114,16 @@ def test_a_master_keeps_what_the_weights_round_away() -> None:
     for _ in range(3):
         model.weight.grad = torch.full_like(model.weight, 2**-11)
         optimizer.step()
-    assert model.weight.unique().tolist() == [1.0, 2.0], "three updates below the last place of bfloat16"
+    assert model.weight.unique().tolist() == [1.0, 2.0], "three updates below bfloat16's last place must add up"
     finer = optimizer.state[model.weight]["finer"]
     with held(model, optimizer).following(), torch.no_grad():
         model.weight[1:] = 4.0
     assert torch.equal(finer[1:], torch.full((3, 4), 4.0 - 3 * 2**-11))
     with held(model, optimizer).following(), torch.no_grad():
         model.weight[1:] = 2**-8
-    assert torch.equal(finer[1:], torch.full((3, 4), 2**-8)), "what would round to other weights is not kept"
+    assert torch.equal(finer[1:], torch.full((3, 4), 2**-8)), (
+        "low bits that would round to other weights must be cleared"
+    )
 
 
 def test_origins_move_with_the_weights_and_compensations_vanish() -> None:
@@ -138,7 +140,9 @@ def test_origins_move_with_the_weights_and_compensations_vanish() -> None:
     replace(model, held(model, optimizer))
     assert torch.allclose(optimizer.state[first]["x0"], torch.full((8, 8), NEW + 3.0), atol=1e-5)
     assert not optimizer.state[first]["kahan_comp"].any()
-    assert torch.equal(optimizer.state[second]["p0"], start), "Prodigy's first weights only measure a distance"
+    assert torch.equal(optimizer.state[second]["p0"], start), (
+        "Prodigy's first weights must be kept, as they only measure a distance"
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,7 +216,7 @@ def test_state_that_follows_the_weights_unknown_is_reported_once(caplog: pytest.
     caplog.clear()
     with held(model, optimizer, is_reset=True).following():
         pass
-    assert not caplog.records, "it is cleared anyway"
+    assert not caplog.records, "an optimizer that is cleared anyway must not cause a warning"
 
 
 def test_an_optimizer_that_puts_the_old_weights_back_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -223,20 +227,22 @@ def test_an_optimizer_that_puts_the_old_weights_back_is_reported(caplog: pytest.
     replace(model, weights)
     assert weights.is_watching
     weights.check_kept()
-    assert not weights.is_watching and not caplog.records, "the new weights are there before the next step"
+    assert not weights.is_watching and not caplog.records, (
+        "the new weights were kept, so the check must end without a warning"
+    )
     train(model, optimizer, 1)
     replace(model, weights)
     train(model, optimizer, 1)
     weights.check_kept()
     weights.check_kept()
-    assert weights.is_watching and not caplog.records, "the length of a step is not known before another one"
+    assert weights.is_watching and not caplog.records, "the check must wait for another step"
     train(model, optimizer, 1)
     weights.check_kept()
     assert not weights.is_watching
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "Hidden after averages restored the old weights" in caplog.text
     replace(model, weights)
-    assert not weights.is_watching, "the warning appears once"
+    assert not weights.is_watching, "the warning must appear only once"
 
 
 def test_a_rank_that_trains_alike_and_is_behind_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Tests that forwarded options are those of the constructor, and that a misspelled option is refused."""
+"""Tests that forwarded options equal the constructor's, and that a misspelled option is refused."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_names_of_options_are_those_declared(
         assert parameters[each.name].kind is inspect.Parameter.KEYWORD_ONLY
         default = inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default
         assert parameters[each.name].default == default
-        assert f"    {each.name} (" in policy.__doc__, "its docstring lists the option"
+        assert f"    {each.name} (" in policy.__doc__, "the docstring of the policy must list the option"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def lists_of_the_docs() -> dict[str, str]:
 
 
 def own_names(policy: Any, options: type, kinds: list[type[Options]]) -> list[str]:
-    """Return the options that the policy's own module or folder declares, without those of all exchange policies."""
+    """Return the options that the policy's own module or folder declares, without the exchange policies' options."""
     own = ".".join(policy.__module__.split(".")[:3])
     shared = {in_markdown([each]) for each in declared(ExchangeOptions)}
     fields = [each for kind in kinds if f"{kind.__module__}.".startswith(f"{own}.") for each in declared(kind)]
@@ -175,6 +175,22 @@ def test_a_policy_names_the_option_that_was_meant(policy: Any) -> None:
         policy(model, optimizer, avg_every=5)
     with pytest.raises(TypeError, match=r"no option 'zzz'; the names are .*average_every, .*start_timeout_s, .*world$"):
         policy(model, optimizer, average_every=5, zzz=5)
+
+
+@pytest.mark.parametrize("digits", [310, 5000])
+@pytest.mark.parametrize(
+    ("policy", "option"),
+    [
+        (protocols.DiLoCoPolicy, "average_every"),
+        (protocols.DiLoCoPolicy, "fragments"),
+        (protocols.GossipPolicy, "topology"),
+        (protocols.GossipPolicy, "start_timeout_s"),
+    ],
+)
+def test_an_absurd_number_is_refused_by_its_options_name(policy: Any, option: str, digits: int) -> None:
+    """Regression: the constructor raised OverflowError, MemoryError or an error about the conversion of integers."""
+    with pytest.raises((TypeError, ValueError), match=f"^{option} must be "):
+        policy(*model_and_optimizer(), **{"average_every": 10, option: 10**digits})
 
 
 def test_a_replay_buffer_names_the_option_that_was_meant() -> None:

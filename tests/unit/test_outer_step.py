@@ -142,7 +142,7 @@ def on_grid(seed: int) -> tuple[Array, list[Array]]:
 
 
 def anywhere(seed: int) -> tuple[Array, list[Array]]:
-    """Return an anchor and differences like those of training: the differences are small and of many magnitudes."""
+    """Return an anchor and differences as in training: the differences are small and of many magnitudes."""
     numbers = np.random.default_rng(seed)
     draws = numbers.standard_normal((ROUNDS + 1, SIZE)).astype(F)
     return draws[0], [draw * F(0.01) * F(0.97) ** F(age) for age, draw in enumerate(draws[1:])]
@@ -230,7 +230,7 @@ def test_rules_equal_numpy_but_for_rounding(name: str, data: Callable[[int], tup
         anchors, state = stepped(factory, anchor, differences), dict[str, Any]()
         for before, after, difference in zip(anchors, anchors[1:], differences, strict=False):
             assert distance(after, rule(before, difference, state)) <= 1.0
-        assert distance(anchors[-1], anchor) > 1000, "it moved"
+        assert distance(anchors[-1], anchor) > 1000, "the anchor must have moved"
 
 
 def test_sgd_with_lr_1_is_averaging_only_on_a_grid() -> None:
@@ -275,7 +275,9 @@ def test_lr_in_the_buffer_differs_only_under_a_schedule() -> None:
             made[0].param_groups[0]["lr"] = lr_of(number)
             outer.step([tensor(difference)])
         found = distance(outer.anchors[0].numpy(), others[-1])
-        assert found <= ROUNDS / 2 if is_equal else found > 1000, "half a rounding error per round"
+        assert found <= ROUNDS / 2 if is_equal else found > 1000, (
+            "the error must be at most half a rounding error per round"
+        )
 
 
 # -- the mechanics ----------------------------------------------------------------------------------------------------
@@ -455,7 +457,9 @@ def test_anchors_may_be_empty_or_wide(name: str) -> None:
         for _ in range(2):
             outer.step([torch.full_like(anchor, 0.125) for anchor in anchors])
             outer.load_state_dict(outer.state_dict())
-        assert all((anchor < 1).all() and anchor.isfinite().all() for anchor in anchors), "towards the ranks' weights"
+        assert all((anchor < 1).all() and anchor.isfinite().all() for anchor in anchors), (
+            "the anchors must move towards the ranks' weights"
+        )
 
 
 def test_all_anchors_are_stepped_without_foreach() -> None:

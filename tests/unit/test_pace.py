@@ -35,9 +35,9 @@ def test_a_slower_rank_makes_no_more_steps(steps: int, one: float, other: float,
 def test_a_rank_of_unknown_speed_makes_all_steps() -> None:
     assert steps_at_speed(20, 1, {}) == 20
     assert steps_at_speed(20, 1, {0: 3.0, 2: 1.0}) == 20
-    assert steps_at_speed(20, 1, {1: 0.1}) == 20, "it is the fastest known one"
-    assert steps_at_speed(20, 1, {0: 3.0, 1: 0.01}) == 1, "at least one step"
-    assert local_steps(20, 4.0, 2.0) == 20, "faster than the fastest"
+    assert steps_at_speed(20, 1, {1: 0.1}) == 20, "the fastest known rank must make all steps"
+    assert steps_at_speed(20, 1, {0: 3.0, 1: 0.01}) == 1, "a rank must make at least one step"
+    assert local_steps(20, 4.0, 2.0) == 20, "a rank faster than the fastest known one must make all steps"
 
 
 def test_a_stopwatch_leaves_out_the_policys_waits() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncdist.simulation.replay.log import Entry, RankLog, Reading, ReceivedByTask, SafePoint, Taken
+from asyncdist.simulation.replay.log import Entry, RankLog, Reading, ReceivedByTask, ReceivedMessages, SafePoint
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.pending_inputs import PendingInputs
 
@@ -35,22 +35,22 @@ def inputs_of(*entries: Entry, woken_count: int = 0) -> PendingInputs:
 def test_message_that_ended_no_wait_is_seen_at_the_safe_point(
     woken_count: int, woken_before_point: int, is_seen: bool
 ) -> None:
-    first, second = (Taken(0, woken_count, 0, 0.0, [(source, 1)]) for source in (2, 3))
+    first, second = (ReceivedMessages(0, woken_count, 0, 0.0, [(source, 1)]) for source in (2, 3))
     inputs = inputs_of(first, second, SafePoint(woken_before_point), woken_count=woken_count)
-    assert inputs.is_seen_at_point(first) == is_seen
-    assert inputs.is_seen_at_point(second) == is_seen
+    assert inputs.is_received_at_point(first) == is_seen
+    assert inputs.is_received_at_point(second) == is_seen
 
 
 def test_events_without_a_safe_point_after_them_are_not_delayed() -> None:
     by_task = ReceivedByTask(0, 0, 0, 0.0, [(2, 1)])
-    assert not inputs_of(by_task, SafePoint(0)).is_seen_at_point(by_task)
-    last = Taken(0, 0, 0, 0.0, [(2, 1)])
-    assert not inputs_of(last).is_seen_at_point(last)
+    assert not inputs_of(by_task, SafePoint(0)).is_received_at_point(by_task)
+    last = ReceivedMessages(0, 0, 0, 0.0, [(2, 1)])
+    assert not inputs_of(last).is_received_at_point(last)
 
 
 def test_clock_read_after_a_message_is_shown_the_message_first() -> None:
     """Regression: the reading task had been started earlier, and continued because of the message's content."""
-    message = Taken(0, 0, 0, 0.0, [(2, 1)])
+    message = ReceivedMessages(0, 0, 0, 0.0, [(2, 1)])
     inputs = inputs_of(message)
 
     def read() -> float:
@@ -58,10 +58,10 @@ def test_clock_read_after_a_message_is_shown_the_message_first() -> None:
 
     line = read.__code__.co_firstlineno + 1
     inputs._log.clock[line].extend([Reading(1.0, 0, 0), Reading(2.0, 1, 1)])
-    shown: list[Taken] = []
+    shown: list[ReceivedMessages] = []
 
     def catch_up(seen_count: int) -> None:
-        assert seen_count == 1, "as much is shown in any case"
+        assert seen_count == 1, "only one message may be shown"
         shown.append(message)
         inputs.remove(message)
 
@@ -82,16 +82,16 @@ def test_clock_read_after_a_message_is_shown_the_message_first() -> None:
 def test_one_of_two_woken_before_a_safe_point_may_continue(
     keys: list[tuple[int, int]], woken_before_point: int, is_alone: bool
 ) -> None:
-    sight = Taken(0, 0, 0, 0.0, keys)
+    pending = ReceivedMessages(0, 0, 0, 0.0, keys)
     inputs = inputs_of(SafePoint(woken_before_point))
-    assert inputs.wakes_one_before_point(sight) == is_alone
+    assert inputs.wakes_one_before_point(pending) == is_alone
 
 
 def test_user_takes_precede_the_events_seen_at_the_safe_point() -> None:
-    deferred, by_task = Taken(0, 1, 0, 0.0, [(2, 1)]), ReceivedByTask(0, 1, 1, 0.0, [(3, 1)])
+    deferred, by_task = ReceivedMessages(0, 1, 0, 0.0, [(2, 1)]), ReceivedByTask(0, 1, 1, 0.0, [(3, 1)])
     inputs = inputs_of(deferred, by_task, SafePoint(1), woken_count=1)
-    assert inputs.is_seen_at_point(deferred)
-    assert inputs.first_late() is None, "nobody waits for it"
+    assert inputs.is_received_at_point(deferred)
+    assert inputs.first_late() is None, "no task waits for the message, so it must not count as late"
     task: Any = object()
     by_task.late_for = task
     assert inputs.first_late() is by_task

@@ -238,7 +238,7 @@ def test_slow_ranks_with_alike_data_need_not_wait(capsys: pytest.CaptureFixture[
     (*_, statement) = ast.parse(recommended(advice) + "    pass\n").body
     assert isinstance(statement, ast.AsyncWith)
     call = ast.unparse(statement.items[0].context_expr)
-    assert call == "AsyncDiLoCoPolicy(model, optimizer, average_every=128)", "the default rule"
+    assert call == "AsyncDiLoCoPolicy(model, optimizer, average_every=128)", "the plan must name the default policy"
     assert "Measured at 4 times" in advice and "0.84" in advice and "0.77" in advice
 
 

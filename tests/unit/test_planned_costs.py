@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncdist.planning.choice import TOPK_SHARE, Wishes, every_for_target, recommend, rows, streaming
+from asyncdist.planning.choice import TOPK_SHARE, StreamingOptions, every_for_target, recommend, rows, streaming
 from asyncdist.planning.costs import (
     BFLOAT16,
     FLOAT16,
@@ -160,7 +160,7 @@ def test_selective_averaging_replaces_the_default_share(ranks: int) -> None:
     replaced = replacer_count(ranks, JudgingRules().replacement_ratio)
     donors = ranks - replaced
     cost = round_cost(replace(JOB, rank_count=ranks), SelectiveAveraging(every=1))
-    assert cost.received_nbytes == 4e9, "a replaced rank receives one model"
+    assert cost.received_nbytes == 4e9, "a replaced rank must receive one model"
     assert cost.sent_nbytes == pytest.approx(4e9 * ((donors - 1) / donors + replaced / donors))
 
 
@@ -196,26 +196,28 @@ def test_no_step_time_explains_both_published_utilisations() -> None:
 
 def test_int8_with_overlap_quadruples_the_published_utilisation() -> None:
     job = replace(PUBLISHED, step_s=fitted_step_s(DiLoCo(every=128), PUBLISHED_DILOCO))
-    assert round_cost(job, DiLoCo(every=128, codec=INT8)).utilisation < 0.45, "int8 alone is not enough"
+    assert round_cost(job, DiLoCo(every=128, codec=INT8)).utilisation < 0.45, "int8 alone must not be enough"
     method = DiLoCo(every=128, codec=INT8, fragments=4, overlap_steps=127)
     assert round_cost(job, method).utilisation >= 0.45
     short = replace(method, overlap_steps=31)
-    assert round_cost(job, short).utilisation == pytest.approx(0.36, rel=0.1), "as in the simulator"
+    assert round_cost(job, short).utilisation == pytest.approx(0.36, rel=0.1), "the cost must agree with the simulator"
 
 
 # --------------------------------------------------------------------------------------------------- recommendation
 
 
 def test_streaming_overlaps_as_few_steps_as_hide_the_transfer() -> None:
-    method = streaming(JOB, FLOAT32, 100, Wishes())
+    method = streaming(JOB, FLOAT32, 100, StreamingOptions())
     assert method == DiLoCo(every=100, codec=FLOAT32, fragments=4, overlap_steps=7)  # 5 steps, and 1.2 * 1.5 s
-    assert streaming(JOB, FLOAT32, 4, Wishes(fragments=2)) == DiLoCo(every=4, fragments=2, overlap_steps=1)
-    assert streaming(JOB, FLOAT32, 9, Wishes()) == DiLoCo(every=9, fragments=3, overlap_steps=2), "3 divides 9"
-    asked = streaming(JOB, FLOAT32, 100, Wishes(overlap_steps=60))
+    assert streaming(JOB, FLOAT32, 4, StreamingOptions(fragments=2)) == DiLoCo(every=4, fragments=2, overlap_steps=1)
+    assert streaming(JOB, FLOAT32, 9, StreamingOptions()) == DiLoCo(every=9, fragments=3, overlap_steps=2), (
+        "the number of fragments must divide 9"
+    )
+    asked = streaming(JOB, FLOAT32, 100, StreamingOptions(overlap_steps=60))
     assert asked == DiLoCo(every=100, fragments=4, overlap_steps=60)
-    assert streaming(JOB, FLOAT32, 1, Wishes()) is None
-    assert streaming(JOB, FLOAT32, 3, Wishes(fragments=4)) is None
-    assert streaming(JOB, FLOAT32, 10, Wishes(fragments=2, overlap_steps=10)) is None
+    assert streaming(JOB, FLOAT32, 1, StreamingOptions()) is None
+    assert streaming(JOB, FLOAT32, 3, StreamingOptions(fragments=4)) is None
+    assert streaming(JOB, FLOAT32, 10, StreamingOptions(fragments=2, overlap_steps=10)) is None
 
 
 @pytest.mark.parametrize(
@@ -232,25 +234,27 @@ def test_streaming_overlaps_as_few_steps_as_hide_the_transfer() -> None:
 )
 def test_a_slower_link_needs_a_stronger_method(bandwidth: float, method: Method) -> None:
     job = replace(JOB, link=Link(bandwidth_nbytes_per_s=bandwidth, latency_s=0.0))
-    chosen = recommend(job, (30, 128), Wishes())
+    chosen = recommend(job, (30, 128), StreamingOptions())
     assert chosen.method == method
     assert chosen.reaches_target and chosen.cost == round_cost(job, method) and chosen.cost.utilisation >= 0.9
 
 
 def test_4_bits_are_chosen_only_if_8_bits_are_too_many() -> None:
     job = replace(JOB, link=Link(bandwidth_nbytes_per_s=0.08e9, latency_s=0.0))
-    assert recommend(job, (30, 128), Wishes()).method == DiLoCo(every=128, codec=INT8, fragments=4, overlap_steps=11)
-    chosen = recommend(job, (30,), Wishes())
+    assert recommend(job, (30, 128), StreamingOptions()).method == DiLoCo(
+        every=128, codec=INT8, fragments=4, overlap_steps=11
+    )
+    chosen = recommend(job, (30,), StreamingOptions())
     assert chosen.method == DiLoCo(every=30, codec=Q4, fragments=3, overlap_steps=9)
 
 
 def test_the_best_method_is_named_if_none_reaches_the_target() -> None:
     job = replace(JOB, link=Link(bandwidth_nbytes_per_s=1e6, latency_s=0.0))
-    chosen = recommend(job, (30, 128), Wishes())
+    chosen = recommend(job, (30, 128), StreamingOptions())
     assert not chosen.reaches_target
     best = max(
         round_cost(job, method).utilisation
-        for row in rows(job, Wishes())
+        for row in rows(job, StreamingOptions())
         if row.codec.name != "topk" and row.name != "selective averaging"
         for every in (30, 128)
         if (method := row.method(every)) is not None
@@ -258,16 +262,18 @@ def test_the_best_method_is_named_if_none_reaches_the_target() -> None:
     assert chosen.cost.utilisation == best < 0.9
 
 
-@pytest.mark.parametrize("wishes", [Wishes(), Wishes(fragments=7), Wishes(overlap_steps=3)])
+@pytest.mark.parametrize(
+    "streaming_options", [StreamingOptions(), StreamingOptions(fragments=7), StreamingOptions(overlap_steps=3)]
+)
 @pytest.mark.parametrize("bandwidth", [1e6, 3e4])
-def test_the_suggested_number_of_steps_is_the_smallest(bandwidth: float, wishes: Wishes) -> None:
+def test_the_suggested_number_of_steps_is_the_smallest(bandwidth: float, streaming_options: StreamingOptions) -> None:
     job = replace(JOB, link=Link(bandwidth_nbytes_per_s=bandwidth))
-    every = every_for_target(job, wishes)
+    every = every_for_target(job, streaming_options)
     assert every is not None
-    fragments = wishes.fragments or 4
+    fragments = streaming_options.fragments or 4
 
     def utilisation(every: int) -> float:
-        method = streaming(job, Q4, every, replace(wishes, fragments=fragments))
+        method = streaming(job, Q4, every, replace(streaming_options, fragments=fragments))
         assert method is not None
         return round_cost(job, method).utilisation
 
@@ -275,7 +281,7 @@ def test_the_suggested_number_of_steps_is_the_smallest(bandwidth: float, wishes:
 
 
 def test_no_number_of_steps_is_suggested_beyond_a_billion() -> None:
-    assert every_for_target(replace(JOB, step_s=1e-10), Wishes()) is None
+    assert every_for_target(replace(JOB, step_s=1e-10), StreamingOptions()) is None
 
 
 # -------------------------------------------------------------------------------------------------------- bad input

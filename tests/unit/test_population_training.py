@@ -215,6 +215,21 @@ def test_groups_keep_their_ratios() -> None:
     assert [group["betas"] for group in optimizer.param_groups] == [(0.45, 0.999), (0.45, 0.999), (0.25, 0.9)]
 
 
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_a_group_that_is_added_later_keeps_its_ratio(is_scheduled: bool) -> None:
+    """Regression: the step that replaced the rank raised ValueError. Lightning's BackboneFinetuning adds groups."""
+    optimizer = torch.optim.SGD([parameter()], lr=0.1)
+    scheduler = lr_scheduler.StepLR(optimizer, 9) if is_scheduled else None
+    own = OptimizerSettings(optimizer, ["lr", "weight_decay"], scheduler)
+    own.write({"lr": 0.2, "weight_decay": 0.5})
+    optimizer.add_param_group({"params": [parameter()], "lr": 0.02, "weight_decay": 0.25})
+    for factor in (1.0, 2.0, 4.0):
+        own.write({"lr": 0.2 * factor, "weight_decay": 0.5 * factor})
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([0.2 * factor, 0.02 if is_scheduled else 0.02 * factor])
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5 * factor, 0.25 * factor]
+
+
 def test_a_tensor_is_written_in_place() -> None:
     rate = torch.tensor(0.1)
     optimizer = torch.optim.Adam([parameter()], lr=rate, foreach=False)
@@ -389,7 +404,7 @@ def test_a_scheduled_learning_rate_needs_its_scheduler() -> None:
             hyperparameters={"lr": (0.1, 1.0)},
             lr_scheduler=lr_scheduler.ReduceLROnPlateau(optimizer),
         )
-    assert names(wrong.value, "lr_scheduler", "base_lrs")
+    assert names(wrong.value, "lr_scheduler", "base_lrs", "ReduceLROnPlateau", "do not pass it")
 
 
 @pytest.mark.parametrize("given", [Range(1, 4), [1, 2, 4], (1, 2), lambda generator: 1.0])

@@ -30,7 +30,7 @@ def test_classes_are_pickled_by_the_name_that_nothing_hides() -> None:
     assert rules.__module__ == "asyncdist.protocols.selective.selection"
     assert pickle.loads(pickle.dumps(rules)) is rules
     older = pickle.dumps(rules, protocol=0).replace(b"asyncdist.protocols", b"protocols")
-    assert pickle.loads(older) is rules, "a pickle from before the name was another one"
+    assert pickle.loads(older) is rules, "a pickle with the former module name must still load"
 
 
 def test_an_overwritten_package_names_the_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from collections import Counter
 
 import pytest
+import torch
 
+import asyncdist as ad
 import protocols
+from protocols import AsyncSelectiveAveragingPolicy, PolicyEvent
 from protocols.policy import SpawnPolicy
 
 
@@ -32,3 +36,23 @@ def test_a_policy_with_its_own_step_decides_when_to_skip_it(cls: type[SpawnPolic
     """
     if "_step" in vars(cls) and "_begin_step" not in vars(cls):
         assert "super()._step(" in inspect.getsource(vars(cls)["_step"])
+
+
+def test_a_callback_for_events_delays_only_steps_with_events() -> None:
+    """Regression: with ``on_event``, no step was skipped."""
+
+    async def main(world: ad.World) -> Counter[bool]:
+        events: list[PolicyEvent] = []
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        counts: Counter[bool] = Counter()
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=10, on_event=events.append) as policy:
+            for step in range(200):
+                if step % 10 != 9:  # no report is due
+                    counts[policy._begin_step()] += 1
+                await policy.step(score=float(world.rank))
+        assert events
+        return counts
+
+    for counts in ad.simulate(main, ranks=3, seed=1, strict=True).results:
+        assert counts[False] > counts[True] > 0

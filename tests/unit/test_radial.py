@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist.protocols.diloco.radial import embeddings_of, radial_mean_into
-from asyncdist.protocols.exchange.wire_layout import WireLayout
+from asyncdist.protocols.exchange.wire_layout import Scratch, WireLayout
 from asyncdist.tensors.codecs import Codec, TopK, find_codec
 from asyncdist.tensors.flat_state import FlatState
 
@@ -142,7 +142,7 @@ def test_tensors_are_combined_as_a_whole(codec: Codec, owner_count: int) -> None
     for rank in range(3):
         encoded = layout.new_encoded()
         for vector, into in zip(layout.vectors, encoded, strict=True):
-            flat = vector.values_of(into)
+            flat = vector.values_of(into, Scratch())
             generator = torch.Generator().manual_seed(rank)
             for _, first, end in vector.places:
                 drawn = torch.randn(end - first, generator=generator, dtype=torch.float64) * (rank + 1)

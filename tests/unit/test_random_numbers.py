@@ -24,8 +24,8 @@ from torch.utils.data import (
 )
 
 from asyncdist.integrations import joining
-from asyncdist.integrations.joining import warn_of_iterable
-from asyncdist.integrations.random_numbers import draw_apart, seed_workers_apart, shuffle_apart
+from asyncdist.integrations.joining import warn_of_common_rows
+from asyncdist.integrations.random_numbers import seed_by_number, seed_workers_by_number, shuffle_by_number
 
 ROWS = range(16)
 
@@ -45,7 +45,7 @@ def drawn(number: int) -> tuple[float, float, float]:
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    draw_apart(number)
+    seed_by_number(number)
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
@@ -53,7 +53,7 @@ def test_ranks_that_are_seeded_alike_draw_other_numbers() -> None:
     ranks = [drawn(number) for number in range(8)]
     for numbers in zip(*ranks, strict=True):
         assert len(set(numbers)) == 8
-    assert ranks == [drawn(number) for number in range(8)], "what is seeded is repeatable"
+    assert ranks == [drawn(number) for number in range(8)], "seeded numbers must be repeatable"
 
 
 def seeded() -> torch.Generator:
@@ -71,7 +71,7 @@ SAMPLERS: dict[str, Callable[[], Sampler[int]]] = {
 def order(sampler: Sampler[int], number: int, **options: Any) -> list[int]:
     """Return the rows that the rank or replica with this number reads."""
     loader: DataLoader[int] = DataLoader(ROWS, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
-    shuffle_apart(loader, number, **options)
+    shuffle_by_number(loader, number, **options)
     return [int(row) for batch in loader for row in batch]
 
 
@@ -86,7 +86,7 @@ def test_a_sampler_inside_a_batch_sampler_is_found() -> None:
     def rows(number: int) -> list[int]:
         batches = BatchSampler(RandomSampler(ROWS, generator=seeded()), 2, drop_last=False)
         loader: DataLoader[int] = DataLoader(ROWS, batch_sampler=batches)  # type: ignore[arg-type]
-        shuffle_apart(loader, number)
+        shuffle_by_number(loader, number)
         return [int(row) for batch in loader for row in batch]
 
     assert rows(0) != rows(1)
@@ -104,7 +104,7 @@ def test_workers_of_a_seeded_loader_draw_other_numbers(shuffles: bool) -> None:
     def seed_of_workers(number: int) -> int:  # as a loader does when an epoch begins
         sampler = RandomSampler(ROWS) if shuffles else SequentialSampler(ROWS)
         loader: DataLoader[int] = DataLoader(ROWS, sampler=sampler, generator=seeded())  # type: ignore[arg-type]
-        shuffle_apart(loader, number)
+        shuffle_by_number(loader, number)
         return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
 
     assert len({seed_of_workers(number) for number in range(4)}) == 4
@@ -119,7 +119,7 @@ def test_a_generator_that_the_users_sampler_has_too_is_unchanged() -> None:
 
     generator = seeded()
     sampler: Any = Divides(generator)
-    shuffle_apart(DataLoader(ROWS, sampler=sampler, generator=generator), 1)  # type: ignore[arg-type]
+    shuffle_by_number(DataLoader(ROWS, sampler=sampler, generator=generator), 1)  # type: ignore[arg-type]
     assert generator.initial_seed() == 3
 
 
@@ -138,7 +138,7 @@ def test_samplers_of_several_data_sets_are_found() -> None:
         both = of_package("sentence_transformers", BatchSampler)(RandomSampler(ROWS), 2, drop_last=False)
         both.batch_samplers = [of_package("sentence_transformers", BatchSampler)(RandomSampler(ROWS), 2, False)]
         both.batch_samplers[0].seed = 0
-        shuffle_apart(DataLoader(ROWS, batch_sampler=both), number)  # type: ignore[arg-type]
+        shuffle_by_number(DataLoader(ROWS, batch_sampler=both), number)  # type: ignore[arg-type]
         return int(both.batch_samplers[0].seed)
 
     assert len({0, seed_of(0), seed_of(1)}) == 3
@@ -150,7 +150,7 @@ def test_a_sampler_without_a_seed_gets_one_on_request() -> None:
     assert order(RandomSampler(ROWS), 0, seed=5) != order(RandomSampler(ROWS), 1, seed=5)
     left = RandomSampler(ROWS)
     order(left, 1)
-    assert left.generator is None, "it draws from the global generator"
+    assert left.generator is None, "the layer must draw from the global generator"
 
 
 def divided(size: int, rank: int, number: int, of: int) -> list[int]:
@@ -199,17 +199,41 @@ class Numbers(IterableDataset[int]):
         return iter(ROWS)
 
 
-def test_undivided_iterable_data_are_warned_of_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["iterable", "in order", "in order, wrapped", "in order, divided in replicas"])
+def test_data_that_are_equal_on_all_ranks_are_warned_of_once(
+    kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "_told", set())
-    first, second, alone = (SimpleNamespace(rank=rank, size=size) for rank, size in ((0, 2), (1, 2), (0, 1)))
-    for data, world in ((Numbers(), second), (Numbers(), alone), (Numbers(1), first), (list(ROWS), first)):
-        warn_of_iterable(DataLoader(data), world)  # type: ignore[arg-type]
+    """Regression: all ranks trained on the same rows, and no warning said so, if a loader did not shuffle."""
+
+    def told(rank: int, size: int, *loaders: Any) -> list[str]:
+        monkeypatch.setattr(joining, "_logged", set())
+        caplog.clear()
+        for loader in loaders:
+            warn_of_common_rows(loader, SimpleNamespace(rank=rank, size=size))  # type: ignore[arg-type]
+        return [record.message for record in caplog.records]
+
+    data: Any = Numbers() if kind == "iterable" else ROWS
+    loader: Any = DataLoader(data, batch_size=2)
+    if kind == "in order, wrapped":
+        loader = SimpleNamespace(dataset=ROWS, batch_sampler=SimpleNamespace(batch_sampler=loader.batch_sampler))
+    elif kind == "in order, divided in replicas":
+        loader = DataLoader(ROWS, sampler=DistributedSampler(ROWS, 2, 0, shuffle=False))  # type: ignore[arg-type]
+    assert [message.count(type(data).__name__) for message in told(0, 4, loader, loader)] == [1]
+    assert told(1, 4, loader) == told(0, 1, loader) == [], "only rank 0 of several warns"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_data_that_may_differ_between_ranks_are_not_warned_of(size: int, caplog: pytest.LogCaptureFixture) -> None:
+    loaders: list[Any] = [
+        DataLoader(Numbers(1)),
+        DataLoader(ROWS, shuffle=True),  # type: ignore[arg-type]
+        DataLoader(ROWS, sampler=DistributedSampler(ROWS, size, 0, shuffle=False)),  # type: ignore[arg-type]
+        DataLoader(ROWS, batch_sampler=BatchSampler(RandomSampler(ROWS), 2, False)),  # type: ignore[arg-type]
+        None,  # Accelerate iterates over no prepared loader
+    ]
+    for loader in loaders:
+        warn_of_common_rows(loader, SimpleNamespace(rank=0, size=size))  # type: ignore[arg-type]
     assert not caplog.records
-    for _ in range(2):
-        warn_of_iterable(DataLoader(Numbers()), first)  # type: ignore[arg-type]
-    assert [record.message.count("Numbers") for record in caplog.records] == [1]
 
 
 @pytest.mark.filterwarnings("ignore")  # torchdata calls a deprecated function of torch
@@ -221,7 +245,7 @@ def test_workers_of_a_loaded_state_draw_other_numbers() -> None:
     def seed(number: int) -> int:
         loader: Any = stateful.StatefulDataLoader(ROWS, num_workers=1)
         loader.load_state_dict({names._SNAPSHOT: {names._MAIN_SNAPSHOT: {names._BASE_SEED: 3}, "rows": [4]}})
-        seed_workers_apart(loader, number)
+        seed_workers_by_number(loader, number)
         assert loader.next_iter_state[names._SNAPSHOT]["rows"] == [4]
         return int(loader.next_iter_state[names._SNAPSHOT][names._MAIN_SNAPSHOT][names._BASE_SEED])
 

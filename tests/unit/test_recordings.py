@@ -20,7 +20,7 @@ from asyncdist.recording import reader, writer
 from asyncdist.recording.events import CAPACITY, Event, EventLog
 from asyncdist.recording.reader import RecordingError, read_recording
 from asyncdist.recording.writer import RecordOptions, RecordWriter, file_name, header_of
-from asyncdist.story.last_acts import tell_recording
+from asyncdist.story.last_events import describe_recording
 from asyncdist.transports.base import Buffer, Request
 from asyncdist.transports.recorded_transport import RecordedTransport
 from asyncdist.waits import WaitId
@@ -107,7 +107,7 @@ def test_safe_points_are_written_in_order_with_the_next_event(tmp_path: Path) ->
     to.end_safe_point(5)
     to.close()
     last = list(read_recording(tmp_path).ranks[0].events())[-1]
-    assert (last.kind, last.fields) == ("safe_point", (True, 5, 9)), "the end of a file waits for no event"
+    assert (last.kind, last.fields) == ("safe_point", (True, 5, 9)), "closing must write the pending safe point"
 
 
 def test_safe_points_alone_fill_blocks_and_none_follow_the_end(tmp_path: Path) -> None:
@@ -120,9 +120,11 @@ def test_safe_points_alone_fill_blocks_and_none_follow_the_end(tmp_path: Path) -
             to.end_safe_point(1)
 
     pass_safe_points(10_000)
-    assert len(list(read_recording(tmp_path).ranks[0].events())) > 1_000, "they wait for no other event"
+    assert len(list(read_recording(tmp_path).ranks[0].events())) > 1_000, (
+        "safe points must be written without another event"
+    )
     pass_safe_points(20_000)
-    assert not to.is_recording, "the limit is reached"
+    assert not to.is_recording, "recording must stop at the limit"
     tracemalloc.start()
     try:
         pass_safe_points(20_000)
@@ -160,7 +162,7 @@ def test_notebook_recording_has_no_script_or_kernel_arguments(tmp_path: Path, mo
     recorded(tmp_path)
     (rank,) = read_recording(tmp_path).ranks
     assert (rank.header.script, rank.header.arguments) == ("", [])
-    assert tell_recording(str(tmp_path)).startswith("job 0000abcd: no script, 1 rank, recorded for")
+    assert describe_recording(str(tmp_path)).startswith("job 0000abcd: no script, 1 rank, recorded for")
 
 
 def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +248,7 @@ def test_of_many_jobs_the_latest_are_named_and_one_is_read(tmp_path: Path, monke
     blocks = reader._blocks
     monkeypatch.setattr(reader, "_blocks", lambda *args: looked.append(args) or blocks(*args))
     assert read_recording(tmp_path, "00000003").job == "00000003"
-    assert len(looked) == 1, "a folder may hold gigabytes of others"
+    assert len(looked) == 1, "the search must not read other, possibly large, files"
 
 
 def test_a_copy_of_a_file_does_not_count_twice(tmp_path: Path) -> None:
@@ -352,7 +354,9 @@ def test_a_file_ends_at_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert 1000 < next(tmp_path.iterdir()).stat().st_size <= 4000
     *steps, cut = read_recording(tmp_path).ranks[0].events()
     assert {event.kind for event in steps} == {"step"}
-    assert cut.kind == "cut" and cut.get("why") in caplog.text, "it does not look as that of a killed rank"
+    assert cut.kind == "cut" and cut.get("why") in caplog.text, (
+        "the log must give the reason for the cut, which is not a kill"
+    )
 
 
 def test_header_without_room_leaves_an_empty_file(tmp_path: Path) -> None:

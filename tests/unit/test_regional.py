@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
-from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings
 from asyncdist.protocols.async_diloco.islands.merging import encode_difference, merge_into, rebase
 from asyncdist.protocols.async_diloco.islands.regional import Regional
+from asyncdist.protocols.async_diloco.member_store import HeldAnchor, MemberStore
 from asyncdist.protocols.async_diloco.messages import Arrived
 from asyncdist.tensors.codecs import find_codec
 from asyncdist.tensors.flat_state import FlatState
@@ -37,7 +37,7 @@ def parameters(given: Block) -> float:
     return float(value)
 
 
-class Upper:
+class GlobalClient:
     """Answers a registration, and records contributions."""
 
     def __init__(self, given: HeldAnchor) -> None:
@@ -55,8 +55,8 @@ class Upper:
 
 def begun(held: HeldAnchor, given: HeldAnchor, state: Any, *, first: int = 0) -> tuple[Regional, HeldAnchor]:
     """Begin to serve island 1 with a merge weight of 1/4."""
-    holdings = Holdings(HeldAnchor(first, (), block(0.0)))
-    regional = Regional(Upper(given), holdings, LAYOUTS, island=1, every=2, weight=0.25, membership=COMPANY)
+    store = MemberStore(HeldAnchor(first, (), block(0.0)))
+    regional = Regional(GlobalClient(given), store, LAYOUTS, island=1, every=2, weight=0.25, membership=COMPANY)
     return regional, asyncio.run(regional.resumed(held, state, {4: 9, 5: 2}))
 
 
@@ -73,7 +73,7 @@ def test_a_server_continues_with_the_state_of_the_last_one() -> None:
     regional, found = begun(HELD, given, state_of(reference=2.0, captured=6.0, captured_at=8))
     assert found is HELD and regional.merged == 3
     own = regional.state()
-    assert (own["measured_from"], own["captured_at"]) == (4, 0), "its contribution was dropped, and is computed again"
+    assert (own["measured_from"], own["captured_at"]) == (4, 0), "the dropped contribution must be computed again"
     assert set(own["reference"][STEPPED].tolist()) == {2.0} and not regional.lost_count
 
 
@@ -84,7 +84,7 @@ def test_an_answer_on_its_way_is_merged_now() -> None:
     assert (found.version, found.merged, found.applied) == (11, 8, HELD.applied)
     own = regional.state()
     assert set(own["reference"][STEPPED].tolist()) == {5.0} and own["measured_from"] == 9, (
-        "2 versions since the capture"
+        "the reference must be of 2 versions after the capture"
     )
     assert parameters(found.block) == 5.0 + (8.0 - 6.0)
 

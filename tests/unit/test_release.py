@@ -1,4 +1,4 @@
-"""Tests the texts and settings of a release, as far as possible without building one."""
+"""Tests the files and settings of a release, as far as possible without building one."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_no_ssh_of_the_working_directory_is_run(tmp_path: Path, monkeypatch: pyt
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f".:{tmp_path / 'own'}")
     assert remote_hosts.split_ssh("ssh -x") == [str(tmp_path / "own" / "ssh"), "-x"]
-    assert remote_hosts.split_ssh("./ssh") == ["./ssh"], "the user has named it"
+    assert remote_hosts.split_ssh("./ssh") == ["./ssh"], "a program that the user has named must be kept"
 
 
 def test_an_environment_travels_without_what_is_about_this_host() -> None:

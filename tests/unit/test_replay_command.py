@@ -1,4 +1,4 @@
-"""Tests how ``asyncdist replay`` separates its own arguments from those of the script."""
+"""Tests how ``asyncdist replay`` separates its own arguments from the script's."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ def test_options_may_stand_between_the_folder_and_the_script(
         cli.main(words)
     assert ended.value.code == 2
     assert capsys.readouterr().err == "asyncdist replay: --rank needs --pdb\n"
+
+
+def test_a_test_is_written_without_the_debugger(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["replay", "nowhere", "--to-test", "test_it.py", "--pdb"])
+    assert ended.value.code == 2
+    assert "--pdb and --to-test exclude each other" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")

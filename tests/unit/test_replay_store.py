@@ -144,7 +144,9 @@ def test_it_holds_the_last_ones_and_gives_nothing_else(sizes: list[int], capacit
         if model:
             drawn = store.sample(64)
             assert set(values_of(drawn.rows)) <= set(model)
-            assert values_of(drawn.rows) == drawn.ids.tolist(), "the n-th item ever is called n"
+            assert values_of(drawn.rows) == drawn.ids.tolist(), (
+                "ids must number the items in the order of their arrival"
+            )
             assert (drawn.weights == 1).all()
 
 
@@ -169,7 +171,7 @@ def test_prioritised_draws_follow_the_priorities(count: int) -> None:
     drawn = store.sample(60_000, beta=0.7)
     chances = np.sqrt(priorities)
     chances /= chances.sum()
-    assert not (priorities[drawn.ids] == 0).any(), "what has no chance is never drawn"
+    assert not (priorities[drawn.ids] == 0).any(), "an item with priority 0 must never be drawn"
     for level in range(1, 5):
         expected = 60_000 * chances[priorities == level].sum()
         assert abs((priorities[drawn.ids] == level).sum() - expected) < 6 * expected**0.5
@@ -186,10 +188,14 @@ def test_new_items_have_the_largest_priority_and_updates_count() -> None:
     drawn = values_of(store.sample(4000).rows)
     assert 1 not in drawn
     assert abs(drawn.count(2) - 2000) < 200
-    assert store.update(np.array([0, 1, 2, 3, 77]), np.array([0.0, 1.0, 0.0, 9.0, 9.0])) == 2, "two that do not exist"
+    assert store.update(np.array([0, 1, 2, 3, 77]), np.array([0.0, 1.0, 0.0, 9.0, 9.0])) == 2, (
+        "two of the ids do not exist, and must not be counted"
+    )
     assert set(values_of(store.sample(100).rows)) == {1}
     store.add(rows_of([3, 4, 5]), np.array([0.0, 0.0, 3.0]))
-    assert store.update(np.array([0, 1]), np.array([5.0, 5.0])) == 2, "two that have made room"
+    assert store.update(np.array([0, 1]), np.array([5.0, 5.0])) == 2, (
+        "two of the items were removed, and must not be counted"
+    )
     assert set(values_of(store.sample(100).rows)) == {5}
 
 

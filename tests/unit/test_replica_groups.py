@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from asyncdist import LocalProtocolError
+from asyncdist.integrations import replicas
 from asyncdist.integrations.replicas import new_process_group
 
 #: Rank 3 of 4, the second rank of the second replica.
@@ -40,3 +42,11 @@ def test_each_call_returns_a_group_of_the_replica(started: None, ranks: list[int
 def test_other_ranks_of_torch_are_refused(started: None) -> None:
     with pytest.raises(LocalProtocolError, match="must be started with the same ranks as the world"):
         new_process_group(WORLD, 2, None)
+
+
+def test_the_store_of_a_replica_on_one_host_is_at_loopback() -> None:
+    """Regression: the store, which knows no secret, listened at all addresses of the host."""
+    store = replicas._served_store("127.0.0.1")
+    with socket.create_server(("127.0.0.2", store.port)):  # fails if the store listens there, too
+        store.set("key", "value")
+        assert store.get("key") == b"value"

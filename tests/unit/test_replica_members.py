@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from asyncdist.tensors import serialization
-from protocols.replicas.members import FollowingMember, LeadingMember
+from protocols.replica_averaging.members import FollowingMember, LeadingMember
 from protocols.selective.member import (
     Apply,
     Discard,
@@ -31,8 +31,8 @@ class Replica:
         self.done: list[Instruction] = []
 
     def swap(self) -> None:
-        told = serialization.decode(serialization.encode(self.leader.take_happenings()))
-        for instructions in self.follower.repeat(told, COUNTERPARTS):
+        events = serialization.decode(serialization.encode(self.leader.take_events()))
+        for instructions in self.follower.repeat(events, COUNTERPARTS):
             self.done.extend(instructions)
 
 
@@ -46,7 +46,7 @@ def test_ranks_are_those_of_the_counterparts() -> None:
     )
     assert ask == RequestSnapshots(1, Assign(REPLACER, (1, 3), (5,), 7, 3, reducers=(1, 3), part=-1, sources=(1, 3)))
     assert read == ReceiveAverage(1, Frozen((1, 3), (1.0, 3.0), (5, 6), 3, 30.0, (1, 3)))
-    assert replica.follower.state is State.READING and replica.follower.assignment_count == 1
+    assert replica.follower.state is State.RECEIVING and replica.follower.assignment_count == 1
 
 
 def test_round_given_up_by_the_leader_ends_for_all_with_a_reason() -> None:
@@ -101,7 +101,7 @@ def test_both_have_one_role_after_each_swap_point() -> None:
             replica.swap()
             facts = [(m.state, m.round, m.last_round, m.reducing, m.assignment_count) for m in (leader, follower)]
             assert facts[0] == facts[1], f"seed {seed}, iteration {iteration}"
-            if leader.state is State.READING and rng.random() < 0.7:
+            if leader.state is State.RECEIVING and rng.random() < 0.7:
                 assert leader.on_averaged(leader.round) and follower.on_averaged(follower.round)
             actions = [member.on_step() for member in (leader, follower)]
             assert [type(each) for each in actions] == [type(actions[0])] * 2

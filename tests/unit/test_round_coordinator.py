@@ -9,7 +9,7 @@ from support.referee import Referee
 from support.selective import STRATEGIES, OpenedCoordinator, rules
 
 from protocols.selective.messages import Assign, Frozen, Joined
-from protocols.selective.round.course import ROUND_BELIEVED_MAX
+from protocols.selective.round.lifecycle import PLAUSIBLE_ROUND_MAX
 from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.selection import SHARED_NBYTES_MIN, Decision, SelectiveRules
@@ -56,7 +56,7 @@ def test_a_round_from_reports_to_end() -> None:
     statistics = coordinator.statistics()
     assert (statistics.rounds_decided, statistics.rounds_ended, statistics.applied[0]) == (1, 1, 1)
     assert not statistics.ignored
-    assert coordinator.story()[-1].endswith("ended, every replacer has answered")
+    assert coordinator.recent_events()[-1].endswith("ended, every replacer has answered")
 
 
 def test_safe_points_of_a_stream_lengthen_the_timeout() -> None:
@@ -176,7 +176,7 @@ def test_reports_of_a_replaced_rank_are_void_up_to_its_applied() -> None:
     coordinator.on_ready(1, 1, 9, 0.0)
     coordinator.on_report(0, 19, -5.0, 0.5, 1.0)
     coordinator.on_report(1, 19, 5.0, 0.5, 1.0)
-    assert brief(coordinator.on_applied(0, 1, 19, 2.0)) == [(0, 1, "End"), (1, 1, "End")], "and no new round"
+    assert brief(coordinator.on_applied(0, 1, 19, 2.0)) == [(0, 1, "End"), (1, 1, "End")], "no new round may begin"
     assert coordinator.on_report(0, 19, -5.0, 0.5, 3.0) == ()
     assert brief(coordinator.on_report(0, 29, -5.0, 0.5, 4.0)) == [(0, 2, "Assign"), (1, 2, "Assign")]
 
@@ -186,7 +186,7 @@ def test_rounds_do_not_overlap_and_the_next_follows_at_once() -> None:
     assert report_all(coordinator, [5.0, 6.0, 4.0], iteration=19, now=1.0) == []
     told = coordinator.on_decline(0, 1, "leaving soon", 2.0)
     assert told[-1] == Send(2, 2, Assign("replacer", (0, 1), (2,), 19, 1)), (
-        "the reports that came during round 1 decide round 2"
+        "reports that arrived during round 1 must decide round 2"
     )
 
 
@@ -327,7 +327,7 @@ def test_a_round_number_that_no_frame_can_carry_is_not_believed() -> None:
     coordinator = OpenedCoordinator(range(2), rules(), may_join=range(2))
     for rank in range(2):
         sends = coordinator.on_joined(rank, Joined(2**63 - 1, -1, -1, 9, float(rank), 0.5, 0.0), 0.0)
-    assert [send.round for send in sends] == [ROUND_BELIEVED_MAX + 1] * 2
+    assert [send.round for send in sends] == [PLAUSIBLE_ROUND_MAX + 1] * 2
 
 
 @pytest.mark.parametrize("members", [[], [1, 1]])
@@ -344,7 +344,7 @@ def test_a_broken_invariant_tells_the_story() -> None:
     with pytest.raises(
         AssertionError, match=r"(?s)before the previous round has ended.*rank 3 reports 3\.0 at iteration 9"
     ):
-        coordinator._course.start(decision, {}, 0.0)
+        coordinator._lifecycle.start(decision, {}, 0.0)
 
 
 # -------------------------------------------------------------------------------------- coordinator, at random
@@ -397,7 +397,7 @@ def test_law_a_coordinator_is_a_function_of_its_events(
         referee = Referee(size, options)
         for event in listed:
             referee.feed(event)
-        stories.append((referee.coordinator.story(), referee.coordinator.statistics()))
+        stories.append((referee.coordinator.recent_events(), referee.coordinator.statistics()))
     assert stories[0] == stories[1]
 
 

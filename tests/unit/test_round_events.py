@@ -28,7 +28,7 @@ class Told:
 
     def note(self, instructions: Instructions, *args: Any, **options: Any) -> list[PolicyEvent]:
         self._rounds.note(instructions, *args, **options)
-        self.pending.tell()
+        self.pending.deliver()
         told, self.events[:] = list(self.events), []
         return told
 
@@ -41,9 +41,11 @@ def test_a_donor_hears_of_its_role_and_of_its_end() -> None:
     assert told.assign(TO_GIVE, 3) == [RoleAssigned(3, "donor", (1, 2), (0,), 4)]
     told.member.on_step()
     assert told.note(told.member.on_copied(3, 9)) == []
-    assert told.note(told.member.on_end("complete", 2), reason="complete") == [], "of another round"
+    assert told.note(told.member.on_end("complete", 2), reason="complete") == [], (
+        "the end of another round must be ignored"
+    )
     assert told.note(told.member.on_end("complete", 3), reason="complete") == [RoundEnded(3, "complete", 4)]
-    assert told.note(told.member.on_end("complete", 3), reason="complete") == [], "once"
+    assert told.note(told.member.on_end("complete", 3), reason="complete") == [], "the end must be reported once"
 
 
 def test_a_donor_that_gives_nothing_hears_why() -> None:
@@ -110,9 +112,9 @@ def test_callback_that_raises_gets_the_rest_in_the_next_step() -> None:
     for number in (1, 2):
         pending.add(RoundEnded(number, "complete"))
     with pytest.raises(OSError, match="full"):
-        pending.tell()
-    pending.tell()
+        pending.deliver()
+    pending.deliver()
     assert [event.round for event in told] == [1, 2]
     silent = UserEvents(None)
     silent.add(RoundEnded(1, "complete"))
-    silent.tell()
+    silent.deliver()

@@ -68,9 +68,9 @@ def member_in(state: State) -> RoundMember:
         assert member.on_step() == TakeSnapshot(3)
     if state in (State.GIVING, State.LASTING):
         member.on_copied(3, 10)
-    if state in (State.ASKING, State.READING, State.COMPLETE):
+    if state in (State.ASKING, State.RECEIVING, State.COMPLETE):
         member.on_assign(TO_TAKE, 3)
-    if state in (State.READING, State.COMPLETE):
+    if state in (State.RECEIVING, State.COMPLETE):
         member.on_frozen(FROZEN, 3)
     if state is State.COMPLETE:
         assert member.on_averaged(3)
@@ -121,7 +121,7 @@ def test_a_donor_reduces_until_its_round_ends() -> None:
     member.on_step()
     member.on_copied(3, 10)
     assert member.on_frozen(FROZEN, 3) == (AddUp(3, FROZEN),)
-    assert member.on_frozen(FROZEN, 3) == (), "a frame that comes twice is added up once"
+    assert member.on_frozen(FROZEN, 3) == (), "a message that arrives twice must be added up only once"
     assert member.on_end("over", 3) == (StopReducing(3), Withdraw(), RefuseUpTo(3), RefuseUpTo(3))
     assert not member.reducing
 
@@ -168,7 +168,9 @@ def test_a_report_from_before_the_last_average_makes_no_replacer() -> None:
     member = member_in(State.COMPLETE)
     member.on_step()
     member.on_applied(9)
-    assert isinstance(member.on_assign(TO_TAKE, 4)[-1], RequestSnapshots), "judged at iteration 9, and not before it"
+    assert isinstance(member.on_assign(TO_TAKE, 4)[-1], RequestSnapshots), (
+        "an average at the judged iteration must not prevent the role"
+    )
     member = member_in(State.COMPLETE)
     member.on_step()
     member.on_applied(10)
@@ -181,7 +183,9 @@ def test_replacer_that_fetches_for_others_shares_until_round_end() -> None:
     member = RoundMember()
     reduce, ask = Reduce(3, TO_TAKE_AND_SHARE), RequestSnapshots(3, TO_TAKE_AND_SHARE)
     assert member.on_assign(TO_TAKE_AND_SHARE, 3) == (RefuseUpTo(2), reduce, ask)
-    assert member.on_frozen(FROZEN, 3) == (ReceiveAverage(3, FROZEN),), "it adds nothing up"
+    assert member.on_frozen(FROZEN, 3) == (ReceiveAverage(3, FROZEN),), (
+        "a replacer that is not a reducer must add up nothing"
+    )
     assert member.on_averaged(3)
     member.on_step()
     member.on_applied(10)
@@ -197,13 +201,13 @@ def test_weights_that_are_not_finite_are_declined() -> None:
 
 
 def test_failed_exchange_abandons_the_round_and_the_step_says_so() -> None:
-    member = member_in(State.READING)
+    member = member_in(State.RECEIVING)
     assert member.on_failed(3, "lost") == (Discard(3, "lost"), SendToCoordinator(Abandoned("lost"), 3))
     assert member.wants_step and member.on_step() is None and not member.wants_step
     assert member.abandoned == {"lost": 1} and not member.unapplied_count
 
 
-@pytest.mark.parametrize("state", [State.ASKING, State.READING, State.COMPLETE])
+@pytest.mark.parametrize("state", [State.ASKING, State.RECEIVING, State.COMPLETE])
 def test_the_end_of_a_round_takes_the_replacers_role_away(state: State) -> None:
     member = member_in(state)
     assert member.on_end("time is up", 3) == (RefuseUpTo(3), Discard(3, "time is up"))
@@ -211,13 +215,13 @@ def test_the_end_of_a_round_takes_the_replacers_role_away(state: State) -> None:
     assert member.unapplied_count == (state is State.COMPLETE)
 
 
-@pytest.mark.parametrize("state", [State.CHOSEN, State.COPYING, State.GIVING, State.ASKING, State.READING])
+@pytest.mark.parametrize("state", [State.CHOSEN, State.COPYING, State.GIVING, State.ASKING, State.RECEIVING])
 def test_a_newer_round_takes_any_role_away(state: State) -> None:
     member = member_in(state)
     before = member.on_assign(TO_GIVE, 4)
     assert RefuseUpTo(3) in before and member.state is State.CHOSEN and member.round == 4
     assert (Withdraw() in before) == (state is State.GIVING)
-    assert (Discard(3, "round 4 began") in before) == (state in (State.ASKING, State.READING))
+    assert (Discard(3, "round 4 began") in before) == (state in (State.ASKING, State.RECEIVING))
 
 
 @pytest.mark.parametrize("state", [state for state in State if state is not State.OUT])
@@ -228,8 +232,10 @@ def test_without_a_coordinator_no_role_is_left(state: State) -> None:
     assert RefuseUpTo(member.last_round) in instructions
     assert (Withdraw() in instructions) == (state in (State.GIVING, State.LASTING))
     discarded = Discard(3, "the coordinator has stopped") in instructions
-    assert discarded == (state in (State.ASKING, State.READING, State.COMPLETE))
-    assert not [told for told in instructions if isinstance(told, SendToCoordinator)], "there is nobody to be told"
+    assert discarded == (state in (State.ASKING, State.RECEIVING, State.COMPLETE))
+    assert not [told for told in instructions if isinstance(told, SendToCoordinator)], (
+        "no coordinator is left to send to"
+    )
 
 
 def test_a_new_coordinator_is_told_what_the_last_one_knew() -> None:
@@ -364,7 +370,7 @@ def test_any_order_of_events_frees_resources_once(
         assert len(offered) + len(exchanging) <= 1 >= len(reducing)
         assert sum(reducing) == member.reducing
         assert bool(offered) == (member.state in (State.GIVING, State.LASTING))
-        assert bool(exchanging) == (member.state in (State.ASKING, State.READING, State.COMPLETE))
+        assert bool(exchanging) == (member.state in (State.ASKING, State.RECEIVING, State.COMPLETE))
     assert not offered and not exchanging and not reducing and member.state is State.OUT
 
 

@@ -53,7 +53,9 @@ def test_memory_is_reused_when_the_last_stream_has_ended() -> None:
     transfers.retire(own)
     assert server.withdrawn == server.offers and len(server.offers) >= 2
     for offer in server.offers:
-        assert address(transfers.new_encoded(0)) != address(contribution), "a stream still reads the contribution"
+        assert address(transfers.new_encoded(0)) != address(contribution), (
+            "a stream still reads the contribution, so its memory must not be reused"
+        )
         offer.on_free({})
     assert address(transfers.new_encoded(0)) == address(contribution)
 

@@ -60,7 +60,9 @@ def test_weights_are_proportional_to_gains() -> None:
 def test_a_huge_gain_counts_as_a_multiple_of_the_median() -> None:
     reports = [report(1.0), report(1.0), report(1e30), report(1.5)]
     assert weights(reports, outlier_factor=2.0) == {0: 0.5, 1: 0.5, 2: 1.0, 3: 0.75}
-    assert weights([report(1.0), report(1e30)], outlier_factor=4.0) == {0: 0.25, 1: 1.0}, "even of two"
+    assert weights([report(1.0), report(1e30)], outlier_factor=4.0) == {0: 0.25, 1: 1.0}, (
+        "an outlier must be found even among two reports"
+    )
     assert weights(reports, outlier_factor=INF)[0] == pytest.approx(1e-30)
 
 
@@ -75,7 +77,9 @@ def test_the_median_norm_is_that_of_all_ranks_not_of_the_donors() -> None:
     """Late in a training, few ranks gain. The other ranks' norms still show which difference is too large."""
     reports = [report(-1.0), report(-1.0), report(-1.0), report(5.0, 100.0)]
     assert weights(reports) == {}
-    assert weights([report(-1.0, 0.0), report(-1.0, 0.0), report(1.0, 2.0)]) == {2: 1.0}, "ranks that stood still"
+    assert weights([report(-1.0, 0.0), report(-1.0, 0.0), report(1.0, 2.0)]) == {2: 1.0}, (
+        "ranks without a change must have no weight"
+    )
 
 
 @pytest.mark.parametrize(

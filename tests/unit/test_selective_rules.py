@@ -49,7 +49,7 @@ def test_messages_are_frozen_flat_and_packable(kind: type) -> None:
     assert set(hints) == {part.name for part in fields(kind)}
     assert set(hints.values()) <= allowed
     assert hasattr(kind, "__slots__")
-    assert "round" not in hints, "the round travels in the header"
+    assert "round" not in hints, "the round is in the header, and must not be in the message"
     with pytest.raises((FrozenInstanceError, TypeError)):
         Applied(3).iteration = 4  # type: ignore[misc]
 
@@ -135,7 +135,9 @@ def test_order_is_total_and_puts_what_is_not_finite_first() -> None:
     assert order_worst_first(metrics, "max") == (1, 2, 3, 0, 4, 5)
     assert order_worst_first(metrics, "min") == (1, 2, 3, 5, 0, 4)
     assert (best_of(metrics, "max"), best_of(metrics, "min")) == (5, 4)
-    assert best_of({5: NAN, 7: INF, 2: -INF}) == 7, "where none is finite"
+    assert best_of({5: NAN, 7: INF, 2: -INF}) == 7, (
+        "without a finite metric, the best rank must be chosen by the same rule"
+    )
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -185,7 +187,9 @@ def test_weighted_mean_is_uniform_when_nobody_gains() -> None:
 
 def test_weighted_mean_measures_from_worst_finite_participant() -> None:
     decision = decide({0: NAN, 1: 1.0, 2: 2.0, 3: 4.0}, rules(averaging_strategy="weighted_mean"))
-    assert decision == Decision(donors=(2, 3), replacers=(0,), weights=(1.0, 3.0), best=3), "rank 1 would weigh 0"
+    assert decision == Decision(donors=(2, 3), replacers=(0,), weights=(1.0, 3.0), best=3), (
+        "rank 1 would have weight 0, so it must not be a donor"
+    )
 
 
 def test_weighted_mean_survives_metrics_of_any_size() -> None:
@@ -400,7 +404,9 @@ def test_known_hosts_bound_network_load_and_two_models_per_rank(listed: list[int
 def test_auto_counts_one_fetch_for_all_replacers_of_a_host() -> None:
     """Six replacers on one host fetch the only donor's model: five of its six parts once, and not six times."""
     decision, hosts = Decision((6,), tuple(range(6)), (1.0,), 6), {6: 2, **dict.fromkeys(range(6), 1)}
-    assert reducers_of(decision, "auto", 13 * MIB, 0, hosts) == tuple(range(6)), "one model in place of six"
+    assert reducers_of(decision, "auto", 13 * MIB, 0, hosts) == tuple(range(6)), (
+        "one model instead of six must pass each link"
+    )
     assert reducers_of(decision, "auto", 12 * MIB, 0, hosts) == ()
 
 

@@ -15,15 +15,15 @@ from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.selection import SelectiveRules
 from protocols.selective.statistics import Straggler
 from protocols.selective.waiting import (
+    DELAY_SHARE,
     FREE_CADENCES,
-    HELD_SHARE,
     NOISE_S,
     Pace,
     Patience,
+    allowed_round_s,
     cadence_s,
-    free_s,
+    expected_round_s,
     grace_s,
-    hold_s,
     is_expected,
     is_late,
     slow_ranks,
@@ -55,9 +55,13 @@ def test_cadence_is_that_of_the_median_member_with_an_interval() -> None:
 def test_a_report_is_expected_an_interval_after_the_last_one() -> None:
     pace = Pace(step_s=1.0, interval_s=5.0, silent_s=4.5)
     assert is_expected(pace, 1.0, 0.5)
-    assert not is_expected(pace, 1.0, 0.4), "it comes later"
-    assert not is_expected(pace._replace(silent_s=7.0), 1.0, 1.0), "it is overdue, and may come at any time"
-    assert is_expected(pace._replace(interval_s=0.0), 5.0, 0.5), "with no interval it is as the others"
+    assert not is_expected(pace, 1.0, 0.4), "the report is due after the deadline"
+    assert not is_expected(pace._replace(silent_s=7.0), 1.0, 1.0), (
+        "an overdue report may arrive at any time, so it is not expected"
+    )
+    assert is_expected(pace._replace(interval_s=0.0), 5.0, 0.5), (
+        "without an interval, the report must be expected like other ranks' reports"
+    )
 
 
 def test_a_member_between_two_reports_is_not_late() -> None:
@@ -69,21 +73,21 @@ def test_a_member_between_two_reports_is_not_late() -> None:
 
 def test_round_takes_three_steps_of_the_slowest_plus_overdue() -> None:
     pace = Pace(step_s=2.0, interval_s=5.0, silent_s=4.0)
-    assert hold_s(pace, 1) == 6.0
-    assert hold_s(pace, 10) == 24.0
-    assert hold_s(pace._replace(silent_s=7.0), 1) == 8.0
-    assert hold_s(pace._replace(interval_s=0.0, silent_s=7.0), 1) == 6.0
+    assert expected_round_s(pace, 1) == 6.0
+    assert expected_round_s(pace, 10) == 24.0
+    assert expected_round_s(pace._replace(silent_s=7.0), 1) == 8.0
+    assert expected_round_s(pace._replace(interval_s=0.0, silent_s=7.0), 1) == 6.0
 
 
 def test_round_may_take_one_cadence_or_twice_the_median_time() -> None:
-    assert free_s({}, 4.0) == 0.0
-    assert free_s({0: 1.0, 1: 1.0, 2: 50.0}, 4.0) == FREE_CADENCES * 4.0
-    assert free_s({0: 3.0, 1: 3.0, 2: 50.0}, 4.0) == 6.0
+    assert allowed_round_s({}, 4.0) == 0.0
+    assert allowed_round_s({0: 1.0, 1: 1.0, 2: 50.0}, 4.0) == FREE_CADENCES * 4.0
+    assert allowed_round_s({0: 3.0, 1: 3.0, 2: 50.0}, 4.0) == 6.0
 
 
 def test_slow_ranks_take_longer_unless_too_few_members_remain() -> None:
     assert slow_ranks({0: 1.0, 1: 9.0, 2: 2.0}, 2.0) == {1}
-    assert slow_ranks({0: 1.0, 1: 9.0}, 2.0) == frozenset(), "one rank alone has nobody to average with"
+    assert slow_ranks({0: 1.0, 1: 9.0}, 2.0) == frozenset(), "a single fast rank has no rank to average with"
 
 
 @LAWS
@@ -105,11 +109,13 @@ def test_slow_rank_takes_part_if_it_delays_rounds_by_a_tenth() -> None:
     patience = Patience(None, 1)
     paces = {rank: Pace(1.0, 5.0, 0.0) for rank in range(3)} | {3: Pace(10.0, 50.0, 0.0)}
     assert patience.slow_ranks(paces.items(), 5.0, 0.0) == {3}
-    wait_s = (30.0 - FREE_CADENCES * 5.0) / HELD_SHARE
+    wait_s = (30.0 - FREE_CADENCES * 5.0) / DELAY_SHARE
     assert patience.slow_ranks(paces.items(), 5.0, wait_s - 1) == {3}
     assert patience.slow_ranks(paces.items(), 5.0, wait_s + 1) == frozenset()
     patience.on_round([0, 1, 2], 3.0, wait_s + 2)
-    assert patience.slow_ranks(paces.items(), 5.0, wait_s + 3) == frozenset(), "it has not had its turn"
+    assert patience.slow_ranks(paces.items(), 5.0, wait_s + 3) == frozenset(), (
+        "the slow rank has had no turn yet, so it must be waited for"
+    )
     patience.on_round([0, 1, 3], 30.0, wait_s + 30)
     assert patience.slow_ranks(paces.items(), 5.0, wait_s + 31) == {3}
 
@@ -129,16 +135,16 @@ near_times = st.sampled_from([0.0, 0.1, 1.0, 3.0, 5.0, 9.0, 30.0])
 )
 @example({**dict.fromkeys(range(3), (1.0, 1.0, 30.0, 30.0, 100.0)), 3: (1.0, 1.0, 1.0, 30.0, 60.0)}, None)
 def test_law_one_look_at_the_slowest_pace_changes_nothing(
-    told: dict[int, tuple[float, float, float, float, float]], grace_s: float | None
+    reports: dict[int, tuple[float, float, float, float, float]], grace_s: float | None
 ) -> None:
-    roster = Roster(told, 1.0, have_joined=True, incarnations={})
-    for rank, (*times_s, heard_at) in told.items():
+    roster = Roster(reports, 1.0, have_joined=True, incarnations={})
+    for rank, (*times_s, reported_at) in reports.items():
         for place in (0, 1):
-            roster.members[rank].hear(*times_s[place::2], heard_at)
+            roster.members[rank].record_report(*times_s[place::2], reported_at)
     paces = [(rank, member.pace(100.0)) for rank, member in roster.members.items()]
     one, two = Patience(grace_s, 3), Patience(grace_s, 3)
     cadence = roster.cadence_s()
-    slow = one.slow_ranks(paces, cadence, 100.0, slowest=roster.slowest_pace(told, 100.0))
+    slow = one.slow_ranks(paces, cadence, 100.0, slowest=roster.slowest_pace(reports, 100.0))
     assert slow == two.slow_ranks(paces, cadence, 100.0)
     assert vars(one) == vars(two)
 
@@ -167,7 +173,7 @@ def named(sends: Any) -> list[int]:
 def finish(coordinator: RoundCoordinator, now: float) -> None:
     """End the round in progress, whose replacer is the lowest assigned rank."""
     number = coordinator.statistics().rounds_decided
-    replacer = min(state.decision.replacers) if (state := coordinator._course.current) else -1
+    replacer = min(state.decision.replacers) if (state := coordinator._lifecycle.current) else -1
     coordinator.on_abandoned(replacer, number, "test", now)
 
 
@@ -178,17 +184,19 @@ def test_expected_ranks_are_awaited_and_a_slow_one_is_not() -> None:
             report(coordinator, rank, begin + rank / 10)
         if not begin:
             report(coordinator, 0, 0.9, factor=100.0)
-        elif coordinator._course.current is None:
+        elif coordinator._lifecycle.current is None:
             coordinator.on_time(coordinator.next_deadline() or 0.0)
         finish(coordinator, begin + 1.0)
     assert coordinator.statistics().rounds_ended == 3
     report(coordinator, 1, 15.1)
     report(coordinator, 2, 15.2)
     deadline = coordinator.next_deadline()
-    assert deadline is not None and deadline > 15.3, "rank 3 reports at 15.3, as it did before"
+    assert deadline is not None and deadline > 15.3, "rank 3 must be expected to report at 15.3, as before"
     assert report(coordinator, 3, 15.3) == ()
-    assert coordinator.next_deadline() == 15.3, "all that can be expected have come"
-    assert named(coordinator.on_time(15.3)) == [1, 2, 3], "rank 0 would hold the round up for 300 s"
+    assert coordinator.next_deadline() == 15.3, "all expected reports have arrived"
+    assert named(coordinator.on_time(15.3)) == [1, 2, 3], (
+        "rank 0 would delay the round for 300 s, so it must be left out"
+    )
 
 
 def test_a_slow_rank_is_named_with_its_offset() -> None:
@@ -212,7 +220,7 @@ def test_member_between_two_reports_is_not_a_straggler() -> None:
         for rank in range(3):
             report(coordinator, rank, begin + 2.0 * rank)
             coordinator.on_time(begin + 2.0 * rank)
-            if coordinator._course.current is not None:
+            if coordinator._lifecycle.current is not None:
                 finish(coordinator, begin + 2.0 * rank + 0.5)
     later = [straggler for straggler in coordinator.statistics().stragglers if straggler.decision > 1]
     assert coordinator.statistics().decision_count >= 3 and not later

@@ -62,6 +62,8 @@ def test_task_without_a_plugin_meets_others_on_the_first_host() -> None:
     assert (found.rank, found.size, found.address, found.port) == (2, 3, "localhost", slurm.port(7, 2))
     assert not found.is_store_served and found.job == "slurm 7.2"
     assert detection.local_size(STEP) == 1 and detection.local_rank(STEP) == 0
+    unset = {**STEP, "SLURM_JOB_ID": "", "SLURM_STEP_NODELIST": "localhost"}  # as some container scripts set it
+    assert job_rendezvous.torch_rendezvous(unset).port == slurm.port(0, 2)
 
 
 def test_where_ranks_meet_is_the_users_to_say() -> None:

@@ -22,10 +22,10 @@ from asyncdist.recording import command_output
 from asyncdist.recording.events import Event
 from asyncdist.runtime.story import answering
 from asyncdist.story import command, finding, sockets
+from asyncdist.story.event_texts import describe_events
 from asyncdist.story.facts import ChannelState, Collective, PolicyState, RankStory, Wait, from_bytes, to_bytes
-from asyncdist.story.happenings import events_in_words
-from asyncdist.story.telling import Silent, in_short, tell_job, tell_rank
-from asyncdist.story.waiting import awaited_ranks, by_root, circle, stuck_ranks
+from asyncdist.story.formatting import Silent, describe_job, describe_rank, summarize
+from asyncdist.story.waiting import awaited_ranks, cycle, in_display_order, stuck_ranks
 from asyncdist.trust import private_folders
 
 
@@ -53,7 +53,7 @@ def test_equal_statements_of_several_ranks_are_printed_once() -> None:
         replace(story(rank, collective(2), worker, worker), started={7100: 2}, channels=(channel,)) for rank in (1, 2)
     ]
     ranks[1] = replace(ranks[1], channels=(channel, replace(channel, tag=101, sent_count=3)))
-    told = tell_job(of(replace(story(0), started={7100: 1}), *ranks)).splitlines()
+    told = describe_job(of(replace(story(0), started={7100: 1}), *ranks)).splitlines()
     assert told[-4:] == [
         "    ranks 1, 2: its task worker waits 60 s: Event.wait",
         "    ranks 1, 2: its task worker waits 60 s: Event.wait",
@@ -63,11 +63,11 @@ def test_equal_statements_of_several_ranks_are_printed_once() -> None:
 
 
 class TestWhoWaitsForWhom:
-    def test_ranks_in_a_circle_and_ranks_awaiting_them_are_stuck(self) -> None:
+    def test_ranks_in_a_cycle_and_ranks_awaiting_them_are_stuck(self) -> None:
         stories = of(story(0, waits_for(1)), story(1, waits_for(0)), story(2, waits_for(0)))
         stuck = stuck_ranks(stories)
         assert stuck == {0, 1, 2}
-        assert circle(stuck, stories) == (0, 1)
+        assert cycle(stuck, stories) == (0, 1)
 
     @pytest.mark.parametrize(
         "other",
@@ -83,10 +83,10 @@ class TestWhoWaitsForWhom:
         assert not stuck_ranks(of(story(0, waits_for(1)), other))
 
     def test_one_of_several_senders_suffices_but_all_members_are_due(self) -> None:
-        in_circle = story(0, waits_for(1)), story(1, waits_for(0))
-        assert stuck_ranks(of(*in_circle, story(2, waits_for(0, 1, 3)))) == {0, 1}  # rank 3 does not tell
+        in_cycle = story(0, waits_for(1)), story(1, waits_for(0))
+        assert stuck_ranks(of(*in_cycle, story(2, waits_for(0, 1, 3)))) == {0, 1}  # rank 3 does not tell
         all_three = replace(story(2, collective(1)), started={7100: 1})
-        assert stuck_ranks(of(*in_circle, all_three)) == {0, 1, 2}
+        assert stuck_ranks(of(*in_cycle, all_three)) == {0, 1, 2}
 
     def test_a_task_that_may_move_makes_its_rank_movable(self) -> None:
         task = Wait("sender", "sleep", ends_by_itself=True)
@@ -102,13 +102,13 @@ class TestWhoWaitsForWhom:
         assert awaited_ranks(collective(3), stories) == (1, 2)
         assert awaited_ranks(collective(2), stories) == (2,)
 
-    def test_no_circle_where_nobody_is_stuck(self) -> None:
+    def test_no_cycle_where_nobody_is_stuck(self) -> None:
         stories = of(story(0, waits_for(1)), story(1, state="blocks"))
-        assert circle(stuck_ranks(stories), stories) == ()
+        assert cycle(stuck_ranks(stories), stories) == ()
 
     def test_most_awaited_ranks_are_first_after_ranks_that_run(self) -> None:
         stories = of(story(0, waits_for(1)), story(1, waits_for(0)), story(2, waits_for(1)), story(3, state="blocks"))
-        assert by_root(stories) == [3, 1, 0, 2]
+        assert in_display_order(stories) == [3, 1, 0, 2]
 
 
 class TestWords:
@@ -118,7 +118,7 @@ class TestWords:
             replace(story(0, waits_for(1)), channels=(replace(channel, tag=100, sent_count=0),)),
             replace(story(1, waits_for(0, tag=101)), channels=(channel,), heard={0: 60.5}),
         )
-        assert tell_job(stories, [Silent(2, os.getpid(), is_alive=True)]).splitlines() == [
+        assert describe_job(stories, [Silent(2, os.getpid(), is_alive=True)]).splitlines() == [
             "job 0123abcd: train.py, 3 ranks on here",
             f"  rank 2 does not answer (pid {os.getpid()}): it is stopped, or is in compiled code that holds the "
             "GIL; no channel message has arrived from it",
@@ -133,12 +133,12 @@ class TestWords:
 
     def test_a_rank_that_is_gone_is_told_with_its_last_sign_of_life(self) -> None:
         heard = of(replace(story(0), heard={2: 70.0}), replace(story(1), heard={2: 61.0}))
-        assert tell_job(heard, [Silent(2, 99, is_alive=False)]).splitlines()[1] == (
+        assert describe_job(heard, [Silent(2, 99, is_alive=False)]).splitlines()[1] == (
             "  rank 2 is gone: its process 99 has ended; its last message reached rank 1 61 s ago"
         )
 
     def test_why_a_rank_does_not_answer(self) -> None:
-        told = {state: tell_job(of(story(0)), [Silent(2, 99, is_alive=True, state=state)]) for state in "TtDSR"}
+        told = {state: describe_job(of(story(0)), [Silent(2, 99, is_alive=True, state=state)]) for state in "TtDSR"}
         assert "it is stopped, by SIGSTOP or Ctrl-Z; no channel message" in told["T"]
         assert "it is stopped, by a debugger; no channel message" in told["t"]
         assert "it waits in the kernel, for a disk or a network drive; no channel message" in told["D"]
@@ -150,7 +150,7 @@ class TestWords:
         blocked = replace(story(0, state="blocks"), line="load (data.py:3)", inner_line="read (io.py:9)")
         blocked = replace(blocked, policies=(policy,))
         returned = [story(rank, Wait("main", "the end"), state="returned") for rank in (1, 2)]
-        assert tell_job(of(blocked, *returned)).splitlines()[1:] == [
+        assert describe_job(of(blocked, *returned)).splitlines()[1:] == [
             "  rank 0 blocks for 60 s in load (data.py:3), there in read (io.py:9): its loop does not run",
             "    policy: 12 steps, metric 0.5, reporting in round 3, it coordinates",
             "  ranks 1, 2 have returned from main; rank 0 has not",
@@ -158,7 +158,7 @@ class TestWords:
 
     def test_of_one_rank(self) -> None:
         own = story(1, waits_for(0), Wait("helper", "sleep", "help (train.py:3)", ends_by_itself=True))
-        first, second = tell_rank(own).splitlines()
+        first, second = describe_rank(own).splitlines()
         assert first.startswith("rank 1 (of 3, pid 101) ") and names(first, "60 s", "rank 0", "tag 100", "train.py:7")
         assert second == "  its task helper is in sleep, which ends without other ranks, in help (train.py:3)"
 
@@ -167,7 +167,7 @@ class TestWords:
         ranks = [replace(story(rank, collective(9), size=128), started={7100: 9}) for rank in range(127)]
         every = tuple(range(128))
         ranks = [replace(each, waits=(collective(9, every),), channels=channels) for each in ranks]
-        told = tell_job(of(*ranks, replace(story(127, waits_for(3), size=128), started={7100: 8}))).splitlines()
+        told = describe_job(of(*ranks, replace(story(127, waits_for(3), size=128), started={7100: 8}))).splitlines()
         _, deadlock, blocked, others = told
         assert names(deadlock, "rank 127", "rank 3")
         assert names(blocked, "rank 127", "rank 3", "tag 100", "main (train.py:7)")
@@ -176,14 +176,21 @@ class TestWords:
             "in main (train.py:8)"
         )
         different = of(*(story(rank, replace(waits_for(0), line=f"line {rank}"), size=128) for rank in range(128)))
-        assert len(tell_job(different).splitlines()) < 40
+        assert len(describe_job(different).splitlines()) < 40
 
     def test_several_that_run_are_told_as_several(self) -> None:
         running = Wait("main", "", "main (x.py:3)")
-        assert "  ranks 0-2 run, in main (x.py:3)" in tell_job(of(*(story(rank, running) for rank in range(3))))
+        assert "  ranks 0-2 run, in main (x.py:3)" in describe_job(of(*(story(rank, running) for rank in range(3))))
+
+    def test_a_rank_that_may_join_is_not_lost(self) -> None:
+        """Regression: a place that no process had taken was named as lost."""
+        told = describe_job(of(replace(story(0), vacant=(2,)), replace(story(1), vacant=(2,))))
+        assert "not joined yet: rank 2" in told and "lost" not in told and "other hosts" not in told
 
     def test_of_ranks_on_other_hosts_it_is_said_where_to_ask(self) -> None:
-        assert "2 more ranks are on other hosts, or have ended: run asyncdist story 0123abcd" in tell_job(of(story(0)))
+        assert "2 more ranks are on other hosts, or have ended: run asyncdist story 0123abcd" in describe_job(
+            of(story(0))
+        )
 
     def test_events(self) -> None:
         events = [
@@ -192,7 +199,7 @@ class TestWords:
             Event(3.0, "abandoned", (0, 7, 5, "rank 1 was lost")),
             Event(4.0, "lost", (1,)),
         ]
-        assert events_in_words(events, 5.0, 2) == (
+        assert describe_events(events, 5.0, 2) == (
             "round 7 was abandoned: rank 1 was lost 2.0 s ago",
             "lost rank 1 1.0 s ago",
         )
@@ -200,7 +207,7 @@ class TestWords:
 
 def test_report_shows_the_wait_of_a_rank_at_the_signal_if_known() -> None:
     events = (Event(1.0, "interrupted", ()), Event(2.0, "interrupted", ("barrier, in main (train.py:9)",)))
-    assert events_in_words(events, 5.0, 2) == (
+    assert describe_events(events, 5.0, 2) == (
         "was interrupted by a signal 4.0 s ago",
         "was interrupted by a signal (it waited for barrier, in main (train.py:9)) 3.0 s ago",
     )
@@ -218,7 +225,7 @@ def test_stories_travel() -> None:
 def test_a_metric_that_is_no_finite_number_is_told(metric: float) -> None:
     policy = PolicyState("averaging", 7, metric, 0, "", None)
     read = from_bytes(to_bytes(replace(story(1), policies=(policy,))))
-    assert f"  policy 'averaging': 7 steps, metric {metric}" in tell_rank(read).splitlines()
+    assert f"  policy 'averaging': 7 steps, metric {metric}" in describe_rank(read).splitlines()
 
 
 HOSTILE = "n\x1b[2J\x1b]0;owned\x07\nrank 7\u202e"
@@ -237,10 +244,10 @@ def test_names_of_others_reach_no_terminal_as_they_are(capsys: pytest.CaptureFix
     )
     command_output.refuse("story", HOSTILE)
     refusal = capsys.readouterr().err
-    for text in (tell_rank(told), tell_job(of(told)), in_short(told, {}), refusal.rstrip("\n")):
+    for text in (describe_rank(told), describe_job(of(told)), summarize(told, {}), refusal.rstrip("\n")):
         assert "n\\x1b[2J\\x1b]0;owned\\x07\\nrank 7\\u202e" in text
         assert all(line.isprintable() for line in text.split("\n"))
-    assert tell_job(of(told)).count("\n") == tell_job(of(story(1, Wait("main", "x"), wait))).count("\n") + 4
+    assert describe_job(of(told)).count("\n") == describe_job(of(story(1, Wait("main", "x"), wait))).count("\n") + 4
 
 
 class TestSockets:
@@ -270,7 +277,7 @@ class TestSockets:
         for thread in threads:
             thread.start()
         assert [each.rank for each in sockets.jobs()["job"]] == [0, 1, 2]
-        assert sockets.ask(sockets.places(base / "job"), timeout_s=0.2) == of(story(0))
+        assert sockets.ask(sockets.rank_sockets(base / "job"), timeout_s=0.2) == of(story(0))
         for thread in threads:
             thread.join()
         for listener, path in opened:
@@ -290,7 +297,7 @@ class TestSockets:
     ) -> None:
         class Begun(socket.socket):
             def listen(self, backlog: int = 64) -> None:
-                assert "job" not in sockets.jobs(), "it is no rank that could be asked yet"
+                assert "job" not in sockets.jobs(), "a rank that cannot be asked yet must not be listed"
                 super().listen(backlog)
 
         with monkeypatch.context() as patched:
@@ -355,7 +362,7 @@ class TestSockets:
         monkeypatch.setattr(private_folders.os, "getuid", lambda: own + 1)
         refused = pytest.raises(private_folders.NotPrivateError, match=rf"{base} belongs to (the )?user ")
         with refused, private_folders.opened(base):
-            raise AssertionError("it is opened")
+            raise AssertionError("the folder must not be opened")
 
     def test_files_of_other_kinds_are_never_cleared_away(self, base: Path) -> None:
         base.mkdir(mode=0o700)
@@ -383,7 +390,7 @@ class TestSockets:
         sockets.withdraw(other)
 
     def test_a_socket_whose_folder_was_removed_is_made_anew(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Regression: asyncdist story found no job after its user's logout, which removes the sockets' folder."""
+        """Regression: asyncdist story found no job after its user's logout, which removes the folder of the sockets."""
         monkeypatch.setattr(answering, "job_name", lambda _: "job")
         opened = sockets.listen("job", 0)
         assert opened is not None
@@ -393,7 +400,7 @@ class TestSockets:
         with selectors.DefaultSelector() as ready:
             ready.register(teller._listener, selectors.EVENT_READ)
             teller._renew_listener(ready)
-            assert teller._listener is opened[0], "it is there"
+            assert teller._listener is opened[0], "the listener must be kept while its socket exists"
             shutil.rmtree(base)
             teller._renew_listener(ready)
             assert [key.fileobj for key in ready.get_map().values()] == [teller._listener] != [opened[0]]
@@ -407,11 +414,11 @@ class TestSockets:
         opened = sockets.listen("job", 0)
         assert opened is not None
         listener, path = opened
-        place = sockets.Place(path, 0, os.getpid())
+        place = sockets.RankSocket(path, 0, os.getpid())
         monkeypatch.setattr(sockets, "_CREDENTIALS", SimpleNamespace(size=12, unpack=lambda _: (1, os.getuid() + 1, 1)))
         assert sockets.exchange([place], sockets.STORY, 0.2) == {}
         client, _ = listener.accept()
-        assert client.recv(16) == b"", "no question was sent"
+        assert client.recv(16) == b"", "no question may be sent"
         client.close()
         with socket.socket(socket.AF_UNIX) as asks:
             asks.connect(str(path))
@@ -432,7 +439,7 @@ class TestSockets:
 
 
 def test_jobs_that_run_here_are_told_apart_by_what_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = sockets.Place(Path("socket"), 0, os.getpid())
+    place = sockets.RankSocket(Path("socket"), 0, os.getpid())
     monkeypatch.setattr(finding, "jobs", lambda: {"0000abcd": [place], "0000ffff": [place, place]})
     with pytest.raises(LookupError) as caught:
         finding.find_job(None)
@@ -449,7 +456,7 @@ def test_a_launcher_has_its_ranks_job_not_one_that_they_start(monkeypatch: pytes
     # Launcher 10 has started rank 20, which has started launcher 30, which has started rank 40.
     parents = {40: [40, 30, 20, 10], 20: [20, 10]}
     monkeypatch.setattr(finding, "_line_of", parents.__getitem__)
-    outer, inner = ([sockets.Place(Path("socket"), 0, pid)] for pid in (20, 40))
+    outer, inner = ([sockets.RankSocket(Path("socket"), 0, pid)] for pid in (20, 40))
     for found in ({"a": inner, "b": outer}, {"b": outer, "a": inner}):
         assert [finding.job_of_process(pid, found) for pid in (10, 20, 30, 40)] == ["b", "b", "a", "a"]
     assert finding.job_of_process(40, {"b": outer}) is None
@@ -472,13 +479,13 @@ def test_a_word_that_is_neither_a_job_nor_a_folder_is_named(
 def test_lowest_of_several_signalled_ranks_reports_for_all(
     asked: tuple[int, ...], tells: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places = [sockets.Place(Path(str(rank)), rank, 100 + rank) for rank in (0, 2)]
+    places = [sockets.RankSocket(Path(str(rank)), rank, 100 + rank) for rank in (0, 2)]
     monkeypatch.setattr(answering, "_ASKED_TOGETHER_S", 0.0)
     monkeypatch.setattr(answering.sockets, "was_asked", lambda place: place.rank in asked)
     monkeypatch.setattr(answering.sockets, "ask", lambda others: {each.rank: story(each.rank) for each in others})
-    monkeypatch.setattr(answering.WaitReporter, "_places", lambda _: places)
+    monkeypatch.setattr(answering.WaitReporter, "_other_sockets", lambda _: places)
     teller = object.__new__(answering.WaitReporter)
     teller._world, teller._path = SimpleNamespace(rank=1), Path("1")  # type: ignore[assignment]
-    teller._tell_all(story(1))
+    teller._print_all(story(1))
     said = capsys.readouterr().err
     assert ("asyncdist: job 0123abcd: train.py, 3 ranks on here" in said) is tells is bool(said)

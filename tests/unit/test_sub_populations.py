@@ -51,7 +51,7 @@ def test_parents_are_those_of_the_paper(seed: int, size: int, periods: list[int]
     ranks = [tuple(range(first, first + size)) for first in range(0, len(scores), size)]
     found = parents_of(dict(enumerate(scores.tolist())), ranks, periods, once(number), quantile=0.25, metric_mode="max")
     assert found == oracle(scores, size, tuple(periods), number)
-    assert not found.keys() & set(found.values()), "no rank has two roles"
+    assert not found.keys() & set(found.values()), "no rank may have two roles"
     lower = parents_of(
         dict(enumerate((-scores).tolist())), ranks, periods, once(number), quantile=0.25, metric_mode="min"
     )
@@ -79,7 +79,7 @@ def test_decisions_are_sound_for_any_reports(metrics: dict[int, float], number: 
     assert set(decision.parents) == set(decision.donors) and not set(decision.donors) & set(decision.replacers)
     assert all(math.isfinite(metrics[rank]) for rank in decision.donors)
     for rank in decision.replacers:
-        assert number % (rank // 4 + 1) == 0, "its sub-population evolves"
+        assert number % (rank // 4 + 1) == 0, "the sub-population of the rank must evolve"
     for rank, parent in zip(decision.replacers, decision.parents, strict=True):
         is_better = math.isfinite(metrics[rank]) and metrics[rank] >= metrics[parent]
         assert rank // 4 == parent // 4 or not is_better

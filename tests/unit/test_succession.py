@@ -31,7 +31,7 @@ def test_first_of_the_order_claims_and_the_others_nominate_it() -> None:
     assert views[2].coordinator is None
     assert views[2].on_claim(2, 1, 1) == (Follow(2, 1),)
     assert (views[2].epoch, views[2].coordinator) == (2, 1)
-    assert views[3].on_claim(2, 1, 1) == (Follow(2, 1),), "before it has heard of the loss"
+    assert views[3].on_claim(2, 1, 1) == (Follow(2, 1),), "the claim must be followed even before the loss is known"
     assert views[3].on_lost(0) == ()
 
 
@@ -50,7 +50,7 @@ def test_unresponsive_rank_is_skipped_for_the_time_being() -> None:
     assert asked[NOMINATION_COUNT_MAX : 2 * NOMINATION_COUNT_MAX] == [(Nominate(2),)] * NOMINATION_COUNT_MAX
     assert asked[-1] == (Claim(4),)
     assert view.on_cadence() == ()
-    assert view.on_claim(6, 1, 1) == (Follow(6, 1),), "the rank that was busy had the same thought, with a larger epoch"
+    assert view.on_claim(6, 1, 1) == (Follow(6, 1),), "a claim with a larger epoch must be followed"
 
 
 def test_epochs_of_two_ranks_are_never_equal() -> None:
@@ -69,13 +69,13 @@ def test_epochs_of_two_ranks_are_never_equal() -> None:
 def test_a_member_takes_over_from_a_coordinator_that_it_suspects() -> None:
     view = Succession(2, ORDER, 0)
     assert view.on_suspicion() == (Claim(3),)
-    assert view.on_suspicion() == (), "it coordinates itself"
-    assert view.on_claim(5, 0, 0) == (Follow(5, 0),), "the suspected one may do so again"
+    assert view.on_suspicion() == (), "a coordinator must not suspect itself"
+    assert view.on_claim(5, 0, 0) == (Follow(5, 0),), "a claim of the suspected coordinator must be followed"
     view.leave()
     assert view.on_suspicion() == ()
     leaderless = Succession(3, ORDER, 0)
     leaderless.on_lost(0)
-    assert leaderless.on_suspicion() == (), "it nominates the first of the order"
+    assert leaderless.on_suspicion() == (), "the rank must wait for the first rank of the order, which it nominates"
 
 
 def test_the_first_of_those_that_can_take_over_have_a_place() -> None:
@@ -85,15 +85,15 @@ def test_the_first_of_those_that_can_take_over_have_a_place() -> None:
     assert view.place(2) == 1
     view.leave()
     assert view.place(2) is None
-    assert Succession(9, ORDER, 9).place(2) is None, "a reserved coordinator"
+    assert Succession(9, ORDER, 9).place(2) is None, "a reserved coordinator must have no place in the order"
 
 
 def test_an_epoch_that_no_frame_can_carry_is_not_believed() -> None:
     view = Succession(2, ORDER, 0)
     assert view.on_nomination(3, EPOCH_MAX + 1) == () == view.on_claim(2**63 - 1, 1, 1)
     assert (view.epoch, view.coordinator) == (0, 0)
-    assert view.on_claim(EPOCH_MAX, 1, 1) == (Follow(EPOCH_MAX, 1),), "the last one"
-    assert view.on_suspicion() == (), "there is no later one to claim"
+    assert view.on_claim(EPOCH_MAX, 1, 1) == (Follow(EPOCH_MAX, 1),), "the last possible epoch must be accepted"
+    assert view.on_suspicion() == (), "after the last epoch, no rank can claim another one"
 
 
 def test_a_claim_that_this_rank_has_not_made_is_not_believed() -> None:
@@ -106,7 +106,7 @@ def test_who_has_missed_a_claim_is_told() -> None:
     view = Succession(1, ORDER, 0)
     view.on_lost(0)
     assert view.on_nomination(3, 0) == (Inform(3),)
-    assert view.on_claim(1, 0, 0) == (Inform(0),), "a coordinator that was only slow"
+    assert view.on_claim(1, 0, 0) == (Inform(0),), "a slow coordinator must be informed of the newer epoch"
     assert view.on_nomination(3, 2) == ()
     leaderless = Succession(3, ORDER, 0)
     leaderless.on_lost(0)
@@ -118,7 +118,7 @@ def test_a_coordinator_that_died_after_its_claim_is_not_followed() -> None:
     view.on_lost(1)
     assert view.on_claim(2, 1, 1) == (Nominate(0),)
     first = Succession(0, ORDER, 0)
-    assert first.on_nomination(2, 2) == (Claim(5),), "it has not heard of the claim, and coordinates still"
+    assert first.on_nomination(2, 2) == (Claim(5),), "the rank does not know of the claim, and must still coordinate"
     assert view.on_claim(5, 0, 0) == (Follow(5, 0),)
 
 
@@ -138,7 +138,7 @@ def test_a_rank_that_has_left_the_policy_claims_nothing() -> None:
 def test_a_rank_that_knows_of_no_other_seeks_no_more() -> None:
     view = Succession(9, (0,), 9)
     view.on_lost(0)
-    assert view.on_claim(1, 0, 0) == (), "a reserved coordinator, whose only member died after its claim"
+    assert view.on_claim(1, 0, 0) == (), "a reserved coordinator whose only member died must not answer a claim"
     assert view.on_cadence() == () == view.on_cadence() == view.on_cadence()
 
 
@@ -223,7 +223,7 @@ def test_after_any_losses_all_who_live_follow_one_of_them(size: int, seed: int, 
     living = [view for rank, view in population.views.items() if rank not in population.dead]
     assert len({(view.epoch, view.coordinator) for view in living}) == 1
     assert living[0].coordinator not in population.dead
-    assert len({epoch for epoch, _ in population.claims}) == len(population.claims), "one epoch was claimed twice"
+    assert len({epoch for epoch, _ in population.claims}) == len(population.claims), "an epoch was claimed twice"
 
 
 @pytest.mark.parametrize("size", [2, 33])

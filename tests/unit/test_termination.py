@@ -55,7 +55,7 @@ class Members:
         termination = self.terminations[dest]
         match message:
             case Verdict():
-                if termination.takes(message, source):
+                if termination.accepts(message, source):
                     self.told.add(dest)
             case DecisionRequest():
                 termination.on_request(message, source)
@@ -124,7 +124,7 @@ async def test_late_news_forwarded_by_a_dead_rank_does_not_count() -> None:
         members.knows[rank].add(0)
     await turns()
     members.deliver(2, 1)
-    assert members.links[1, 2], "rank 1 has passed it on"
+    assert members.links[1, 2], "rank 1 must have passed the message on"
     members.dead.add(1)
     members.deliver(3, 2)
     members.knows[3].add(1)
@@ -138,7 +138,7 @@ async def test_late_news_forwarded_by_a_dead_rank_does_not_count() -> None:
     await turns()
     assert asking[1].done()
     members.deliver(1, 2)
-    assert members.told == {1}, "rank 2 has promised that it takes it from rank 1 no more"
+    assert members.told == {1}, "rank 2 has promised not to take the verdict from rank 1"
     members.knows[2].add(1)
     await turns()
     while not asking[0].done():
@@ -160,14 +160,14 @@ def test_a_verdict_of_another_attempt_is_none_of_this_one() -> None:
     termination = Termination(engine, 1, lambda message, dest: sent.append((message, dest)))
     first, second = (AgreementKey(KEY.subject, KEY.ranks, time) for time in (1, 2))
     termination.expect(first)
-    assert termination.takes(Verdict(first.text, agreed=7), 0)
-    assert not termination.takes(Verdict(first.text, agreed=7), 2), "once is enough"
+    assert termination.accepts(Verdict(first.text, agreed=7), 0)
+    assert not termination.accepts(Verdict(first.text, agreed=7), 2), "a verdict must be accepted only once"
     termination.stop_expecting(first)
     termination.on_request(DecisionRequest(first.text, ((0, 0),)), 2)
     termination.on_request(DecisionRequest(second.text, ((0, 0), (3, 99))), 2)
     assert sent == [(Verdict(first.text, agreed=7), 2), (Undecided(second.text, ((0, 0), (3, 3))), 2)]
-    assert not termination.takes(Verdict(second.text, agreed=7), 0) and termination.excludes(second, 0)
-    assert termination.takes(Verdict(second.text, agreed=7), 2)
+    assert not termination.accepts(Verdict(second.text, agreed=7), 0) and termination.excludes(second, 0)
+    assert termination.accepts(Verdict(second.text, agreed=7), 2)
 
 
 def test_what_is_kept_is_bounded() -> None:
@@ -177,9 +177,9 @@ def test_what_is_kept_is_bounded() -> None:
         key = AgreementKey(KEY.subject, KEY.ranks, time)
         termination.on_request(DecisionRequest(key.text, ((0, 0),)), 2)
         termination.expect(key)
-        termination.takes(Verdict(key.text), 2)
+        termination.accepts(Verdict(key.text), 2)
         termination.stop_expecting(key)
-    assert len(termination._heard) == len(termination._excluded) == 64 and not termination._open
+    assert len(termination._received_verdicts) == len(termination._excluded) == 64 and not termination._open
 
 
 async def test_member_without_a_timely_answer_is_named_and_awaited() -> None:

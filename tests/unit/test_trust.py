@@ -76,9 +76,11 @@ def test_what_an_outsider_writes_counts_as_absent(caplog: pytest.LogCaptureFixtu
     outsider.set("closed/0.0", "")
     inner.set("asyncdist/newcomer/1", "no numbers")
     assert not store.check(["over"]) and not store.check(["closed/0.0"]) and not store.check(["newcomer/1"])
-    assert store.compare_set("newcomer/1", "", "1 1 ab") == b"1 1 ab", "it takes the place of what is not believed"
+    assert store.compare_set("newcomer/1", "", "1 1 ab") == b"1 1 ab", (
+        "a value that is not believed must be overwritten"
+    )
     assert store.compare_set("newcomer/1", "", "2 1 cd") == b"1 1 ab"
-    assert [record.levelno for record in caplog.records] == [logging.WARNING], "told once"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING], "the warning must be logged once"
     assert "'asyncdist/over'" in caplog.text
     assert outsider.compare_set("newcomer/1", "1 1 ab", "free") == b""
     assert store.get("newcomer/1") == b"1 1 ab"
@@ -185,8 +187,8 @@ def test_rank_0_says_that_other_hosts_do_not_reach_it(
 ) -> None:
     """Regression: rank 0 did not report that its launcher's MASTER_ADDR=localhost keeps other hosts from connecting."""
     monkeypatch.setattr(detection, "local_size", lambda: local_size)
-    monkeypatch.setattr(rendezvous._Place, "_find", lambda *_: HashStore())
-    rendezvous._place_of.cache_clear()
+    monkeypatch.setattr(rendezvous._RendezvousStore, "_find", lambda *_: HashStore())
+    rendezvous._store_of.cache_clear()
     place = TorchRendezvous(0, 2, "localhost", 1, False, secret=OURS, is_loopback=True)
     with pytest.raises(TransportError, match="waits for ranks \\[1\\]") as error:
         rendezvous.join_world(place, 0.05)
@@ -201,7 +203,7 @@ def test_connection_to_a_process_without_the_secret_is_closed() -> None:
     with_other = connect(SealedStore(store, OURS), SealedStore(store, OTHER))
     assert any("the process at place 1 of 2 does not know the job's secret" in text for text in with_other)
     elsewhere = connect(SealedStore(store, OURS).part("one world"), SealedStore(store, OURS).part("another"))
-    assert any(elsewhere), "proofs of another world do not count"
+    assert any(elsewhere), "proofs of another world must not count"
 
 
 # -- where secrets come from ------------------------------------------------------------------------------------------
@@ -320,6 +322,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
     [
         ({"MASTER_ADDR": "127.0.0.1"}, True, True),
         ({"MASTER_ADDR": "localhost"}, True, True),
+        ({"MASTER_ADDR": "LocalHost"}, True, True),
         ({"MASTER_ADDR": "10.1.2.3", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, True, False),
         ({"MASTER_ADDR": "10.1.2.3", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, False, False),
         ({"MASTER_ADDR": "10.1.2.3"}, False, False),
@@ -339,7 +342,7 @@ def test_ranks_of_one_host_share_the_secret_of_their_user(
 
 
 def test_one_job_ignores_values_of_the_users_other_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: another user copied a port from one store into another, and ranks of two jobs met and averaged."""
+    """Regression: another user copied a port between stores, and ranks of two jobs connected and averaged."""
     monkeypatch.setattr(environment, "secret_directories", lambda _: [str(tmp_path)])
     given = {environment.SECRET_VARIABLE: "a secret of some length"}
     for own in ({}, given):
@@ -436,7 +439,7 @@ def test_a_programs_own_process_group_says_where_its_store_is(
     store: Callable[[], Any], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: ranks of mp.spawn, which receive rank and size as arguments, had no secret on one host."""
-    found, port = rendezvous._place_of_store(store())
+    found, port = rendezvous._address_of(store())
     assert (found, port > 0) == (address, address != "")
     monkeypatch.setattr(environment, "secret_directories", lambda _: [str(tmp_path)])
     assert job_rendezvous.secret_of_job(address, port, 2, {}).is_missing is (address == "")
@@ -487,7 +490,9 @@ def test_the_secret_of_a_job_is_kept_and_removed(tmp_path: Path) -> None:
     kept = secret_files.keep(1, "0123456789abcdef", [str(tmp_path)])
     assert kept is not None and secret_files.find("secret-1", [str(tmp_path)]) == "0123456789abcdef"
     kept.path.chmod(0o644)
-    assert secret_files.find("secret-1", [str(tmp_path)]) is None, "another user may have read it"
+    assert secret_files.find("secret-1", [str(tmp_path)]) is None, (
+        "a secret that another user may have read must not be used"
+    )
     kept.remove()
     assert not kept.path.exists()
 
@@ -518,7 +523,7 @@ def test_a_kept_secret_outlives_its_folder_until_removed(tmp_path: Path) -> None
     def wait_for(secret: str | None) -> None:
         until = time.monotonic() + 30
         while secret_files.find("secret-1", bases()) != secret:
-            assert time.monotonic() < until, f"the secret {secret!r} is not found"
+            assert time.monotonic() < until, f"the secret {secret!r} was not found in time"
             time.sleep(0.01)
 
     kept = secret_files.RenewedSecret(1, text, bases, renewal_s=0.01)

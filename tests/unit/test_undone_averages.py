@@ -97,7 +97,7 @@ ORDINARY: dict[str, Make] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("difference", [0.0, 0.1, 3.0])
+@pytest.mark.parametrize("difference", [0.0, *(pytest.param(each, marks=pytest.mark.long) for each in (0.1, 3.0))])
 @pytest.mark.parametrize("kind", ORDINARY)
 def test_ordinary_optimizers_are_not_reported(kind: str, difference: float, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):

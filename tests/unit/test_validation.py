@@ -24,6 +24,16 @@ from asyncdist import validation
             ValueError,
             "n must be an integer >= 1 or None, got 0",
         ),
+        (
+            lambda: validation.count("n", 1 << 128),
+            ValueError,
+            "n must be an integer >= 1 of at most 128 bits, got 340282366920938463463374607431768211456",
+        ),
+        (
+            lambda: validation.count("n", 1 << 20_000),
+            ValueError,
+            "n must be an integer >= 1 of at most 128 bits, got an integer of 20001 bits",
+        ),
         (lambda: validation.whole("n", 1.5), TypeError, "n must be an integer, got 1.5"),
         (lambda: validation.ranks("r", "01"), TypeError, "r must be a sequence of distinct ranks, got '01'"),
         (lambda: validation.ranks("r", [1, 1]), ValueError, "r must be a sequence of distinct ranks, got [1, 1]"),

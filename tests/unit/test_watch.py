@@ -27,8 +27,12 @@ def test_silence_is_suspected_after_some_reports_and_some_time(place: int) -> No
     needed = MISSED_REPORT_COUNT * (1 + place)
     assert suspicions([None] * (needed + 1), interval_s=SILENT_S, place=place) == 1
     assert suspicions([None] * needed, interval_s=SILENT_S, place=place) == 0
-    assert suspicions([None] * needed, interval_s=60.0, place=place) == 0, "long steps of our own are no silence"
-    assert suspicions([None] * 50, interval_s=SILENT_S / 100, place=place) == 0, "a process may be away for a while"
+    assert suspicions([None] * needed, interval_s=60.0, place=place) == 0, (
+        "the rank's own long steps must not count as silence"
+    )
+    assert suspicions([None] * 50, interval_s=SILENT_S / 100, place=place) == 0, (
+        "a process that stops for a short time must not be suspected"
+    )
 
 
 def test_an_answer_ends_the_silence() -> None:
@@ -37,12 +41,14 @@ def test_an_answer_ends_the_silence() -> None:
 
 def test_answers_are_late_by_the_steps_of_the_rank_that_waits() -> None:
     assert suspicions([0.1] * 50) == 0
-    assert suspicions([0.2] * 50) == 0, "both are in a step of equal length"
+    assert suspicions([0.2] * 50) == 0, "answers within one equal step must not be suspected"
     assert suspicions([0.35] * 50) > 0
-    assert suspicions([0.35, 0.35, 0.1, 0.1] * 20) == 0, "now and then"
+    assert suspicions([0.35, 0.35, 0.1, 0.1] * 20) == 0, "occasional late answers must not be suspected"
     assert suspicions([0.35] * 50, step_s=0.2) == 0
-    assert suspicions([0.35] * 50, interval_s=5.0) == 0, "no round is lost by it"
-    assert suspicions([0.09] * 50, step_s=0.001, interval_s=0.005) == 0, "hosts are busy for so long"
+    assert suspicions([0.35] * 50, interval_s=5.0) == 0, "late answers that delay no round must not be suspected"
+    assert suspicions([0.09] * 50, step_s=0.001, interval_s=0.005) == 0, (
+        "delays that are usual on a busy host must not be suspected"
+    )
 
 
 def test_another_coordinator_is_judged_anew() -> None:

@@ -105,14 +105,14 @@ def test_a_folder_swapped_for_a_link_loses_no_files(tmp_path: Path) -> None:
 def test_a_new_folder_that_was_replaced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(new_files, "_owner_of_new_files", lambda folder, name: os.getuid() + 1)
     with pytest.raises(PermissionError, match="another user has replaced"), whole_folder(tmp_path):
-        raise AssertionError("the folder is not used")
+        raise AssertionError("the folder must not be used")
     assert not os.listdir(tmp_path)
 
 
 def test_a_new_folder_that_became_a_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "mkdir", lambda name, mode, dir_fd: os.symlink("/", name, dir_fd=dir_fd))
     with pytest.raises(PermissionError, match=r"another user has replaced .*\.part-"), whole_file(tmp_path / "x"):
-        raise AssertionError("the folder is not used")
+        raise AssertionError("the folder must not be used")
 
 
 def test_files_in_a_groups_folder_belong_to_the_group(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_an_int_stays_exact_where_a_union_allows_it_in_any_order() -> None:
 def test_ints_beyond_64_bits_are_refused(value: int) -> None:
     with pytest.raises(LocalProtocolError):
         Codec(One).encode(One(value))
-    assert round_trip(One(7)) == One(7), "the packer has no memory of the failure"
+    assert round_trip(One(7)) == One(7), "a failed encoding must not affect the next one"
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_parts_shared_with_the_last_message_are_not_rechecked() -> None:
         message = Counting(value, numbers)
         counted.clear()
         _, payload = codec.encode(message)
-        assert len(counted) == (value == 0), "a check decodes, and so makes another one"
+        assert len(counted) == (value == 0), "only the first encoding may check its result, which makes another message"
         assert codec.decoders[0](payload) == message
 
 
@@ -276,7 +276,7 @@ def test_immutable_message_to_many_ranks_is_packed_once() -> None:
     codec.encode(numbers)
     assert codec.encode(numbers)[1] is codec.encode(numbers)[1]
     assert codec.encode(numbers) == (kind, payload)
-    assert codec.encode(One(1)) != codec.encode(One(2)), "another one is packed"
+    assert codec.encode(One(1)) != codec.encode(One(2)), "another message must be packed anew"
     assert codec.encode(numbers) == (kind, payload)
     nothing: Codec = Codec(One)
     for _ in range(3):
@@ -476,7 +476,7 @@ def test_well_formed_wrong_types_raise_only_frame_errors(values: dict[str, Any],
         message = receive(VICTIM, frame_of(msgspec.msgpack.encode(values), kind=kind))
     except FrameError:
         return
-    assert same(round_trip(message), message), "what is accepted is a message that could have been sent"
+    assert same(round_trip(message), message), "an accepted message must be one that could have been sent"
 
 
 def test_scopes_differ_in_group_name_and_index() -> None:

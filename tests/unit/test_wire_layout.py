@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather, norm_of, scatter, subtract
+from asyncdist.protocols.exchange.wire_layout import Scratch, Vector, WireLayout, gather, norm_of, scatter, subtract
 from asyncdist.tensors.codecs import Codec, TopK, find_codec
 from asyncdist.tensors.flat_state import FlatState
 from asyncdist.tensors.means import weighted_mean_into
@@ -70,7 +70,7 @@ def same(one: Tensor, two: Tensor) -> bool:
 def test_slices_cover_each_byte_of_each_entry_once(seed: int, codec: Codec) -> None:
     flat, tensors, layouts = laid_out(seed, codec)
     places = sorted(place for layout in layouts for vector in layout.vectors for place, *_ in vector.places)
-    assert places == list(range(len(flat.entries))), "each entry is in one vector of one fragment"
+    assert places == list(range(len(flat.entries))), "each entry must be in one vector of one fragment"
     for layout in layouts:
         encoded = layout.new_encoded()
         covered = [torch.zeros_like(each.view(torch.uint8)) for each in encoded]
@@ -98,7 +98,7 @@ def check_places(vector: Vector, tensors: list[Tensor]) -> None:
     for index, first, last in vector.places:
         tensor = tensors[index]
         size = tensor.numel() * (tensor.element_size() if vector.role == "copied" else 1 + tensor.is_complex())
-        assert first >= end and last - first == size, f"entry {index}"
+        assert first >= end and last - first == size, f"entry {index} overlaps the previous one or has the wrong size"
         assert first == end or vector.role == "copied"
         end = last
 
@@ -232,7 +232,7 @@ def test_the_mean_of_top_k_vectors_is_exact(share: float, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
 def test_a_top_k_mean_has_the_values_of_all_contributions(ranks: int) -> None:
-    """The mean needs at most the bytes of all contributions, and at most those of float32."""
+    """The mean needs at most the bytes of all contributions, and at most the bytes of a float32 mean."""
     entries = FlatState(nn.Linear(4096, 10, bias=False)).entries
     layout = WireLayout(entries, [0], {"weight"}, ranks, TopK(share=0.03))
     assert layout.nbytes == 10 * 123 * 6
@@ -280,3 +280,22 @@ def test_the_norm_of_finite_values_is_finite(dtype: torch.dtype) -> None:
     for odd in (torch.inf, torch.nan):
         mask[0] = odd
         assert not np.isfinite(norm_of(mask))
+
+
+@pytest.mark.parametrize("codec", [find_codec("int8"), find_codec("bfloat16")], ids=lambda codec: codec.name)
+def test_decoded_values_reuse_the_memory_of_earlier_values(codec: Codec) -> None:
+    model = nn.Linear(100, 3)
+    flat, scratch = FlatState(model), Scratch()
+    names = {name for name, _ in model.named_parameters()}
+    first, second = (
+        WireLayout(flat.entries, range(len(flat.entries)), names, 2, codec, divisible).stepped[0]
+        for divisible in (None, {"weight"})  # whole tensors start at blocks of the codec, with gaps before them
+    )
+    encoded = [torch.zeros(vector.sent.nbytes(0, vector.count), dtype=torch.uint8) for vector in (first, second)]
+    values = second.values_of(encoded[1], scratch).fill_(1.0)
+    (decoded,) = first.decoded_parts([encoded[0]], scratch)
+    assert decoded.data_ptr() == values.data_ptr() and not decoded.any()
+    values.fill_(1.0)
+    own, places = second.values_of(encoded[1], scratch), [range(begin, end) for _, begin, end in second.places]
+    assert own.data_ptr() == values.data_ptr()
+    assert not any(own[place] for place in range(second.count) if not any(place in each for each in places))

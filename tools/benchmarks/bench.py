@@ -43,6 +43,7 @@ NAMES: Final = (
     "scale",
     "routes",
     "average",
+    "first",
     "straggler",
     "idle",
     "awaiting",

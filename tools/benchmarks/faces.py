@@ -132,10 +132,10 @@ def inside_us() -> list[float]:
     times_us: list[float] = []
     step = SpawnPolicy._guarded_step
 
-    async def timed(policy: SpawnPolicy, metric: Any) -> StepInfo:
+    async def timed(policy: SpawnPolicy, metric: Any, is_due: bool | None = None) -> StepInfo:
         began_at = time.perf_counter_ns()
         try:
-            return await step(policy, metric)
+            return await step(policy, metric, is_due)
         finally:
             times_us.append((time.perf_counter_ns() - began_at) / 1e3)
 
@@ -267,7 +267,9 @@ def main() -> None:
             times = Stopwatch()
             inside.clear()
             way(settings, times)
-            assert len(times.times_us) == _WARM_UP_COUNT + settings.step_count, f"{name}: {len(times.times_us)} steps"
+            assert len(times.times_us) == _WARM_UP_COUNT + settings.step_count, (
+                f"{name}: recorded {len(times.times_us)} steps"
+            )
             times_us[name] += times.times_us[_WARM_UP_COUNT:]
             own_us[name] += inside[_WARM_UP_COUNT:]
     results = ad.run(_collected, {name: _figures(times_us[name], own_us[name]) for name in WAYS})

@@ -313,7 +313,7 @@ def _draw_mixed(mixed: Results, panels: Any) -> None:
                 axes.text(0.02, height + shift, said, va="center", fontsize=7.5, color=text)
         axes.set_yticks(range(len(mixed)), list(reversed(mixed)), fontsize=8.5)
         axes.set_xlim(0, 1.03)
-        axes.set_title(f"{rank_count} ranks, half of them at half speed", loc="left", fontsize=11)
+        axes.set_title(f"{rank_count} ranks, half at half speed", loc="left", fontsize=11)
         axes.set_xlabel("useful time / possible time")
 
 

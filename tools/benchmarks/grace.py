@@ -74,7 +74,7 @@ QUICK: Final = Settings(sizes=(8,), seed_count=1, duration_s=2.0)
 
 @dataclass(slots=True)
 class Seen:
-    """Records what coordinators did: one value for each decision, round or replacement."""
+    """Records the actions of coordinators: one value for each decision, round or replacement."""
 
     share: list[float] = field(default_factory=list)
     age_steps: list[float] = field(default_factory=list)

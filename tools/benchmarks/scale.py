@@ -203,7 +203,7 @@ def _population(size: int) -> dict[str, float]:
     began_s = time.process_time()
     report = ad.simulate(_train_small, ranks=size, seed=size, strict=True)
     rounds = max(report.results)
-    assert rounds >= _POPULATION_ROUNDS, f"{rounds} rounds"
+    assert rounds >= _POPULATION_ROUNDS, f"only {rounds} rounds took place"
     return {
         "ranks": size,
         "rounds": rounds,
@@ -236,7 +236,7 @@ def _measure_islands(count: int) -> dict[str, float]:
     of_islands = [each for each in report.results if each is not None]
     rounds, emigrants, guests = zip(*of_islands, strict=True)
     assert len(of_islands) == count
-    assert min(rounds) >= ISLAND_ROUNDS, f"an island has come to {min(rounds)} rounds"
+    assert min(rounds) >= ISLAND_ROUNDS, f"one island has only had {min(rounds)} rounds"
     return {
         "ranks": ranks,
         "rounds": min(rounds),
@@ -281,7 +281,9 @@ def _rates(many: int, count: int) -> dict[str, float]:
 
 def _check_applied(seconds: Sequence[float], replacer_count: int) -> None:
     applied_count = sum(each >= 0 for each in seconds)
-    assert applied_count == replacer_count, f"{applied_count} of {replacer_count} replacers have applied an average"
+    assert applied_count == replacer_count, (
+        f"only {applied_count} of {replacer_count} replacers have applied an average"
+    )
 
 
 def _size_rows(results: Results) -> list[Row]:

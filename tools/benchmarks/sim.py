@@ -161,7 +161,7 @@ async def _step_until_decided(world: ad.World, decided: list[int], round_count: 
             if policy.iteration < look_at:
                 continue  # statistics are copies, and take longer than a step
             coordinator = policy.statistics().coordinator
-            assert coordinator is not None, "rank 0 coordinates"
+            assert coordinator is not None, "rank 0 must coordinate"
             left_count = round_count - coordinator.rounds_decided
             if left_count <= 0:
                 decided.append(coordinator.rounds_decided)

@@ -35,7 +35,7 @@ import torch
 import asyncdist as ad
 
 async def main(world: ad.World) -> None:
-    print("begun at", time.time(), flush=True)
+    print(f"begun at {time.time()}\\n", end="", flush=True)
 
 ad.run(main)
 """
@@ -46,7 +46,7 @@ import torch
 from torch import distributed
 
 distributed.init_process_group("gloo")
-print("begun at", time.time(), flush=True)
+print(f"begun at {time.time()}\\n", end="", flush=True)  # one write: torchrun's ranks share the unbuffered output
 distributed.destroy_process_group()
 """
 

@@ -24,6 +24,8 @@ from worth.runs import Run, final, simulate, time_to
 from worth.tasks import TASKS
 
 RANKS: Final = ()
+#: Number of runs that take less time than new processes take to import torch.
+_FEW: Final = 16
 
 
 def measure(parts: Sequence[Part], runs_path: Path | None = None) -> Results:
@@ -71,7 +73,8 @@ def _best(runs: list[Run], known: dict[str, Results]) -> float:
 def _simulate(wanted: Sequence[Run], known: dict[str, Results], runs_path: Path | None, what: str) -> None:
     """Simulate the runs that are not known yet."""
     runs = [run for run in dict.fromkeys(wanted) if str(run) not in known]
-    for run, figures in simulations.simulated(simulate, runs, what):
+    few = ((run, simulate(run)) for run in runs)
+    for run, figures in few if len(runs) <= _FEW else simulations.simulated(simulate, runs, what):
         known[str(run)] = figures
         if runs_path is not None:
             with runs_path.open("a") as file:
@@ -101,6 +104,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--runs", type=Path)
     given = parser.parse_args()
+    simulations.be_quiet()
     given.out.write_text(json.dumps(measure(QUICK if given.quick else FULL, given.runs)))
 
 

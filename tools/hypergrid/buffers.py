@@ -137,7 +137,7 @@ class Contents:
 async def serve(world: ad.World, context: ad.DistributedContext, env: HyperGrid, log_dir: Path | None) -> None:
     """Serve a buffer until all training ranks that are assigned to it have left."""
     clients = context.assigned_training_ranks
-    assert clients is not None, "this rank is a buffer"
+    assert clients is not None, "this rank serves a buffer, and cannot add to one"
     record = BufferRecorder(log_dir, world.rank)
     record.start(transport=world.transport_name, clients=clients)
     contents = Contents(env, record)

@@ -39,7 +39,7 @@ STOP_SIGNALS = ((signal.SIGINT, 20.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5
 RANKS_MAX = 64
 ITERATIONS, AVERAGE_EVERY, SECONDS = 2000, 50, 120.0
 RECORDING = "recording"
-"""The folder's name, beside the diaries."""
+"""The folder's name, next to the diaries."""
 QUICK_ITERATIONS, QUICK_AVERAGE_EVERY, QUICK_SECONDS = 300, 20, 18.0
 
 

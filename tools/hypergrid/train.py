@@ -26,20 +26,11 @@ from gfn.gflownet import TBGFlowNet
 from gfn.gym import HyperGrid
 from gfn.preprocessors import KHotPreprocessor
 from gfn.utils.modules import MLP
-from policies import CHOICES, SIMPLE
+from policies import CHOICES, POLICIES, SIMPLE
 from verify import EventWriter
 
 import asyncdist as ad
-from protocols import (
-    AsyncDiLoCoPolicy,
-    AsyncSelectiveAveragingPolicy,
-    AverageAllPolicy,
-    DiLoCoPolicy,
-    EvolutionStrategyPolicy,
-    PopulationTrainingPolicy,
-    SelectiveDiLoCoPolicy,
-    StepInfo,
-)
+from protocols import StepInfo
 
 BATCH_SIZE = 16
 LOSSES_IN_METRIC = 20
@@ -77,38 +68,22 @@ def build_policy(
     """Make the policy that `--policy` names, or a context without one. Buffer ranks take no part in it."""
     if args.policy == "none":
         return nullcontext()
-    group = context.train_global_group
-    if args.policy == "average-all":
-        return AverageAllPolicy(model, optimizer, average_every=args.average_every, group=group)
-    if args.policy == "diloco":
-        return DiLoCoPolicy(model, optimizer, average_every=args.average_every, group=group)
-    if args.policy == "selective-diloco":
-        return SelectiveDiLoCoPolicy(
-            model,
-            optimizer,
-            average_every=args.average_every,
-            group=group,
-            metric=lambda: l1_distance(env, model),
-            metric_mode="min",
-        )
-    if args.policy == "async-diloco":
-        return AsyncDiLoCoPolicy(model, optimizer, average_every=args.average_every, group=group)
-    if args.policy == "population-training":
-        rates = {"lr": (0.02, 0.5)}  # of the first group, log Z; the other group keeps its ratio
-        return PopulationTrainingPolicy(
-            model, optimizer, average_every=args.average_every, hyperparameters=rates, group=group
-        )
-    if args.policy == "evolution-strategy":
-        return EvolutionStrategyPolicy(
-            model, optimizer, sigma=0.05, pairs=2, fitness="rank", group=group, metric=lambda: l1_distance(env, model),
-            metric_mode="min",
-        )  # fmt: skip
-    if args.policy in SIMPLE:
-        return SIMPLE[args.policy](model, optimizer, group=group)
-    on_event = EventWriter(args.log_dir, context.my_rank, model) if args.verify else None
-    return AsyncSelectiveAveragingPolicy(
-        model, optimizer, average_every=args.average_every, replacement_ratio=0.25, on_event=on_event, group=group
-    )
+    options: dict[str, Any] = {"group": context.train_global_group}
+    if args.policy not in (*SIMPLE, "evolution-strategy"):
+        options["average_every"] = args.average_every
+    if args.policy in ("selective-diloco", "evolution-strategy"):
+        options |= {"metric": lambda: l1_distance(env, model), "metric_mode": "min"}
+    match args.policy:
+        case "population-training":
+            options["hyperparameters"] = {"lr": (0.02, 0.5)}  # of the first group, log Z; the other keeps its ratio
+        case "evolution-strategy":
+            options |= {"sigma": 0.05, "pairs": 2, "fitness": "rank"}
+        case "one-sided":
+            options |= {"replacement_mode": "worst_ratio", "replacement_ratio": 0.25}
+        case "selective":
+            on_event = EventWriter(args.log_dir, context.my_rank, model) if args.verify else None
+            options |= {"replacement_ratio": 0.25, "on_event": on_event}
+    return POLICIES[args.policy](model, optimizer, **options)
 
 
 def train_step(

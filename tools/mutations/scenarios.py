@@ -132,7 +132,7 @@ def run_setting(setting: Setting, seed: int) -> tuple[SimReport[Any], Watch]:
         )
     report.value()
     late = [rank for rank in range(setting.ranks) if rank not in watch.leaving_s]
-    assert not late, f"after {LIMIT_S} s ranks {late} have not ended"
+    assert not late, f"ranks {late} have not ended after {LIMIT_S} s"
     check_dropped(report)
     if setting.chunk_nbytes is None:
         check_bulk(report, Mixed(0.0, setting.width))
@@ -165,7 +165,7 @@ def averaging(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any
     report, watch = run_setting(setting, seed)
     if not setting.faults:
         for rank, seconds in watch.leaving_s.items():
-            assert seconds < 1.0, f"rank {rank} took {seconds:.1f} s to leave, and everybody was there"
+            assert seconds < 1.0, f"rank {rank} took {seconds:.1f} s to leave, although all ranks were present"
         check_progress(watch)
     return report
 
@@ -173,7 +173,7 @@ def averaging(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any
 def check_progress(watch: Watch) -> None:
     """Check that the worst rank was replaced: its metric is constant, so every decision selects it."""
     setting = watch.setting
-    assert watch.judged, "nothing was decided in the whole run"
+    assert watch.judged, "no round was decided in the whole run"
     if setting.options.get("threshold") is None and setting.options["replacement_ratio"] > 0:
         sign = 1 if setting.options["metric_mode"] == "max" else -1
         finite = [math.isfinite(metric) for metric in setting.metrics]
@@ -182,7 +182,7 @@ def check_progress(watch: Watch) -> None:
                 range(setting.ranks),
                 key=lambda rank: (finite[rank], sign * setting.metrics[rank] if finite[rank] else 0, rank),
             )
-            assert watch.applied_count.get(worst), f"rank {worst} is the worst, and was never replaced"
+            assert watch.applied_count.get(worst), f"rank {worst} is the worst, but was never replaced"
 
 
 def trouble(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
@@ -313,7 +313,7 @@ def leaving(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
         faults=tuple(faults or ()),
     )
     report, watch = run_setting(setting, seed)
-    assert frozenset(stay) in watch.judged, f"ranks {stay} stayed, and nothing was decided among them"
+    assert frozenset(stay) in watch.judged, f"ranks {stay} stayed, but decided no round among them"
     return report
 
 
@@ -380,5 +380,7 @@ def absent(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     report.value()
     for rank, seconds in enumerate(report.results):
         assert seconds is not None, f"rank {rank} still waits for rank {missing}"
-        assert seconds < timeout_s + 10.0, f"rank {rank} waited {seconds:.1f} s for rank {missing}, not {timeout_s:.1f}"
+        assert seconds < timeout_s + 10.0, (
+            f"rank {rank} waited {seconds:.1f} s for rank {missing}, expected {timeout_s:.1f}"
+        )
     return report

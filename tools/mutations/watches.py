@@ -179,10 +179,10 @@ class Watch:
         """Return an ``on_event`` callback for one rank. It reads states from the model, not from the event."""
 
         def on_event(event: PolicyEvent) -> None:
-            assert rank in self.stepping, f"rank {rank}: {type(event).__name__} is told outside step()"
+            assert rank in self.stepping, f"rank {rank} received {type(event).__name__} outside step()"
             if isinstance(event, SnapshotTaken):
                 key = (event.round, rank)
-                assert key not in self.snapshots, f"rank {rank}: two snapshots in round {event.round}"
+                assert key not in self.snapshots, f"rank {rank} took two snapshots in round {event.round}"
                 self.snapshots[key] = flat_state(model)
                 self.snapshot_iterations[key] = event.iteration
             elif isinstance(event, AverageApplied):
@@ -191,20 +191,22 @@ class Watch:
         return on_event
 
     def _check_application(self, rank: int, event: AverageApplied, state: State) -> None:
-        assert event.round > self.last_round.get(rank, 0), f"rank {rank}: round {event.round} is applied twice"
+        assert event.round > self.last_round.get(rank, 0), f"rank {rank} applied round {event.round} twice"
         self.last_round[rank] = event.round
         self.applied_count[rank] = self.applied_count.get(rank, 0) + 1
-        assert (event.round, rank) not in self.snapshots, f"rank {rank} gives and takes in round {event.round}"
+        assert (event.round, rank) not in self.snapshots, f"rank {rank} was donor and replacer in round {event.round}"
         if not event.donors:
             expected = flat_state(fresh_model())
-            assert all(same_bits(state[name], expected[name]) for name in expected), f"rank {rank}: not fresh weights"
+            assert all(same_bits(state[name], expected[name]) for name in expected), (
+                f"rank {rank} does not have fresh weights"
+            )
             return
         given = {donor: self.snapshots[event.round, donor] for donor in event.donors}
         momentum = kept_part(self.before[rank], self.setting.options["momentum"])
         for name, tensor in state.items():
             average = expected_average(name, given, event.weights, event.best, self.before[rank][name], momentum)
             assert same_bits(tensor, average), (
-                f"rank {rank}, round {event.round}: its {name} is no average of the snapshots of {event.donors}"
+                f"rank {rank}, round {event.round}: its {name} is not the average of the snapshots of {event.donors}"
             )
 
     def check_step(self, rank: int, iteration: int, info: StepInfo, model: nn.Module) -> None:
@@ -212,35 +214,38 @@ class Watch:
         if not info:
             after, before = flat_state(model), self.before[rank]
             assert all(same_bits(after[name], before[name]) for name in before), (
-                f"rank {rank}: weights changed in step {iteration}, which says that nothing did"
+                f"rank {rank}: weights changed in step {iteration}, which reported no change"
             )
         elif info.donors:
             oldest = min(self.snapshot_iterations[info.round, donor] for donor in info.donors)
             assert info.staleness_steps == max(0, iteration - oldest), (
-                f"rank {rank}, round {info.round}: {info.staleness_steps} steps old, and it is {iteration - oldest}"
+                f"rank {rank}, round {info.round}: reported {info.staleness_steps} steps of staleness, "
+                f"expected {iteration - oldest}"
             )
 
     def check_decision(self, metrics: Mapping[int, float], rules: Any, found: Any) -> None:
         """Check the coordinator's decision against the definition in docs/policy_designs.md."""
         self.judged.append(frozenset(metrics))
         expected = expected_decision(metrics, rules)
-        assert (expected is None) == (found is None), f"of {dict(metrics)} it makes {found}, not {expected}"
+        assert (expected is None) == (found is None), f"metrics {dict(metrics)} gave {found}, expected {expected}"
         if expected is not None:
             self.acted_count += 1
             replacers, donors, weights = expected
             total = sum(found.weights)
             normalised = [weight / total for weight in found.weights]
             assert (list(found.replacers), list(found.donors)) == (replacers, donors), (
-                f"of {dict(metrics)} it makes {found}, not replacers {replacers}, donors {donors}"
+                f"metrics {dict(metrics)} gave {found}, expected replacers {replacers}, donors {donors}"
             )
             assert all(math.isclose(one, two, rel_tol=1e-9) for one, two in zip(normalised, weights, strict=True)), (
-                f"of {dict(metrics)} it makes weights {normalised}, not {weights}"
+                f"metrics {dict(metrics)} gave weights {normalised}, expected {weights}"
             )
 
     def check_report(self, rank: int, iteration: int, value: float) -> None:
         """Check that the coordinator received exactly the metric that the member reported."""
         said = self.setting.metrics[rank]
-        assert value == said or (value != value and said != said), f"rank {rank} reported {said!r}, heard is {value!r}"
+        assert value == said or (value != value and said != said), (
+            f"rank {rank} reported {said!r}, but {value!r} was received"
+        )
         due = (iteration + 1) % self.setting.options["average_every"] == 0
         steps = range(self.setting.first_iteration, self.setting.first_iteration + self.setting.steps[rank])
         assert due and iteration in steps, f"rank {rank} never reported at iteration {iteration}"
@@ -278,7 +283,9 @@ class WatchedSend:
 
     def test(self) -> bool:
         done = bool(self._request.test())
-        assert not done or self._checksum == zlib.crc32(self._bytes), f"{self._where}: its buffer changed under way"
+        assert not done or self._checksum == zlib.crc32(self._bytes), (
+            f"{self._where}: its buffer changed while it was being sent"
+        )
         return done
 
     @property
@@ -312,7 +319,7 @@ def sends_watched() -> Iterator[None]:
 
     def checked_close(self: Any) -> None:
         left = [send for send in sends.get(self.rank, ()) if send.is_forgotten]
-        assert not left, f"{left[0]}, and {len(left) - 1} more, were under way when the transport was closed"
+        assert not left, f"when the transport was closed, {left[0]} and {len(left) - 1} more were in progress"
         close(self)
 
     with (
@@ -345,7 +352,9 @@ def check_bulk(report: SimReport[Any], model: nn.Module) -> None:
     sizes = {0, *(tensor.nbytes for tensor in flat_state(model).values())}
     for event in report.trace:
         if event.kind == "send" and tags.BULK_FIRST <= event.tag <= tags.BULK_LAST:
-            assert event.nbytes in sizes, f"a bulk message of {event.nbytes} bytes; whole dtypes have {sorted(sizes)}"
+            assert event.nbytes in sizes, (
+                f"a bulk message has {event.nbytes} bytes, not a multiple of a dtype: {sorted(sizes)}"
+            )
 
 
 def check_dropped(report: SimReport[Any]) -> None:

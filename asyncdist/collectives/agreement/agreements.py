@@ -6,11 +6,13 @@ values. The leader (:mod:`asyncdist.collectives.agreement.led_agreements`) compa
 therefore gets an error instead of hanging. A member that cannot start, for example because of a wrong argument,
 *objects*, and the other members raise its exception.
 
-Other modules handle special cases: members that wait for each other in agreements with different leaders
-(:mod:`asyncdist.collectives.agreement.rival_starts`), starts that must not overlap
-(:mod:`asyncdist.collectives.start_turns`), members that give up (:mod:`asyncdist.collectives.agreed_start`), a leader
-that is lost after it has notified only some members (:mod:`asyncdist.collectives.agreement.termination`), and large
-groups, whose messages are relayed along a tree (:mod:`asyncdist.collectives.agreement.relays`).
+Other modules handle special cases:
+
+- :mod:`asyncdist.collectives.agreement.rival_starts`: members wait for each other in agreements with different leaders.
+- :mod:`asyncdist.collectives.start_turns`: starts must not overlap.
+- :mod:`asyncdist.collectives.agreed_start`: members give up.
+- :mod:`asyncdist.collectives.agreement.termination`: a leader is lost after it has notified only some members.
+- :mod:`asyncdist.collectives.agreement.relays`: the messages of large groups are relayed along a tree.
 """
 
 from __future__ import annotations
@@ -49,13 +51,13 @@ from asyncdist.collectives.agreement.verdicts import (
     Absentees,
     Caller,
     Postponed,
+    allows_start,
     check_room,
-    is_go,
     raise_refusal,
     start_timeout_error,
 )
 from asyncdist.errors import AsyncdistError, ClosedError, RankLostError
-from asyncdist.tensors.serialization import words_of
+from asyncdist.tensors.serialization import name_and_message
 from asyncdist.transports.rank_sets import RankSet
 from asyncdist.waits import WaitId, WaitKind
 
@@ -63,7 +65,7 @@ if TYPE_CHECKING:
     from asyncdist.messaging.channels import Channel
     from asyncdist.messaging.engine import Engine
 
-#: Seconds that a member waits, after its timeout, for the leader's decision, which names the missing ranks.
+#: Seconds that a member waits after its timeout for the leader's decision, which names the missing ranks.
 MEMBER_PATIENCE_S: Final = 5.0
 #: Class name and message of the error that the other members receive if this rank is cancelled.
 _CANCELLED: Final = ("CancelledError", "it was cancelled while it waited for the other ranks")
@@ -73,10 +75,11 @@ class Agreements:
     """Lets the ranks of a group check that all are about to start the same operation, by exchanging messages.
 
     Args:
-        channel: System channel to send on. The world receives its messages and passes them to the ``on_`` methods.
+        channel: System channel to send on. The world receives the channel's messages and passes them to the ``on_``
+            methods.
 
     Attributes:
-        join_sender: Sender of this rank's messages that it joins an agreement, in large groups.
+        join_sender: Sender of the messages with which this rank joins agreements of large groups.
         rivals: Detector of ranks that wait for each other in different starts.
     """
 
@@ -122,9 +125,9 @@ class Agreements:
                 mapping.
             timeout_s: Seconds that the leader waits for the last member, or None for no limit.
             leader: Rank that compares the values, by default the first of ``ranks``.
-            taken: Resource numbers, such as group tags, in use on this rank. The members agree on the smallest unused
-                number.
-            hold_s: Seconds for which a member polls without yielding to the loop while it waits for the decision.
+            taken: Resource numbers, such as group tags, in use on this rank. The members agree on the smallest number
+                that none of them uses.
+            hold_s: Seconds for which a member polls for the decision without yielding to its loop.
             bound_to: Further ranks whose loss ends the agreement.
 
         Raises:
@@ -153,8 +156,8 @@ class Agreements:
     ) -> Meeting:
         """Request the next agreement to start the operation ``subject``.
 
-        The caller must then await :meth:`meet` or call :meth:`stay_away`. The start is counted at the request rather
-        than at its beginning, so that abandoned starts are counted equally on all ranks.
+        The caller must then await :meth:`meet` or call :meth:`decline`. The start is counted now rather than when
+        this rank joins, so that abandoned starts are counted equally on all ranks.
         """
         key = self._next_occurrence(self.incarnations.key_of(subject, ranks))
         leader = ranks[0] if leader is None else leader
@@ -162,7 +165,7 @@ class Agreements:
         return Meeting(key, tuple(ranks), leader, self._engine.loop.time(), bound_to, outlives_leader)
 
     def second_meeting(self, meeting: Meeting) -> Meeting:
-        """Return the second agreement of an operation's start, which all members must join after the first one."""
+        """Return the agreement that members join after ``meeting``, when they are ready to start its operation."""
         return Meeting(
             dataclasses.replace(meeting.key, is_second=True), meeting.ranks, meeting.leader, self._engine.loop.time()
         )
@@ -183,10 +186,10 @@ class Agreements:
         The arguments that are not listed, and the errors, are the same as for :meth:`agree`.
 
         Args:
-            meeting: Result of :meth:`next_request`, with which the timeout began.
+            meeting: Result of :meth:`next_request`. The timeout began with that call.
             caller: Object to notify of the agreement's progress.
-            mark: Number that may differ between members. All members receive up to two different marks, and therefore
-                know whether all marks are equal.
+            mark: Number that may differ between members. Every member receives up to two of the different marks, and
+                therefore knows whether all marks are equal.
 
         Raises:
             Postponed: The leader has released this rank, which must call this method again later.
@@ -207,7 +210,7 @@ class Agreements:
         except asyncio.CancelledError:
             if self._verdicts.pop(key, None) is None:
                 self._forsaken.add(key)
-                self._ask_to_go(meeting)
+                self._send_objection(meeting)
             raise
         finally:
             self.termination.stop_expecting(key)
@@ -234,16 +237,19 @@ class Agreements:
     def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
         """Notify the other members that ``error`` prevents this rank from starting the operation ``subject``."""
         key = self._next_occurrence(self.incarnations.key_of(subject, ranks))
-        self._object(Objection(key.text, *words_of(error)), ranks[0])
+        self._object(Objection(key.text, *name_and_message(error)), ranks[0])
 
-    def stay_away(self, meeting: Meeting, error: Exception | None = None) -> None:
+    def decline(self, meeting: Meeting, error: Exception | None = None) -> None:
         """Notify the other members that ``error``, or a cancellation, prevents this rank from joining ``meeting``."""
         self._ahead.discard(meeting.key)
-        self._ask_to_go(meeting, words_of(error) if error is not None else _CANCELLED)
+        self._send_objection(meeting, name_and_message(error) if error is not None else _CANCELLED)
 
     @contextlib.contextmanager
     def objecting(self, ranks: Sequence[int], subject: str) -> Iterator[None]:
-        """If the body, which checks a collective's arguments, raises an exception, raise it on all members."""
+        """Enter a block that checks a collective's arguments.
+
+        If the block raises an exception, raise it on all members.
+        """
         try:
             yield
         except Exception as error:
@@ -258,22 +264,22 @@ class Agreements:
             self._send(objection, leader)
 
     def give_up(self, meeting: Meeting) -> bool:
-        """Ask the leader to continue without this rank, because the caller of the start has given up.
+        """Ask the leader to start without this rank, because the caller of the start has given up.
 
         Returns:
-            Whether the decision "go" has already arrived. If not, the decision may still arrive.
+            Whether the decision "go" has already arrived. If not, it may still arrive.
         """
         self._engine.poll()  # Receive a decision that has arrived while the loop was blocked.
         verdict = self._verdicts.get(meeting.key)
         if verdict is None:
-            self._ask_to_go(meeting)
-        return verdict is not None and is_go(verdict)
+            self._send_objection(meeting)
+        return verdict is not None and allows_start(verdict)
 
-    def _ask_to_go(self, meeting: Meeting, words: tuple[str, str] = _CANCELLED) -> None:
+    def _send_objection(self, meeting: Meeting, words: tuple[str, str] = _CANCELLED) -> None:
         if not self.is_ending:
             with contextlib.suppress(AsyncdistError):  # Raised if no other rank is left.
                 self._object(Objection(meeting.key.text, *words), meeting.leader)
-            self._engine.recheck()  # This rank may itself be the leader that waits.
+            self._engine.recheck()  # Wakes this rank's own wait if this rank is the leader.
 
     @property
     def is_ending(self) -> bool:
@@ -287,7 +293,7 @@ class Agreements:
     def withdraw(self, ranks: Sequence[int], subject: str) -> None:
         """Announce that this rank never starts the operation ``subject`` again.
 
-        Later agreements of the other ``ranks`` on it raise ClosedError.
+        Later agreements of the other ``ranks`` to start it raise ClosedError.
         """
         key = self.incarnations.key_of(subject, ranks)
         self.led.withdrawn.add(key)
@@ -299,7 +305,7 @@ class Agreements:
                 self._send(message, rank)
 
     def forget(self, ranks: Sequence[int], subject: str) -> None:
-        """Remove the state of the operation ``subject``, which no member starts again."""
+        """Remove the state of the operation ``subject``, which no member will start again."""
         key = self.incarnations.key_of(subject, ranks)
         self._counts.pop(key, None)
         self._absences.withdrawn.pop(key, None)
@@ -347,8 +353,8 @@ class Agreements:
         def absent() -> Iterator[int]:
             return (rank for rank in ranks if rank not in joins)
 
-        is_told = await self._engine.until(is_over, what, deadline=deadline, peers=absent)
-        if not is_told and timeout_s is not None and self.relays.carry(key):
+        is_decided = await self._engine.until(is_over, what, deadline=deadline, peers=absent)
+        if not is_decided and timeout_s is not None and self.relays.carry(key):
             # The leader asks missing members whether they have joined before it refuses the start.
             self.led.on_inquiry(Inquiry(key.text, timeout_s))
             await self._engine.until(is_over, what, peers=absent)
@@ -367,7 +373,7 @@ class Agreements:
         is_large, has_asked = self.relays.carry(key), False
 
         def has_no_leader() -> bool:
-            if is_large and has_asked:  # Even a leader that has left answers a join, and its "go" may be in transit.
+            if is_large and has_asked:  # A leader that has left still answers a join, and its "go" may be in transit.
                 return leader in self._absences.lost or self.termination.excludes(key, leader)
             return leader in gone.ranks() or self.termination.excludes(key, leader)
 
@@ -376,24 +382,24 @@ class Agreements:
 
         def on_late(missing: tuple[int, ...]) -> None:
             if caller is not None:
-                caller.on_time_up(
+                caller.on_timeout(
                     start_timeout_error(Verdict(join.subject, missing=missing, waited_s=timeout_s or 0.0))
                 )
 
         if is_large and (key, leader) in self.relays.decisions:
-            self._take(self.relays.decisions[key, leader])
+            self._handle_verdict(self.relays.decisions[key, leader])
         if not has_no_leader():
             has_asked = True
             self.join_sender.join(join, leader) if is_large else self._send(join, leader)
-        self._hold(is_over, hold_s)
+        self._poll_without_yielding(is_over, hold_s)
         what = WaitId(WaitKind.VERDICT, peer=leader, name=join.subject)
-        is_told = await self._engine.until(is_over, what, deadline=deadline)
-        if not is_told and deadline is not None and timeout_s is not None:
+        is_decided = await self._engine.until(is_over, what, deadline=deadline)
+        if not is_decided and deadline is not None and timeout_s is not None:
             with contextlib.suppress(AsyncdistError):  # Raised if nothing can be sent to the leader.
                 self.join_sender.send_directly(key, leader)
                 self._send(Inquiry(key.text, timeout_s), leader)
-            is_told = await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
-        if not is_told:
+            is_decided = await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
+        if not is_decided:
             if caller is None:
                 self._forsaken.add(key)
                 return Verdict(join.subject, missing=(leader,), waited_s=timeout_s or 0.0)
@@ -406,7 +412,7 @@ class Agreements:
         return verdict or self._verdict_without(meeting, gone, is_leaderless=has_no_leader())
 
     def _verdict_without(self, meeting: Meeting, gone: Absentees, *, is_leaderless: bool) -> Verdict:
-        """Return the refusal of an agreement whose leader, or another required rank, is lost or has left."""
+        """Return the refusal of an agreement whose leader, or another required rank, is lost or has left the world."""
         key, leader = meeting.key, meeting.leader
         all_lost = self._absences.lost_to(key)
         lost = tuple(rank for rank in (*meeting.ranks, *meeting.bound_to) if rank in all_lost)
@@ -417,7 +423,7 @@ class Agreements:
         self._forsaken.add(key)
         return Verdict(key.text, gone=lost, lost=lost)
 
-    def _hold(self, is_over: Callable[[], bool], seconds: float) -> None:
+    def _poll_without_yielding(self, is_over: Callable[[], bool], seconds: float) -> None:
         """Poll for ``seconds``, or until ``is_over()`` is true, without yielding to tasks that might compute."""
         deadline = time.perf_counter() + seconds
         while seconds and not is_over() and time.perf_counter() < deadline:
@@ -427,37 +433,43 @@ class Agreements:
         return key.occurrence <= self._counts[key.of_all_occurrences] and key not in self._ahead
 
     def leave(self) -> None:
-        """Send the decisions of failed agreements to the members that may still join, before this rank leaves."""
+        """Send the decisions of failed agreements to the members that may still join.
+
+        Called before this rank leaves.
+        """
         self.relays.leave()
         self.led.leave()
 
     def on_verdict(self, verdict: Verdict, source: int) -> None:
-        """Handle a leader's decision, which another member may have relayed."""
+        """Handle a leader's decision, received from the leader or from a member that relays it."""
         if not self.relays.carry(verdict.key):
-            if self.termination.takes(verdict, source):
+            if self.termination.accepts(verdict, source):
                 self._deliver(verdict)
         elif not self.termination.excludes(verdict.key, source):
             if verdict.difference != POSTPONED:
                 self.termination.keep(verdict)
-            self._take(verdict)
+            self._handle_verdict(verdict)
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Record which members of a large group have joined an agreement. Raise RemoteProtocolError if invalid."""
+        """Record which members of a large group have joined an agreement.
+
+        Raise RemoteProtocolError for an invalid message.
+        """
         (self.led if gathered.leader == self._rank else self.relays).on_gathered(gathered)
         self.rivals.on_waiting()
 
     def on_spread(self, spread: Spread, source: int) -> None:
-        """Relay a decision, and handle it if this rank is a receiver. Raise RemoteProtocolError for invalid ranks."""
+        """Relay a decision, which may also be for this rank. Raise RemoteProtocolError for invalid ranks."""
         ranks = self.relays.ranks_of(spread)
         if not self.termination.excludes(spread.key, source):
             self.termination.keep(spread.verdict)
             self.relays.spread(spread.verdict, spread.leader, ranks)
             if ranks >> self._rank & 1:
-                self._take(spread.verdict)
+                self._handle_verdict(spread.verdict)
 
-    def _take(self, verdict: Verdict) -> None:
-        """Handle a large group's decision once, although copies of it may arrive on several paths."""
-        if self.join_sender.takes(verdict):
+    def _handle_verdict(self, verdict: Verdict) -> None:
+        """Handle a large group's decision once, even if several copies of it arrive."""
+        if self.join_sender.is_first_copy(verdict):
             self._deliver(verdict)
 
     def _deliver(self, verdict: Verdict) -> None:
@@ -469,7 +481,7 @@ class Agreements:
 
     def on_decision_request(self, request: DecisionRequest, source: int) -> None:
         """Answer another member that asks for the decision of a lost leader."""
-        # If this rank was restarted, only its previous process was a member.
+        # A restarted rank cannot answer, because its previous process was the member.
         if self._rank not in self.incarnations.replaced(request.key):
             self.termination.on_request(request, source)
 
@@ -479,7 +491,7 @@ class Agreements:
         self.rivals.on_waiting()
 
     def on_withdraw(self, message: Withdraw, source: int) -> None:
-        """Record that a member will never start the message's operation again."""
+        """Record that a member will never start the operation in ``message`` again."""
         key, withdrawn = message.key, self._absences.withdrawn
         check_room(withdrawn, key)
         withdrawn.setdefault(key, set()).add(source)

@@ -1,7 +1,7 @@
 """Distinguishes the agreements of a restarted rank from the agreements of its previous process.
 
-A restarted rank counts its starts from 1 again. The subjects of its agreements therefore include its incarnation, the
-number of its restarts. An agreement that includes the previous process can no longer succeed.
+A restarted rank counts its starts of each operation from 1 again. The names of operations in its agreements therefore
+include its incarnation, the number of its restarts. An agreement with the previous process can no longer succeed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Incarnations:
         self._known: dict[int, int] = {rank: incarnation} if incarnation else {}
 
     def note(self, rank: int, incarnation: int) -> None:
-        """Record that ``rank`` was restarted for the ``incarnation``-th time."""
+        """Record that ``rank`` has been restarted ``incarnation`` times."""
         if incarnation:
             self._known[rank] = incarnation
 
     def qualified(self, subject: str, ranks: Sequence[int]) -> str:
-        """Return the name of an operation, followed by the number of restarts of each restarted member."""
+        """Append to the operation's name the number of restarts of each member that has been restarted."""
         words = [f"{rank}.{self._known[rank]}" for rank in sorted(self._known) if rank in ranks] if self._known else ()
         return f"{subject} (restarted: {' '.join(words)})" if words else subject
 
@@ -44,16 +44,16 @@ class Incarnations:
         return tuple(rank for rank in members if self._known[rank] > named.get(rank, 0))
 
     def unmet(self, key: AgreementKey) -> set[int]:
-        """Return the members of agreement ``key`` whose restart is not known here yet: only their old processes are."""
+        """Return the members of agreement ``key`` whose restart is not yet known to this rank."""
         return {rank for rank, incarnation in _named(key).items() if incarnation > self._known.get(rank, 0)}
 
     def losses(self, lost: Iterable[int]) -> Losses:
-        """Return each lost rank with the number of restarts of its lost process."""
+        """Return pairs of each lost rank and the number of restarts of its lost process."""
         return tuple((rank, self._known.get(rank, 0)) for rank in sorted(lost))
 
 
 def _named(key: AgreementKey) -> dict[int, int]:
-    """Return the incarnation of each restarted member, as named by the subject of ``key``."""
+    """Return the number of restarts of each restarted member that the subject of ``key`` lists."""
     found = _QUALIFIED.search(key.subject)
     words = (word.split(".") for word in found[1].split()) if found else ()
     return {int(rank): int(incarnation) for rank, incarnation in words}

@@ -1,8 +1,8 @@
-"""Records, on an agreement's leader, which members join. Decides whether all may start, and sends the decision.
+"""Collects, on an agreement's leader, the members' joins. Decides whether all may start, and sends the decision.
 
 If an agreement fails before all members have joined, its decision is stored for the missing members, which receive it
 when they join. In a large group, whose joins are relayed along a tree (:mod:`asyncdist.collectives.agreement.relays`),
-a join may be late. The leader therefore asks seemingly missing members directly before it refuses without them.
+a join may be late. The leader therefore asks seemingly missing members directly before it refuses the start.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from asyncdist.errors import BusyError
 from asyncdist.transports.rank_sets import RankSet
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds after the timeout that the leader of a large group waits for answers of seemingly missing members.
+#: Seconds after the timeout that a large group's leader waits for the answers of seemingly missing members.
 _ROLL_CALL_S: Final = 0.5
 
 
@@ -44,14 +44,14 @@ class LedAgreements:
     """Collects the members' join messages for the agreements that this rank leads, and sends the decisions.
 
     Args:
-        send_anyway: Function that sends a message to another rank, even if that rank has left.
+        send_anyway: Function that sends a message to another rank even if that rank has left the world.
         deliver: Function that handles a decision on this rank.
         has_joined: Function that returns whether this rank has joined an agreement.
 
     Attributes:
-        joins: Received joins of each undecided agreement, by member.
+        joins: Received join messages of each undecided agreement, by member.
         over: Decisions of failed agreements that some members have not received.
-        withdrawn: Operations that this rank never starts again, as keys for all occurrences.
+        withdrawn: Operations that this rank never starts again, as keys for all their starts.
     """
 
     def __init__(
@@ -75,26 +75,29 @@ class LedAgreements:
         self.withdrawn: set[AgreementKey] = set()
         self._relays = relays
         self._has_left = False
-        # The next three attributes describe undecided agreements of large groups.
+        # The following attributes describe undecided agreements of large groups.
         self._direct: dict[AgreementKey, set[int]] = {}  # members whose relayed joins are ignored
         self._called: dict[AgreementKey, tuple[Inquiry, set[int]]] = {}  # members asked after the timeout
         self._doubted: dict[
             AgreementKey, tuple[Objection, int]
-        ] = {}  # objections that take effect when a rank answers that it has not joined
+        ] = {}  # objections that take effect when a member answers that it has not joined
 
     def decide(self, meeting: Meeting, gone: tuple[int, ...], waited_s: float) -> tuple[Verdict, Join]:
-        """Decide an agreement that this rank has joined. Return the decision and the first of the compared joins."""
+        """Decide an agreement that this rank has joined.
+
+        Return the decision and the first of the compared join messages.
+        """
         key, ranks = meeting.key, meeting.ranks
         joins = self.joins.pop(key)
         missing = tuple(rank for rank in ranks if rank not in joins)
-        said = [rank for rank in ranks if rank in joins and joins[rank].values] or [self._rank]
-        verdict = judge(joins, said, missing, gone, self._absences.lost_to(key), waited_s)
+        compared = [rank for rank in ranks if rank in joins and joins[rank].values] or [self._rank]
+        verdict = judge(joins, compared, missing, gone, self._absences.lost_to(key), waited_s)
         self._notify_others(joins, verdict)
         self._keep_for(missing, verdict)
-        return verdict, joins[said[0]]
+        return verdict, joins[compared[0]]
 
     def on_join(self, join: Join, source: int) -> None:
-        """Record that a member has joined an agreement that this rank leads, or will lead."""
+        """Record that a member has joined an agreement that this rank leads or will lead."""
         key = join.key
         if source in self._absences.gone:
             if source not in self._absences.lost and self._relays.carry(
@@ -109,7 +112,7 @@ class LedAgreements:
             if over is None:
                 self._direct.setdefault(key, set()).add(source)
         elif key.of_all_occurrences in self.withdrawn:
-            return  # The member has this rank's stored decisions and its withdrawal, or will receive them.
+            return  # The member has received, or will receive, this rank's stored decisions and its withdrawal.
         if over is None:
             check_room(self.joins, key)
             self.joins.setdefault(key, {})[source] = join
@@ -119,7 +122,10 @@ class LedAgreements:
             self._send(over, source)  # The agreement has already failed without this member.
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Record which members of a large group have joined an agreement. Raise RemoteProtocolError if invalid."""
+        """Record which members of a large group have joined an agreement.
+
+        Raise RemoteProtocolError for an invalid message.
+        """
         key = gathered.key
         ranks = RankSet.of_bits(self._relays.ranks_of(gathered)) - self._absences.gone
         ranks -= {self._rank, *self._direct.get(key, ())}
@@ -134,7 +140,10 @@ class LedAgreements:
             self._refuse_if_one_is_gone(key)
 
     def on_not_here(self, answer: NotHere, source: int) -> None:
-        """Handle a member's answer that it has not joined an agreement, which may confirm an objection."""
+        """Handle a member's answer that it has not joined an agreement.
+
+        If an objection says that this member is absent, the objection now takes effect.
+        """
         key = answer.key
         self._on_answer(key, source)
         if key not in self._doubted or source in self.joins.get(key, ()):
@@ -154,7 +163,10 @@ class LedAgreements:
         return decision
 
     def on_inquiry(self, inquiry: Inquiry) -> None:
-        """Refuse an agreement because a member's timeout has passed. In a large group, ask absent members first."""
+        """Refuse an agreement because a member's timeout has passed.
+
+        In a large group, first ask the missing members.
+        """
         joins = self.joins.get(inquiry.key, {})
         missing = tuple(sorted(inquiry.key.members() - joins.keys()))
         if not joins or not missing:
@@ -177,7 +189,7 @@ class LedAgreements:
                 self._on_called(key)
 
     def _on_called(self, key: AgreementKey) -> None:
-        """Refuse an agreement if some members that were asked whether they have joined still have not."""
+        """Refuse an agreement if some of the members that were asked whether they have joined are still missing."""
         if key in self._called:
             inquiry, _ = self._called.pop(key)
             joins = self.joins.get(key, {})
@@ -192,14 +204,14 @@ class LedAgreements:
 
     def _refuse_without(self, missing: tuple[int, ...], inquiry: Inquiry) -> None:
         joins = self.joins.pop(inquiry.key)
-        said = [rank for rank in sorted(joins) if joins[rank].values] or sorted(joins)
-        difference, _ = first_difference(joins, said)
+        compared = [rank for rank in sorted(joins) if joins[rank].values] or sorted(joins)
+        difference, _ = first_difference(joins, compared)
         verdict = Verdict(inquiry.subject, difference=difference, missing=missing, waited_s=inquiry.waited_s)
         self._keep_for(missing, verdict)
-        self._tell(joins, verdict)
+        self._announce(joins, verdict)
 
     def on_objection(self, objection: Objection, source: int) -> None:
-        """Refuse an agreement because a member cannot start. Members that join later receive the stored refusal."""
+        """Refuse an agreement because a member cannot start. The refusal is stored for members that join later."""
         key, joins = objection.key, self.joins.get(objection.key, {})
         if self.over.decision_for(key, source) is not None:
             return  # Another member has already objected.
@@ -208,7 +220,7 @@ class LedAgreements:
             return
         has_decided = source != self._rank and self._has_joined(key) and self._rank not in joins
         if has_decided or objection.is_void(joins):
-            return  # The objection is no longer valid, because the members concerned have joined.
+            return  # The objection is no longer valid, because the members that it calls absent have joined.
         absent = [rank for rank in key.members() - joins.keys() if is_in(rank, objection.absent)]
         if absent and self._rank not in absent and self._relays.carry(key):
             self._doubted[key] = objection, source
@@ -224,10 +236,10 @@ class LedAgreements:
             verdict = Verdict(subject, difference="ranks", refusal=objection.text)
         self.joins.pop(key, None)
         self._keep_for(key.members() - joins.keys() - {source}, verdict)
-        self._tell(joins, verdict)
+        self._announce(joins, verdict)
 
     def on_gone(self, ranks: RankSet) -> None:
-        """Remove the joins of ranks that have left or are lost, and refuse agreements that wait for these ranks."""
+        """Remove the joins of ranks that have left or are lost, and refuse the agreements that wait for these ranks."""
         self.over.on_gone(ranks)
         for key, joins in list(self.joins.items()):
             for rank in ranks & joins:
@@ -238,19 +250,22 @@ class LedAgreements:
             self._refuse_if_one_is_gone(key)
 
     def leave(self) -> None:
-        """Send the stored decisions to the members that may still join, before this rank leaves."""
+        """Send the stored decisions to the members that may still join. Called before this rank leaves."""
         self._has_left = True
         self.send_stored()
 
     def send_stored(self, operation: AgreementKey | None = None) -> None:
-        """Send the stored decisions on ``operation``, or all of them, to the members that may still join."""
+        """Send the stored decisions on ``operation``, or on all operations, to the members that may still join."""
         for verdict, absent in self.over.take(operation):
             for rank in sorted(absent - {self._rank}):
                 with contextlib.suppress(BusyError):
                     self._send(verdict, rank)
 
     def _postpone(self, objection: Objection, source: int) -> None:
-        """Unless all members have joined, release ``source`` from an agreement, which it will join again later."""
+        """Unless all members have joined, release ``source`` from an agreement.
+
+        It will join the agreement again later.
+        """
         key = objection.key
         joins = self.joins.get(key, {})
         if source in joins and len(joins) < len(key.members()):
@@ -263,7 +278,7 @@ class LedAgreements:
             else:
                 self._send(postponed, source)
 
-    def _tell(self, ranks: Collection[int], verdict: Verdict) -> None:
+    def _announce(self, ranks: Collection[int], verdict: Verdict) -> None:
         self._notify_others(ranks, verdict)
         if self._rank in ranks:
             self._deliver(verdict)
@@ -284,14 +299,14 @@ class LedAgreements:
         self.over.keep(verdict, self._absences.may_join(verdict.key, absent))
 
     def _refuse_if_one_is_gone(self, key: AgreementKey) -> None:
-        """Refuse an agreement that this rank leads but has not joined, if a member has gone and other members wait.
+        """Refuse an agreement that this rank leads but has not joined, if a member is gone while other members wait.
 
         This rank may never join the agreement, because it may already have started again without the missing member.
         """
         joins = self.joins.get(key, {})
         if not joins or self._rank in joins:
             return
-        gone = self._absences.gone_from(key)
+        gone = self._absences.gone_members(key)
         if gone:
             missing = tuple(sorted(key.members() - joins.keys()))
             all_lost = self._absences.lost_to(key)
@@ -299,4 +314,4 @@ class LedAgreements:
             del self.joins[key]
             verdict = Verdict(key.text, missing=missing, gone=gone, lost=lost)
             self._keep_for(missing, verdict)
-            self._tell(joins, verdict)
+            self._announce(joins, verdict)

@@ -1,6 +1,6 @@
 """Messages of agreements, and the key that identifies an agreement.
 
-A message contains its key as a string (:attr:`AgreementKey.text`), which takes fewer bytes than a map of fields. The
+A message contains the key as a string (:attr:`AgreementKey.text`), which takes fewer bytes than a map of fields. The
 message's ``key`` property parses the string.
 """
 
@@ -14,10 +14,10 @@ from typing import Final, TypeAlias
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.messaging.wire import cached_for_ranks
 
-#: Compressed list of numbers, such as ranks: the first and the last of each run of consecutive numbers.
+#: Compressed list of numbers, such as ranks: the first and the last number of each run of consecutive numbers.
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 
-#: Lost ranks, each with the incarnation of the lost process.
+#: Lost ranks, each with the number of restarts of its lost process.
 Losses: TypeAlias = tuple[tuple[int, int], ...]
 
 _ON_RANKS: Final = " on ranks "
@@ -31,7 +31,7 @@ class AgreementKey:
 
     Attributes:
         subject: Name of the operation that the members start.
-        occurrence: Number of this start of the operation by these ranks, from 1, or 0 in a key for all occurrences.
+        occurrence: Number of this start of the operation by these ranks, from 1, or 0 in a key for all starts.
         is_second: Whether this is the second agreement of a start (:mod:`asyncdist.collectives.start_turns`).
     """
 
@@ -41,7 +41,7 @@ class AgreementKey:
     is_second: bool = False
 
     def __hash__(self) -> int:
-        # Hash only the first run of ranks. There may be thousands of runs, and each arriving message is looked up.
+        # Only the first run of ranks is hashed. There may be thousands of runs, and each arriving message is looked up.
         return hash((self.subject, self.occurrence, self.ranks[:1]))
 
     def __str__(self) -> str:
@@ -132,11 +132,11 @@ class Keyed:
 
 @dataclass(frozen=True, slots=True)
 class Join(Keyed):
-    """Message with which a member tells the leader that it is about to start the operation.
+    """Message with which a member notifies the leader that it is about to start the operation.
 
     Attributes:
         taken: Resource numbers, such as group tags, in use on the sender.
-        marks: Mark of the sender, a number that may differ between members, or empty if there is none.
+        marks: The sender's ``mark``, a number that may differ between members, or an empty tuple.
     """
 
     subject: str
@@ -151,7 +151,8 @@ class Objection(Keyed):
 
     Attributes:
         kind: Class name of the exception, or empty if members wait for each other in different starts.
-        absent: Ranks whose joins, once all have arrived, make the objection invalid, or empty if it is always valid.
+        absent: Ranks that the sender believes absent. If all of them join, the objection is invalid. Empty if it is
+            always valid.
     """
 
     subject: str
@@ -160,14 +161,14 @@ class Objection(Keyed):
     absent: Runs = ()
 
     def is_void(self, present: Collection[int]) -> bool:
-        """Return whether the objection is no longer valid, because all ranks in :attr:`absent` are ``present``."""
+        """Return whether the objection is invalid, because all ranks in :attr:`absent` are ``present``."""
         count = sum(last - first + 1 for first, last in self.absent)
         return bool(self.absent) and count <= sum(is_in(rank, self.absent) for rank in present)
 
 
 @dataclass(frozen=True, slots=True)
 class Reminder(Keyed):
-    """Message with which a leader reminds a member that has not joined that the ranks ``present`` wait for it."""
+    """Message with which a leader reminds a missing member that the ranks ``present`` wait for it."""
 
     subject: str
     present: Runs
@@ -175,7 +176,7 @@ class Reminder(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Inquiry(Keyed):
-    """Message with which a member whose timeout has passed asks the leader to refuse and to name the missing ranks."""
+    """Message with which a member asks the leader to refuse the start, because its timeout has passed."""
 
     subject: str
     waited_s: float
@@ -188,8 +189,8 @@ class Verdict(Keyed):
     Attributes:
         difference: Name of the value that differs, or class name of the exception that a member raised.
         refusal: Description of the difference, or message of the exception that a member raised.
-        missing: Ranks that have not joined in time.
-        waited_s: Length in seconds of the first timeout that passed.
+        missing: Ranks that did not join in time.
+        waited_s: First timeout that passed, in seconds.
         gone: Ranks that have left or are lost, and will not join.
         lost: Ranks in ``gone`` that are lost.
         agreed: Smallest resource number that no member uses.
@@ -219,7 +220,7 @@ class DecisionRequest(Keyed):
     """Message with which a member asks another member for the decision of a lost leader.
 
     Attributes:
-        absent: Leader, and all other ranks from which the sender no longer accepts a decision.
+        absent: The lost leader, and all other ranks from which the sender no longer accepts the decision.
     """
 
     subject: str
@@ -228,7 +229,10 @@ class DecisionRequest(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Undecided(Keyed):
-    """Answer of a member that has no decision, and no longer accepts one from the ranks ``absent``."""
+    """Answer to a :class:`DecisionRequest` from a member without the decision.
+
+    The member promises not to accept the decision from the ranks ``absent``.
+    """
 
     subject: str
     absent: Runs
@@ -241,7 +245,7 @@ class Gathered(Keyed):
     Attributes:
         ranks: Ranks that have joined, and that the sender has not reported before.
         values: Named values of these ranks. Ranks with a third different set of values are reported with the second
-            set, because only the first difference is needed.
+            set, because the leader needs only the first difference.
         taken: Resource numbers, such as group tags, that any of these ranks uses.
     """
 
@@ -255,7 +259,7 @@ class Gathered(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Spread(Keyed):
-    """Message that relays a large group's decision down the tree, for ``ranks`` in the receiver's subtree."""
+    """Message that relays a large group's decision down the tree, for the ``ranks`` in the receiver's subtree."""
 
     verdict: Verdict
     leader: int
@@ -263,7 +267,7 @@ class Spread(Keyed):
 
     @property
     def subject(self) -> str:  # type: ignore[override]
-        """String of the agreement's key."""
+        """The agreement's key as a string."""
         return self.verdict.subject
 
 
@@ -286,7 +290,7 @@ class NotHere(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Withdraw(Keyed):
-    """Message with which a member notifies the others that it will never start an operation again."""
+    """Message with which a member notifies the other members that it will never start an operation again."""
 
     subject: str
     lost: Losses = ()
@@ -319,9 +323,9 @@ class Agreed:
     """Result of an agreement with the decision "go".
 
     Attributes:
-        number: Smallest resource number, for example of a group tag, that no member uses.
-        time: Number of this start of the operation, from 1 and including failed starts. It is equal on all ranks. The
-            started operation must have this number.
+        number: Smallest number that no member uses, for a new resource such as a group's tag.
+        time: Number of this start, from 1, among all starts of the operation by these members, including failed ones.
+            Equal on all ranks, so the operation can use it as its identifier.
         marks: Up to two different numbers that members passed as their ``mark``, equal on all ranks.
     """
 
@@ -333,7 +337,7 @@ class Agreed:
 
 @cached_for_ranks
 def runs_of(ranks: tuple[int, ...]) -> Runs:
-    """Compress a list of ranks to runs: the first and the last of each sequence of consecutive ranks."""
+    """Compress a list of ranks to pairs of the first and the last rank of each sequence of consecutive ranks."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -344,12 +348,12 @@ def runs_of(ranks: tuple[int, ...]) -> Runs:
 
 
 def is_in(rank: int, runs: Runs) -> bool:
-    """Return whether ``rank`` is in one of the runs."""
+    """Return whether ``rank`` lies between the first and the last rank of one of the ``runs``."""
     return any(first <= rank <= last for first, last in runs)
 
 
 def merged(taken: Iterable[Runs]) -> Runs:
-    """Return the union of several sets of numbers, as runs in ascending order."""
+    """Return the union of several sets of numbers, as (first, last) pairs in ascending order."""
     runs: list[tuple[int, int]] = []
     for first, last in sorted({run for each in taken for run in each}):
         if runs and first <= runs[-1][1] + 1:
@@ -360,12 +364,12 @@ def merged(taken: Iterable[Runs]) -> Runs:
 
 
 def first_two(marks: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return up to two different numbers of ``marks``, which are enough to know whether all of them are equal."""
+    """Return up to two different numbers of ``marks``: enough to know whether all of them are equal."""
     return tuple(sorted({mark for each in marks for mark in each})[:2])
 
 
 def first_free(taken: Iterable[Runs]) -> int:
-    """Return the smallest number >= 0 that is not in any of the sets ``taken``."""
+    """Return the smallest number >= 0 that none of the sets ``taken`` contains."""
     free = 0
     for first, last in sorted(run for runs in taken for run in runs):
         if first > free:

@@ -1,12 +1,12 @@
-"""Relays messages of large groups along a tree: members' joins up to the leader, and its decision down to them.
+"""Relays messages of large groups along a tree: the members' joins up to the leader, and its decision down to them.
 
 The leader is the root (:mod:`asyncdist.collectives.agreement.tree_shape`). A rank reports its subtree's joins to its
 parent when the whole subtree has joined. If some ranks are late, it reports after a delay, which doubles each time.
 
-All other messages are sent to the leader directly, after the sender has repeated its join there, so that the leader
+All other messages are sent directly to the leader. The sender first repeats its join directly, so that the leader
 receives both in order. A member also repeats its join directly if a rank that may have relayed its join or the decision
-is lost or has left. The leader answers a direct join directly, even after its decision, because ranks store the latest
-decisions.
+is lost or has left. The leader answers a direct join directly. It can do so even after its decision, because ranks
+store the latest decisions.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _KEPT_COUNT_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Position of one rank in the tree of an agreement. Sets of ranks are bit sets.
+class _TreePosition:
+    """Position of one rank in the tree of an agreement. Integers represent sets of ranks, with one bit per rank.
 
     Attributes:
         parts: Pairs of a child's rank and the set of ranks in that child's subtree.
@@ -65,19 +65,19 @@ class _Place:
 
 
 @dataclass(slots=True)
-class _Coming:
+class _SubtreeJoins:
     """Joins of one agreement that have arrived from this rank's subtree.
 
     Attributes:
         ranks: Bit set of the ranks that have joined.
-        said: Bit sets of the joined ranks that have not been reported to the parent, by the ranks' named values.
+        ranks_by_values: Joined ranks not yet reported to the parent, as a bit set for each set of named values.
         taken: Resource numbers, such as group tags, in use on unreported ranks.
         marks: Up to two different numbers that unreported ranks passed as their ``mark``.
         late_count: Number of reports sent to the parent.
     """
 
     ranks: int = 0
-    said: dict[tuple[tuple[str, str], ...], int] = field(default_factory=dict)
+    ranks_by_values: dict[tuple[tuple[str, str], ...], int] = field(default_factory=dict)
     taken: Runs = ()
     marks: tuple[int, ...] = ()
     late_count: int = 0
@@ -85,7 +85,7 @@ class _Coming:
 
 
 class Relays:
-    """Relays, on one rank, the messages with which members join agreements of large groups, and the decisions.
+    """Relays, on one rank, the joins of the members of large groups, and the leaders' decisions.
 
     Attributes:
         decisions: Received decisions, by agreement and leader.
@@ -97,42 +97,44 @@ class Relays:
         self._send = send
         self._gone = gone
         self._is_on = not engine.transport.may_return  # A restarted rank could not relay for its previous process.
-        self._coming: dict[tuple[AgreementKey, int], _Coming] = {}
+        self._subtree_joins: dict[tuple[AgreementKey, int], _SubtreeJoins] = {}
         self._has_left = False
         self.decisions: dict[tuple[AgreementKey, int], Verdict] = {}
 
     def carry(self, key: AgreementKey) -> bool:
-        """Return whether an agreement's messages are relayed along a tree because the group is large."""
+        """Return whether the messages of agreement ``key`` are relayed along a tree because the group is large."""
         return self._is_on and key.count_of_members > DIRECT_COUNT_MAX
 
     def join(self, join: Join, leader: int) -> None:
-        """Record that this rank joins an agreement, and report this to its parent in the tree now or later."""
+        """Record that this rank joins an agreement, and report this to its parent in the tree immediately or later."""
         self._note(join, leader, 1 << self._rank)
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Record that ranks in this rank's subtree have joined, and report this to its parent now or later."""
+        """Record that ranks in this rank's subtree have joined, and report this to its parent immediately or later."""
         self._note(gathered, gathered.leader, self.ranks_of(gathered))
 
     def ranks_of(self, message: Gathered | Spread) -> int:
         """Return a message's ranks as a bit set. Raise RemoteProtocolError if a rank is not in this rank's subtree."""
-        place = self._place(message.key, message.leader)
+        position = self._position(message.key, message.leader)
         are_ranks = all(0 <= first <= last < self._engine.transport.size for first, last in message.ranks)
         ranks = _bits_of(message.ranks) if are_ranks else 0
-        if not ranks or ranks & ~place.everybody:
-            raise RemoteProtocolError(f"the message {message!r:.200} names ranks that rank {self._rank} does not relay")
+        if not ranks or ranks & ~position.everybody:
+            raise RemoteProtocolError(
+                f"the message {message!r:.200} names ranks that are not below rank {self._rank} in the tree"
+            )
         return ranks
 
     def spread(self, verdict: Verdict, leader: int, ranks: int) -> None:
-        """Store a decision, and relay it to the ranks of the bit set ``ranks`` that are below this rank."""
+        """Store a decision, and relay it to the ranks of ``ranks`` (a bit set) that are below this rank in the tree."""
         key = verdict.key
         self.decisions[key, leader] = verdict
         if len(self.decisions) > _KEPT_COUNT_MAX:
             del self.decisions[next(iter(self.decisions))]
-        place = self._place(key, leader)
+        position = self._position(key, leader)
         if leader != self._rank:
-            self._pass_on(key, leader)  # Report later joins, which the leader has not answered yet.
+            self._pass_on(key, leader)  # The leader has not yet answered joins that arrived late.
             self._forget(key, leader)
-        for child, part in place.parts:
+        for child, part in position.parts:
             some = RankSet.of_bits(ranks & part)
             if child in self._gone:
                 for rank in some:
@@ -151,83 +153,85 @@ class Relays:
         self._engine.call_later(delay_s, what, run)
 
     def leave(self) -> None:
-        """Report all joins to the parent now, and later joins without delay, because this rank leaves."""
+        """Report all joins to the parent immediately, and later ones without delay, because this rank leaves."""
         self._has_left = True
-        for key, leader in list(self._coming):
+        for key, leader in list(self._subtree_joins):
             self._pass_on(key, leader)
             self._forget(key, leader)
 
-    def _note(self, said: Join | Gathered, leader: int, ranks: int) -> None:
-        key, values = said.key, said.values
-        place = self._place(key, leader)
-        coming = self._coming.setdefault((key, leader), _Coming())
-        coming.ranks |= ranks
-        coming.said[values] = coming.said.get(values, 0) | ranks
-        coming.taken = merged((coming.taken, said.taken))
-        coming.marks = first_two((coming.marks, said.marks))
-        if coming.ranks == place.everybody or self._has_left or (key, leader) in self.decisions:
+    def _note(self, message: Join | Gathered, leader: int, ranks: int) -> None:
+        key, values = message.key, message.values
+        position = self._position(key, leader)
+        joins = self._subtree_joins.setdefault((key, leader), _SubtreeJoins())
+        joins.ranks |= ranks
+        joins.ranks_by_values[values] = joins.ranks_by_values.get(values, 0) | ranks
+        joins.taken = merged((joins.taken, message.taken))
+        joins.marks = first_two((joins.marks, message.marks))
+        if joins.ranks == position.everybody or self._has_left or (key, leader) in self.decisions:
             self._pass_on(key, leader)
             self._forget(key, leader)
-        elif coming.timer is None:
-            delay_s = min(_LATE_S * place.levels * 2**coming.late_count, _LATE_MAX_S)
-            coming.timer = self._engine.call_later(delay_s, _late(key), self._on_late, key, leader)
-            if len(self._coming) > _KEPT_COUNT_MAX:
-                self._on_late(*next(iter(self._coming)))
-                self._forget(*next(iter(self._coming)))
+        elif joins.timer is None:
+            delay_s = min(_LATE_S * position.levels * 2**joins.late_count, _LATE_MAX_S)
+            joins.timer = self._engine.call_later(delay_s, _late(key), self._on_late, key, leader)
+            if len(self._subtree_joins) > _KEPT_COUNT_MAX:
+                self._on_late(*next(iter(self._subtree_joins)))
+                self._forget(*next(iter(self._subtree_joins)))
 
     def _on_late(self, key: AgreementKey, leader: int) -> None:
-        coming = self._coming[key, leader]
-        coming.timer = None
+        joins = self._subtree_joins[key, leader]
+        joins.timer = None
         try:
             self._pass_on(key, leader)
         except BusyError:
-            coming.timer = self._engine.call_later(_LATE_S, _late(key), self._on_late, key, leader)
+            joins.timer = self._engine.call_later(_LATE_S, _late(key), self._on_late, key, leader)
         except AsyncdistError as error:  # Raised if the job has failed.
             logger.debug("%s: %s", key, error)
 
     def _pass_on(self, key: AgreementKey, leader: int) -> None:
         """Send the unreported joins to the parent, or to the leader if the parent is lost or has left."""
-        coming = self._coming.get((key, leader))
-        if coming is None or not coming.said:
+        joins = self._subtree_joins.get((key, leader))
+        if joins is None or not joins.ranks_by_values:
             return
-        parent = self._place(key, leader).parent
-        for values, ranks in self._first_differing(coming.said, key, leader):
+        parent = self._position(key, leader).parent
+        for values, ranks in self._first_differing(joins.ranks_by_values, key, leader):
             who = runs_of(tuple(RankSet.of_bits(ranks)))
-            message = Gathered(key.text, leader, who, values, coming.taken, coming.marks)
+            message = Gathered(key.text, leader, who, values, joins.taken, joins.marks)
             self._send(message, leader if parent in self._gone else parent)
-        coming.said, coming.taken, coming.marks = {}, (), ()
-        coming.late_count += 1
-        if coming.timer is not None:
-            coming.timer.cancel()
-            coming.timer = None
+        joins.ranks_by_values, joins.taken, joins.marks = {}, (), ()
+        joins.late_count += 1
+        if joins.timer is not None:
+            joins.timer.cancel()
+            joins.timer = None
 
     @staticmethod
     def _first_differing(
-        said: dict[tuple[tuple[str, str], ...], int], key: AgreementKey, leader: int
+        ranks_by_values: dict[tuple[tuple[str, str], ...], int], key: AgreementKey, leader: int
     ) -> Iterator[tuple[tuple[tuple[str, str], ...], int]]:
         """Yield up to three pairs of named values and the bit set of the ranks that passed them.
 
-        The bit sets contain the ranks without values, the ranks with the first values, and all other ranks, which are
-        reported with the second values (see :class:`Gathered`).
+        The pairs are for ranks without values, ranks with the first values, and all other ranks, which are reported
+        with the second values (see :class:`Gathered`).
         """
-        if () in said:
-            yield (), said[()]
-        told = [(values, ranks) for values, ranks in said.items() if values]
-        if len(told) > 2:
+        if () in ranks_by_values:
+            yield (), ranks_by_values[()]
+        differing = [(values, ranks) for values, ranks in ranks_by_values.items() if values]
+        if len(differing) > 2:
             order = _order(key.ranks, leader)
-            told.sort(key=lambda each: next(place for place, rank in enumerate(order) if each[1] >> rank & 1))
-            told[1] = told[1][0], functools.reduce(int.__or__, (ranks for _, ranks in told[1:]))
-        yield from told[:2]
+            differing.sort(
+                key=lambda each: next(position for position, rank in enumerate(order) if each[1] >> rank & 1)
+            )
+            differing[1] = differing[1][0], functools.reduce(int.__or__, (ranks for _, ranks in differing[1:]))
+        yield from differing[:2]
 
     def _forget(self, key: AgreementKey, leader: int) -> None:
-        coming = self._coming.pop((key, leader), None)
-        if coming is not None and coming.timer is not None:
-            coming.timer.cancel()
+        joins = self._subtree_joins.pop((key, leader), None)
+        if joins is not None and joins.timer is not None:
+            joins.timer.cancel()
 
-    def _place(self, key: AgreementKey, leader: int) -> _Place:
+    def _position(self, key: AgreementKey, leader: int) -> _TreePosition:
         if self._rank not in _order(key.ranks, leader) or not 0 <= leader < self._engine.transport.size:
             raise RemoteProtocolError(f"rank {self._rank} is not a member of the agreement {str(key)!r:.200}")
-        return _place(key.ranks, leader, self._rank)
+        return _position(key.ranks, leader, self._rank)
 
 
 @functools.lru_cache(64)
@@ -248,12 +252,12 @@ def _in_order(runs: Runs, leader: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(4096)
-def _place(runs: Runs, leader: int, rank: int) -> _Place:
+def _position(runs: Runs, leader: int, rank: int) -> _TreePosition:
     order = _in_order(runs, leader)
     position = _order(runs, leader)[rank]
     above, last = path_to(len(order), position)
     parts = tuple((order[first], _bits(order[first : end + 1])) for first, end in halves(position, last))
-    return _Place(
+    return _TreePosition(
         order[above[-1]] if above else rank,
         parts,
         _bits(order[position : last + 1]),

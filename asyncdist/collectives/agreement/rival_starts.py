@@ -1,9 +1,9 @@
 """Detects deadlocks between agreements: ranks that wait for each other in different starts.
 
 If ranks pass different groups, each of their agreements waits forever for members that are in a different agreement.
-Leaders therefore send reminders to missing members. If a rank receives a reminder while it waits in its own start for a
-rank that has joined the reminded start, it objects to both starts. A rank whose main function serves other ranks, such
-as a replay buffer, objects to starts in which one of its clients waits for this rank.
+Leaders therefore send reminders to missing members. A reminded rank may itself wait, in another start, for a rank that
+has joined the reminded start. It then objects to both starts. A rank that serves others, such as a replay buffer,
+objects to starts in which one of its clients waits for it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from asyncdist.wording import ranks_in_words
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine, Timer
 
-#: Seconds that a leader waits for members before the first reminder, and between two reminders.
+#: Seconds that a leader waits for members before the first reminder, and between reminders.
 REMIND_AFTER_S: Final = 1.0
-#: Maximum number of missing ranks that a leader reminds. A single rank that detects the deadlock is enough.
+#: Maximum number of missing ranks that a leader reminds. One rank that detects the deadlock is enough.
 _REMINDED_COUNT_MAX: Final = 16
 #: Maximum number of ranks that an error lists.
 _NAMED_COUNT_MAX: Final = 8
@@ -38,7 +38,7 @@ _NAMED_COUNT_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A start of an operation whose members wait for this rank, while this rank waits for some of them elsewhere.
+    """An operation that other ranks start, and that waits for this rank while this rank waits for one of them.
 
     Attributes:
         text: Description of both starts, for the error message.
@@ -57,11 +57,11 @@ class OpenStart:
 
     Attributes:
         rivals: Rival starts that are reasons for this rank's objection, by their text.
-        doubted_since: Arrival time of the first reminder of each other start, by key, in seconds on the loop's clock.
+        doubted_since: Arrival time of the first reminder of each other start, in seconds on the loop's clock.
     """
 
     meeting: Meeting
-    have_all_come: bool = False
+    have_all_joined: bool = False
     rivals: dict[str, Rival] = field(default_factory=dict)
     doubted_since: dict[AgreementKey, float] = field(default_factory=dict)
     timer: Timer | None = None
@@ -69,12 +69,12 @@ class OpenStart:
 
 @dataclass(slots=True, eq=False)
 class Duty:
-    """A service for other ranks, such as a replay buffer, during which this rank can start nothing with others.
+    """A service for other ranks, such as a replay buffer. While it runs, this rank cannot start operations with others.
 
     Attributes:
         served: Function that returns the ranks that must leave the service before it ends.
         text: Description of the service, such as "serves the replay buffer 'replay'".
-        doubted_since: Arrival time of the first reminder of each start, by key, in seconds on the loop's clock.
+        doubted_since: Arrival time of the first reminder of each start, in seconds on the loop's clock.
     """
 
     served: Callable[[], Iterable[int]]
@@ -118,7 +118,7 @@ class Rivals:
 
     @contextlib.contextmanager
     def starting(self, meeting: Meeting) -> Iterator[OpenStart]:
-        """While the body starts an operation, detect deadlocks with other starts. The body sets ``have_all_come``."""
+        """Detect deadlocks with other starts while the block runs. The block may set ``have_all_joined``."""
         start = self._starts[meeting.key] = OpenStart(meeting)
         self._remind_later(start)
         try:
@@ -130,7 +130,7 @@ class Rivals:
 
     @contextlib.contextmanager
     def serving(self, served: Callable[[], Iterable[int]], text: str) -> Iterator[None]:
-        """While the body serves other ranks, refuse operations that a served rank wants to start with this rank."""
+        """While the block serves other ranks, refuse operations that a served rank wants to start with this rank."""
         duty = Duty(served, text)
         self._duties.append(duty)
         self.on_waiting()
@@ -143,7 +143,7 @@ class Rivals:
                 self._look = None
 
     def on_waiting(self) -> None:
-        """Schedule a check of the agreements that this rank leads, because members may wait in them for this rank."""
+        """Schedule a check whether a member waits for this rank in one of the agreements that this rank leads."""
         if self._duties and self._joins and self._look is None:
             self._look = self._engine.call_later(REMIND_AFTER_S, WaitId(WaitKind.LOOK_AT_STARTS), self._look_at_led)
 
@@ -156,7 +156,7 @@ class Rivals:
         self._engine.recheck()
 
     def _object_because_of_duty(self, reminder: Reminder, leader: int) -> None:
-        """Object to a start if one of its waiting members uses a service that keeps this rank from joining."""
+        """Reject a start in which clients of this rank wait for it, because it cannot join before they have ended."""
         now = self._engine.clock()
         for duty in self._duties:
             waiting = sorted(rank for rank in duty.served() if is_in(rank, reminder.present))
@@ -170,7 +170,7 @@ class Rivals:
                 return
 
     def rival_of(self, key: AgreementKey, refusal: str) -> Rival | None:
-        """Return the rival start that is the reason for the ``refusal`` of this rank's start ``key``, or None."""
+        """Return the rival start that caused the ``refusal`` of this rank's start ``key``, or None."""
         return self._starts[key].rivals.get(refusal) if key in self._starts else None
 
     def on_reminder(self, reminder: Reminder, leader: int) -> None:
@@ -191,8 +191,8 @@ class Rivals:
         start.timer = self._engine.call_later(REMIND_AFTER_S, what, self._remind, start)
 
     def _remind(self, start: OpenStart) -> None:
-        """Remind the missing members if this rank leads ``start``. Otherwise check the starts that this rank leads."""
-        if start.have_all_come:
+        """Remind the missing members if this rank leads ``start``. Otherwise, check the starts that this rank leads."""
+        if start.have_all_joined:
             return
         meeting = start.meeting
         if meeting.leader == self._rank:
@@ -210,13 +210,13 @@ class Rivals:
 
 
 def find_rival(reminder: Reminder, leader: int, rank: int, now: float, starts: Collection[OpenStart]) -> Rival | None:
-    """Return the reminded start as a rival if it and this rank's only open start wait for each other, or None.
+    """Return the reminded start if it and this rank's only open start wait for each other. Otherwise, return None.
 
     The result is None until a second reminder, because this rank may be about to join the reminded start. It is also
     None if this rank has several open starts, because one of them may end without the waiting members.
     """
     mine = next(iter(starts)) if len(starts) == 1 else None
-    if mine is None or mine.have_all_come:
+    if mine is None or mine.have_all_joined:
         return None
     key, its_leader = mine.meeting.key, mine.meeting.leader
     if key.of_all_occurrences == reminder.key and its_leader == leader:

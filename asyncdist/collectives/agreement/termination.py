@@ -1,4 +1,4 @@
-"""Ends agreements whose leader is lost, so that either all living members receive its decision or no member does.
+"""Ends agreements whose leader is lost. Either all living members receive its decision, or none does.
 
 If a leader is lost while it sends its decision, some members may have received "go" and started. A member without the
 decision therefore asks all others, as in the cooperative termination protocol of two-phase commit (Bernstein,
@@ -10,7 +10,7 @@ Hadzilacos, Goodman, "Concurrency Control and Recovery in Database Systems", 198
 - If all present members have promised, no member can receive the decision, and they start again without the leader. If
   another rank is lost before that, all members are asked again, with this rank among the absent ranks.
 
-In a large group (:mod:`asyncdist.collectives.agreement.relays`) a rank stores a decision before it relays it, and does
+In a large group (:mod:`asyncdist.collectives.agreement.relays`), a rank stores a decision before it relays it. It does
 not relay a decision that it has promised not to accept.
 """
 
@@ -34,32 +34,32 @@ from asyncdist.waits import WaitId, WaitKind
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine
 
-#: Maximum number of agreements whose decisions are stored, and of agreements whose promises are stored.
+#: Maximum number of agreements whose decisions are stored. The same limit applies to stored promises.
 _KEPT_COUNT_MAX: Final = 64
 
 
 @dataclass(slots=True)
 class _Asking:
-    """A request for a lost leader's decision, with the absent ranks and the members that have not answered."""
+    """A request for a lost leader's decision, with the absent ranks and the members that have not yet answered."""
 
     absent: Set[int] = frozenset()
     silent: set[int] = field(default_factory=set)
 
 
 class Termination:
-    """Asks other members for the decisions of lost leaders, and answers their requests."""
+    """Asks other members for the decisions of lost leaders, and answers such requests of other members."""
 
     def __init__(self, engine: Engine, rank: int, send: Callable[[Any, int], None]) -> None:
         self._engine = engine
         self._rank = rank
         self._send = send
         self._open: set[AgreementKey] = set()  # agreements for whose decisions this rank waits
-        self._heard: dict[AgreementKey, Verdict] = {}
+        self._received_verdicts: dict[AgreementKey, Verdict] = {}
         self._excluded: dict[AgreementKey, Set[int]] = {}  # ranks from which no decision is accepted, by agreement
         self._asking: dict[AgreementKey, _Asking] = {}
 
     def expect(self, key: AgreementKey) -> None:
-        """Record that this rank waits for the decision of agreement ``key``, and will store it for other members."""
+        """Record that this rank waits for the decision of agreement ``key``, and must store it for other members."""
         self._open.add(key)
 
     def stop_expecting(self, key: AgreementKey) -> None:
@@ -70,24 +70,27 @@ class Termination:
         """Return whether this rank has promised not to accept the decision of agreement ``key`` from ``rank``."""
         return rank in self._excluded.get(key, ())
 
-    def takes(self, verdict: Verdict, source: int) -> bool:
-        """Return whether ``verdict`` is new and may be accepted from ``source``. Store it if this rank waits for it."""
+    def accepts(self, verdict: Verdict, source: int) -> bool:
+        """Return whether ``verdict`` is new and may be accepted from ``source``.
+
+        If this rank waits for it, also store it.
+        """
         key = verdict.key
-        if key in self._heard or self.excludes(key, source):
+        if key in self._received_verdicts or self.excludes(key, source):
             return False
         if key in self._open:
-            _keep(self._heard, key, verdict)
+            _keep(self._received_verdicts, key, verdict)
         return True
 
     def keep(self, verdict: Verdict) -> None:
-        """Store a decision, so that members that ask for it can receive it."""
-        _keep(self._heard, verdict.key, verdict)
+        """Store a decision for members that ask for it later."""
+        _keep(self._received_verdicts, verdict.key, verdict)
 
     def on_request(self, request: DecisionRequest, source: int) -> None:
-        """Send ``source`` the decision, or the promise not to accept it from the request's absent ranks."""
+        """Send ``source`` the decision or, without one, a promise not to accept it from the request's absent ranks."""
         key = request.key
-        if key in self._heard:
-            self._send(self._heard[key], source)
+        if key in self._received_verdicts:
+            self._send(self._received_verdicts[key], source)
             return
         absent = {rank for rank in key.members() if is_in(rank, request.absent)}
         excluded = absent.union(self._excluded.get(key, ()))
@@ -104,14 +107,14 @@ class Termination:
         self,
         meeting: Meeting,
         gone: Callable[[], tuple[int, ...]],
-        is_told: Callable[[], bool],
+        is_decided: Callable[[], bool],
         on_late: Callable[[tuple[int, ...]], None],
         deadline: float | None,
     ) -> None:
-        """Ask the other members for the decision on ``meeting``. Return when it has arrived, or can never arrive.
+        """Ask the other members for the decision on ``meeting``. Return when it has arrived or can no longer arrive.
 
         Args:
-            on_late: Function called once with the members that have not answered by the deadline. The wait then
+            on_late: Function called once, at the deadline, with the members that have not answered. The wait then
                 continues.
         """
         key = meeting.key
@@ -121,10 +124,10 @@ class Termination:
             return frozenset(gone()).union(self._excluded.get(key, ()))
 
         def is_over() -> bool:
-            return is_told() or not asking.silent or absent() != asking.absent
+            return is_decided() or not asking.silent or absent() != asking.absent
 
         try:
-            while not is_told() and (asking.silent or absent() != asking.absent):
+            while not is_decided() and (asking.silent or absent() != asking.absent):
                 if absent() != asking.absent:
                     asking.absent = absent()
                     asking.silent = set(meeting.ranks).difference(asking.absent, (self._rank,))
@@ -135,8 +138,8 @@ class Termination:
                 if not await self._engine.until(is_over, what, deadline=deadline):
                     on_late(tuple(sorted(asking.silent)))
                     deadline = None
-            if not is_told():
-                _keep(self._excluded, key, asking.absent)  # The absent ranks' messages may still arrive.
+            if not is_decided():
+                _keep(self._excluded, key, asking.absent)  # Messages of the absent ranks may still be in transit.
         finally:
             del self._asking[key]
 

@@ -1,7 +1,7 @@
 """Shape of the binary tree along which the messages of large groups are relayed.
 
-The nodes are numbers from 0, the root. Every subtree is a range of consecutive numbers. The root a of the subtree with
-the numbers a to b divides the numbers after a into two halves, one for each child.
+The nodes are numbers from 0, the root. Every subtree is a range of consecutive numbers. The smallest number of a range
+is its root. The other numbers form two halves, one for each child.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DIRECT_COUNT_MAX: Final = 16
 
 
 def halves(rank: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield the children of ``rank``, each with the last rank of its subtree. ``last`` ends the subtree of ``rank``."""
+    """Yield each child of ``rank`` and the last rank of its subtree. ``last`` is the last rank below ``rank``."""
     first = rank + 1
     if first <= last:
         middle = first + (last - first) // 2
@@ -24,7 +24,7 @@ def halves(rank: int, last: int) -> Iterator[tuple[int, int]]:
 
 
 def path_to(size: int, rank: int) -> tuple[tuple[int, ...], int]:
-    """Return the ancestors of ``rank``, starting at the root, and the highest rank in its subtree."""
+    """Return the ancestors of ``rank``, beginning at the root, and the last rank of its subtree."""
     above = []
     current, last = 0, size - 1
     while current != rank:

@@ -20,22 +20,22 @@ from asyncdist.errors import (
 from asyncdist.transports.rank_sets import RankSet
 from asyncdist.wording import ranks_in_words
 
-#: Kind of the objection with which a rank asks to join later, and of the decision that releases the rank.
+#: Kind of the objection with which a rank asks to join later, and of the decision that releases this rank.
 POSTPONED: Final = "(postponed)"
-#: Maximum number of agreements that a rank has not joined and for which messages are stored.
+#: Maximum number of agreements that a rank has not joined but for which it stores messages.
 _KEPT_COUNT_MAX: Final = 4096
 
 
 @dataclass(slots=True)
 class _LateVerdict:
-    """Decision of an agreement that failed before all members joined, and the absent members that must receive it."""
+    """Decision of an agreement that failed before all members joined, and the members that must still receive it."""
 
     verdict: Verdict
     absent: set[int]
 
 
 class LateDecisions:
-    """Stores the decision of each failed agreement until every absent member has joined, or can no longer join."""
+    """Stores the decision of each failed agreement until every absent member has joined or can no longer join."""
 
     def __init__(self) -> None:
         self._kept: dict[AgreementKey, _LateVerdict] = {}
@@ -51,7 +51,7 @@ class LateDecisions:
             self._kept[verdict.key] = _LateVerdict(verdict, absent)
 
     def decision_for(self, key: AgreementKey, rank: int) -> Verdict | None:
-        """Return the decision for ``rank``, which has just joined agreement ``key``, or None if it has not failed."""
+        """Return the decision of agreement ``key`` for ``rank``, which has just joined, or None if undecided."""
         late = self._kept.get(key)
         if late is None:
             return None
@@ -68,7 +68,10 @@ class LateDecisions:
             self._expect_no_more(rank, list(self._kept))
 
     def take(self, operation: AgreementKey | None = None) -> list[tuple[Verdict, set[int]]]:
-        """Remove and return the decisions on ``operation``, or all, each with the members that have not received it."""
+        """Remove and return the decisions on ``operation``, or on all operations.
+
+        Each decision is paired with the members that have not received it.
+        """
         keys = [key for key in self._kept if operation in (None, key.of_all_occurrences)]
         return [(late.verdict, late.absent) for late in map(self._kept.pop, keys)]
 
@@ -81,7 +84,7 @@ class LateDecisions:
 
 
 def check_room(kept: Mapping[AgreementKey, object], key: AgreementKey) -> None:
-    """Raise RemoteProtocolError if ``kept`` has no room for agreement ``key``, which only faulty peers cause."""
+    """Raise RemoteProtocolError if ``kept`` has no room for agreement ``key``. Only faulty peers cause this."""
     if len(kept) >= _KEPT_COUNT_MAX and key not in kept:
         raise RemoteProtocolError(
             f"the agreement {str(key)!r:.200} exceeds the limit of {_KEPT_COUNT_MAX} unfinished agreements"
@@ -89,7 +92,10 @@ def check_room(kept: Mapping[AgreementKey, object], key: AgreementKey) -> None:
 
 
 class Postponed(Exception):
-    """Raised if the leader has released this rank from an agreement at its request. The rank must join again later."""
+    """Raised if the leader has released this rank from an agreement at this rank's request.
+
+    The rank must join again.
+    """
 
 
 class Caller(Protocol):
@@ -98,12 +104,15 @@ class Caller(Protocol):
     def on_asked(self) -> None:
         """Called when this rank joins the agreement."""
 
-    def on_time_up(self, error: StartTimeoutError) -> None:
-        """Called if the leader has not answered in time. The wait continues, because the decision may be "go"."""
+    def on_timeout(self, error: StartTimeoutError) -> None:
+        """Called if the leader has not sent its decision in time.
+
+        This rank continues to wait, because the decision may be "go".
+        """
 
 
 class Absentees:
-    """Finds the ranks whose absence prevents an agreement from succeeding. The collections are read at each call.
+    """Finds the ranks whose absence prevents an agreement from succeeding. The arguments may change between calls.
 
     Args:
         bound_to: Ranks that are not members, but whose loss ends the agreement.
@@ -142,7 +151,7 @@ class Absentees:
 
 
 class Absences:
-    """Records the ranks that have left or are lost, and the operations that each rank never starts again."""
+    """Records which ranks have left or are lost, and which collective operations each of them will never start."""
 
     def __init__(self, incarnations: Incarnations) -> None:
         self._incarnations = incarnations
@@ -151,7 +160,7 @@ class Absences:
         self.withdrawn: dict[AgreementKey, set[int]] = {}
 
     def of(self, meeting: Meeting) -> Absentees:
-        """Return an object that finds the ranks whose absence prevents ``meeting``, at the time of each call."""
+        """Return an object whose methods find, at each call, the ranks whose absence prevents ``meeting``."""
         withdrawn = self.withdrawn.setdefault(meeting.key.of_all_occurrences, set())
         replaced = functools.partial(self._incarnations.replaced, meeting.key)
         return Absentees(meeting.ranks, meeting.bound_to, self.gone, self.lost, withdrawn, replaced)
@@ -160,36 +169,36 @@ class Absences:
         """Return the lost ranks, and the members of agreement ``key`` that have been restarted since its request."""
         return self.lost.union(self._incarnations.replaced(key))
 
-    def gone_from(self, key: AgreementKey) -> tuple[int, ...]:
+    def gone_members(self, key: AgreementKey) -> tuple[int, ...]:
         """Return the members of agreement ``key`` that have left or are lost, in ascending order.
 
-        The loss of a process does not concern the agreements of a later process of the same rank.
+        If a process was lost, agreements of a later process of its rank are not affected.
         """
         found = {*filter(key.has_member, self.gone), *self._incarnations.replaced(key)}
         return tuple(sorted(found - self._incarnations.unmet(key))) if found else ()
 
     def may_join(self, key: AgreementKey, ranks: Iterable[int]) -> set[int]:
-        """Return those of ``ranks`` that may still join agreement ``key``."""
+        """Return the members of ``ranks`` that may still join agreement ``key``."""
         withdrawn = self.withdrawn.get(key.of_all_occurrences, ())
         return {rank for rank in ranks if rank not in self.gone and rank not in withdrawn}
 
 
 def judge(
     joins: Mapping[int, Join],
-    said: Sequence[int],
+    compared: Sequence[int],
     missing: tuple[int, ...],
     gone: tuple[int, ...],
     lost: set[int],
     waited_s: float,
 ) -> Verdict:
-    """Return the leader's decision of an agreement that some members have joined.
+    """Return the leader's decision on an agreement that some members have joined.
 
     Args:
-        said: One or more members whose values are compared, in the group's order.
+        compared: One or more members whose values are compared, in the group's order.
     """
-    name, refusal = first_difference(joins, said)
+    name, refusal = first_difference(joins, compared)
     return Verdict(
-        subject=joins[said[0]].subject,
+        subject=joins[compared[0]].subject,
         difference=name,
         refusal="" if missing else refusal,
         missing=missing,
@@ -202,7 +211,7 @@ def judge(
 
 
 def first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[str, str]:
-    """Compare the named values of ``ranks``. Return the name and the description of the first difference.
+    """Compare the named values of ``ranks``. Return the name and a description of the first difference.
 
     Both strings are empty if all values are equal.
     """
@@ -220,7 +229,7 @@ def first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[s
 
 
 def raise_refusal(verdict: Verdict, rank: int) -> None:
-    """Raise the error that ``verdict`` means for ``rank``, unless the decision is "go"."""
+    """Raise the error with which ``verdict`` refuses the start on ``rank``. Do nothing if the decision is "go"."""
     if verdict.objector >= 0:
         raise remote_error(verdict.objector, verdict.difference, verdict.refusal)
     if verdict.lost:
@@ -234,13 +243,16 @@ def raise_refusal(verdict: Verdict, rank: int) -> None:
         raise DisagreementError(f"{verdict.key}: {verdict.refusal}", difference=verdict.difference)
 
 
-def is_go(verdict: Verdict) -> bool:
+def allows_start(verdict: Verdict) -> bool:
     """Return whether the decision ``verdict`` allows the members to start."""
     return not (verdict.refusal or verdict.missing or verdict.gone) and verdict.objector < 0
 
 
 def start_timeout_error(verdict: Verdict) -> StartTimeoutError:
-    """Return the error that names the missing ranks. Its ``difference`` names a value that differs among the others."""
+    """Return the error that names the missing ranks.
+
+    Its ``difference`` names a value on which the other ranks differ.
+    """
     difference = {"difference": verdict.difference} if verdict.difference else {}
     return StartTimeoutError(
         f"{verdict.key}: {ranks_in_words(verdict.missing)} did not join within {verdict.waited_s:g} s",

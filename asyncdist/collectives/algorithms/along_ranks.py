@@ -1,9 +1,9 @@
-"""Reduces a large tensor in rank order by passing the partial result from rank to rank, piece by piece.
+"""Reduces a large tensor in rank order: the partial result is passed from rank to rank, in pieces.
 
 The last rank gets the result. No rank needs more memory than its own tensor and a few pieces. The pieces are pipelined,
 so n ranks and p pieces take n + p hops. A reduction along a tree would need fewer hops, but would round differently.
 
-If a rank fails, it sends the next rank a notice instead of the total, so that no rank waits forever.
+If a rank fails, it sends the next rank a notice instead of the partial result, so that no rank waits forever.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncdist.collectives.algorithms.left_folds import LeftFold
-from asyncdist.collectives.algorithms.pieces import AHEAD_COUNT, PIECE_NBYTES, Outlet, attempt, take
+from asyncdist.collectives.algorithms.pieces import AHEAD_COUNT, PIECE_NBYTES, Outlet, attempt, receive_exactly
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import AsyncdistError
 from asyncdist.messaging.engine import Engine
@@ -41,25 +41,25 @@ class Passing:
         self._dest = group.ranks[group.index + 1] if group.index + 1 < group.size else None
 
     async def run(self, error: AsyncdistError | None) -> AsyncdistError | None:
-        """Receive the total from the previous rank, add this rank's values, and send the total to the next rank.
+        """Receive the partial result from the previous rank, add this rank's values, and send the sum to the next rank.
 
         Returns:
-            Error that kept this rank or the next rank from receiving the total, or None.
+            Error that prevented this rank or the next rank from receiving the partial result, or None.
         """
         if self._dest is None:
-            return await self._take_all(None) or error
+            return await self._receive_all(None) or error
         with Outlet(self._engine, self._dest, self._group.tag) as outlet:
             if error is not None:
-                await outlet.tell(error)
-            error = await self._take_all(outlet) or error
+                await outlet.send_error(error)
+            error = await self._receive_all(outlet) or error
             if error is not None:
-                await outlet.tell(error)
+                await outlet.send_error(error)
             else:
                 # An end mark of one byte lets the receiver detect a different size.
                 await outlet.put(memoryview(bytearray(1)))
             return await outlet.flush() or error
 
-    async def _take_all(self, outlet: Outlet | None) -> AsyncdistError | None:
+    async def _receive_all(self, outlet: Outlet | None) -> AsyncdistError | None:
         count = PIECE_NBYTES // self._values.itemsize
         totals = torch.empty(AHEAD_COUNT + 1, count, dtype=self._values.dtype, device="cpu")
         results = torch.split(self._result, count)
@@ -68,7 +68,7 @@ class Passing:
             if self._source is None:
                 total.copy_(values)
             else:
-                error = await attempt(take(self._engine, byte_view(total), self._source, self._group.tag))
+                error = await attempt(receive_exactly(self._engine, byte_view(total), self._source, self._group.tag))
                 if error is not None:
                     return error
                 self._fold.add(total, values)
@@ -78,4 +78,4 @@ class Passing:
                 self.is_whole = False
         if self._source is None:
             return None
-        return await attempt(take(self._engine, memoryview(bytearray(1)), self._source, self._group.tag))
+        return await attempt(receive_exactly(self._engine, memoryview(bytearray(1)), self._source, self._group.tag))

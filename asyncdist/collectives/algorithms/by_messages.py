@@ -25,12 +25,12 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.byte_views import byte_view, empty_stack, flat_bytes
 from asyncdist.waits import WaitId, WaitKind
 
-#: Format of the message that names a lost rank. An empty message precedes it, and marks it as a notice.
+#: Format of the message that names a lost rank. It follows an empty message, which announces it.
 _LOST: Final = struct.Struct("<q")
 
 
 class MessageCollectives:
-    """Runs the collectives of one rank as messages on the tag of the group."""
+    """Runs the collectives of one rank by sending messages with the group's tag."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
         self._engine = engine
@@ -54,13 +54,13 @@ class MessageCollectives:
             await self._receive_exactly(view, root, group.tag, may_be_notice=True)
 
     async def gather(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
-        """Gather the same number of bytes from every member on ``root``, whose ``receive`` has a row per member."""
+        """Gather equally many bytes from every member on ``root``, whose ``receive`` has a row per member."""
         if _is_large(group):
             if 0 < len(send) <= ROW_NBYTES_MAX:
                 flat = None if receive is None else flat_bytes(receive)
                 await self._tree.gather(group, send, [len(send)] * group.size, flat, root)
                 return
-            await self._tree.meet(group, root)  # Let the root detect members that pass small rows.
+            await self._tree.wait_for_all(group, root)  # Let the root detect members that pass small rows.
         await self._gather_directly(group, send, receive, root)
 
     async def _gather_directly(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
@@ -74,7 +74,7 @@ class MessageCollectives:
                 continue
             try:
                 await self._receive_exactly(byte_view(receive[position]), rank, group.tag)
-            except RankLostError as error:  # Receive from the other members anyway, because they wait for their sends.
+            except RankLostError as error:  # Continue with the other members, because they wait for their sends.
                 lost = lost or error
         if lost is not None:
             raise lost
@@ -103,8 +103,8 @@ class MessageCollectives:
         if lost is not None:
             raise lost
 
-    async def _gather_or_tell(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
-        """Gather on ``root``. If a rank is lost, ``root`` notifies the members, which are waiting for a broadcast."""
+    async def _gather_or_notify(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
+        """Gather on ``root``. If a rank is lost, ``root`` notifies the other members, which wait for a broadcast."""
         try:
             await self._gather_directly(group, send, receive, root)
         except RankLostError as error:
@@ -120,7 +120,7 @@ class MessageCollectives:
             return await self._tree.all_gather(group, send)
         root = group.ranks[0]
         receive = empty_stack(send, group.size)
-        await self._gather_or_tell(group, byte_view(send), receive if self._rank == root else None, root)
+        await self._gather_or_notify(group, byte_view(send), receive if self._rank == root else None, root)
         await self.broadcast(group, byte_view(receive), root)
         return receive
 
@@ -140,7 +140,7 @@ class MessageCollectives:
     async def _fold_on_first(self, group: Group, work: torch.Tensor, fold: LeftFold) -> torch.Tensor:
         root = group.ranks[0]
         receive = empty_stack(work, group.size) if self._rank == root else None
-        await self._gather_or_tell(group, byte_view(work), receive, root)
+        await self._gather_or_notify(group, byte_view(work), receive, root)
         if receive is not None:
             work = fold([*receive])
         await self.broadcast(group, byte_view(work), root)

@@ -20,10 +20,10 @@ from asyncdist.waits import WaitId, WaitKind
 #: and 90 ms with a raw Iallreduce into a second tensor. These are medians of two ranks of Open MPI on two busy cores.
 PIECE_NBYTES: Final = 1 << 20
 _PIECES_AT_ONCE: Final = 4
-#: Largest size in bytes of one ragged exchange, since MPI counts bytes and displacements in 32-bit integers.
+#: Largest size in bytes of one ragged exchange. MPI counts bytes and displacements in 32-bit integers.
 _RAGGED_NBYTES_MAX: Final = 1 << 30
-#: Largest size in bytes of any native call, since Open MPI 5 lacks the larger counts of MPI-4. Larger data is moved in
-#: pieces, which are staged in a buffer.
+#: Largest size in bytes of any native call. Open MPI 5 lacks the larger counts of MPI-4. Larger data is moved in
+#: pieces, through a buffer of the size below.
 COUNT_NBYTES_MAX: Final = (1 << 31) - 1
 _STAGED_NBYTES: Final = 64 << 20
 
@@ -54,7 +54,7 @@ class PiecewiseCollectives:
             while under_way:
                 await finish_oldest()
         finally:
-            for request, _, _ in under_way:  # A request may never complete after a failure or a departure.
+            for request, _, _ in under_way:  # A request may never complete after a failure, or after a rank has left.
                 self._engine.disown(request)
 
     async def broadcast(self, native: GroupHandle, view: memoryview, position: int) -> None:
@@ -72,7 +72,7 @@ class PiecewiseCollectives:
         exchange: Callable[[memoryview, memoryview | None], Request],
         kind: WaitKind,
     ) -> None:
-        """Run a gather, all-gather or all-to-all in pieces: the same byte range of every member's part at a time.
+        """Run a gather, all-gather or all-to-all in pieces. Each piece is the same byte range of every member's part.
 
         Args:
             send: Data of this member: one part for all members, or one part for each.

@@ -15,16 +15,19 @@ from asyncdist.transports.base import ReduceOp
 
 
 class LeftFold(Protocol):
-    """Interface of reductions in rank order, which are computed all at once or step by step, with the same result."""
+    """Interface of reductions in rank order. Computing all at once or step by step gives the same result."""
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the reduction of all ranks' tensors."""
 
     def add(self, total: Tensor, values: Tensor) -> None:
-        """Combine the total of the preceding ranks with the next rank's values, in place."""
+        """Combine ``total``, the partial result of the preceding ranks, with the next rank's values, in place."""
 
     def finish(self, total: Tensor, last: Tensor, count: int) -> bool:
-        """Convert ``total`` to the result in place. Return False if the result needs all ranks' tensors at once."""
+        """Convert ``total`` to the result in place.
+
+        Return False if the result must be computed from all tensors at once.
+        """
 
 
 class OrderedReduction:
@@ -43,19 +46,19 @@ class OrderedReduction:
         return parts[0]
 
     def add(self, total: Tensor, values: Tensor) -> None:
-        """Combine the total of the preceding ranks with the next rank's values, in place."""
+        """Combine ``total``, the partial result of the preceding ranks, with the next rank's values, in place."""
         numbers = total.numpy()
         with np.errstate(all="ignore"):  # Overflow and NaN are valid results.
             self._op(numbers, values.numpy(), out=numbers)
 
     def finish(self, total: Tensor, last: Tensor, count: int) -> bool:
-        """Return True, because the total of all ranks is already the result."""
+        """Return True, because the total of all ranks is the result."""
         del total, last, count
         return True
 
 
 class Mean:
-    """Computes the mean of :mod:`asyncdist.tensors.means` for flat tensors of float32, complex64 or wider."""
+    """Computes the mean of flat tensors of float32, complex64 or wider, as :mod:`asyncdist.tensors.means` does."""
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the mean of all ranks' tensors in new memory."""

@@ -1,10 +1,10 @@
-"""Reduces large tensors in rank order. Each rank reduces its share of every piece, and sends the result to all.
+"""Reduces large tensors in rank order. Each rank reduces its share of every piece, and sends the result to all ranks.
 
-The algorithm sends as many bytes as a ring reduction. Several pieces are in progress at a time, so that ranks which
+The algorithm sends as many bytes as a ring reduction. Several pieces are in progress at a time, so that ranks that
 share cores rarely wait for each other.
 
-Invariants: all members send and receive the same messages in the same order, so one tag is enough. No message is
-received into memory that is still being sent. No request is dropped unless it has completed or can never complete.
+Invariants: All members send and receive the same messages in the same order, so one tag is enough. No message is
+received into memory that is still being sent. A request is kept until it has completed or can never complete.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from asyncdist.waits import WaitId, WaitKind
 Reduction: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
 
 #: Size of a piece in bytes. Reducing 64 MiB between two ranks in pieces of 1, 2, 4 and 16 MiB took 36, 26, 22 and 33 ms
-#: of CPU time under other load.
+#: of CPU time on busy cores.
 PIECE_NBYTES: Final = 4 << 20
-#: Number of further pieces that are begun before a piece is reduced, and again before its result is awaited.
+#: Number of pieces that are begun ahead of the piece being reduced, and reduced ahead of the piece being finished.
 _AHEAD_COUNT: Final = 4
-#: Number of bytes reduced at once. Together with temporaries, they fit into a core's private cache.
+#: Number of bytes reduced at once. With temporaries, they fit into a core's private cache.
 _BLOCK_NBYTES: Final = 256 << 10
 #: Alignment in bytes: a cache line, and a multiple of every element's size.
 _ALIGNMENT_NBYTES: Final = 64
@@ -42,7 +42,10 @@ _WHAT: Final = WaitId(WaitKind.ORDERED_REDUCTION)
 
 @dataclass(frozen=True, slots=True)
 class ReductionPiece:
-    """A range of elements that the ranks reduce together: each rank ``share_count``, and the last ranks fewer."""
+    """A range of elements that the ranks reduce together.
+
+    Each rank reduces ``share_count`` of the elements. The last ranks may reduce fewer.
+    """
 
     start: int
     count: int
@@ -59,14 +62,17 @@ class ReductionPiece:
 
 
 def pieces(count: int, size: int, share_count: int) -> Iterator[ReductionPiece]:
-    """Divide ``count`` elements into pieces, of which each of ``size`` ranks reduces ``share_count`` at most."""
+    """Divide ``count`` elements into pieces.
+
+    Each of ``size`` ranks reduces at most ``share_count`` elements of a piece.
+    """
     for start in range(0, count, size * share_count):
         length = min(size * share_count, count - start)
         yield ReductionPiece(start, length, -(-length // size))
 
 
 class BufferPool:
-    """Reuses buffers between reductions, because the page faults of new memory take as long as all copying."""
+    """Reuses buffers between reductions, because page faults in new memory take as long as all the copying."""
 
     def __init__(self) -> None:
         self._kept: Tensor | None = None
@@ -80,13 +86,13 @@ class BufferPool:
         )
 
     def give_back(self, memory: Tensor) -> None:
-        """Store memory for the next :meth:`take`. No request may still use the memory."""
+        """Keep ``memory`` for the next :meth:`take`. No request may still use it."""
         if self._kept is None or len(self._kept) < len(memory):
             self._kept = memory
 
 
 class Into:
-    """Destination of a reduction's result: a 1-D tensor of the input's length, possibly the input itself."""
+    """Destination of a reduction's result: a 1-D tensor of the input's length, or the input itself."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -100,7 +106,8 @@ async def fold_in_shares(
     Args:
         group: Group of two or more members. No other messages may be in progress on its tag.
         flat: 1-D contiguous CPU tensor of equal length and dtype on all members.
-        target: Destination of the result. For a bucket, ``flat`` is its flat tensor, which is filled piece by piece.
+        target: Destination of the result. If it is a bucket, its tensors are copied piece by piece to ``flat``, the
+            bucket's flat tensor.
     """
     await _Folding(engine, pool, group, flat, fold, target).run()
 
@@ -132,7 +139,10 @@ class _Folding:
         self._under_way: deque[list[Request]] = deque()
 
     async def run(self) -> None:
-        """Reduce all pieces. Each turn begins one piece, reduces an earlier piece, and finishes a still earlier one."""
+        """Reduce all pieces.
+
+        Each turn begins one piece, reduces an earlier piece, and finishes an even earlier piece.
+        """
         count = len(self._pieces)
         try:
             for turn in range(count + 2 * _AHEAD_COUNT):
@@ -146,7 +156,7 @@ class _Folding:
                     self._finish(turn - 2 * _AHEAD_COUNT)
             self._pool.give_back(self._memory)
         finally:
-            for requests in self._under_way:  # A request may never complete after a failure or a departure.
+            for requests in self._under_way:  # A request may never complete after a failure, or after a rank has left.
                 for request in requests:
                     self._engine.disown(request)
 
@@ -184,7 +194,7 @@ class _Folding:
     def _exchange(self, sides: Sequence[tuple[Tensor, Tensor, int]]) -> None:
         transport, tag = self._engine.transport, self._group.tag
         requests: list[Request] = []
-        # Added first, so that a request is disowned if a later request cannot be started.
+        # Append the list first, so that ``run`` disowns its requests if a later request cannot be started.
         self._under_way.append(requests)
         requests.extend(transport.irecv(byte_view(into), rank, tag) for _, into, rank in sides if len(into))
         requests.extend(transport.isend(byte_view(values), rank, tag) for values, _, rank in sides if len(values))

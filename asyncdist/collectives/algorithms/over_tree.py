@@ -5,7 +5,7 @@ The members are numbered from the root, in the group's cyclic order. In the tree
 is contiguous in memory. Bytes are relayed down the tree in pieces, each while the next piece arrives.
 
 After an error, each member still sends every neighbour the expected bytes, or a notice of the error instead
-(:mod:`asyncdist.collectives.algorithms.pieces`), so that no member waits forever.
+(:mod:`asyncdist.collectives.algorithms.pieces`). No member therefore waits forever.
 """
 
 from __future__ import annotations
@@ -22,17 +22,26 @@ from asyncdist.collectives.agreement.tree_shape import halves, path_to
 from asyncdist.collectives.algorithms.along_ranks import Passing
 from asyncdist.collectives.algorithms.left_folds import LeftFold
 from asyncdist.collectives.algorithms.ordered_reduce import Reduction
-from asyncdist.collectives.algorithms.pieces import Outlet, attempt, give, piece_of, pieces, raise_first, take, take_all
+from asyncdist.collectives.algorithms.pieces import (
+    Outlet,
+    attempt,
+    piece_of,
+    pieces,
+    raise_first,
+    receive_exactly,
+    receive_in_pieces,
+    send_pieces,
+)
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.byte_views import byte_view, empty_stack
 
-#: Largest row, in bytes, that is gathered along the tree. Larger rows would burden members near the root with too many
+#: Largest row, in bytes, that is gathered along the tree. With larger rows, members near the root would relay too many
 #: bytes.
 ROW_NBYTES_MAX: Final = 16 << 10
-#: Size of the prefix of a reduction's result. Its first byte shows whether there is a result. 64 bytes keep the result
-#: aligned.
+#: Size in bytes of the prefix of a reduction's result. Its first byte says whether there is a result. 64 bytes keep the
+#: result aligned.
 _HEAD_NBYTES: Final = 64
 
 #: Function that maps a range of members, given by its first and last number, to the byte range of their data.
@@ -41,7 +50,7 @@ Stretch: TypeAlias = Callable[[int, int], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A member's child in the tree of a collective. Its subtree has the members ``number`` to ``last``."""
+    """A member's child in the tree of a collective. The child's subtree has the members ``number`` to ``last``."""
 
     rank: int
     number: int
@@ -49,8 +58,8 @@ class Child:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A member's position in the tree of a collective. Its subtree has the members ``number`` to ``last``."""
+class TreePosition:
+    """A member's position in the tree of a collective. The member's subtree has the members ``number`` to ``last``."""
 
     tag: int
     number: int
@@ -59,7 +68,7 @@ class Place:
     children: tuple[Child, ...]
 
     @classmethod
-    def of(cls, group: Group, top: int) -> Place:
+    def of(cls, group: Group, top: int) -> TreePosition:
         """Return this rank's position in the tree whose root is the rank ``top``."""
         size, shift = group.size, group.ranks.index(top)
         number = (group.index - shift) % size
@@ -82,18 +91,18 @@ class TreeCollectives:
 
     async def barrier(self, group: Group) -> None:
         """Wait until every member has entered the barrier."""
-        place, token = Place.of(group, group.ranks[0]), memoryview(bytearray(1))
-        error = await self._collect(place, token, _everything(token))
-        raise_first(error, await self._spread(place, token, error=error))
+        position, token = TreePosition.of(group, group.ranks[0]), memoryview(bytearray(1))
+        error = await self._collect(position, token, _everything(token))
+        raise_first(error, await self._spread(position, token, error=error))
 
-    async def meet(self, group: Group, root: int) -> None:
+    async def wait_for_all(self, group: Group, root: int) -> None:
         """Wait, on ``root`` only, until every member has called this method.
 
         Raises:
             LocalProtocolError, TruncationError: On ``root``, if a member has called :meth:`gather` instead.
         """
         token = memoryview(bytearray(1))
-        error = await self._collect(Place.of(group, root), token, _everything(token))
+        error = await self._collect(TreePosition.of(group, root), token, _everything(token))
         if not isinstance(
             error, RankLostError
         ):  # A loss is raised later, after the root has received from the other members.
@@ -101,117 +110,125 @@ class TreeCollectives:
 
     async def broadcast(self, group: Group, view: memoryview, root: int) -> None:
         """Send the root's bytes to all members, which receive them into ``view``."""
-        raise_first(await self._spread(Place.of(group, root), view))
+        raise_first(await self._spread(TreePosition.of(group, root), view))
 
     async def gather(
         self, group: Group, send: memoryview, sizes: Sequence[int], receive: torch.Tensor | None, root: int
     ) -> None:
-        """Gather every member's bytes, of the given sizes, into the root's flat uint8 tensor ``receive``."""
-        place, shift = Place.of(group, root), group.ranks.index(root)
+        """Gather every member's bytes, ``sizes`` of them, into the root's flat uint8 tensor ``receive``."""
+        position, shift = TreePosition.of(group, root), group.ranks.index(root)
         starts = [0, *accumulate((*sizes[shift:], *sizes[:shift]))]
-        own, end = starts[place.number], starts[place.last + 1]
+        own, end = starts[position.number], starts[position.last + 1]
         view = memoryview(bytearray(end - own))
         view[: len(send)] = send
-        raise_first(await self._collect(place, view, lambda first, last: (starts[first] - own, starts[last + 1] - own)))
+        raise_first(
+            await self._collect(position, view, lambda first, last: (starts[first] - own, starts[last + 1] - own))
+        )
         if receive is not None:
             into, turn = byte_view(receive), sum(sizes[:shift])
             into[turn:], into[:turn] = view[: end - turn], view[end - turn :]
 
     async def all_gather(self, group: Group, send: torch.Tensor) -> torch.Tensor:
         """Return every member's tensor, stacked in the group's order, on every member."""
-        place, nbytes = Place.of(group, group.ranks[0]), send.nbytes
+        position, nbytes = TreePosition.of(group, group.ranks[0]), send.nbytes
         receive = empty_stack(send, group.size)
         view = byte_view(receive)
-        view[place.number * nbytes : (place.number + 1) * nbytes] = byte_view(send)
+        view[position.number * nbytes : (position.number + 1) * nbytes] = byte_view(send)
 
         def rows(first: int, last: int) -> tuple[int, int]:
             return first * nbytes, (last + 1) * nbytes
 
-        error = await self._collect(place, view, rows)
-        raise_first(error, await self._spread(place, view, has=rows, error=error))
+        error = await self._collect(position, view, rows)
+        raise_first(error, await self._spread(position, view, has=rows, error=error))
         return receive
 
     async def fold_rows(self, group: Group, work: torch.Tensor, fold: Reduction) -> torch.Tensor:
         """Reduce all members' small tensors in rank order on the first member. Every member gets the result."""
-        place, nbytes = Place.of(group, group.ranks[0]), work.nbytes
-        rows = empty_stack(work, place.last - place.number + 1)
+        position, nbytes = TreePosition.of(group, group.ranks[0]), work.nbytes
+        rows = empty_stack(work, position.last - position.number + 1)
         view = byte_view(rows)
         view[:nbytes] = byte_view(work)
 
         def stretch(first: int, last: int) -> tuple[int, int]:
-            return (first - place.number) * nbytes, (last + 1 - place.number) * nbytes
+            return (first - position.number) * nbytes, (last + 1 - position.number) * nbytes
 
-        error = await self._collect(place, view, stretch)
-        if place.parent is not None:
+        error = await self._collect(position, view, stretch)
+        if position.parent is not None:
             work = torch.empty_like(work)
         elif error is None:
             work = fold([*rows])
-        raise_first(error, await self._spread(place, byte_view(work), error=error))
+        raise_first(error, await self._spread(position, byte_view(work), error=error))
         return work
 
     async def fold_along_ranks(self, group: Group, values: torch.Tensor, fold: LeftFold) -> torch.Tensor | None:
         """Reduce all members' flat tensors in rank order. Return None if the reduction needs all tensors at once."""
-        place, token = Place.of(group, group.ranks[-1]), memoryview(bytearray(1))
-        # This exchange detects members that pass fewer bytes, and therefore call fold_rows.
-        error = await self._collect(place, token, _everything(token))
-        error = await self._spread(place, token, error=error) or error
+        position, token = TreePosition.of(group, group.ranks[-1]), memoryview(bytearray(1))
+        # A member that passes fewer bytes calls fold_rows instead. This exchange detects the mismatch.
+        error = await self._collect(position, token, _everything(token))
+        error = await self._spread(position, token, error=error) or error
         memory = torch.empty(_HEAD_NBYTES + values.nbytes, dtype=torch.uint8, device="cpu")
         result = memory[_HEAD_NBYTES:].view(values.dtype)
         passing = Passing(self._engine, group, values, fold, result)
         error = await passing.run(error) or error
         memory[0] = passing.is_whole
-        raise_first(error, await self._spread(place, byte_view(memory), error=error))
+        raise_first(error, await self._spread(position, byte_view(memory), error=error))
         return result if memory[0] else None
 
     # -- up and down ------------------------------------------------------------------------------------------------
 
-    async def _collect(self, place: Place, view: memoryview, stretch: Stretch) -> AsyncdistError | None:
-        """Receive the subtree's bytes from the children, and send them with this member's to the parent.
+    async def _collect(self, position: TreePosition, view: memoryview, stretch: Stretch) -> AsyncdistError | None:
+        """Receive the subtree's bytes from the children, and send them to the parent together with this member's bytes.
 
-        Return the first error.
+        Return the first error, or None.
         """
-        engine, tag = self._engine, place.tag
+        engine, tag = self._engine, position.tag
         error: AsyncdistError | None = None
-        for child in place.children:  # Continue after an error, because the next child waits for its send.
+        for child in position.children:  # Continue after an error, because the next child waits for its send.
             low, high = stretch(child.number, child.last)
-            failed = await attempt(take_all(engine, view, low, high, child.rank, tag))
+            failed = await attempt(receive_in_pieces(engine, view, low, high, child.rank, tag))
             error = error or failed
-        if place.parent is None:
+        if position.parent is None:
             return error
-        low, high = stretch(place.number, place.last)
+        low, high = stretch(position.number, position.last)
 
         async def send(outlet: Outlet) -> None:
             if error is None:
                 await outlet.put_all(view, low, high)
             elif low < high:
-                await outlet.tell(error)
+                await outlet.send_error(error)
 
-        failed = await give(engine, place.parent, tag, send)
+        failed = await send_pieces(engine, position.parent, tag, send)
         return error or failed
 
     async def _spread(
-        self, place: Place, view: memoryview, *, has: Stretch | None = None, error: AsyncdistError | None = None
+        self,
+        position: TreePosition,
+        view: memoryview,
+        *,
+        has: Stretch | None = None,
+        error: AsyncdistError | None = None,
     ) -> AsyncdistError | None:
-        """Relay the root's bytes, or a notice of an error, to all members. Return the first error.
+        """Relay the root's bytes, or a notice of an error, to all members. Return the first error, or None.
 
         Args:
             has: Function that returns the byte range that a subtree already has, or None if subtrees have no bytes.
-            error: Earlier error on this member, which is reported to its children.
+            error: Earlier error on this member, of which its children are notified.
         """
         has = has or _nothing
         feeds = [
-            _Feed(self._engine, place.tag, view, child.rank, has(child.number, child.last)) for child in place.children
+            _Feed(self._engine, position.tag, view, child.rank, has(child.number, child.last))
+            for child in position.children
         ]
-        own = has(place.number, place.last)
+        own = has(position.number, position.last)
         try:
-            if place.parent is not None:
-                failed = await self._take_down(view, own, place.parent, place.tag, feeds)
+            if position.parent is not None:
+                failed = await self._relay_down(view, own, position.parent, position.tag, feeds)
                 error = error or failed
             for feed in feeds:
                 if error is None:
                     await feed.advance(len(view))
                 else:
-                    await feed.outlet.tell(error)
+                    await feed.outlet.send_error(error)
             for feed in feeds:
                 failed = await feed.outlet.flush()
                 error = error or failed
@@ -220,13 +237,13 @@ class TreeCollectives:
                 feed.outlet.give_up()
         return error
 
-    async def _take_down(
+    async def _relay_down(
         self, view: memoryview, own: tuple[int, int], parent: int, tag: int, feeds: Sequence[_Feed]
     ) -> AsyncdistError | None:
         """Receive all bytes except the range ``own`` from the parent, and relay each piece as it arrives."""
         first, end = own
         for low, high in (*pieces(0, first), *pieces(end, len(view))):
-            error = await attempt(take(self._engine, piece_of(view, low, high), parent, tag))
+            error = await attempt(receive_exactly(self._engine, piece_of(view, low, high), parent, tag))
             if error is not None:
                 return error
             for feed in feeds:
@@ -235,7 +252,7 @@ class TreeCollectives:
 
 
 class _Feed:
-    """Relays arriving bytes to one child, except the byte range ``has``, which the child's subtree has already."""
+    """Relays arriving bytes to one child, except the byte range ``has``, which the child's subtree already has."""
 
     def __init__(self, engine: Engine, tag: int, view: memoryview, dest: int, has: tuple[int, int]) -> None:
         self.outlet = Outlet(engine, dest, tag)

@@ -1,10 +1,10 @@
-"""Sends bytes between two members of a group in pieces, or sends a notice of an error instead.
+"""Sends bytes between two members of a group in pieces, or a notice of an error instead.
 
 Few bytes are sent as one message. More bytes are sent in pieces, so that a member can relay the first pieces before the
-last pieces have arrived. A final message of one byte lets the receiver detect different sizes.
+last pieces arrive. A final message of one byte lets the receiver detect a different size.
 
 A member that cannot send the expected bytes sends a *notice* instead: an empty message, followed by the reason. No
-member therefore waits for bytes that a lost member had to relay.
+member therefore waits for bytes that a lost member should have relayed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.transports.base import Request
 from asyncdist.waits import WaitId, WaitKind
 
-#: Size of a piece in bytes. Data of at most half this size is one message.
+#: Size of a piece in bytes. Data of at most half this size is sent as one message.
 PIECE_NBYTES: Final = 512 << 10
 #: Maximum number of messages in progress to one member.
 AHEAD_COUNT: Final = 4
 
-#: Format of a notice's second message: a rank, its number of bytes, and the different number of another rank. Both
-#: numbers are -1 if the rank is lost.
+#: Format of a notice's second message: a rank, the number of bytes that it passes, and the different number of another
+#: rank. Both numbers are -1 if the rank is lost.
 _NOTICE: Final = struct.Struct("<qqq")
 
 
 def pieces(first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of each piece of the bytes from ``first`` to ``end``. An empty range is the end mark."""
+    """Yield the bounds of each piece of the bytes from ``first`` to ``end``. A final empty range is the end mark."""
     if end - first <= PIECE_NBYTES // 2:
         if first < end:
             yield first, end
@@ -46,7 +46,7 @@ def piece_of(view: memoryview, low: int, high: int) -> memoryview:
 
 
 async def attempt(work: Awaitable[object]) -> AsyncdistError | None:
-    """Await ``work`` and return its error instead of raising it, so that the other members can be notified."""
+    """Await ``work``, and return its error instead of raising it, so that the caller can notify the other members."""
     try:
         await work
     except (RankLostError, LocalProtocolError, TruncationError) as error:
@@ -54,7 +54,7 @@ async def attempt(work: Awaitable[object]) -> AsyncdistError | None:
     return None
 
 
-async def take(engine: Engine, view: memoryview, source: int, tag: int) -> None:
+async def receive_exactly(engine: Engine, view: memoryview, source: int, tag: int) -> None:
     """Receive exactly ``len(view)`` bytes from ``source`` into ``view``.
 
     Raises:
@@ -83,21 +83,21 @@ async def take(engine: Engine, view: memoryview, source: int, tag: int) -> None:
     raise LocalProtocolError(text, rank=rank, nbytes=nbytes, other_nbytes=others)
 
 
-async def take_all(engine: Engine, view: memoryview, first: int, end: int, source: int, tag: int) -> None:
+async def receive_in_pieces(engine: Engine, view: memoryview, first: int, end: int, source: int, tag: int) -> None:
     """Receive the bytes from ``first`` to ``end`` in pieces. The errors are the same as for :func:`take`."""
     for low, high in pieces(first, end):
-        await take(engine, piece_of(view, low, high), source, tag)
+        await receive_exactly(engine, piece_of(view, low, high), source, tag)
 
 
 class Outlet:
-    """Sends pieces to one member, with a limited number in progress. A context manager that abandons them on exit."""
+    """Sends pieces to one member, with a limited number in progress. Leaving the context abandons incomplete sends."""
 
     def __init__(self, engine: Engine, dest: int, tag: int) -> None:
         self._engine = engine
         self._dest = dest
         self._tag = tag
         self._under_way: deque[Request] = deque()
-        self._has_told = False
+        self._has_sent_error = False
         self.error: AsyncdistError | None = None
 
     def __enter__(self) -> Outlet:
@@ -108,13 +108,13 @@ class Outlet:
 
     def give_up(self) -> None:
         """Abandon the sends that have not completed."""
-        for request in self._under_way:  # A request may never complete after a loss or a departure.
+        for request in self._under_way:  # A request may never complete after a rank is lost or has left.
             self._engine.disown(request)
         self._under_way.clear()
 
     async def put(self, view: memoryview) -> None:
-        """Wait while too many sends are in progress, then start to send a piece. Do nothing after :meth:`tell`."""
-        if self._has_told:
+        """Wait while too many sends are in progress, then start a send. After :meth:`send_error`, do nothing."""
+        if self._has_sent_error:
             return
         while len(self._under_way) >= AHEAD_COUNT:
             await self._wait_for_oldest()
@@ -126,7 +126,7 @@ class Outlet:
         for low, high in pieces(first, end):
             await self.put(piece_of(view, low, high))
 
-    async def tell(self, error: AsyncdistError) -> None:
+    async def send_error(self, error: AsyncdistError) -> None:
         """Send a notice that describes ``error`` instead of the remaining bytes."""
         facts = error.facts
         if isinstance(error, RankLostError):
@@ -139,10 +139,10 @@ class Outlet:
             notice = _NOTICE.pack(facts.get("rank", -1), facts.get("nbytes", 0), facts.get("other_nbytes", 0))
         for message in (b"", notice):
             await self.put(memoryview(message))
-        self._has_told = True
+        self._has_sent_error = True
 
     async def flush(self) -> AsyncdistError | None:
-        """Wait until all pieces have been sent. Return the error if sending has failed."""
+        """Wait until all pieces have been sent. Return the error that prevented it, or None."""
         while self._under_way:
             await self._wait_for_oldest()
         return self.error
@@ -159,8 +159,13 @@ class Outlet:
         self._under_way.popleft()
 
 
-async def give(engine: Engine, dest: int, tag: int, send: Callable[[Outlet], Awaitable[None]]) -> AsyncdistError | None:
-    """Call ``send`` with an outlet to ``dest``, and wait until all is sent. Return the error if ``dest`` is lost."""
+async def send_pieces(
+    engine: Engine, dest: int, tag: int, send: Callable[[Outlet], Awaitable[None]]
+) -> AsyncdistError | None:
+    """Call ``send`` with an outlet to ``dest``, and wait until all is sent.
+
+    Return the error if ``dest`` is lost, or None.
+    """
     with Outlet(engine, dest, tag) as outlet:
         await send(outlet)
         return await outlet.flush()

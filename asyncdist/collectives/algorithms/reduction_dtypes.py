@@ -1,11 +1,11 @@
-"""Defines the elementwise reductions of ``all_reduce`` for each dtype, and the dtype of their computation.
+"""Defines the elementwise reductions of ``all_reduce`` for each dtype, and the dtype in which they are computed.
 
 - Booleans: "sum" and "max" are "or", "prod" and "min" are "and", as in numpy and in torch's NCCL backend.
 - Integers keep their dtype and wrap: 128 + 128 is 0 in uint8. Sums of 8- and 16-bit integers are computed in int32,
-  because Open MPI 5.0.11 wraps only some elements, and saturates the elements that its vector instructions handle.
+  because Open MPI 5.0.11 saturates the elements that its vector instructions handle, and wraps only the others.
 - float16, bfloat16 and float8 are reduced in float32 and rounded once, and complex32 in complex64.
 - The minimum or maximum of floating-point numbers is NaN if any rank has NaN, and -0 is less than +0. MPI_MIN and
-  MPI_MAX do not define NaN, and returned different results on different ranks with MPICH 5.0.2. Both reductions are
+  MPI_MAX do not define the result for NaN, and with MPICH 5.0.2 it differed between ranks. Both reductions are
   therefore computed on integers that sort like the numbers.
 - Complex numbers have no order, so only "sum" and "prod" exist.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from asyncdist.tensors.byte_views import to_host, write
 from asyncdist.transports.base import ReduceOp
 
-#: The numpy function of each reduction, applied to the results of :func:`to_numbers`.
+#: numpy function of each reduction, applied to the results of :func:`to_numbers`.
 OPERATIONS: Final[dict[ReduceOp, Any]] = {"sum": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
 
 _INTEGERS: Final = tuple(getattr(torch, f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in ("", "u"))
@@ -50,7 +50,7 @@ def check(tensor: Tensor, op: ReduceOp) -> None:
 
 
 def to_numbers(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp]:
-    """Return a contiguous CPU tensor that numpy and MPI can reduce instead of ``tensor``, and the operation to use."""
+    """Return a contiguous CPU tensor to reduce with numpy or MPI instead of ``tensor``, and the operation to use."""
     numbers = to_host(tensor).to((_WIDE_SUM if op == "sum" else _WIDE)[tensor.dtype])
     if tensor.dtype == torch.bool:
         return numbers, _OF_BOOLEANS[op]
@@ -60,7 +60,7 @@ def to_numbers(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp]:
 
 
 def depends_on_order(numbers: Tensor) -> bool:
-    """Return whether rounding makes a reduction of these numbers over three or more ranks depend on the order."""
+    """Return whether rounding makes the reduction of ``numbers`` depend on the order of three or more ranks."""
     return numbers.is_floating_point() or numbers.is_complex()
 
 
@@ -73,7 +73,7 @@ def store(numbers: Tensor, tensor: Tensor, op: ReduceOp) -> None:
 
 
 def _to_ordered(numbers: Tensor, op: ReduceOp) -> Tensor:
-    """Map floats to integers with the same order, and NaN to the integer that ``op`` selects over all others."""
+    """Map floats to integers in the same order, and NaN to the integer that ``op`` prefers over all others."""
     bits = numbers.view(torch.int32 if numbers.itemsize == 4 else torch.int64)
     limits = torch.iinfo(bits.dtype)
     return torch.where(numbers.isnan(), limits.min if op == "min" else limits.max, _flipped(bits))
@@ -84,5 +84,5 @@ def _from_ordered(ordered: Tensor) -> Tensor:
 
 
 def _flipped(bits: Tensor) -> Tensor:
-    """Flip all but the sign bit of negative floats, so that the bits sort as integers. Two calls cancel out."""
+    """Flip all bits but the sign of negative floats, so that the bits sort as integers. A second call undoes it."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)

@@ -1,4 +1,4 @@
-"""Reduces in rank order among the ranks of one host through shared memory, without sending any element.
+"""Reduces tensors in rank order among the ranks of one host through shared memory, without sending any element.
 
 Each rank copies its tensors to a flat tensor that all members map (:mod:`asyncdist.host_memory.shared_memory`). It then
 reduces its share of all members' elements into its result buffer, and finally copies the results of all members to its
@@ -6,11 +6,11 @@ tensors. A barrier follows each of these three phases, and also orders the ranks
 64 MiB are processed in pieces, and one *turn* handles the three phases of three consecutive pieces. The result is
 bit-equal to that of :mod:`asyncdist.collectives.algorithms.ordered_reduce`.
 
-Reducing 64 MiB between two ranks took 0.55 to 0.6 of the time of MPI's Iallreduce, and 38 ms instead of 60 ms of CPU
-time. Pieces of 2 MiB, which fit into the caches, were slower (0.8 and 51 ms), because a cache line that another core
-has just written takes longer to read than prefetched memory.
+Reducing 64 MiB between two ranks took 0.55 to 0.6 times as long as MPI's Iallreduce, and 38 ms instead of 60 ms of CPU
+time. Pieces of 2 MiB, which fit into the caches, were slower (0.8 times and 51 ms). A cache line that another core has
+just written takes longer to read than prefetched memory.
 
-Invariants: data is read only after the barrier of the turn that wrote it, and overwritten only after the barrier of the
+Invariants: Data is read only after the barrier of the turn that wrote it, and overwritten only after the barrier of the
 turn that read it. No rank reads after the end of the call.
 """
 
@@ -34,15 +34,16 @@ FoldInto: TypeAlias = Callable[[Tensor, Sequence[Tensor]], None]
 #: Function that returns every member's tensor, in the group's order.
 AllGather: TypeAlias = Callable[[Tensor], Awaitable[Sequence[Tensor]]]
 
-#: Largest size in bytes reduced at once. Larger tensors are reduced in pieces, to limit the size of result buffers.
+#: Largest size in bytes of a piece. Larger tensors are reduced in several pieces, which limits the size of result
+#: buffers.
 PIECE_NBYTES: Final = 64 << 20
-#: Smallest size in bytes for shared memory. Its four barriers were compared with messages. On torch they took 2.1 to
-#: 2.5 times as long for 0.4 to 16 KiB, 0.8 to 1.1 times as long for 62 KiB, and half as long for 1 MiB. On MPI they
-#: took as long up to 62 KiB.
+#: Smallest tensor, in bytes, that is reduced through shared memory. The four barriers of such a reduction were compared
+#: with messages. With torch's backend, they took 2.1 to 2.5 times as long for 0.4 to 16 KiB, 0.8 to 1.1 times as long
+#: for 62 KiB, and half as long for 1 MiB. With MPI, they took equally long up to 62 KiB.
 SHARED_NBYTES_MIN: Final = 64 << 10
 #: Number of result buffers: one that is being written, and one that is being read.
 _RESULT_COUNT: Final = 2
-#: Number of bytes reduced at once. Together with their result, they fit into a core's private cache.
+#: Number of bytes reduced at once. With their result, they fit into a core's private cache.
 _BLOCK_NBYTES: Final = 512 << 10
 #: Alignment in bytes: a cache line, and a multiple of every element's size.
 _ALIGNMENT_NBYTES: Final = 64
@@ -56,7 +57,7 @@ def is_worth_sharing(count: int, dtype: torch.dtype) -> bool:
 
 
 class SharedFlatBuffers:
-    """Allocates flat tensors in memory that the ranks of a host share, each followed by result buffers."""
+    """Allocates flat tensors, each followed by result buffers, in memory that the ranks of a host share."""
 
     def __init__(self, is_shared: bool) -> None:
         self._is_shared = is_shared
@@ -64,7 +65,7 @@ class SharedFlatBuffers:
 
     @torch.inference_mode(False)  # The memory outlives the caller's inference mode.
     def new(self, count: int, *, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor of ``count`` elements, in shared memory if this is possible and faster."""
+        """Return an uninitialised tensor of ``count`` elements, in shared memory if that is possible and faster."""
         if self._is_shared and (dtype.is_floating_point or dtype.is_complex) and is_worth_sharing(count, dtype):
             with contextlib.suppress(OSError):  # Raised if there is no shared memory or no free file descriptor.
                 memory = SharedMemory(_memory_nbytes(count, dtype))
@@ -73,7 +74,7 @@ class SharedFlatBuffers:
         return torch.empty(count, dtype=dtype, device="cpu")
 
     def memory_of(self, flat: Tensor) -> SharedMemory | None:
-        """Return the shared memory that begins with the tensor ``flat``, or None if ``flat`` is not in such memory."""
+        """Return the shared memory that begins with the tensor ``flat``, or None if ``flat`` is in ordinary memory."""
         return self._memories.get(flat.data_ptr())
 
     def keep(self, flats: Iterable[Tensor]) -> None:
@@ -85,7 +86,7 @@ class SharedFlatBuffers:
 async def map_shared_buffers(memory: SharedMemory | None, group: Group, all_gather: AllGather) -> list[Tensor] | None:
     """Map every member's shared memory into this process. All members await this function.
 
-    The call makes one small all-gather, or two if the members have not mapped this memory before.
+    It makes one small all-gather, or two if a member has not mapped these memories before.
 
     Args:
         all_gather: Coroutine function that gathers 1-D uint8 tensors over the group.
@@ -187,7 +188,7 @@ def _results_start(count: int, dtype: torch.dtype) -> int:
 
 
 def _result_nbytes(count: int, dtype: torch.dtype) -> int:
-    """Return the size of a result buffer in bytes: half a piece, because no share is larger."""
+    """Return the size of a result buffer in bytes. It is half a piece, because no rank's share is larger."""
     return _aligned(-(-min(PIECE_NBYTES // dtype.itemsize, count) // 2) * dtype.itemsize)
 
 

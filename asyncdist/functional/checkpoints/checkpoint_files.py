@@ -1,8 +1,8 @@
 """Writes and reads checkpoint files.
 
-Each file is written in a private folder and then moved to the checkpoint. The manifest is moved last.
-:mod:`asyncdist.functional.checkpoints.population_checkpoint` describes the folder's structure. All functions block on
-disk I/O.
+Each file is written in a private folder and then moved into the checkpoint's folder. The manifest is moved last.
+:mod:`asyncdist.functional.checkpoints.population_checkpoint` describes the structure of the folder. All functions block
+on disk I/O.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import math
 import os
 import shutil
 import stat
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +49,7 @@ class _FileEntry(msgspec.Struct, frozen=True):
 
 
 class _RankEntry(_FileEntry, frozen=True):
-    """Manifest entry of a rank: its file and, in the safetensors format, its weights file."""
+    """Manifest entry of a rank: its file and, in the safetensors format, the file with its weights."""
 
     metric: float | None
     metric_mode: Literal["min", "max"]
@@ -75,7 +74,7 @@ def new_folder(place: Path) -> Path:
     place.mkdir(parents=True, exist_ok=True)
     number = max(_numbers(place), default=0) + 1
     while True:
-        with contextlib.suppress(FileExistsError):  # raised if another job has just created a folder of this name
+        with contextlib.suppress(FileExistsError):  # raised if another job has just created this folder
             folder = place / _name(number)
             folder.mkdir()
             return folder
@@ -85,7 +84,7 @@ def new_folder(place: Path) -> Path:
 class FolderLock:
     """Locks the folder of an unfinished checkpoint (flock(2)), so that no other job deletes it.
 
-    The kernel releases the lock of a killed process. Some network drives have no locks.
+    The kernel releases the lock if the process is killed. Some network drives do not support locks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -126,7 +125,7 @@ def finish(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None)
     """Write the manifest, which makes the checkpoint valid, and delete all but the newest ``keep`` checkpoints."""
     manifest = {"format": _FORMAT, "version": _VERSION, "asyncdist": __version__, "files": entries}
     with new_files.entered(folder, follows=False) as opened:
-        _write_aside(opened, folder / _MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1)))
+        _write_atomically(opened, folder / _MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1)))
     _sync(folder)
     if keep is not None:
         _delete_old(folder, keep)
@@ -143,8 +142,8 @@ def write_rank(folder: Path, index: int, state: Mapping[str, Any], format: Model
 
     with new_files.entered(folder, follows=False) as opened:
         if format == "safetensors":
-            entry["safetensors"] = _write_aside(opened, stem.with_suffix(".safetensors"), write_model)
-        return {**_write_aside(opened, stem.with_suffix(".pt"), lambda path: _save(state, path)), **entry}
+            entry["safetensors"] = _write_atomically(opened, stem.with_suffix(".safetensors"), write_model)
+        return {**_write_atomically(opened, stem.with_suffix(".pt"), lambda path: _save(state, path)), **entry}
 
 
 def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +159,7 @@ def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, A
 
 
 def read_model(folder: Path, index: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the model's state written by :func:`write_rank`, memory-mapped, without the optimizer's state."""
+    """Return the model's state written by :func:`write_rank`, memory-mapped. The optimizer's state is not read."""
     stem = folder / f"rank-{index:05}"
     path = stem.with_suffix(".pt")
     _check_whole(path, entry)
@@ -182,15 +181,14 @@ def _read_weights(stem: Path, entry: Mapping[str, Any], state: dict[str, Any]) -
 
 @contextlib.contextmanager
 def reading(path: Path, allowed: str = "the file of a rank in a population checkpoint") -> Iterator[None]:
-    """Convert an error of any type about the file's content to a ValueError that names the file."""
+    """Convert any error about the content of the file ``path`` to a ValueError that names the file."""
     try:
         yield
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
         raise ValueError(
-            f"{path} must be {allowed}, but reading it raised {type(error).__name__}: {lines[0]:.200}"
+            f"{path} must be {allowed}, but reading it raised {type(error).__name__}: {checkpoint_state.reason(error)}"
         ) from error
 
 
@@ -199,8 +197,11 @@ def _save(state: Mapping[str, Any], path: Path) -> None:
         torch.save(dict(state), file)
 
 
-def _write_aside(folder: int, path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
-    """Write a file, move it to its folder, and return its size and checksum. If writing fails, delete the file."""
+def _write_atomically(folder: int, path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
+    """Write a file in a private folder, move it to ``path``, and return its size and checksum.
+
+    If writing fails, delete the file.
+    """
     try:
         with new_files.moved_into(folder, path.parent) as inner:
             written = inner / path.name
@@ -215,7 +216,7 @@ def _write_aside(folder: int, path: Path, write: Callable[[Path], object]) -> di
 
 
 def _cause_of(error: BaseException | None) -> OSError | None:
-    """Return the OSError that caused ``error``, if any. torch raises another error if it cannot close the file."""
+    """Return the OSError that caused ``error``, if any. torch raises a different error if it cannot close a file."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
@@ -261,7 +262,7 @@ def _numbers(place: Path) -> list[int]:
 
 
 def _delete_old(newest: Path, keep: int) -> None:
-    """Delete unfinished checkpoints, and all complete ones except the ``keep`` newest. Follow no symbolic links.
+    """Delete unfinished checkpoints, and all complete checkpoints except the ``keep`` newest. Follow no symbolic links.
 
     A checkpoint that another job is writing is kept, and a warning is logged.
     """
@@ -279,7 +280,7 @@ def _delete_old(newest: Path, keep: int) -> None:
 
 
 def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the newest complete checkpoint in a folder, and its manifest, or raise FileNotFoundError."""
+    """Return the newest complete checkpoint in a folder and its manifest. Raise FileNotFoundError without one."""
     if (path / _MANIFEST).is_file():
         return path, _read_manifest(path)
     folders = [path / _name(number) for number in reversed(_numbers(path))] if path.is_dir() else []
@@ -323,7 +324,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def saved_rank(entry: Mapping[str, Any], index: int) -> int:
-    """Return the rank that saved the file at position ``index``. If none is stored, all ranks saved, in order."""
+    """Return the rank that saved the file at position ``index``, which is ``index`` itself in older manifests."""
     rank = entry.get("rank")
     return index if rank is None else int(rank)
 
@@ -331,20 +332,23 @@ def saved_rank(entry: Mapping[str, Any], index: int) -> int:
 def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
     """Return, for each of ``size`` ranks, the saved rank whose file it loads.
 
-    The best ranks are chosen, and repeated if there are too few. If the saved population had replicas of several ranks,
-    whole replicas are chosen by the mean metric of their ranks.
+    The ranks with the best metrics are chosen, and repeated if there are too few. If the saved population had replicas
+    of several ranks, whole replicas are chosen by the mean metric of their ranks.
     """
     count: int = files[0].get("replica_size", 1)
     if size == len(files):
         return list(range(size))
     if len(files) % count or size % count:
-        count = 1  # no whole replicas can be chosen, so choose single ranks
+        count = 1  # No whole replicas can be chosen, so choose single ranks.
     units = [files[first : first + count] for first in range(0, len(files), count)]
     return [unit * count + place for unit in _chosen(units, size // count) for place in range(count)]
 
 
 def _chosen(units: Sequence[Sequence[Mapping[str, Any]]], size: int) -> list[int]:
-    """Return, for each of ``size`` replicas, the saved replica that it loads. A replica is a list of ranks' entries."""
+    """Return, for each of ``size`` replicas, the saved replica that it loads.
+
+    A replica is a list of its ranks' entries.
+    """
 
     def quality(source: int) -> tuple[bool, float]:
         values = [each["metric"] for each in units[source]]
@@ -357,10 +361,11 @@ def _chosen(units: Sequence[Sequence[Mapping[str, Any]]], size: int) -> list[int
     if size < len(units):
         if not any(quality(source)[0] for source in best_first):
             count = len(units[0])
-            warnings.warn(
-                f"the checkpoint has no finite metrics by which the best ranks could be chosen, so only the first "
-                f"{size * count} of its {len(units) * count} ranks are loaded",
-                stacklevel=4,
+            logger.warning(
+                "the checkpoint has no finite metrics by which the best ranks could be chosen, so only the first %d of "
+                "its %d ranks are loaded",
+                size * count,
+                len(units) * count,
             )
         return sorted(best_first[:size])
     return [*range(len(units)), *(best_first[i % len(units)] for i in range(size - len(units)))]

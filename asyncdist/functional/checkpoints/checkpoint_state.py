@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from asyncdist.functional.checkpoints import optimizer_fit
+from asyncdist.functional.checkpoints.shards import shard_of
+from asyncdist.tensors.compiled_names import plain_name, plain_state
 from asyncdist.tensors.optimizers import loading
 from asyncdist.tensors.optimizers.wrapped import class_name
 from asyncdist.trust import torch_files
@@ -23,11 +25,15 @@ from asyncdist.validation import printable
 _OTHER_MODEL: Final = "the checkpoint must be of a model with the same layout"
 
 
-class Stateful(Protocol):
+class HasState(Protocol):
     """An object with a state to save: a policy, a scheduler or a sampler."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
+
+
+class Stateful(HasState, Protocol):
+    """An object whose state can be saved and loaded."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
         """Replace the state with a saved state."""
@@ -36,13 +42,16 @@ class Stateful(Protocol):
 def state_of(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    policy: Stateful | None,
+    policy: HasState | None,
     extra: Any,
     metric: float | None,
 ) -> dict[str, Any]:
-    """Return this rank's state, with its manifest entry as "entry". Raise TypeError if torch could not load a part."""
+    """Return this rank's state, and its entry for the manifest as "entry".
+
+    Raise TypeError if torch could not load a part of the state.
+    """
     state = {
-        "model": model.state_dict(),
+        "model": plain_state(model.state_dict()),
         "optimizer": None if optimizer is None else _map_leaves(_plain_number, optimizer.state_dict()),
         "optimizer_class": None if optimizer is None else class_name(optimizer),
         "optimizer_names": None if optimizer is None else loading.parameter_names(model, optimizer),
@@ -52,11 +61,15 @@ def state_of(
     }
     for name, part in state.items():
         _check_loadable(name, part)
+    try:
+        torch_files.check_expanded(state)
+    except ValueError as error:
+        raise TypeError(f"the state cannot be saved: {error}") from None
     return {**state, "entry": _metric_entry(metric, state["policy"])}
 
 
 def copy_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy in CPU memory. Tensors that share memory also share memory in the copy."""
+    """Return a copy of ``state`` in CPU memory. Tensors that share memory also share memory in the copy."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copied(value: Any) -> Any:
@@ -78,7 +91,7 @@ def copy_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return a copy of ``value`` with ``change`` applied to all leaves and keys of nested dicts, lists and tuples."""
+    """Return a copy of nested dicts, lists and tuples, with ``change`` applied to all their keys and leaves."""
     if type(value) in (dict, OrderedDict):
         changed = type(value)((change(key), _map_leaves(change, each)) for key, each in value.items())
         if type(value) is OrderedDict:
@@ -90,7 +103,7 @@ def _map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _plain_number(value: Any) -> Any:
-    """Convert a NumPy scalar, such as a learning rate, to a Python number, because torch could not load the scalar."""
+    """Convert a NumPy scalar, such as a learning rate, to a Python number, which torch can load."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -105,27 +118,39 @@ def _check_loadable(name: str, part: Any) -> None:
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:
-        lines = (str(error).strip() or type(error).__name__).splitlines()
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        reason = found[1] if found else lines[0]
         raise TypeError(
-            f"{name} must have only tensors, numbers, strings, and lists and dictionaries of them, but "
-            f"torch.load(weights_only=True) refuses {reason:.200}"
+            f"{name} must have only tensors, numbers, strings, and lists and dictionaries of them, but {reason(error)}"
         ) from None
+
+
+def reason(error: Exception) -> str:
+    """Return the reason why a file cannot be read, as one printable line: the refused class, or the first line."""
+    text = str(error).strip() or type(error).__name__
+    refused = re.search(r"GLOBAL (\S+)", text)
+    found = f"torch.load(weights_only=True) refuses {refused[1]}" if refused else text.splitlines()[0]
+    return printable(found)[:200]
 
 
 def _metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
     state = policy if isinstance(policy, Mapping) else {}
     value = state.get("metric") if metric is None else float(metric)
-    mode, size = state.get("metric_mode") or "max", state.get("replica_size", 1)
-    return {"metric": value, "metric_mode": mode, "replica_size": size}
+    return {"metric": value, "metric_mode": state.get("metric_mode") or "max", "replica_size": _replica_size(state)}
+
+
+def replica_size_of(policy: HasState | None) -> int:
+    """Return the number of ranks of a replica under this policy, or 1 if a replica is a single rank."""
+    return _replica_size(None if policy is None else policy.state_dict())
+
+
+def _replica_size(policy_state: Any) -> int:
+    return policy_state.get("replica_size", 1) if isinstance(policy_state, Mapping) else 1
 
 
 def policy_state(state: dict[str, Any], sources: Mapping[int, int], *, is_copy: bool) -> dict[str, Any]:
-    """Return the policy's part of a loaded state. A copy gets no random state, and so draws other numbers.
+    """Return the policy's part of a loaded state. If ``is_copy``, omit its random state, so that its draws differ.
 
     Args:
-        sources: For each rank, the saved rank whose role it takes over. Policies that store rank numbers need it.
+        sources: Saved rank whose role each rank takes over, for policies that store rank numbers.
     """
     changed: dict[str, Any] = {"sources": tuple(sources.items())}
     if is_copy:
@@ -155,7 +180,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def check_parts(state: Any) -> None:
-    """Raise an error, of any type, unless a loaded state has all parts of :func:`state_of` and valid random states."""
+    """Raise an error of any type unless a loaded state has all parts of :func:`state_of` and valid random states."""
     for name in ("model", "optimizer", "policy", "extra", "random"):
         if not isinstance(state, dict) or name not in state:
             raise ValueError(f"the part {name!r} of the saved state is missing")
@@ -166,7 +191,8 @@ def check_parts(state: Any) -> None:
     optimizer = state["optimizer"]
     if optimizer is not None:
         for group in optimizer["param_groups"]:
-            len(group["params"])
+            if not isinstance(group["params"], list):
+                raise TypeError(f"the parameters of a group must be a list, got a {type(group['params']).__name__}")
         optimizer["state"].items()
         if (named := state.get("optimizer_names")) is not None:
             for group, names in zip(optimizer["param_groups"], named, strict=True):
@@ -183,8 +209,8 @@ def check_parts(state: Any) -> None:
 
 
 def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names the first difference, if any, between the current and the saved state."""
-    here, saved = model.state_dict(), loaded["model"]
+    """Raise a ValueError that names the first difference between the current and the saved state, if any."""
+    here, saved = plain_state(model.state_dict()), plain_state(loaded["model"])
     for name, value in here.items():
         if name not in saved:
             raise ValueError(f"{_OTHER_MODEL}: {name!r} is in this model and not in the checkpoint")
@@ -202,6 +228,9 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
                     raise ValueError(
                         f"{_OTHER_MODEL}: {name!r} has the {what} {mine} in this model and {theirs} in the checkpoint"
                     )
+            if (own_part := shard_of(value)) != (saved_part := shard_of(other)):
+                parts = f"is {own_part} in this model and {saved_part} in the checkpoint"
+                raise ValueError(f"{_OTHER_MODEL}: {name!r} {parts}")
     for name in saved:
         if name not in here:
             raise ValueError(f"{_OTHER_MODEL}: {name!r} is in the checkpoint and not in this model")
@@ -210,7 +239,7 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
     if loaded["optimizer"] is None:
         raise ValueError("the checkpoint must have an optimizer's state, but it was saved without an optimizer")
     kind, other = class_name(optimizer), loaded.get("optimizer_class")
-    # Old files lack the class name, or name the class of a wrapper.
+    # Files of earlier versions lack the class name, or name the class of a wrapper.
     old = None, "AcceleratedOptimizer", "LightningOptimizer", f"Fabric{kind}", f"Lightning{kind}"
     if other not in (kind, *old):
         raise ValueError(f"the checkpoint must be of an optimizer of the class {kind}, got {printable(str(other))}")
@@ -220,12 +249,13 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
 def arranged_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> Any:
     """Return the loaded optimizer's state in the order of this optimizer's parameters.
 
-    Without parameter names, which older files lack, the saved order is kept. Raise ValueError if the optimizers' groups
-    have different parameters.
+    Without parameter names, which files of earlier versions lack, the saved order is kept. Raise ValueError if the
+    optimizers' groups have different parameters.
     """
     if loaded.get("optimizer_names") is not None:
         own = loading.parameter_names(model, optimizer)
-        return loading.arranged(loaded["optimizer"], loaded["optimizer_names"], own)
+        names = [list(map(plain_name, group)) for group in loaded["optimizer_names"]]
+        return loading.arranged(loaded["optimizer"], names, own)
     counts, others = (
         [len(group["params"]) for group in state["param_groups"]]
         for state in (optimizer.state_dict(), loaded["optimizer"])

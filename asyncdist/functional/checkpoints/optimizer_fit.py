@@ -1,7 +1,7 @@
 """Checks that a loaded optimizer's state fits this rank's optimizer, before it is loaded.
 
-``Optimizer.load_state_dict`` compares only the numbers of parameters. A state of other shapes or types would replace
-the current state, and the next step would fail.
+``Optimizer.load_state_dict`` compares only the numbers of parameters. It would replace the current state with a state
+of other shapes or types, and the next step would fail.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _OTHER_SHAPES: Final = (torch.optim.Adafactor, torch.optim.LBFGS)
 
 
 def check(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names the first entry of a loaded state, if any, that does not fit the optimizer.
+    """Raise a ValueError that names the first entry of a loaded state that does not fit the optimizer, if any.
 
-    For optimizers of torch except Adafactor and LBFGS, tensors must have the shape of their parameter, or one element.
+    For torch's optimizers except Adafactor and LBFGS, a tensor must have the shape of its parameter, or one element.
     """
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, loaded["param_groups"], strict=True)):
         if "lr" in own and "lr" not in saved:
             raise ValueError(f"the checkpoint's parameter group {number} of the optimizer has no 'lr'")
         for name, value in own.items():
-            if name != "params" and name in saved and not _is_alike(value, saved[name]):
+            if name != "params" and name in saved and not _can_replace(value, saved[name]):
                 raise ValueError(
                     f"the optimizer's {name!r} must be like {value!r:.40} of this optimizer, got {saved[name]!r:.40} "
                     "in the checkpoint"
@@ -46,7 +46,7 @@ def check(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
 
 
 def _problem(value: Any, parameter: torch.Tensor, *, is_of_torch: bool) -> str:
-    """Return the reason why ``value`` cannot be part of a parameter's state, or ""."""
+    """Return the reason why ``value`` cannot be part of a parameter's state, or an empty string."""
     if not isinstance(value, torch.Tensor):
         return f"must be a tensor or a number, got {value!r:.40}" if is_of_torch and isinstance(value, str) else ""
     if value.is_meta and not parameter.is_meta:
@@ -62,8 +62,8 @@ def _problem(value: Any, parameter: torch.Tensor, *, is_of_torch: bool) -> str:
     return ""
 
 
-def _is_alike(own: Any, saved: Any) -> bool:
-    """Return whether an optimizer's saved option can replace the optimizer's own value."""
+def _can_replace(own: Any, saved: Any) -> bool:
+    """Return whether a saved option of an optimizer can replace the optimizer's current value ``own``."""
     if own is None or saved is None or isinstance(own, bool):
         return own is None or saved is None or isinstance(saved, bool)
     if _is_number(own):
@@ -71,7 +71,7 @@ def _is_alike(own: Any, saved: Any) -> bool:
     if isinstance(own, Sequence) and not isinstance(own, str):
         if not isinstance(own, tuple):
             return isinstance(saved, Sequence) and not isinstance(saved, str)
-        return isinstance(saved, (tuple, list)) and len(own) == len(saved) and all(map(_is_alike, own, saved))
+        return isinstance(saved, (tuple, list)) and len(own) == len(saved) and all(map(_can_replace, own, saved))
     return isinstance(saved, str) if isinstance(own, str) else True
 
 

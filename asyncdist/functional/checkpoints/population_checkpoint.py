@@ -1,7 +1,7 @@
 """Saves the training state of all ranks to files, and continues from them on any number of ranks.
 
 Each rank writes a separate file. When all files exist, the manifest that lists them is written, which makes the
-checkpoint valid atomically. A killed save leaves a folder without a manifest, which loading ignores.
+checkpoint valid atomically. If a save is killed, it leaves a folder without a manifest, which loading ignores.
 
 A folder looks like this::
 
@@ -23,7 +23,6 @@ import functools
 import json
 import logging
 import os
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,14 +34,15 @@ from torch import nn
 from asyncdist import validation
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import RankLostError
-from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state
+from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, shards
 from asyncdist.functional.checkpoints.checkpoint_files import FolderLock, ModelFormat
-from asyncdist.functional.checkpoints.checkpoint_state import Stateful
-from asyncdist.functional.collectives import place
+from asyncdist.functional.checkpoints.checkpoint_state import HasState, Stateful
+from asyncdist.functional.collectives import resolve_group
 from asyncdist.functional.joint_work import JointWork
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
 from asyncdist.functional.seeding import RestoredNumbers
 from asyncdist.runtime.world import World
+from asyncdist.tensors.compiled_names import state_for
 from asyncdist.tensors.optimizers.loading import load_exactly
 from asyncdist.tensors.trained_models import TrainedModels
 
@@ -57,10 +57,10 @@ class LoadedPopulation:
     """Result of :func:`load_population` on this rank.
 
     Attributes:
-        source: Rank whose file was loaded.
-        is_copy: Whether another rank continues as the source rank. If so, this rank has kept its own random states.
-        metric: Metric of the source rank, or None.
-        extra: Value that the source rank passed to :func:`save_population` as ``extra``.
+        source: Saved rank whose file was loaded.
+        is_copy: Whether another rank continues as ``source``. If so, this rank has kept its own random states.
+        metric: Metric of the saved rank, or None.
+        extra: Value that the saved rank passed to :func:`save_population` as ``extra``.
     """
 
     folder: Path
@@ -75,7 +75,7 @@ async def save_population(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    policy: Stateful | None = None,
+    policy: HasState | None = None,
     extra: Any = None,
     metric: float | None = None,
     keep: int | None = None,
@@ -85,23 +85,26 @@ async def save_population(
 ) -> Path:
     """Save the state that each rank needs to continue: model, optimizer, policy, random states and ``extra``.
 
-    All ranks of ``group`` must call this function. A thread writes the files, while this rank continues to send its
-    snapshots. Model and optimizer must not change before the call returns. If the call raises, the checkpoint is not
-    valid.
+    All ranks of ``group`` must call this function. A thread writes the files, while this rank continues to send weights
+    to other ranks. Model and optimizer must not change before the call returns. If the call raises an error, the
+    checkpoint is not valid.
 
     Args:
         path: Folder for all checkpoints, accessible to all ranks. It is created if it does not exist.
-        policy: Policy, or another object with a ``state_dict``.
+        policy: Policy, ``Averaging`` of plain PyTorch, Accelerate or Lightning, or another object with a
+            ``state_dict``.
         extra: Further state: tensors, numbers, strings, and lists and dictionaries of these. NumPy numbers become
             Python numbers.
-        metric: Metric by which :func:`load_population` chooses ranks; by default the policy's newest metric. Larger is
+        metric: Metric by which :func:`load_population` chooses ranks, by default the policy's newest metric. Larger is
             better, unless ``policy`` has ``metric_mode="min"``.
         keep: Number of newest checkpoints to keep, including this one, or None for all.
         format: ``"torch"``, or ``"safetensors"`` for a separate weights file per rank, which
             ``safetensors.torch.load_file`` opens. Requires ``pip install 'asyncdist[safetensors]'``.
-        group: Ranks to save; by default all ranks that were never lost. By default, a restarted rank saves nothing,
-            because it does not know which save the others reach next. It logs a warning and returns ``path``.
-        world: World of the call; by default the current one.
+        group: Ranks to save, by default all ranks that were never lost. By default, a restarted rank saves nothing,
+            because it does not know which save the others reach next. It logs a warning and returns ``path``. If all
+            ranks were restarted, the first of them saves its own state, unless it belongs to a replica of several
+            ranks.
+        world: World of the call, by default the current one.
 
     Returns:
         Folder of this checkpoint, ``path/checkpoint-NNNNNN``.
@@ -116,18 +119,22 @@ async def save_population(
     **Cancellation**: before this rank's file is complete, the others get RemoteError, and the checkpoint is not valid.
     After that, the others complete the checkpoint. The cancellation is raised once this rank no longer writes a file.
     """
-    save = _Save(path, model, keep, format, group, world)
+    save, policy = _Save(path, model, keep, format, group, world), _without_wrapper(policy)
     await _settle(policy)
-    if save.is_left_out():
+    if save.is_left_out(policy):
         return Path(path)
     await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
-    return await save.joint.result_or_give_up()
+    return await save.joint.result_or_abandon()
 
 
-async def _settle(policy: Stateful | None) -> None:
-    """Let a policy with a method ``settle`` receive the data in flight, so that its state can be saved."""
-    # A blocking policy wraps the policy that has ``settle``.
-    settle = getattr(getattr(policy, "awaited", policy), "settle", None)
+def _without_wrapper(policy: Any) -> Any:
+    """Return the policy of a blocking policy or of an integration's ``Averaging``, whose own methods would block."""
+    return getattr(policy, "awaited", policy)
+
+
+async def _settle(policy: HasState | None) -> None:
+    """Let a policy that has a method ``settle`` receive the data in transit, so that its state can be saved."""
+    settle = getattr(policy, "settle", None)
     if settle is not None:
         await settle()
 
@@ -137,7 +144,7 @@ async def async_save_population(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    policy: Stateful | None = None,
+    policy: HasState | None = None,
     extra: Any = None,
     metric: float | None = None,
     keep: int | None = None,
@@ -157,28 +164,28 @@ async def async_save_population(
     A second save by the group begins when the first has ended. A rank whose ``main`` returns completes the save before
     it ends. If the rank or the job fails, the save is abandoned with a warning.
 
-    The arguments are those of :func:`save_population`.
+    The arguments are the same as for :func:`save_population`.
 
     Raises:
         TypeError, ValueError, OSError: The errors of :func:`save_population`. An error in writing a file is logged, and
             raised when the save is awaited.
 
-    **Cancellation**: unless the save is completed, the others get RemoteError, from this call or from awaiting the
+    **Cancellation**: unless the save is completed, the others get RemoteError, from this call or when they await the
     save.
     """
-    save = _Save(path, model, keep, format, group, world, is_beside=True)
+    save, policy = _Save(path, model, keep, format, group, world, in_thread=True), _without_wrapper(policy)
     await _settle(policy)
-    if save.is_left_out():
+    if save.is_left_out(policy):
         return PendingSave(Path(path), None)
     name = await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return PendingSave(Path(path) / name, save.joint)
 
 
 class PendingSave:
-    """A running save by :func:`async_save_population`. Await it to get the checkpoint's folder.
+    """A save in progress, returned by :func:`async_save_population`. Await it to get the checkpoint's folder.
 
-    In blocking code, call :meth:`wait` instead, which blocks there. The object may be awaited several times, or never.
-    ``folder`` is not valid before the save has ended.
+    In blocking code, call :meth:`wait` instead. The object may be awaited several times, or never. ``folder`` is not
+    valid before the save has ended.
 
     **Cancellation**: the save continues.
     """
@@ -203,7 +210,7 @@ class PendingSave:
 
 
 class _Save:
-    """Saves this rank's state once. With ``is_beside``, a thread writes a copy while training continues."""
+    """Saves this rank's state once. If ``in_thread``, a thread writes a copy of the state while training continues."""
 
     def __init__(
         self,
@@ -214,36 +221,53 @@ class _Save:
         group: Group | None,
         world: World | None,
         *,
-        is_beside: bool = False,
+        in_thread: bool = False,
     ) -> None:
-        self._world, self._group = place(world, group)
+        self._world, self._group = resolve_group(world, group)
         self._is_default_group = group is None
+        self._is_alone = False  # all living ranks were restarted, and this one saves its own state
         self._path = path
         self._model = model
         self._keep = keep
         self._format: ModelFormat = format
-        self._is_beside = is_beside
+        self._in_thread = in_thread
         self._state: dict[str, Any] = {}
         self._lock: FolderLock | None = None
         self._is_writing = False
         self.joint: JointWork[Path] = JointWork(self._world, self._group, "save_population")
 
-    def is_left_out(self) -> bool:
+    def is_left_out(self, policy: HasState | None) -> bool:
         """Return whether this rank saves nothing, because it was restarted and no group was passed."""
-        is_left_out = self._is_default_group and self._world.incarnation > 0
-        if is_left_out:
-            text = "rank %d was restarted, so its state is not saved to %s; pass group= to save it"
-            logger.warning(text, self._world.rank, os.fspath(self._path))
-        return is_left_out
+        if not self._is_default_group or not self._world.incarnation:
+            return False
+        self._is_alone = self._is_first_and_all_were_restarted() and checkpoint_state.replica_size_of(policy) == 1
+        text = "rank %d was restarted, so its state is not saved to %s; pass group= to save it"
+        if self._is_alone:
+            text = "all ranks were restarted, so only the state of rank %d is saved to %s; pass group= to save others"
+        logger.warning(text, self._world.rank, os.fspath(self._path))
+        return not self._is_alone
+
+    def _is_first_and_all_were_restarted(self) -> bool:
+        """Return whether this rank is the first of the living ranks, and no other rank that was never lost may save.
+
+        Such a rank may have saved before it left, or may not be connected to this rank yet.
+        """
+        services = self._world.services
+        others = [rank for rank in range(self._world.size) if rank != services.rank]
+        has_left = any(not services.restarted.get(rank) for rank in services.left_world())
+        if has_left or any(map(services.is_unmet, others)):
+            return False
+        living = [rank for rank in others if rank not in services.gone]
+        return all(rank > services.rank and services.restarted.get(rank) for rank in living)
 
     async def begin(self, take_state: Callable[[], dict[str, Any]]) -> str:
         """Take this rank's state, begin the save when all ranks have joined, and return the folder's name.
 
-        By default, only the ranks that were never lost save. A rank that has not detected a loss yet begins in the
-        group of all ranks, gets RankLostError, and then joins the survivors.
+        By default, only the ranks that were never lost save. A rank that is not yet notified of a loss begins in the
+        group of all ranks, gets RankLostError, and then joins the remaining ranks.
         """
         world = self._world
-        if self._is_default_group and world.peers.attendance.loss_count:
+        if self._is_alone or (self._is_default_group and world.peers.attendance.loss_count):
             await self._move_to_survivors()
         while True:
             try:
@@ -258,10 +282,16 @@ class _Save:
                 raise
 
     async def _move_to_survivors(self) -> None:
-        """Use the group of the ranks that were never lost. The save still waits for earlier saves."""
+        """Use the group of the ranks that were never lost, or of this rank if it saves alone.
+
+        The save still waits for earlier saves of the group of all ranks.
+        """
         everyone = self._world.group
         groups = self._world.peers.groups
-        self._group = await groups.surviving_group(everyone, _SURVIVORS_TIMEOUT_S)
+        if self._is_alone:
+            self._group = await groups.new_group([self._world.rank], _SURVIVORS_TIMEOUT_S)
+        else:
+            self._group = await groups.surviving_group(everyone, _SURVIVORS_TIMEOUT_S)
         self.joint = JointWork(self._world, self._group, "save_population")
         # A later save in a new group of survivors must wait for this save.
         self._group.lease.joint_work, everyone.lease.joint_work = everyone.lease.joint_work, self.joint
@@ -276,7 +306,7 @@ class _Save:
                 validation.count("keep", self._keep, besides=" or None")
             checkpoint_files.check_format(self._format)
             self._state = take_state()
-            if self._is_beside:
+            if self._in_thread:
                 copy = functools.partial(checkpoint_state.copy_of, self._state)
                 self._state = await self._world.do_file_work(copy, model=self._model)
             if self._group.index:
@@ -288,7 +318,7 @@ class _Save:
         try:
             name: str = await self.joint.begin(prepare, self._work)
         except BaseException:
-            if not self._is_writing:  # a save whose caller is cancelled may still begin
+            if not self._is_writing:  # If only the caller is cancelled, the save may still begin.
                 self._unlock()
             raise
         return name
@@ -305,11 +335,11 @@ class _Save:
             entries = await gather_from_all_ranks(lambda: self._write(folder), group=own, world=world)
             await compute_and_broadcast(lambda: self._finish(folder, entries or []), group=own, world=world)
         except asyncio.CancelledError:
-            if self._is_beside:
+            if self._in_thread:
                 logger.warning("rank %d: the save of %s was abandoned", world.rank, folder)
             raise
         except Exception as error:
-            if self._is_beside:
+            if self._in_thread:
                 logger.error("rank %d: %s was not saved: %r", world.rank, folder, error)
             raise
         finally:
@@ -322,10 +352,10 @@ class _Save:
         self.joint.check()
         entry = self._state.pop("entry")
         write = functools.partial(checkpoint_files.write_rank, folder, self._group.index, self._state, self._format)
-        if self._is_beside:
+        if self._in_thread:
             written = await self._world.do_file_work(write)
         else:
-            with self.joint.held():
+            with self.joint.delayed_cancellation():
                 written = await self._world.do_file_work(write, model=self._model)
         self.joint.check()
         return {**written, **entry, "rank": self._world.rank}
@@ -333,7 +363,7 @@ class _Save:
     async def _finish(self, folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
         self.joint.check()
         finish = functools.partial(checkpoint_files.finish, folder, entries, self._keep)
-        if self._is_beside:
+        if self._in_thread:
             await self._world.do_file_work(finish)
         else:
             finish()
@@ -351,20 +381,20 @@ async def load_population(
     """Load the newest complete checkpoint in ``path``, or the checkpoint ``path`` itself.
 
     All ranks of ``group`` must call this function. Everything is read and compared before anything is changed. If one
-    rank raises, all do, and no model has changed. With as many ranks as were saved, each gets its own state and
-    continues bitwise identically. With fewer ranks, the saved ranks (or whole replicas of several ranks) with the best
-    metrics are chosen, and assigned in rank order. With more ranks, some get copies and keep their own random states,
-    and a warning is logged.
+    rank raises an error, all do, and no model has changed. With as many ranks as were saved, each gets its own state
+    and continues bitwise identically. With fewer ranks, the saved ranks (or whole replicas of several ranks) with the
+    best metrics are chosen, and assigned in rank order. With more ranks, some get copies and keep their own random
+    states, and a warning is logged.
 
-    Without ``group``, a restarted rank (``world.incarnation`` above 0) raises FileNotFoundError at once, because the
-    others already train. The policy that it then enters gives it the state of another rank.
+    Without ``group``, a restarted rank (``world.incarnation`` above 0) raises FileNotFoundError immediately, because
+    the others are already training. The policy that it then enters gives it the state of another rank.
 
     Args:
         path: Path passed to :func:`save_population`, or returned by it.
-        model, optimizer: Model and optimizer with the same layout as the saved ones; changed in place.
+        model, optimizer: Model and optimizer with the same layout as the saved model and optimizer, changed in place.
         policy: Policy of the same class, not yet entered with ``async with``.
-        group: Ranks that load; by default all.
-        world: World of the call; by default the current one.
+        group: Ranks that load, by default all.
+        world: World of the call, by default the current one.
 
     Raises:
         FileNotFoundError: There is no complete checkpoint. All members raise this error, so each may catch it and start
@@ -377,8 +407,8 @@ async def load_population(
     **Cancellation**: before all ranks have read and compared their files, the others get RemoteError, and no model
     changes. After that, all ranks apply the loaded state, and then the cancellation is raised.
     """
-    is_default_group = group is None
-    world, group = place(world, group)
+    is_default_group, policy = group is None, _without_wrapper(policy)
+    world, group = resolve_group(world, group)
     if is_default_group and world.incarnation:
         raise FileNotFoundError(
             f"rank {world.rank} was restarted, so it loads no checkpoint from {os.fspath(path)}: the other ranks do "
@@ -389,7 +419,7 @@ async def load_population(
     async def prepare() -> tuple[str, str]:
         try:
             return _choose(Path(path), group.size) if group.index == 0 else ("", "")
-        except FileNotFoundError as error:  # every rank raises this error, so that all may start from the beginning
+        except FileNotFoundError as error:  # Every rank raises this error, so that all may start anew.
             return "", str(error)
 
     async def work(own: Group, chosen: tuple[str, str]) -> LoadedPopulation:
@@ -398,7 +428,7 @@ async def load_population(
         return await _load(world, own, loading, chosen, model, optimizer, policy)
 
     await loading.begin(prepare, work)
-    return await loading.result_or_give_up()
+    return await loading.result_or_abandon()
 
 
 async def _load(
@@ -410,7 +440,10 @@ async def _load(
     optimizer: torch.optim.Optimizer | None,
     policy: Stateful | None,
 ) -> LoadedPopulation:
-    """Read this rank's file, check that it fits, and apply it. All members complete a step before the next begins."""
+    """Read this rank's file, check that it fits, and apply it.
+
+    All members complete a step before the next one begins.
+    """
     folder, facts = Path(chosen[0]), json.loads(chosen[1])
     source, entry = facts["plan"][group.index], facts["files"][group.index]
     is_copy = source in facts["plan"][: group.index]
@@ -419,7 +452,7 @@ async def _load(
 
     async def read() -> None:
         loading.check()
-        with loading.held():
+        with loading.delayed_cancellation():
             read_rank = functools.partial(checkpoint_files.read_rank, folder, source, entry)
             loaded.update(await world.do_file_work(read_rank))
         checkpoint_state.compare(model, optimizer, loaded)
@@ -435,20 +468,22 @@ async def _load(
             )
         loading.check()
 
-    def go_on() -> None:
+    def load_policy() -> None:
         loading.check()
-        loading.hold()  # from now on, all ranks must complete the work
+        loading.delay_cancellation()  # From now on, all ranks must complete the work.
         if policy is not None:
             policy.load_state_dict(checkpoint_state.policy_state(loaded["policy"], sources, is_copy=is_copy))
 
     def apply() -> None:
-        model.load_state_dict(loaded["model"])
+        model.load_state_dict(shards.moved_model(model.state_dict(), state_for(model, loaded["model"])))
         world.services.shared(TrainedModels).models.add(model)
         if optimizer is not None:
-            load_exactly(optimizer, checkpoint_state.arranged_optimizer(model, optimizer, loaded))
+            state = checkpoint_state.arranged_optimizer(model, optimizer, loaded)
+            shards.move_optimizer(optimizer, state["state"])
+            load_exactly(optimizer, state)
 
     await gather_from_all_ranks(read, group=group, world=world)
-    await gather_from_all_ranks(go_on, group=group, world=world)  # raises on all ranks if any policy differs
+    await gather_from_all_ranks(load_policy, group=group, world=world)  # raises on all ranks if any policy differs
     await gather_from_all_ranks(apply, group=group, world=world)
     if not is_copy:
         checkpoint_state.set_random_states(loaded["random"])
@@ -461,9 +496,6 @@ def _choose(path: Path, size: int) -> tuple[str, str]:
     folder, manifest = checkpoint_files.find_newest(path)
     plan, saved = checkpoint_files.plan(manifest["files"], size), len(manifest["files"])
     if size > saved:
-        warnings.warn(
-            f"{folder} has the states of {saved} ranks, so {size - saved} of the {size} ranks begin as copies of "
-            "others",
-            stacklevel=2,
-        )
+        text = "%s has the states of %d ranks, so %d of the %d ranks begin as copies of others"
+        logger.warning(text, folder, saved, size - saved, size)
     return str(folder), json.dumps({"plan": plan, "files": [manifest["files"][source] for source in plan]})

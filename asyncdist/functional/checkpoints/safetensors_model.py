@@ -1,8 +1,8 @@
 """Writes and reads a model's state as a safetensors file, which ``safetensors.torch.load_file`` also opens.
 
-The format stores dense tensors by name, without sharing. Tied weights are written under their first name, with the
-other names in the file's metadata, so that ``safetensors.torch.load_model`` also works. Unsupported entries
-(``get_extra_state``, sparse or quantized tensors, complex128) are returned separately.
+The format stores dense tensors by name. Tensors cannot share memory. Tied weights are written under their first name,
+and the file's metadata lists their other names, so that ``safetensors.torch.load_model`` also works. Unsupported
+entries (``get_extra_state``, sparse or quantized tensors, complex128) are returned separately.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ _DTYPES: Final = frozenset(
 
 
 def check_installed() -> None:
-    """Raise ModuleNotFoundError, naming the package to install, if safetensors is missing."""
+    """Raise ModuleNotFoundError, which names the package to install, if safetensors is not installed."""
     with validation.optional_imports("the format 'safetensors'", ["safetensors"], "safetensors"):
         import safetensors.torch  # noqa: F401
 
 
 def write_model(path: Path, state: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], dict[str, str]]:
-    """Write the entries that the format supports. Return the other entries, and which names share a tensor."""
+    """Write the entries that the format supports.
+
+    Return the other entries, and a map of names to the names of shared tensors.
+    """
     from safetensors.torch import save_file
 
     rest: OrderedDict[str, Any] = OrderedDict()
@@ -76,7 +79,7 @@ def read_foreign(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return these contiguous tensors. A tensor that begins inside another one is copied."""
+    """Return contiguous tensors without shared memory. A tensor that begins inside another one is copied."""
     apart: dict[str, torch.Tensor] = {}
     ends: dict[torch.device, int] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):

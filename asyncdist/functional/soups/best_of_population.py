@@ -1,7 +1,8 @@
 """Gives every rank the best model of the population: the best rank's model, or a mean of several ranks' models.
 
 All ranks measure their own models, and then the same means. To compute a mean, the ranks broadcast their weights in
-turn, in pieces. Besides the model, a rank needs memory for a copy of its own weights, for the mean, and for one piece.
+turn, in pieces. In addition to the model, a rank needs memory for a copy of its own weights, for the mean, and for one
+piece.
 
 The rank with the best model decides, because it has measured both the best model and the means on the same data. The
 other ranks also measure the means, so that different data on the ranks is detected.
@@ -22,7 +23,7 @@ from torch import nn
 from asyncdist import validation
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import DisagreementError, LocalProtocolError
-from asyncdist.functional.collectives import place
+from asyncdist.functional.collectives import resolve_group
 from asyncdist.functional.joint_work import JointWork
 from asyncdist.functional.main_process import reduce_and_broadcast
 from asyncdist.functional.soups.choosing import SOUP_KINDS, GreedyChoice, Soup, given_metric
@@ -44,9 +45,9 @@ logger = logging.getLogger("asyncdist.soups")
 
 #: Number of elements per broadcast, 16 MiB of float32.
 _PIECE_COUNT: Final = 1 << 22
-#: Relative and absolute difference between ranks' metrics of equal weights above which a warning is logged.
+#: Relative and absolute difference between the ranks' metrics of equal weights above which a warning is logged.
 _TOLERANCE: Final = (1e-2, 1e-8)
-#: Seconds to wait for the group of the surviving ranks.
+#: Seconds to wait for the group of the ranks that were never lost.
 _SURVIVORS_TIMEOUT_S: Final = 60.0
 
 
@@ -63,26 +64,26 @@ async def best_of_population(
     """Write the best weights of the population into every rank's model, and return how they were chosen.
 
     All ranks of ``group`` must call this function, after the policy has ended. The candidates are the model of each
-    rank, the mean of all models (the uniform soup), and the greedy soup. The greedy soup starts with the best model and
-    adds each other model, in the order of their metrics, if the metric becomes strictly better.
+    rank, the mean of all models (the uniform soup), and the greedy soup. The greedy soup starts with the best model.
+    Each other model is added, in the order of their metrics, if the metric becomes strictly better.
 
     Floating and complex parameters and persistent buffers are averaged in float32 or wider. Integers, such as
     BatchNorm's counter, are copied from the best model. A model whose metric is not finite, or whose weights contain
-    NaN, is left out. The optimizer's state is not changed.
+    NaN, is omitted. The optimizer's state is not changed.
 
     Args:
-        model: Model with the same names, shapes, dtypes and tied weights on all members; changed in place.
+        model: Model with the same names, shapes, dtypes and tied weights on all members, changed in place.
         loss: Function or coroutine function that takes the model, in evaluation mode, and returns its loss, a number.
             Smaller is better. It must use the same held-out data on every rank, and no collectives.
         score: Like ``loss``, but larger is better. Exactly one of the two must be passed.
-        soups: Soups to try: ``"uniform"``, ``"greedy"``, both, or no soup.
+        soups: Soups to try: ``"uniform"``, ``"greedy"``, both or none.
         loader: Batches of training data, equal on all ranks, from which a soup's BatchNorm statistics are recomputed
-            before each measurement. By default a soup has the mean of the models' statistics.
-        group: Ranks that take part; by default all that were never lost.
-        world: World of the call; by default the current one.
+            before each measurement. By default, a soup has the mean of the models' statistics.
+        group: Ranks that take part, by default all that were never lost.
+        world: World of the call, by default the current one.
 
     Returns:
-        The kind of the chosen weights, their members (ranks of the world), and all metrics; equal on all ranks.
+        The kind of the chosen weights, the ranks whose weights they contain, and all metrics. Equal on all ranks.
 
     Raises:
         DisagreementError: The models, or the arguments, differ between ranks.
@@ -91,11 +92,11 @@ async def best_of_population(
         LocalProtocolError: This rank is not in the group, or was restarted and no group was passed.
         RankLostError: A member was lost during the call. To choose among the remaining models, call the function again.
 
-    If the call raises, the model keeps its own weights. **Cancellation**: the others get RemoteError.
+    If the call raises an error, the model keeps its own weights. **Cancellation**: the others get RemoteError.
     """
     search = _Search(model, loss, score, soups, loader)
     is_default_group = group is None
-    world, group = place(world, group)
+    world, group = resolve_group(world, group)
     if is_default_group:
         if world.incarnation:
             raise LocalProtocolError(
@@ -137,15 +138,15 @@ class _Search:
         async def prepare() -> tuple[str, str]:
             return self._prepare()
 
-        async def work(own: Group, told: tuple[str, str]) -> Soup:
-            with joint.held():
-                return await self._work(own, told)
+        async def work(own: Group, description: tuple[str, str]) -> Soup:
+            with joint.delayed_cancellation():
+                return await self._work(own, description)
 
         await joint.begin(prepare, work)
-        return await joint.result_or_give_up()
+        return await joint.result_or_abandon()
 
     def _prepare(self) -> tuple[str, str]:
-        """Check the arguments. Return the layout and the options, which must be equal on all ranks."""
+        """Check the arguments. Return the layout and the options, both of which must be equal on all ranks."""
         self._name, self._function, self._direction = given_metric(*self._given)
         soups: Any = self._soups
         is_list = isinstance(soups, Sequence) and not isinstance(soups, str)
@@ -155,30 +156,30 @@ class _Search:
         self._state = FlatState(self._model)
         self._has_loader = self._loader is not None and has_statistics(self._model)
         options = {self._name: "", "soups": sorted(self._soups), "loader": self._has_loader}
-        self._told = self._state.fingerprint.to_text(), json.dumps(options)
-        return self._told
+        self._description = self._state.fingerprint.to_text(), json.dumps(options)
+        return self._description
 
-    def _compare(self, told: tuple[str, str], first: int) -> float:
+    def _compare(self, description: tuple[str, str], first: int) -> float:
         self._check()
-        layout, options = told
-        if layout != self._told[0]:
+        layout, options = description
+        if layout != self._description[0]:
             difference = first_difference(self._state.fingerprint, Fingerprint.from_text(layout))
             raise DisagreementError(
                 f"the models of rank {first} and rank {self._world.rank} must have the same layout, but {difference} "
                 f"(in this group: rank {self._world.rank})",
                 ranks=(first, self._world.rank),
             )
-        if options != self._told[1]:
+        if options != self._description[1]:
             raise DisagreementError(
                 f"all members must pass the same arguments, but rank {first} passes {options} and rank "
-                f"{self._world.rank} passes {self._told[1]}",
+                f"{self._world.rank} passes {self._description[1]}",
                 ranks=(first, self._world.rank),
             )
         return 0.0
 
-    async def _work(self, group: Group, told: tuple[str, str]) -> Soup:
+    async def _work(self, group: Group, description: tuple[str, str]) -> Soup:
         self._group = group
-        await self._gather(functools.partial(self._compare, told, group.ranks[0]))
+        await self._gather(functools.partial(self._compare, description, group.ranks[0]))
         self._own = self._state.new_buffers()
         self._state.snapshot(self._own)
         try:
@@ -230,7 +231,10 @@ class _Search:
         return metric
 
     async def _trial(self, greedy: GreedyChoice) -> float:
-        """Measure the trial weights in the model. Return the metric from the rank with the best model."""
+        """Measure the weights that are now in the model, on all ranks.
+
+        Return the metric of the rank with the best model.
+        """
 
         async def measure() -> float:
             self._check()
@@ -270,7 +274,7 @@ class _Search:
                 logger.warning("the model of rank %d has the %s %g, so it is left out", rank, self._name, metric)
 
     async def _set_mean(self, members: Sequence[int]) -> None:
-        """Write the mean of some members' weights into the model, with the integers of the best member."""
+        """Write the mean of some members' weights into the model. Integers are copied from the best member."""
         for dtype, flat in self._mean.exact().items():
             flat.copy_(self._own.tensors[dtype])
             await self._world.collectives.broadcast(flat, self._group, self._best)
@@ -291,8 +295,8 @@ class _Search:
         self._count += 1
 
     async def _show_with(self, member: int) -> None:
-        """Write the mean with one more member into the model. The stored mean is unchanged."""
-        self._state.load(self._mean)  # also undoes changes that the last measurement made to buffers
+        """Write the mean with one more member's weights into the model. The stored mean is unchanged."""
+        self._state.load(self._mean)  # Also undoes changes that the last measurement made to buffers.
         pairs: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for entry, pair in zip(self._state.entries, self._state.pairs(self._mean), strict=True):
             pairs.setdefault(entry.dtype, []).append(pair)

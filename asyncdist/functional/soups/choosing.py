@@ -1,8 +1,8 @@
 """Decides which models belong to a soup, given only their metrics.
 
 Model soups: Wortsman et al., "Model soups: averaging weights of multiple fine-tuned models improves accuracy without
-increasing inference time", 2022, arXiv:2203.05482. The greedy soup is recipe 1 of that paper, except that a model is
-added only if the metric becomes strictly better.
+increasing inference time", 2022, arXiv:2203.05482. The greedy soup is recipe 1 of that paper. However, a model is added
+only if the metric becomes strictly better.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Soup:
         kind: ``"best"`` for one member's weights, ``"uniform"`` for the mean of all members, ``"greedy"`` for the mean
             of the members that the greedy soup accepted.
         members: Members whose weights are in the mean, in the order in which they were added.
-        metric: Loss or score of the weights; None if it was not measured.
-        metrics: Loss or score of each member's own weights; NaN if the weights contain NaN.
+        metric: Loss or score of the weights, or None if it was not measured.
+        metrics: Loss or score of each member's own weights, or NaN if the weights contain NaN.
         soup_metrics: Loss or score of each soup that was tried, by ``"uniform"`` and ``"greedy"``.
     """
 
@@ -55,7 +55,7 @@ class GreedyChoice:
     """Builds the greedy soup: starts with the best member, and adds a member if the metric becomes strictly better.
 
     Args:
-        metrics: Metric of each member's own weights. Members whose metric is not finite are left out.
+        metrics: Metric of each member's own weights. Members whose metric is not finite are omitted.
 
     Attributes:
         order: Members with a finite metric, best first. Members with equal metrics are in ascending order.
@@ -84,7 +84,10 @@ class GreedyChoice:
         return self.order[self._next] if self._next < len(self.order) else None
 
     def decide(self, metric: float) -> bool:
-        """Add the candidate if ``metric``, measured with it in the soup, is better. Return whether it was added."""
+        """Add the candidate if ``metric``, measured with the candidate in the soup, is better.
+
+        Return whether it was added.
+        """
         candidate = self.order[self._next]
         self._next += 1
         if not is_better(metric, self.metric, self._direction):
@@ -97,7 +100,7 @@ class GreedyChoice:
         """Return the best of three candidates: the best member, the uniform soup and the greedy soup.
 
         Args:
-            soups: Metric of each soup that was tried.
+            soups: Metric of each soup that was tried, by name.
         """
         kind: SoupKind = "best"
         members, metric = self.members[:1], self._metrics[self.order[0]]
@@ -107,7 +110,7 @@ class GreedyChoice:
         return Soup(kind, tuple(members), metric, dict(self._metrics), dict(soups))
 
     def warn_of_distant_members(self, metric: float) -> None:
-        """Log one warning if the mean of several members is worse than each member."""
+        """Log a warning, once, if the mean of several members is worse than every single member."""
         worst = self._metrics[self.order[-1]]
         if self._has_warned or metric == worst or is_better(metric, worst, self._direction):
             return

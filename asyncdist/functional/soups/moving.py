@@ -15,11 +15,11 @@ from asyncdist import validation
 def ema(model: nn.Module, decay: float = 0.999, *, device: torch.device | str | None = None) -> AveragedModel:
     """Return a torch ``AveragedModel`` that keeps the exponential moving average of a model's weights.
 
-    Call ``averaged.update_parameters(model)`` after each optimizer step. ``averaged.module`` has the average, which
-    differs from torch's ``get_ema_multi_avg_fn`` in five ways:
+    Call ``averaged.update_parameters(model)`` after each optimizer step. ``averaged.module`` has the average. This
+    average differs from torch's ``get_ema_multi_avg_fn`` in five ways:
 
-    - The decay is bias-corrected: the weights of t steps ago have the weight decay^t / sum. Otherwise, the first
-      weights would keep the weight decay^t, which is still 37 % after 1,000 steps.
+    - The decay is bias-corrected: the weights of t steps ago have the weight decay^t / sum. In torch's average, the
+      first weights keep the weight decay^t, which is still 37 % after 1,000 steps.
     - Weights of less than 32 bits are kept in float32, because an update of 0.1 % would vanish in bfloat16.
     - Floating buffers are averaged, and integer buffers are copied.
     - Infinities, as in an attention mask, are preserved.
@@ -28,7 +28,7 @@ def ema(model: nn.Module, decay: float = 0.999, *, device: torch.device | str | 
     Args:
         model: Model to average. Its initial weights are copied.
         decay: Share of the average that is kept at each update, from 0 to below 1.
-        device: Device of the average; by default the model's.
+        device: Device of the average, by default the model's.
     """
     decay = validation.real("decay", decay, "a number from 0 to below 1", low=0.0, high=math.nextafter(1.0, 0.0))
     if not isinstance(model, nn.Module):
@@ -45,8 +45,9 @@ def _average(decay: float, averaged: torch.Tensor, value: torch.Tensor, count: t
     """Return the average after one more value. ``averaged`` is the average of ``count`` values."""
     if not (averaged.is_floating_point() or averaged.is_complex()):
         return value
-    # Use tensor operations, because reading the count as a number would wait for the GPU once per parameter.
-    exponent = (torch.as_tensor(count, dtype=torch.float64, device=averaged.device) + 1.0) * (
+    # Tensor operations are used, because reading the count as a number would wait for the GPU once per parameter.
+    precise = torch.float32 if averaged.device.type == "mps" else torch.float64  # MPS has no float64
+    exponent = (torch.as_tensor(count, dtype=precise, device=averaged.device) + 1.0) * (
         math.log(decay) if decay else -math.inf
     )
     share = ((1.0 - decay) / -torch.expm1(exponent)).to(averaged.dtype)

@@ -1,7 +1,7 @@
 """Averages saved models, in one process: uniform and greedy soups, and the mean of the latest checkpoints.
 
-The models are memory-mapped and read one at a time. Memory is also needed for the mean and for a copy of the model's
-own weights, to restore them after an error.
+The models are memory-mapped and read one at a time. Memory is also needed for the mean, and for a copy of the model's
+own weights, which is restored after an error.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def uniform_soup(
     """Write the mean of saved models into ``model``.
 
     The mean is accumulated in float32 or wider. Integers are copied from the first source. A source whose weights
-    contain NaN is left out with a warning.
+    contain NaN is omitted with a warning.
 
     Args:
-        model: Model with the names, shapes and dtypes of all sources; changed in place.
+        model: Model with the names, shapes and dtypes of all sources, changed in place.
         sources: State dicts, paths of files of ``torch.save`` or safetensors, and folders of :func:`save_population`,
             which stand for all ranks' models in the newest checkpoint. A file may have the state dict under the key
             ``"model"``, ``"state_dict"`` or ``"model_state_dict"``.
-        loader: Batches of training data from which BatchNorm statistics are recomputed; by default their mean is used.
+        loader: Batches of training data from which BatchNorm statistics are recomputed. By default, they are averaged.
 
     Returns:
         The members of the mean, as indices into the list of sources.
@@ -68,10 +68,10 @@ def lawa(
     """Write the mean of the latest checkpoints into ``model`` (LAWA, latest weight averaging).
 
     Args:
-        model: Model with the layout of all checkpoints; changed in place.
+        model: Model with the layout of all checkpoints, changed in place.
         sources: Folder of :func:`save_population`, or sources as for :func:`uniform_soup`, the oldest first.
-        last: Number of checkpoints in the mean; all of them if there are fewer.
-        rank: Rank whose checkpoints are averaged, for a folder of :func:`save_population`; by default all ranks.
+        last: Maximum number of checkpoints in the mean.
+        rank: Rank whose checkpoints are averaged, for a folder of :func:`save_population`, by default all ranks.
         loader: Batches of training data from which BatchNorm statistics are recomputed.
 
     Raises:
@@ -92,17 +92,17 @@ def greedy_soup(
 ) -> Soup:
     """Write the greedy soup of saved models into ``model``.
 
-    The soup starts with the best model. The others are tried in the order of their metrics, and a model is added if the
+    The soup starts with the best model. The others are tried in the order of their metrics. A model is added if the
     metric of the mean becomes strictly better. Each source is read two or three times.
 
     Args:
-        model: Model with the layout of all sources; changed in place.
+        model: Model with the layout of all sources, changed in place.
         sources: Saved models, as for :func:`uniform_soup`.
         loss: Function that takes the model, in evaluation mode, and returns its loss on held-out data, a number.
             Smaller is better.
         score: Like ``loss``, but larger is better. Exactly one of the two must be passed.
         loader: Batches of training data from which the BatchNorm statistics of a mean are recomputed before each
-            measurement; by default their mean is used.
+            measurement. By default, the statistics are averaged.
 
     Returns:
         The members of the soup and all metrics. ``kind`` is ``"best"`` if no model was added to the best one.
@@ -160,20 +160,20 @@ def _uniform(saved: _Saved) -> Soup:
 
 
 class _Saved:
-    """Computes the mean of saved models, and loads it into ``model``."""
+    """Computes the mean of saved models, and loads it into the user's model."""
 
     def __init__(self, model: nn.Module, sources: Sequence[Source], loader: Iterable[Any] | None) -> None:
         check_loader(loader)
         self.model = model
         self.loader = loader
         self._state = FlatState(model)
-        self.sources = [each.apart_from(model) for each in sources]
+        self.sources = [each.independent_of(model) for each in sources]
         self._mean = self._state.new_buffers(accumulate=True)
         self._count = 0
 
     @contextlib.contextmanager
     def restored_on_error(self) -> Iterator[None]:
-        """Restore the model's own weights if the block raises."""
+        """Restore the model's own weights if the block raises an exception."""
         own = self._state.new_buffers()
         self._state.snapshot(own)
         try:
@@ -183,18 +183,18 @@ class _Saved:
             raise
 
     def read(self, member: int) -> list[torch.Tensor]:
-        """Return a source's tensors, one for each entry of the model."""
+        """Return the tensors of a saved model, one for each entry of the model."""
         return self.sources[member].tensors(self.model, self._state.entries)
 
     @torch.no_grad()
     def write(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write a source's tensors into the model."""
+        """Write the tensors of a saved model into the model."""
         for tensor, value in zip(self._state.tensors(self._mean), tensors, strict=True):
             tensor.copy_(value)
 
     @torch.no_grad()
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Add a source to the mean. Integers are copied from the first source."""
+        """Add a saved model to the mean. Integers are copied from the first one."""
         for entry, view, value in zip(self._state.entries, self._mean.views, tensors, strict=True):
             if not self._count:
                 view.copy_(value)
@@ -209,7 +209,7 @@ class _Saved:
 
     @torch.no_grad()
     def show_with(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the mean with one more source into the model. The stored mean is unchanged."""
+        """Write the mean with one more saved model into the model. The stored mean is unchanged."""
         self.show()
         pairs = self._state.pairs(self._mean)
         for entry, (tensor, view), value in zip(self._state.entries, pairs, tensors, strict=True):

@@ -13,6 +13,7 @@ from torch import nn
 
 from asyncdist import validation
 from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, safetensors_model
+from asyncdist.tensors.compiled_names import plain_name, plain_state
 from asyncdist.tensors.flat_state import Entry
 from asyncdist.trust import torch_files
 
@@ -28,14 +29,14 @@ _KEYS: Final = ("model", "state_dict", "model_state_dict")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One saved model: its name for errors, a function that reads its state dict, and the dict if it is in memory."""
+    """A saved model: its name for errors, a function that reads its state dict, and the dict if it is in memory."""
 
     name: str
     read: Callable[[], Mapping[str, Any]]
     held: Mapping[str, Any] | None = None
 
-    def apart_from(self, model: nn.Module) -> Source:
-        """Return a source that does not change with the model: a copy, if this source shares the model's memory."""
+    def independent_of(self, model: nn.Module) -> Source:
+        """Return a source whose tensors do not change with ``model``: a copy if they share the model's memory."""
         own = {_address(each) for each in (*model.parameters(), *model.buffers())}
         if self.held is None or not any(
             isinstance(each, torch.Tensor) and _address(each) in own for each in self.held.values()
@@ -45,17 +46,18 @@ class Source:
         return Source(self.name, lambda: copied, copied)
 
     def tensors(self, model: nn.Module, entries: Sequence[Entry]) -> list[torch.Tensor]:
-        """Return the tensor of each entry of the model. Raise ValueError if the saved model has another layout."""
-        state = dict(self.read())
-        for entry in entries:
-            known = next((name for name in entry.names if name in state), None)
-            if known is not None:  # a file may contain only one of the names of tied weights
-                state.update((name, state[known]) for name in entry.names if name not in state)
+        """Return the tensor of each entry of the model. Raise ValueError if the saved model has a different layout."""
+        state = dict(plain_state(self.read()))
+        names = [list(map(plain_name, entry.names)) for entry in entries]
+        for alike in names:
+            known = next((name for name in alike if name in state), None)
+            if known is not None:  # A file may contain only one of the names of tied weights.
+                state.update((name, state[known]) for name in alike if name not in state)
         try:
             checkpoint_state.compare(model, None, {"model": state})
         except ValueError as error:
             raise ValueError(f"{self.name} does not fit the model: {error}") from None
-        return [state[entry.names[0]] for entry in entries]
+        return [state[first] for first, *_ in names]
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -63,7 +65,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def sources_of(given: ModelSource | Iterable[ModelSource]) -> list[Source]:
-    """Return the saved models in order. A folder stands for all ranks' models in its newest checkpoint.
+    """Return the saved models in order. A folder stands for the models of all ranks in its newest checkpoint.
 
     Raises:
         TypeError, ValueError: There is no model, or a value is not a source.
@@ -91,7 +93,7 @@ def newest_sources(given: ModelSource | Iterable[ModelSource], last: int, rank: 
     """Return the models of the ``last`` newest checkpoints in a folder of save_population, the oldest first.
 
     Args:
-        given: The folder, or other sources, oldest first, of which the last ``last`` are returned.
+        given: The folder. Of other sources, which must be oldest first, the last ``last`` are returned.
         rank: Index of the rank whose models are returned, or None for all ranks.
     """
     if not isinstance(given, (str, os.PathLike)) or not Path(given).is_dir():

@@ -20,7 +20,7 @@ logger = logging.getLogger("asyncdist.soups")
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode during the block, and then restore each module's own mode."""
+    """Put the model into evaluation mode during the block. Afterwards, restore each module's own mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -56,7 +56,7 @@ def statistics_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise TypeError unless the loader can be iterated several times, because it is read once per measurement."""
+    """Raise TypeError unless the loader can be iterated several times. It is read once per measurement."""
     if loader is None:
         return
     if not isinstance(loader, Iterable) or iter(loader) is loader:
@@ -67,10 +67,10 @@ def check_loader(loader: Any) -> None:
 
 
 def recompute_statistics(model: nn.Module, loader: Iterable[Any] | None) -> None:
-    """Recompute the model's BatchNorm statistics from the batches of ``loader``. Do nothing if there are none.
+    """Recompute the model's BatchNorm statistics from the batches of ``loader``, or do nothing if it is None.
 
     Raises:
-        ValueError: The loader yields no batches. The means would stay 0 and the variances 1.
+        ValueError: The loader yields no batches, from which means of 0 and variances of 1 would result.
     """
     if loader is None or not has_statistics(model):
         return
@@ -89,7 +89,7 @@ def recompute_statistics(model: nn.Module, loader: Iterable[Any] | None) -> None
 
 
 def warn_without_loader(model: nn.Module, loader: Iterable[Any] | None) -> None:
-    """Log a warning if a soup's BatchNorm statistics would be the mean of the members' statistics."""
+    """Log a warning if a soup's BatchNorm statistics would be the mean of the models' statistics."""
     if loader is None and has_statistics(model):
         logger.warning(
             "the model has BatchNorm layers, and a soup gets the mean of the models' statistics; pass loader= to "

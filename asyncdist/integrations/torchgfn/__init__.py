@@ -52,7 +52,7 @@ _OF_BUFFERS: Final = frozenset(
 
 
 def __getattr__(name: str) -> Any:
-    """Import the replay buffers on first use, because only they need torchgfn, whose import takes seconds."""
+    """Import the replay buffers on first use. Only they need torchgfn, whose import takes seconds."""
     if name not in _OF_BUFFERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from asyncdist.integrations.torchgfn import buffers

@@ -7,10 +7,10 @@ A training rank adds a container to its own buffer, and also sends it to its buf
                                        <-------   Answer(nbytes, payload)
 
 A payload is a ``gfn.containers.message.Message`` that torchgfn serializes with dill, so the ranks of a job must trust
-each other. A payload that does not fit into a message follows as a stream.
+each other. A payload that does not fit into a message is sent as a stream after it.
 
-A training rank has at most one pending request. A buffer rank answers requests in arrival order, and ends when each of
-its training ranks has sent a termination signal or is gone.
+A training rank has at most one pending request. A buffer rank answers requests in arrival order. It ends when each of
+its training ranks has sent a termination signal, is lost or has left.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ _NAME: Final = "containers of torchgfn"
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A training rank's request; ``kind`` is a torchgfn ``MessageType``. If ``payload`` is empty, a stream follows."""
+    """A training rank's request of the torchgfn ``MessageType`` named ``kind``.
+
+    If ``payload`` is empty, a stream follows.
+    """
 
     kind: str
     nbytes: int
@@ -68,7 +71,10 @@ class Answer:
 
 
 class _Remote:
-    """Mixin for torchgfn's buffers, whose ``add`` calls :meth:`_send_objs`. Sends containers to a buffer rank."""
+    """Mixin for torchgfn's buffers that sends added containers to a buffer rank.
+
+    Their ``add`` calls :meth:`_send_objs`.
+    """
 
     remote_manager_rank: int | None
     _request_s: list[float] | None
@@ -95,7 +101,7 @@ class _Remote:
 class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn has no types
     """A torchgfn buffer that also sends added containers to the rank ``remote_manager_rank``.
 
-    It has the arguments of ``gfn.containers.ReplayBuffer``, and two arguments of torchgfn versions after 2.4.1.
+    The arguments are the same as for ``gfn.containers.ReplayBuffer``, with two more from torchgfn versions after 2.4.1.
 
     Args:
         communication_backend: Ignored, because the launcher decides between MPI and torch.distributed.
@@ -119,7 +125,7 @@ class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn
 
 
 class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):  # type: ignore[misc]
-    """A torchgfn buffer of the same name that also sends added containers to the rank ``remote_manager_rank``.
+    """torchgfn's buffer of the same name, which also sends added containers to the rank ``remote_manager_rank``.
 
     In addition to torchgfn's arguments, it has ``communication_backend`` and ``timing`` of :class:`ReplayBuffer`.
     """
@@ -218,12 +224,12 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
         )
 
     def run(self) -> None:
-        """Serve until each training rank of this buffer has sent a termination signal or is gone.
+        """Serve until each training rank of this buffer has sent a termination signal, is lost or has left.
 
-        If the scoring function or ``_compute_metadata`` raises, the job fails with that exception.
+        If the scoring function or ``_compute_metadata`` raises an exception, the job fails with it.
         """
         world = join()
-        with _Desk(world, self.num_training_ranks) as desk:
+        with _RequestServer(world, self.num_training_ranks) as desk:
             while (asked := desk.next()) is not None:
                 source, kind, data = asked
                 if kind is MessageType.DATA:
@@ -237,19 +243,19 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
 
     @staticmethod
     def get_metadata(manager_rank: int, backend: str = "mpi") -> Any:
-        """Return the value of ``_compute_metadata`` on the buffer rank ``manager_rank``; ``backend`` is ignored."""
+        """Return the value of ``_compute_metadata`` on the buffer rank ``manager_rank``. ``backend`` is ignored."""
         del backend
         return _ask(manager_rank, MessageType.GET_METADATA)
 
     @staticmethod
     def send_termination_signal(manager_rank: int, backend: str = "mpi") -> None:
-        """Notify the buffer rank ``manager_rank`` that this rank no longer uses it; ``backend`` is ignored."""
+        """Notify the buffer rank ``manager_rank`` that this rank no longer uses it. ``backend`` is ignored."""
         del backend
         _ask(manager_rank, MessageType.EXIT)
 
 
-class _Desk:
-    """Receives a buffer rank's requests, one at a time, and sends the answers. Used as a context manager."""
+class _RequestServer:
+    """Receives a buffer rank's requests, one at a time, and sends the answers, until its context ends."""
 
     def __init__(self, world: blocking.World, client_count: int) -> None:
         self._world = world
@@ -259,7 +265,7 @@ class _Desk:
         self.done: set[int] = set()
         self._exits = contextlib.ExitStack()
 
-    def __enter__(self) -> _Desk:
+    def __enter__(self) -> _RequestServer:
         world = self._world
         to_server, to_clients = scopes(world.rank, _NAME)
         self._channel = self._services.open_channel(
@@ -283,7 +289,7 @@ class _Desk:
         return len(ended) >= self._client_count or all(rank in gone for rank in self._possible_senders())
 
     def next(self) -> tuple[int, MessageType, Any] | None:
-        """Wait for the next request. Return its sender, kind and data; None when all clients have ended."""
+        """Wait for the next request. Return its sender, kind and data, or None when all clients have ended."""
         return self._world.call(self._next)
 
     async def _next(self) -> tuple[int, MessageType, Any] | None:
@@ -313,7 +319,7 @@ class _Desk:
         self._world.check()
 
 
-# -- both -------------------------------------------------------------------------------------------------------------
+# -- both ranks -------------------------------------------------------------------------------------------------------
 
 
 def _packed(data: Any) -> bytes:

@@ -16,10 +16,10 @@ _HERE = "asyncdist.integrations.torchgfn"
 
 
 def group_of(group: Any) -> Group | None:
-    """Return the asyncdist group with the ranks of ``group``, or None for all ranks. All members must call it.
+    """Return the asyncdist group with the ranks of ``group``, or None for all ranks. All members must call this.
 
     If no world is open, this function opens it, so all ranks of the job must call it. ``group`` may be an asyncdist
-    group, a torch.distributed process group, an MPI communicator, or None.
+    group, a process group of torch.distributed, an MPI communicator, or None.
 
     Raises:
         TypeError: ``group`` has a different type.

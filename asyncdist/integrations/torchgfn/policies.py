@@ -11,7 +11,7 @@
     averaging_policy.shutdown()
 
 A call changes the model and the optimizer in place and returns them. The policy's messages do not interfere with the
-script's own torch.distributed process groups or MPI communicators.
+script's own process groups of torch.distributed or MPI communicators.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Ported(Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """The running policy, or None before the first call and after ``shutdown``."""
+        """The open policy, or None before the first call and after ``shutdown``."""
         return None if self._training is None else self._training.policy
 
     @property
@@ -120,16 +120,16 @@ class _Called(_Ported[PolicyT]):
         local_metric: Any = None,
         group: Any = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        """Do a step of the policy, and return the model, the optimizer and a dict of the step's events.
+        """Do a policy step, and return the model, the optimizer and a dict of the step's events.
 
         Model, optimizer and group must be the same in all calls.
 
         Args:
-            iteration: Iteration number of the script; see :meth:`protocols.ported.Ported.__call__`.
+            iteration: Iteration number of the script. See :meth:`protocols.ported.Ported.__call__`.
             model: Model to train.
             optimizer: Optimizer of the model.
-            local_metric: Metric of this rank; larger is better.
-            group: Asyncdist group, process group or communicator of the ranks that take part; by default all ranks.
+            local_metric: Metric of this rank. Larger is better.
+            group: Asyncdist group, process group or communicator of the ranks that take part, by default all ranks.
 
         Raises:
             ValueError: ``group`` differs from the group of the first call, or lacks ranks of the job while no world is
@@ -165,7 +165,7 @@ class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
         replacement_ratio, averaging_strategy, momentum, cooldown, timing: Options of
             :class:`protocols.AsyncSelectiveAveragingPolicy`.
         poll_interval_s: Ignored, because no thread polls.
-        threshold: Metric that the worst rank must be below for a round to replace weights. With ``inf``, every round
+        threshold: Metric below which the worst rank must be for a round to replace weights. With ``inf``, every round
             after the cooldown replaces weights.
         options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
     """
@@ -213,7 +213,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         replacement_ratio: Ignored, as in torchgfn, unless ``replacement_mode="worst_ratio"``.
         averaging_strategy, momentum, age_range: Options of :class:`protocols.OneSidedSelectiveAveragingPolicy`.
         poll_interval_s: Ignored, because no thread polls.
-        group: Asyncdist group, process group or communicator of the ranks that take part; by default all ranks.
+        group: Asyncdist group, process group or communicator of the ranks that take part, by default all ranks.
         options: Other options of :class:`protocols.OneSidedSelectiveAveragingPolicy`.
     """
 
@@ -258,7 +258,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         expose_params: bool = True,
         group: Any = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        """Do a step of the policy, and return the model, the optimizer and a dict of the step's events.
+        """Do a policy step, and return the model, the optimizer and a dict of the step's events.
 
         Args:
             iteration, model, optimizer, local_metric: The same as for :class:`AsyncSelectiveAveragingPolicy`.

@@ -1,7 +1,7 @@
 """Replaces torchgfn's ``gfn.utils.distributed``: roles of ranks, groups and blocking collectives.
 
-The functions work under every launcher, while torchgfn's own functions see several ranks only if PMI_SIZE is set.
-Asyncdist groups replace process groups and communicators.
+The functions work under every launcher. torchgfn's own functions see several ranks only if PMI_SIZE is set. Asyncdist
+groups replace process groups and communicators.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class DistributedContext:
     Attributes:
         num_training_ranks: Number of training ranks, which are the first ranks.
         agent_group_size: Number of training ranks in each agent group.
-        agent_groups: Groups of all agents; None if there is only one rank.
-        agent_group_id: Index of this rank's agent group; None if this rank does not train.
-        train_global_group: Group of all training ranks; None if there is only one rank.
-        assigned_buffer: Buffer rank of this training rank; None if there is none.
-        buffer_group: Group of all buffer ranks; None if there are no buffers.
-        assigned_training_ranks: Training ranks that use this buffer rank; None on other ranks.
+        agent_groups: Groups of all agents, or None if there is only one rank.
+        agent_group_id: Index of this rank's agent group, or None if this rank does not train.
+        train_global_group: Group of all training ranks, or None if there is only one rank.
+        assigned_buffer: Buffer rank of this training rank, or None.
+        buffer_group: Group of all buffer ranks, or None if there are no buffers.
+        assigned_training_ranks: Training ranks that use this buffer rank, or None on other ranks.
     """
 
     my_rank: int
@@ -80,12 +80,14 @@ class DistributedContext:
 def initialize_distributed_compute(
     dist_backend: str = "gloo", num_remote_buffers: int = 0, num_agent_groups: int = 1
 ) -> DistributedContext:
-    """Assign a role to every rank, and make the groups. All ranks must call it; it opens their world if none is open.
+    """Assign a role to every rank, and make the groups. All ranks must call this function.
+
+    If no world is open, this function opens it.
 
     Args:
         dist_backend: Ignored, because the launcher decides between MPI and torch.distributed.
-        num_remote_buffers: Number of buffer ranks, which are the last ranks; at most one per training rank.
-        num_agent_groups: Number of groups of training ranks; must divide the number of training ranks.
+        num_remote_buffers: Number of buffer ranks, which are the last ranks. At most one per training rank.
+        num_agent_groups: Number of groups of training ranks. It must divide the number of training ranks.
 
     Raises:
         ValueError: The arguments do not fit the number of ranks.
@@ -122,14 +124,14 @@ def initialize_distributed_compute_mpi4py(num_remote_buffers: int, num_agent_gro
 
 
 def barrier(group: Group | None = None, backend: str = "mpi") -> None:
-    """Wait until every rank of ``group`` (by default all ranks) has called this function; ``backend`` is ignored."""
+    """Wait until every rank of ``group``, by default all ranks, has called this function. ``backend`` is ignored."""
     del backend
     join()
     blocking.barrier(group=group)
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, group: Group | None = None) -> None:
-    """Copy rank ``src``'s ``tensor`` into the tensors of the other ranks of ``group`` (by default all ranks).
+    """Copy rank ``src``'s ``tensor`` into the tensors of the other ranks of ``group``, by default all ranks.
 
     Shape and dtype must be equal on all of them. Replaces ``torch.distributed.broadcast``.
     """

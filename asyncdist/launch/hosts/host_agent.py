@@ -7,7 +7,7 @@ Both sides send lines of JSON. The launcher writes commands to the agent's stand
     {"start": RANK, "command": [...], "environ": {...}}       starts a rank; answered by ``ended`` when it has ended
     {"signal": RANK, "number": N}                             sends a signal to a rank
     {"end": RANK}                                             kills a rank, and all its processes
-    {"guardian": RANK, "number": N}                           sends a signal to the guardian of a rank of an mpirun
+    {"guardian": RANK, "number": N}                           sends a signal to the guardian of an mpirun's rank
     {"probe": true}                                           answered by ``alive`` immediately
 
 The agent writes its answers to standard output, between the ranks' output lines. Each answer begins with a mark that
@@ -59,27 +59,27 @@ class _Agent:
         self._mark = mark(token)
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._ranks: dict[int, local_ranks.RankProcess] = {}
-        self._told: dict[str, str] = {}
+        self._rank_variables: dict[str, str] = {}
         self._reports: GuardianReports | None = None
         self._folders = MpiFolders("", "")
 
     def run(self) -> None:
         threading.Thread(target=self._read, name="launcher", daemon=True).start()
-        with local_host.told_variables() as self._told:
-            self._carry_out()
+        with local_host.printed_errors_variables() as self._rank_variables:
+            self._handle_events()
 
-    def _carry_out(self) -> None:
+    def _handle_events(self) -> None:
         try:
             while True:
-                what, news = self._events.get()
+                what, content = self._events.get()
                 if what == "over":
                     return
                 if what == "ended":
-                    process = self._ranks.pop(news)
+                    process = self._ranks.pop(content)
                     process.end()  # also ends the rank's remaining child processes
-                    self._tell(ended=news, code=process.returncode)
+                    self._send(ended=content, code=process.returncode)
                 else:
-                    self._obey(news)
+                    self._handle(content)
         finally:
             for process in self._ranks.values():
                 process.end()
@@ -93,39 +93,41 @@ class _Agent:
         try:
             for line in sys.stdin.buffer:
                 if line.endswith(b"\n"):  # a line is incomplete if the launcher or ssh has ended
-                    self._events.put(("told", json.loads(line)))
+                    self._events.put(("command", json.loads(line)))
         finally:
             self._events.put(("over", None))
 
-    def _obey(self, told: dict[str, Any]) -> None:
-        if "script" in told:
-            self._examine(told["script"], told["count"], told["needs"], told["reports"])
-        elif "start" in told:
-            self._start(told["start"], told["command"], told["environ"])
-        elif "probe" in told:
-            self._tell(alive=True)
-        elif "guardian" in told:
+    def _handle(self, command: dict[str, Any]) -> None:
+        if "script" in command:
+            self._examine(command["script"], command["count"], command["needs"], command["reports"])
+        elif "start" in command:
+            self._start(command["start"], command["command"], command["environ"])
+        elif "probe" in command:
+            self._send(alive=True)
+        elif "guardian" in command:
             if self._reports is not None:
-                self._reports.send_signal(told["guardian"], told["number"])
-        elif (rank := told["signal" if "signal" in told else "end"]) in self._ranks:  # false if the rank has just ended
-            process = self._ranks[rank]
-            process.send_signal(told["number"]) if "signal" in told else process.end()
+                self._reports.send_signal(command["guardian"], command["number"])
+        else:
+            rank = command["signal" if "signal" in command else "end"]
+            if rank in self._ranks:  # false if the rank has just ended
+                process = self._ranks[rank]
+                process.send_signal(command["number"]) if "signal" in command else process.end()
 
     def _examine(self, script: str, count: int, needs: Sequence[str], token: str) -> None:
         try:
             local_host.check_script(script)
             local_host.check_ranks(count)
         except local_host.LaunchError as error:
-            self._tell(problem=str(error))
+            self._send(problem=str(error))
             return
         missing = [path for path in needs if not os.access(path, os.X_OK)]
         if missing:
-            self._tell(problem=f"the program {missing[0]} was not found")
+            self._send(problem=f"the program {missing[0]} was not found")
             return
         if token:
-            self._reports = GuardianReports(token, lambda report: self._tell(report=report))
+            self._reports = GuardianReports(token, lambda report: self._send(report=report))
             self._folders = MpiFolders.make(token)
-        self._tell(
+        self._send(
             hello=versions(),
             cores=local_host.available_cores(),
             port=addresses.find_free_port(),
@@ -137,16 +139,16 @@ class _Agent:
         try:
             self._ranks[rank] = local_ranks.start(
                 command,
-                {**child_environment.without_launchers(environment.environment()), **environ, **self._told},
+                {**child_environment.without_launchers(environment.environment()), **environ, **self._rank_variables},
                 rank=rank,
                 ended=lambda: events.put(("ended", rank)),
             )
         except local_host.LaunchError as error:
             local_host.print_line(f"asyncdist run: {error}")
-            self._tell(ended=rank, code=127)
+            self._send(ended=rank, code=127)
 
-    def _tell(self, **news: Any) -> None:
-        os.write(1, self._mark + json.dumps(news).encode() + b"\n")  # a short line is written at once
+    def _send(self, **message: Any) -> None:
+        os.write(1, self._mark + json.dumps(message).encode() + b"\n")  # a short line is written at once
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 HELLO_S: Final = 30.0
 #: Seconds between probes of an agent.
 PROBE_S: Final = 5.0
-#: Seconds without an answer to the probes after which a host is silent.
+#: Seconds without an answer to the probes after which a host counts as silent.
 SILENCE_S: Final = 30.0
 #: Maximum seconds for ssh to end after the agent was asked to end.
 _CLOSE_S: Final = 15.0
@@ -143,12 +143,12 @@ class RemoteRank:
 
     def send_signal(self, number: int, /) -> None:
         """Send a signal to the rank if it is running."""
-        self._agent.say(signal=self._rank, number=int(number))
+        self._agent.send(signal=self._rank, number=int(number))
 
     def end(self) -> None:
         """Kill the rank and all processes that it has started."""
         if self.returncode is None:
-            self._agent.say(end=self._rank)
+            self._agent.send(end=self._rank)
 
     def note_end(self, returncode: int) -> None:
         """Record that the process has ended with ``returncode``, and notify the launcher."""
@@ -157,14 +157,14 @@ class RemoteRank:
 
 
 class Agent:
-    """Connects to the agent on a host, which starts ranks there. Prints the ranks' output.
+    """Connects to the agent program on a host, which starts ranks there. Prints the ranks' output.
 
     ``cores``, ``port`` and ``folders`` are known after :meth:`check`.
 
     Args:
         ssh: Words of the command that reaches the host.
         needs: Paths of programs that must exist on the host.
-        reports: Token of a job whose guardians send reports; "" if they send none.
+        reports: Token of a job whose ranks' guardians (supervising processes) send reports; "" if they send none.
 
     Attributes:
         on_report: Function called in a thread with each report of a guardian.
@@ -183,7 +183,7 @@ class Agent:
         self._ranks: dict[int, RemoteRank] = {}
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._is_ready = False
-        self._last_words = ""
+        self._last_line = ""
         command = [*ssh, host.name, _remote_command(self._token)]
         try:
             self._process = subprocess.Popen(
@@ -206,7 +206,7 @@ class Agent:
         ]
         for reader in self._readers:
             reader.start()
-        self.say(script=script, count=host.slots, needs=list(needs), reports=reports)
+        self.send(script=script, count=host.slots, needs=list(needs), reports=reports)
 
     def check(self, deadline: float) -> str | None:
         """Wait for the agent's report on the host. Return a problem, or None."""
@@ -234,21 +234,21 @@ class Agent:
         self._readers[1].join(_CLOSE_S)
         if code in _MISSING:
             return _MISSING[code].format(folder=os.getcwd(), python=sys.executable, agent=host_agent.PROGRAM)
-        return f"the host cannot be reached: {self._last_words or 'no reason given'} (exit code {code})"
+        return f"the host cannot be reached: {self._last_line or 'no reason given'} (exit code {code})"
 
     def start(
         self, rank: int, command: Sequence[str], variables: Mapping[str, str], ended: Callable[[], object]
     ) -> RemoteRank:
         """Start a rank on the host. Call ``ended`` in a thread when the rank has ended."""
         self._ranks[rank] = started = RemoteRank(self, rank, ended)
-        self.say(start=rank, command=list(command), environ=dict(variables))
+        self.send(start=rank, command=list(command), environ=dict(variables))
         return started
 
-    def say(self, **news: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Send a command to the agent, unless it has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):
-            self._process.stdin.write(json.dumps(news).encode() + b"\n")
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
     @property
@@ -263,18 +263,18 @@ class Agent:
         return self._unanswered_count * PROBE_S > SILENCE_S
 
     def probe(self) -> None:
-        """Ask the agent for an answer, unless it is silent, because many requests would fill the pipe to ssh.
+        """Ask the agent for an answer. Do not ask a silent agent, because many requests would fill the pipe to ssh.
 
         If this process's output is blocked, as by Ctrl-S in a terminal, the answers cannot be read and do not count.
         """
         if not self.is_silent and not self._printing:
             self._unanswered_count += 1
-            self.say(probe=True)
+            self.send(probe=True)
 
     def give_up(self) -> None:
         """Kill ssh, so that the ranks of a silent host count as lost."""
         if self._process.poll() is None:
-            self._last_words = f"the host has not answered for {SILENCE_S:g} s"
+            self._last_line = f"the host has not answered for {SILENCE_S:g} s"
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -306,7 +306,7 @@ class Agent:
             rest += data
             while (place := rest.find(mark)) >= 0 and (end := rest.find(b"\n", place)) >= 0:
                 self._print(1, rest[:place])
-                self._hear(json.loads(rest[place + len(mark) : end]))
+                self._handle(json.loads(rest[place + len(mark) : end]))
                 rest = rest[end + 1 :]
             kept = rest.rfind(mark[:1])  # the agent's next line may begin here
             if kept < 0 or (len(rest) - kept > len(mark) and not rest.startswith(mark, kept)):
@@ -316,14 +316,14 @@ class Agent:
             rest = rest[kept:]
         self._lose()
 
-    def _hear(self, news: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         self._unanswered_count = 0
-        if "ended" in news:
-            self._ranks.pop(news["ended"]).note_end(news["code"])
-        elif "report" in news:
-            self.on_report(news["report"])
-        elif "alive" not in news:
-            self._answers.put(news)
+        if "ended" in message:
+            self._ranks.pop(message["ended"]).note_end(message["code"])
+        elif "report" in message:
+            self.on_report(message["report"])
+        elif "alive" not in message:
+            self._answers.put(message)
 
     def _lose(self) -> None:
         """Report the end of the connection, to the user and to all code that waits for the host or its ranks."""
@@ -331,7 +331,7 @@ class Agent:
         if self._ranks:
             code = self._process.wait()
             self._readers[1].join(_CLOSE_S)
-            why = f"; {self._last_words}" * bool(self._last_words)
+            why = f"; {self._last_line}" * bool(self._last_line)
             local_host.print_line(
                 f"asyncdist run: the connection to {self.host.name} has ended (exit code {code}{why}), and with it "
                 f"{ranks_in_words(self._ranks)}"
@@ -344,7 +344,7 @@ class Agent:
         for line in stderr:
             if self._is_ready:
                 self._print(2, line)
-            self._last_words = " ".join(line.decode(errors="replace").split()) or self._last_words
+            self._last_line = " ".join(line.decode(errors="replace").split()) or self._last_line
 
     def _print(self, descriptor: int, data: bytes) -> None:
         self._printing.add(descriptor)
@@ -391,7 +391,7 @@ def connected(
 
 
 def silences(agents: Sequence[Agent], is_over: threading.Event) -> Iterator[list[Agent]]:
-    """Probe the agents regularly until ``is_over`` is set. Yield the silent agents after each probe."""
+    """Probe the hosts' agents until ``is_over`` is set. After each probe, yield the agents that do not respond."""
     while not is_over.wait(PROBE_S):
         for agent in agents:
             agent.probe()
@@ -400,7 +400,7 @@ def silences(agents: Sequence[Agent], is_over: threading.Event) -> Iterator[list
 
 @contextlib.contextmanager
 def giving_up_silent_hosts(agents: Sequence[Agent]) -> Iterator[None]:
-    """During the ``with`` block, give up the silent hosts as soon as no rank of another host is left."""
+    """During the ``with`` block, disconnect from hosts that do not respond, once all ranks of the others have ended."""
     is_over = threading.Event()
 
     def watch() -> None:

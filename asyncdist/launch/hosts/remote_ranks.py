@@ -26,14 +26,11 @@ def run(
     threads: int | None = None,
     environ: Mapping[str, str],
 ) -> int:
-    """Run ranks of a script on these hosts, and return the job's exit code when the last of them has ended.
-
-    The exit code is 0 if each rank ended with 0. Otherwise it is the code of the first rank that failed, or 128 plus
-    the number of a signal that killed it or that the launcher received.
+    """Run ranks of a script on these hosts. Return the exit code, as :func:`asyncdist.launch.local_ranks.run` does.
 
     Args:
         ssh: Words of the command that reaches a host.
-        threads: OMP_NUM_THREADS of each rank; None for the user's value, or else each rank's share of the cores.
+        threads: OMP_NUM_THREADS of each rank; None for the user's value or the rank's share of the cores.
         environ: Environment of this process. The ranks get the variables that do not describe this host.
     """
     command = rank_program.rank_command(script, arguments)

@@ -1,1 +1,1 @@
-"""Supervises ranks for a launcher: restarts, the rank that has ended the job, and the signals of an mpirun."""
+"""Supervises ranks for a launcher: restarts them, passes on signals, and finds the rank that has ended the job."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,6 +14,11 @@ from asyncdist.wording import ranks_in_words
 _STOPPED: Final = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL})
 #: Exit code of a rank that Open MPI ends after a lost connection; the number of MPI_ERR_UNKNOWN.
 _CONNECTION_LOST: Final = 14
+#: Most frequent reason for a signal that nobody has sent. Open MPI's shared memory takes its pages at the first use.
+_HINTS: Final[Mapping[int, str]] = {
+    signal.SIGKILL: " (the kernel kills processes when memory is short: see dmesg)",
+    signal.SIGBUS: " (often because shared memory is full: see df /dev/shm)",
+}
 
 
 def exit_code(returncode: int) -> int:
@@ -20,14 +26,14 @@ def exit_code(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def how_ended(returncode: int, *, was_passed_on: bool = False) -> str:
+def describe_end(returncode: int, *, was_passed_on: bool = False) -> str:
     """Describe how a process has ended. ``was_passed_on`` is true if the launcher sent the signal that killed it."""
     if returncode > 0:
         return f"ended with exit code {returncode}"
     how = f"was killed by {launcher_signals.signal_name(-returncode)}"
     if was_passed_on:
         return f"{how}, which asyncdist run passed on: the script has no handler for it"
-    return how + " (the kernel kills processes when memory is short: see dmesg)" * (returncode == -signal.SIGKILL)
+    return how + _HINTS.get(-returncode, "")
 
 
 @dataclass(slots=True)
@@ -35,7 +41,7 @@ class JobEnds:
     """Records how the ranks under an mpirun have ended, and decides the job's exit code and which ends to report.
 
     Attributes:
-        goes_on_by: Option with which the other ranks would have survived a killed rank; "" if there is none.
+        survival_option: Option with which the other ranks would have survived a killed rank; "" if there is none.
         survives: Whether the job continues when ranks die.
         is_across_hosts: Whether ranks communicate over a network, so that Open MPI ends a rank that loses a connection.
         passed_on: Signals that the launcher has passed on to the ranks.
@@ -45,7 +51,7 @@ class JobEnds:
     """
 
     ranks: int
-    goes_on_by: str = ""
+    survival_option: str = ""
     survives: bool = False
     is_across_hosts: bool = False
     passed_on: set[int] = field(default_factory=set)
@@ -62,14 +68,15 @@ class JobEnds:
         is_first = not any(code and not self._is_of_connection(code) for code in self.codes.values())
         self.codes[rank] = code
         is_known = self.survives or self.asked_to_end is not None or self.cause is not None
-        is_consequence = code in (0, 1) or self._is_of_connection(code)
-        if is_known or is_consequence or (code in _STOPPED and not (is_first and code == -signal.SIGKILL)):
+        is_kill = is_first and code == -signal.SIGKILL
+        if is_known or (self._is_consequence(code) and not is_kill):
             return None
         self.cause = rank
         stopping = "; stopping the others" if is_first and len(self.codes) < self.ranks else ""
         was_passed_on = -code in self.passed_on
-        cure = f" ({self.goes_on_by} lets them continue)" if code < 0 and stopping and not was_passed_on else ""
-        return f"rank {rank} {how_ended(code, was_passed_on=was_passed_on)}{stopping}{cure * bool(self.goes_on_by)}"
+        has_cure = self.survival_option and code < 0 and stopping and not was_passed_on
+        cure = f" ({self.survival_option} lets them continue)" if has_cure else ""
+        return f"rank {rank} {describe_end(code, was_passed_on=was_passed_on)}{stopping}{cure}"
 
     def conclude(self, mpirun_code: int) -> tuple[int, list[str]]:
         """Return the job's exit code and the lines to print, after mpirun has ended with ``mpirun_code``."""
@@ -77,7 +84,7 @@ class JobEnds:
         if self.asked_to_end is not None:
             return 128 + self.asked_to_end, []
         if mpirun_code < 0 and self.cause is None:
-            return code, [f"mpirun {how_ended(mpirun_code)}"]
+            return code, [f"mpirun {describe_end(mpirun_code)}"]
         if self.survives:
             return self._conclude_survivors(code)
         if self.cause is not None:
@@ -85,19 +92,33 @@ class JobEnds:
         first = next(filter(None, self.codes.values()), 0)
         if not first:
             return code, []
-        alike = [rank for rank, theirs in self.codes.items() if theirs == first]
-        return code or exit_code(first), [f"{ranks_in_words(alike)} {how_ended(first)}"]
+        return code or exit_code(first), [self._all_that_ended(first)]
+
+    def _all_that_ended(self, code: int) -> str:
+        alike = [rank for rank, theirs in self.codes.items() if theirs == code]
+        return f"{ranks_in_words(alike)} {describe_end(code)}"
+
+    def _is_consequence(self, code: int) -> bool:
+        """Return whether a rank may have ended with ``code`` because of another rank."""
+        return code in (0, 1) or code in _STOPPED or self._is_of_connection(code)
 
     def _is_of_connection(self, code: int) -> bool:
         return self.is_across_hosts and code == _CONNECTION_LOST
 
     def _conclude_survivors(self, code: int) -> tuple[int, list[str]]:
-        """Return the exit code and the lines to print for a job that fails only if all ranks fail."""
+        """Return the exit code and the lines to print for a job that survives the loss of some ranks.
+
+        mpirun's code may belong to a rank that another rank has stopped. The code of a rank that failed on its own is
+        therefore preferred.
+        """
         codes = list(self.codes.values())
-        if code or len(codes) < self.ranks or 0 in codes:
-            return code, []
+        if code:
+            failed = next((theirs for theirs in codes if theirs > 0 and not self._is_consequence(theirs)), 0)
+            return (failed, [self._all_that_ended(failed)]) if failed else (code, [])
+        if len(codes) < self.ranks or 0 in codes:
+            return 0, []
         lines = [
-            f"rank {rank} {how_ended(theirs, was_passed_on=-theirs in self.passed_on)}"
+            f"rank {rank} {describe_end(theirs, was_passed_on=-theirs in self.passed_on)}"
             for rank, theirs in sorted(self.codes.items())
         ]
         return exit_code(codes[-1]), [*lines, "no rank is left"]

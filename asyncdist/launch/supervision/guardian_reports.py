@@ -1,4 +1,4 @@
-"""Receives reports from the guardians of ranks on this host, for a launcher on another host.
+"""Receives reports from the guardians (supervising processes) of this host's ranks, for a launcher on another host.
 
 The guardians write to a FIFO, which this process reads. Reports in a rank's output could be lost, because mpirun stops
 reading output when it stops the ranks.
@@ -11,7 +11,6 @@ import errno
 import glob
 import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -27,11 +26,11 @@ _LEFT_S: Final = 60.0
 
 
 class GuardianReports:
-    """Passes one job's reports on this host to ``tell``, in a thread, and sends signals to the guardians."""
+    """Calls ``forward`` in a thread with each report of a job's guardians on this host, and sends them signals."""
 
-    def __init__(self, token: str, tell: Callable[[str], object]) -> None:
-        self._tell = tell
-        self._pidfds: dict[int, int] = {}
+    def __init__(self, token: str, forward: Callable[[str], object]) -> None:
+        self._forward = forward
+        self._guardians: dict[int, guardians.ProcessHandle] = {}
         self._path = guardians.reports_path(token)
         self._reader: threading.Thread | None = None
         _remove_left()
@@ -44,9 +43,9 @@ class GuardianReports:
             self._reader.start()
 
     def send_signal(self, rank: int, number: int) -> None:
-        """Send a signal to the guardian of a rank on this host, if the guardian is alive."""
-        with contextlib.suppress(KeyError, ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfds[rank], number)
+        """Send a signal to the guardian process of a rank on this host, if the guardian is alive."""
+        with contextlib.suppress(KeyError):
+            self._guardians[rank].send(number)
 
     def close(self) -> None:
         """Process the reports that have already been written, and remove the FIFO."""
@@ -62,14 +61,14 @@ class GuardianReports:
                 rank, what, number = line.decode().split()
                 if what == "guarded":
                     with contextlib.suppress(ProcessLookupError):  # raised if the guardian has just ended
-                        self._pidfds[int(rank)] = os.pidfd_open(int(number))
-                elif what == "ended" and int(rank) in self._pidfds:
-                    os.close(self._pidfds.pop(int(rank)))
-                self._tell(line.decode().rstrip("\n"))
+                        self._guardians[int(rank)] = guardians.ProcessHandle(int(number))
+                elif what == "ended" and int(rank) in self._guardians:
+                    self._guardians.pop(int(rank)).close()
+                self._forward(line.decode().rstrip("\n"))
 
 
 def _remove_left() -> None:
-    """Remove the folders of this user's jobs whose agents were killed."""
+    """Remove the report folders of this user's jobs whose host agents were killed."""
     for path in glob.glob(f"{guardians.REPORTS_FOLDER}*"):
         # An OSError means that the folder belongs to another user, or that its agent has just removed it.
         with contextlib.suppress(OSError), private_folders.opened(path) as folder:

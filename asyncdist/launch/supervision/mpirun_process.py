@@ -1,8 +1,9 @@
 """Runs an mpirun as a child: passes signals on to the ranks, reports which rank failed, and finds the exit code.
 
 - mpirun and its ranks are in other process groups, so a terminal's keys reach only this process. It sends signals
-  directly to the guardians of ranks on this host, because an ending mpirun stops reading its ranks' output and kills
-  them after a quarter of a second. mpirun gets the signals only until all ranks have guardians.
+  directly to the guardians (supervising processes) of ranks on this host. An mpirun that got the signal would stop
+  reading its ranks' output, and kill them after a quarter of a second. It gets signals only until all ranks have
+  guardians.
 - Guardians report through a pipe how ranks have ended, before mpirun notices. This process can therefore name the
   failed rank before the other ranks print errors, and suppresses mpirun's own message.
 - On other hosts, agents forward reports and signals.
@@ -32,16 +33,14 @@ from asyncdist.launch import guardians
 from asyncdist.launch.hosts import remote_hosts
 from asyncdist.launch.hosts.remote_hosts import Agent
 from asyncdist.launch.supervision.endings import JobEnds
-from asyncdist.launch.supervision.mpirun_words import MpirunWords
+from asyncdist.launch.supervision.mpirun_output import MpirunOutputFilter
 from asyncdist.launchers import launcher_signals
 
-#: Maximum seconds for ranks to end before mpirun ends them.
-STOP_S: Final = 10.0
 #: Maximum seconds for mpirun to end before it is killed.
 _MPIRUN_STOP_S: Final = 5.0
 #: Maximum seconds to read standard error after mpirun has ended, because a leftover process may keep it open.
 _LAST_WORDS_S: Final = 1.0
-#: Maximum seconds for an agent, whose host may be unplugged, to forward its last reports.
+#: Maximum seconds for the agent of another host, which may be unplugged, to forward its last reports.
 _AGENT_END_S: Final = 3.0
 #: Maximum seconds to hold back the beginning of an mpirun message before printing it incomplete.
 _HOLD_S: Final = 0.2
@@ -64,12 +63,12 @@ def run(
 
     Args:
         ends: Record of the ranks' ends, which decides the exit code.
-        token: Token that marks guardians' reports.
-        agents: Agents on the ranks' hosts; empty if the ranks are on this host.
+        token: Token that marks the reports of guardian processes.
+        agents: Connections to the agents on the ranks' hosts; empty if the ranks are on this host.
     """
     with (
-        local_host.told_variables() as told,
-        _Job(mpirun, command, {**environ, **told}, ends, token or secrets.token_hex(8), agents) as job,
+        local_host.printed_errors_variables() as variables,
+        _Job(mpirun, command, {**environ, **variables}, ends, token or secrets.token_hex(8), agents) as job,
     ):
         return job.supervise()
 
@@ -88,16 +87,17 @@ class _Job:
     ) -> None:
         self._pid = os.getpid()
         self._ends = ends
-        self._words = MpirunWords(guardians.report_mark(token))
+        self._output_filter = MpirunOutputFilter(guardians.report_mark(token))
         self._agents = agents
         is_on_this_host = not agents
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._guarded: dict[int, _Guardian | _RemoteGuardian] = {}  # the outer guardian of each running rank
+        # the outer guardian of each running rank
+        self._guarded: dict[int, guardians.ProcessHandle | _RemoteGuardian] = {}
         self._guarded_count = 0
         self._missed: set[int] = set()  # signals that arrived before all ranks had a guardian
         self._stop_at: float | None = None
         self._is_stopping = False
-        self._have_met = threading.Event()
+        self._have_joined = threading.Event()
         self._has_silent_hosts = False
         self._at_terminal = {0} if is_on_this_host and os.isatty(0) else set()
         self._signals = launcher_signals.signals_received(
@@ -113,7 +113,7 @@ class _Job:
 
     def _inputs(self) -> dict[str, str]:
         """Return the environment variables by which rank 0 opens the standard input of this process."""
-        if not guardians.ARE_HERE:
+        if not guardians.ARE_SUPPORTED:
             return {}
         path = f"/proc/{self._pid}/fd/0"
         if os.isatty(0):
@@ -123,7 +123,7 @@ class _Job:
     def __enter__(self) -> _Job:
         if signal.SIGUSR1 in signal.sigpending():  # SIGUSR1 has been blocked since this process started
             signal.sigwait({signal.SIGUSR1})
-            _say("no rank has started yet")
+            _print_line("no rank has started yet")
         self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) - {signal.SIGUSR1}
         self._signals.__enter__()
         self._process = self._start()
@@ -141,7 +141,7 @@ class _Job:
 
     def __exit__(self, *_: object) -> None:
         self._signals.__exit__(None, None, None)
-        self._have_met.set()  # ends the probing of hosts
+        self._have_joined.set()  # ends the probing of hosts
         for guardian in self._guarded.values():
             guardian.close()
 
@@ -157,19 +157,17 @@ class _Job:
         )
 
     def _begin(self) -> None:
-        """Prepare the child process that will execute mpirun."""
         guardians.die_with_parent(self._pid)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun has no handler for it while it starts
         signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
 
     def supervise(self) -> int:
-        """Wait until mpirun has ended. Return the job's exit code."""
         while True:
             match self._next_event():
                 case ("signal", (number, is_key)):
-                    self._take_signal(number, is_key=is_key)
-                case ("report", words):
-                    self._take_report(*words)
+                    self._handle_signal(number, is_key=is_key)
+                case ("report", report):
+                    self._handle_report(*report)
                 case ("late", _):
                     self._end_late()
                 case ("silent", hosts):
@@ -185,24 +183,24 @@ class _Job:
         os.close(self._reported)
         self._reader.join(_LAST_WORDS_S)  # guardians may keep the pipe open after mpirun was killed
         while not self._events.empty():
-            what, words = self._events.get()
+            what, report = self._events.get()
             if what == "report":
-                self._take_report(*words)
+                self._handle_report(*report)
         return self._conclude()
 
     def _conclude(self) -> int:
         if self._has_silent_hosts:
             return 1
         code, lines = self._ends.conclude(self._process.returncode)
-        if code == 0 and self._words.has_lost_host:
-            code, lines = 1, [self._words.explain_lost_host()]
-        connection = self._words.explain_connection("" if self._ends.survives else self._ends.goes_on_by)
+        if code == 0 and self._output_filter.has_lost_host:
+            code, lines = 1, [self._output_filter.explain_lost_host()]
+        connection = self._output_filter.explain_connection("" if self._ends.survives else self._ends.survival_option)
         if code and connection is not None and self._ends.asked_to_end is None and self._ends.cause is None:
             lines = [connection]
         for line in lines:
-            _say(line)
+            _print_line(line)
         if code and not lines and self._ends.cause is None and self._ends.asked_to_end is None:
-            for blame in self._words.blames:
+            for blame in self._output_filter.blames:
                 _write(blame)
         return code
 
@@ -212,11 +210,11 @@ class _Job:
         except queue.Empty:
             return ("late", None)
 
-    def _take_signal(self, number: int, *, is_key: bool) -> None:
+    def _handle_signal(self, number: int, *, is_key: bool) -> None:
         is_ending = number in launcher_signals.ENDING_SIGNALS
         if is_ending and self._ends.asked_to_end is None:
             self._ends.asked_to_end = number
-            self._stop_at = time.monotonic() + STOP_S
+            self._stop_at = time.monotonic() + launcher_signals.STOP_S
         if is_ending and self._guarded_count < self._ends.ranks:  # only mpirun can end ranks without a guardian
             self._process.send_signal(number if number in _FOR_MPIRUN else signal.SIGTERM)
             return
@@ -225,7 +223,7 @@ class _Job:
             if number in _FOR_MPIRUN:
                 self._process.send_signal(number)
         elif number == launcher_signals.STORY_SIGNAL and not self._guarded_count:
-            _say("no rank has started yet")
+            _print_line("no rank has started yet")
         else:
             for rank, guardian in self._guarded.items():
                 if not (is_key and rank in self._at_terminal):
@@ -234,25 +232,26 @@ class _Job:
                 self._missed.add(number)
         launcher_signals.stop_with_ranks(number)
 
-    def _take_report(self, rank: int, what: str, number: int, agent: Agent | None) -> None:
+    def _handle_report(self, rank: int, what: str, number: int, agent: Agent | None) -> None:
         if what == "guarded":
             self._guarded_count += 1
             with contextlib.suppress(ProcessLookupError):  # raised if mpirun has just ended
-                self._guarded[rank] = guardian = _Guardian(number) if agent is None else _RemoteGuardian(agent, rank)
+                guardian = guardians.ProcessHandle(number) if agent is None else _RemoteGuardian(agent, rank)
+                self._guarded[rank] = guardian
                 for missed in sorted(self._missed):
                     guardian.send(missed)
             return
         if what == "joined":
-            self._have_met.set()
+            self._have_joined.set()
             return
         if rank in self._guarded:
             self._guarded.pop(rank).close()
         line = self._ends.note(rank, number)
         if line is not None:
-            _say(line)
+            _print_line(line)
 
     def _end_late(self) -> None:
-        """End mpirun, which ends all late ranks. The first call terminates mpirun, and the second kills it."""
+        """End mpirun, which ends the remaining ranks. The first call terminates mpirun, and the second kills it."""
         if self._is_stopping:
             self._process.kill()
             self._stop_at = None
@@ -262,12 +261,12 @@ class _Job:
             self._stop_at = time.monotonic() + _MPIRUN_STOP_S
 
     def _end_without(self, hosts: Sequence[str]) -> None:
-        """End the job because ``hosts`` do not respond, unless all ranks are connected. They would wait for minutes."""
-        if self._have_met.is_set() or self._ends.asked_to_end is not None:
+        """Unless all ranks are connected, end the job, because ``hosts`` are silent. mpirun would wait for minutes."""
+        if self._have_joined.is_set() or self._ends.asked_to_end is not None:
             return
         self._has_silent_hosts = True
         have, run = ("has", "it runs") if len(hosts) == 1 else ("have", "they run")
-        _say(
+        _print_line(
             f"{', '.join(hosts)} {have} not answered for {remote_hosts.SILENCE_S:g} s, and not all ranks are connected "
             f"yet, so the job ends: check that {run} and that the network is up"
         )
@@ -280,7 +279,7 @@ class _Job:
         self._events.put(("ended", None))
 
     def _probe_hosts(self) -> None:
-        for silent in remote_hosts.silences(self._agents, self._have_met):
+        for silent in remote_hosts.silences(self._agents, self._have_joined):
             if silent:
                 self._events.put(("silent", [agent.host.name for agent in silent]))
                 return
@@ -298,49 +297,35 @@ class _Job:
         self._events.put(("report", (int(rank), what, int(number), agent)))
 
     def _copy(self, pipe: IO[bytes]) -> None:
-        """Copy mpirun's standard error to this process's, except guardians' reports and suppressed messages."""
+        """Copy mpirun's standard error, except reports of guardian processes and messages that blame a rank."""
         while True:
-            if self._words.is_holding and not select.select([pipe], [], [], _HOLD_S)[0]:
-                _write(self._words.flush())
+            if self._output_filter.has_held_bytes and not select.select([pipe], [], [], _HOLD_S)[0]:
+                _write(self._output_filter.flush())
                 continue
             data = os.read(pipe.fileno(), 1 << 16)
-            _write(self._words.feed(data) if data else self._words.flush())
-            for report in self._words.reports:
+            _write(self._output_filter.feed(data) if data else self._output_filter.flush())
+            for report in self._output_filter.reports:
                 self._put_report(report.decode())
-            self._words.reports.clear()
+            self._output_filter.reports.clear()
             if not data:
                 return
 
 
-class _Guardian:
-    """The outer guardian of a rank on this host. Raises ProcessLookupError if it has ended."""
-
-    def __init__(self, pid: int) -> None:
-        self._pidfd = os.pidfd_open(pid)
-
-    def send(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, number)
-
-    def close(self) -> None:
-        os.close(self._pidfd)
-
-
 class _RemoteGuardian:
-    """The outer guardian of a rank on another host, reached through the agent on that host."""
+    """Sends signals to the outer guardian process of a rank on another host, through the agent on that host."""
 
     def __init__(self, agent: Agent, rank: int) -> None:
         self._agent = agent
         self._rank = rank
 
     def send(self, number: int) -> None:
-        self._agent.say(guardian=self._rank, number=number)
+        self._agent.send(guardian=self._rank, number=number)
 
     def close(self) -> None:
         """Do nothing. The agent owns the guardian's descriptor."""
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     local_host.print_line(f"asyncdist run: {text}")
 
 

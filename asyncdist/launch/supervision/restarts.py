@@ -10,7 +10,6 @@ from asyncdist import environment, local_host
 from asyncdist.launch import store_server
 from asyncdist.launch.supervision import endings
 
-#: Process of a rank.
 P = TypeVar("P")
 
 
@@ -18,7 +17,7 @@ class Restarts(Generic[P]):
     """Restarts killed ranks, and records in the store how their processes have ended.
 
     Args:
-        start: Function that starts a rank, whose end will be an event.
+        start: Function that starts the process of a rank with the given variables.
         count: Maximum number of restarts of each rank.
         notes: Process that sets keys in the store; None if no rank may join.
         is_open: Whether a new process may replace a killed rank that is not restarted.
@@ -43,27 +42,35 @@ class Restarts(Generic[P]):
         self._newest = dict(self._first)
         self._is_open = is_open
         self.have_joined = have_joined
-        self.goes_on = count > 0 or is_open
+        self.can_lose_ranks = count > 0 or is_open
 
     def start(self, rank: int, returncode: int, others: int) -> P | None:
         """Restart a killed rank, and return its process, or None if no restart is left or no other rank is alive."""
-        why = endings.how_ended(returncode)
+        why = endings.describe_end(returncode)
         number = self._newest[rank] - self._first[rank]
         has_others = others > 0 or self.have_joined
         is_only_one = len(self._environments) == 1  # a job's only rank can start a new world alone
-        if not (has_others or is_only_one) or number == self._count:
+        if not (has_others or is_only_one) or number >= self._count:
             left = "the others continue without it" if has_others else "no other rank is left for it to join"
             again = f"; it is not restarted ({number} of {self._count})" if self._count else ""
-            self.say(f"rank {rank} {why}{again}: {left}")
+            self.print_line(f"rank {rank} {why}{again}: {left}")
             if self._is_open:
                 self.note(f"place/{rank}", f"free {self._newest[rank] + 1}")
             else:
                 self.note("gone", str(rank))
             return None
         self._newest[rank] += 1
-        self.say(f"rank {rank} {why}; restarting it ({number + 1} of {self._count})")
+        self.print_line(f"rank {rank} {why}; restarting it ({number + 1} of {self._count})")
         variables = {**self._environments[rank], environment.INCARNATION_VARIABLE: str(self._newest[rank])}
         return self._start(rank, variables)
+
+    def do_without_store(self, returncode: int) -> None:
+        """Report that the store's process has ended. No killed rank is restarted from now on."""
+        self._count = 0
+        self.print_line(
+            f"the process that serves the store {endings.describe_end(returncode)}: no rank can join or be restarted, "
+            "and ranks that are not connected yet will fail"
+        )
 
     def survives_loss(self, others: int) -> bool:
         """Return whether the job continues without a rank that is not restarted."""
@@ -78,7 +85,7 @@ class Restarts(Generic[P]):
     def note(self, key: str, value: str = "") -> None:
         """Set a key in the store."""
         if self._notes is not None:
-            store_server.tell(self._notes, f"asyncdist/{key} {value}")
+            store_server.send_line(self._notes, f"asyncdist/{key} {value}")
 
     def newcomer(self, rank: int) -> str:
         """Return a clause, for a message, on how this rank joined a running world, or "" for an initial rank."""
@@ -87,6 +94,6 @@ class Restarts(Generic[P]):
         return "which was restarted" if self._newest[rank] else ""
 
     @staticmethod
-    def say(text: str) -> None:
+    def print_line(text: str) -> None:
         """Print ``text`` as one line of the launcher's output."""
         local_host.print_line(f"asyncdist run: {text}")

@@ -1,13 +1,14 @@
-"""Adapts requests of the user's program to the contract of the engine's requests.
+"""Adapts requests of the user's program to the interface of the engine's requests.
 
-- :class:`MpiOperation` calls ``test`` of an ``mpi4py.MPI.Request``. MPI_Request_get_status would leave the request
-  unchanged, but Open MPI 5 does not detect the death of a peer in it, and MPICH 5 makes persistent requests inactive.
-- :class:`WorkOperation` calls ``is_completed`` of a ``torch.distributed.Work``, and then ``wait`` once, which raises
-  the work's error and orders the device's stream after the work. Works of gloo's ``isend`` and ``irecv`` complete only
-  inside ``wait`` (pytorch#30723), which a thread calls.
+- :class:`MpiOperation` calls ``test`` of an ``mpi4py.MPI.Request``. MPI_Request_get_status, which should leave the
+  request unchanged, is not used. In Open MPI 5 it does not detect the death of a peer, and in MPICH 5 it makes
+  persistent requests inactive.
+- :class:`WorkOperation` calls ``is_completed`` of a ``torch.distributed.Work``. It then calls ``wait`` once, which
+  raises the work's error and orders the device's stream after the work. Works of gloo's ``isend`` and ``irecv``
+  complete only inside ``wait`` (pytorch#30723), which a thread calls.
 - :class:`EventOperation` calls ``query`` of a device event.
 
-This module does not import mpi4py or torch. A program that has their requests has imported them.
+This module imports neither mpi4py nor torch. A program that has their requests has imported them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from asyncdist.waits import WaitId, WaitKind
 _AN_MPI_REQUEST: Final = WaitId(WaitKind.USER_REQUEST, name="an MPI request")
 _A_WORK: Final = WaitId(WaitKind.USER_REQUEST, name="a work of torch.distributed")
 #: Number of tests of an MPI request before its task yields to the event loop. They take about 10 us, longer than most
-#: message exchanges with a waiting rank. An iteration of the loop takes 1 to 2 us.
+#: message exchanges with a rank that is already waiting. An iteration of the loop takes 1 to 2 us.
 HOT_TEST_COUNT: Final = 40
 #: Source and tag of a status that MPI has not filled in.
 _UNSET: Final = -77
@@ -79,7 +80,7 @@ class Operation:
 
     Attributes:
         what: Description of the request for reports.
-        rings: Whether a thread wakes the loop when the request completes.
+        rings: Whether a thread notifies the event loop when the request completes.
         value: Result of the completed request.
         error: Exception with which the request has failed, or None.
     """
@@ -99,7 +100,7 @@ class Operation:
         raise NotImplementedError
 
     def test_first(self) -> bool:
-        """Test a new request, perhaps several times, before its task yields to the event loop."""
+        """Test a new request, if necessary several times, before its task yields to the event loop."""
         return self.test()
 
     def keep_status(self) -> None:
@@ -109,7 +110,7 @@ class Operation:
         """Do nothing, because only the program cancels its requests."""
 
     def is_outdated(self) -> bool:
-        """Return whether the program has started the request, or recorded the event, again since it completed."""
+        """Return whether the program has started the request again, or recorded the event again, since it completed."""
         return False
 
     def check_status(self, status: Any) -> None:
@@ -218,11 +219,11 @@ class MpiOperation(Operation):
 
 
 class WorkOperation(Operation):
-    """Tests a work of torch.distributed, in a thread of its own if the work completes only inside ``wait``."""
+    """Tests a ``torch.distributed.Work``. A work that completes only inside ``wait`` gets a thread of its own."""
 
     def __init__(self, work: Any, ring: Callable[[], None]) -> None:
         is_polled = not _completes_in_wait(work)
-        # After a gloo send or receive has completed, another wait for it would never return.
+        # After a gloo send or receive has completed, a second wait for it would never return.
         has_ended = not is_polled and work.is_completed()
         super().__init__(_A_WORK, rings=not is_polled and not has_ended)
         self._work = work
@@ -250,7 +251,7 @@ class WorkOperation(Operation):
 
 
 def _completes_in_wait(work: Any) -> bool:
-    """Return whether ``work`` completes only inside ``wait``, which is the case if it has no future."""
+    """Return whether ``work`` completes only inside ``wait``. Such works have no future."""
     try:
         work.get_future()
     except RuntimeError:

@@ -25,16 +25,16 @@ class Progress:
     to do, it then tests them every 20 µs or so for 20 iterations, and then every millisecond.
 
     **Ownership**: from the first wait for a request until a wait has returned its result, the request belongs to this
-    object. It stores the request with its buffer, and tests it even if no task waits for it. Meanwhile do not call
+    object. It stores the request with its buffer, and tests it even if no task waits for it. Meanwhile, do not call
     methods of the request, except ``Cancel`` of a receive.
 
     **Cancellation**: a cancelled wait does not cancel the request. The next wait for the same request returns its
-    result, even if the request has completed in between.
+    result, even if the request has completed meanwhile.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         transport = LocalHub(1).transport(0)  # This transport has no peers.
-        # The engine would wait for a ring from a transport that wakes, but nothing rings for the program's requests.
+        # With ``wakes``, the engine would wait for a notification, but completed requests of the program send none.
         transport.capabilities = dataclasses.replace(transport.capabilities, wakes=False)
         self._engine = Engine(transport, loop)
         self._requests = RequestWaiter(self._engine, "asyncdist.progress()", drives=True)
@@ -52,7 +52,7 @@ class Progress:
                 - a ``torch.distributed.Work``. Works of gloo's ``isend`` and ``irecv`` cannot be polled, so a thread
                   waits for each of them.
                 - an event with a method ``query()``, such as a ``torch.cuda.Event``
-            status: ``MPI.Status`` to be filled by an MPI request, or, for a list of MPI requests, a list of them.
+            status: ``MPI.Status`` to be filled by an MPI request, or, for a list of requests, a list of statuses.
 
         Returns:
             The value of mpi4py's ``request.wait(status)``: the received object for a request of ``irecv``, and None for
@@ -63,11 +63,11 @@ class Progress:
             RuntimeError: The work has failed.
             TypeError: ``request`` or ``status`` has another type.
             LocalProtocolError: The request is MPI.REQUEST_NULL or inactive, was completed by another call, or belongs
-                to asyncdist; or the call runs on another event loop.
+                to asyncdist. Or this call runs on another event loop.
             ClosedError: The block of ``progress()`` has ended.
 
-        If a request of a list fails, its error is raised after all have completed. The results of the others stay
-        stored: wait for each of them again, one by one.
+        If a request of a list fails, its error is raised after all requests have completed. The results of the other
+        requests remain stored. Wait for each of them again, one by one.
         """
         return self._requests.wait(request, status)
 
@@ -75,15 +75,16 @@ class Progress:
         """Wait until one request of a list has completed. Return its index and the value that :meth:`wait` returns.
 
         MPI requests whose results were returned are skipped, as in MPI, so a loop may pass the same list repeatedly.
-        Count the results to end the loop: ``bool(request)`` may be False before the result was returned. Remove
-        completed works, events and persistent requests from the list, because inactive persistent requests are refused.
+        Count the results to end the loop, because ``bool(request)`` may be False before the result was returned. Remove
+        completed works, events and persistent requests from the list. Inactive persistent requests raise an error.
 
         Args:
-            requests: List of one or more requests; see :meth:`wait`.
+            requests: List of one or more requests that :meth:`wait` accepts.
             status: ``MPI.Status`` to be filled by the completed MPI request.
 
         Raises:
-            LocalProtocolError: The results of all MPI requests were returned, or for another reason of :meth:`wait`.
+            LocalProtocolError: The results of all MPI requests have already been returned, or for another reason of
+                :meth:`wait`.
             TypeError, mpi4py.MPI.Exception, RuntimeError, ClosedError: As in :meth:`wait`.
         """
         return self._requests.waitany(requests, status)
@@ -110,10 +111,11 @@ async def progress() -> AsyncIterator[Progress]:
         async with ad.progress() as progress:
             message = await progress.wait(request)  # for example, request = MPI.COMM_WORLD.irecv(source=0)
 
-    Inside a world, use :meth:`asyncdist.World.wait` instead, whose requests share the world's polling.
+    Inside a world, use :meth:`asyncdist.World.wait` instead. Its requests share the world's polling.
 
     When the block ends, waits that are still in progress raise ClosedError. If requests have not completed, one warning
-    is logged. They stay in memory with their buffers until the process ends, because MPI may still write to them.
+    is logged. They stay in memory with their buffers until the process ends, because MPI may still write to the
+    buffers.
 
     Raises:
         LocalProtocolError: The caller is a simulated rank.

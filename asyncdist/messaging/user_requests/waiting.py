@@ -14,13 +14,13 @@ from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.messaging.engine import FAIRNESS_PERIOD, Engine
 from asyncdist.messaging.user_requests.operations import Operation, is_mpi_request, operation_of
 
-#: Requests that had not completed when their waits were given up. Their buffers must stay in memory until the process
-#: ends, because MPI or a thread may still use them.
+#: Requests that had not completed when their waits ended. Their buffers must stay in memory until the process ends,
+#: because MPI or a thread may still use them.
 _NEVER_COMPLETED: Final[list[object]] = []
 
 
 class _Awaited:
-    """A request, from the first wait for it until a wait returns its result."""
+    """A request of the user's program, stored from the first wait for it until a wait returns its result."""
 
     __slots__ = ("is_complete", "operation", "request", "waiters")
 
@@ -34,12 +34,12 @@ class _Awaited:
 class RequestWaiter:
     """Lets tasks wait for requests of the user's program.
 
-    **Ownership**: this object stores a request from the first wait for it until a wait has returned its result. The
-    engine tests the request even if no task waits for it.
+    **Ownership**: from the first wait for a request until a wait has returned its result, this object stores the
+    request, and the engine tests it.
 
     Args:
-        owner: Name of the object that the user closes, for errors.
-        drives: Whether the engine has no other purpose, and runs only while it must test requests repeatedly.
+        owner: Name of the object that the user closes, for error messages.
+        drives: Whether the engine serves only this object, and runs only while requests must be tested repeatedly.
     """
 
     def __init__(self, engine: Engine, owner: str, *, drives: bool = False) -> None:
@@ -47,16 +47,16 @@ class RequestWaiter:
         self._owner = owner
         self._drives = drives
         self._awaited: dict[int, _Awaited] = {}
-        self._polled_count = 0  # number of outstanding requests for which no thread waits
+        self._polled_count = 0  # number of outstanding requests that the engine must test
         self._since_yield_count = 0
         self._is_closed = False
 
     def wait(self, request: Any, status: Any = None) -> Coroutine[Any, Any, Any]:
         """Wait until a request, or each request of a list, has completed, and return the results.
 
-        **Cancellation**: the requests stay stored. The next wait for one of them returns its result.
+        **Cancellation**: the requests remain stored. The next wait for one of them returns its result.
         """
-        # Return the coroutine instead of awaiting it, because each coroutine around it would cost 0.1 us.
+        # The coroutine is returned rather than awaited, because each additional coroutine would cost 0.1 us.
         return (self._wait_for_all if isinstance(request, (list, tuple)) else self._wait_for)(request, status)
 
     async def _wait_for_all(self, request: Sequence[Any], status: Any) -> list[Any]:
@@ -70,7 +70,7 @@ class RequestWaiter:
                 await self._park((awaited,))
         for awaited in all_awaited:
             if awaited.operation.error is not None:
-                self._take(awaited, None)  # This raises the error. The results of the other requests stay stored.
+                self._take(awaited, None)  # This raises the error. The other requests remain stored.
         return [self._take(each, to_fill) for each, to_fill in zip(all_awaited, statuses, strict=True)]
 
     async def waitany(self, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
@@ -81,7 +81,7 @@ class RequestWaiter:
         await self._begin()
         if not isinstance(requests, (list, tuple)) or not requests:
             validation.refuse("requests", requests, "a list of one or more requests", TypeError)
-        # Look for results first, because an inactive persistent request raises an error below.
+        # Look for results first, because an inactive persistent request would raise an error below.
         for i, request in enumerate(requests):
             found = self._find(request, status)
             if found is not None and found.is_complete:
@@ -96,7 +96,7 @@ class RequestWaiter:
             await self._park(tuple(awaited.values()))
 
     def close(self) -> str | None:
-        """Stop testing requests. Describe those that have not completed, or whose results no wait has returned.
+        """Stop testing requests. Describe the requests that have not completed, or whose results no wait has returned.
 
         The requests that have not completed stay in memory until the process ends.
         """
@@ -140,7 +140,7 @@ class RequestWaiter:
         return self._find(request, status) or self._watch(request, operation_of(request, status, self._ring))
 
     def _find(self, request: object, status: Any) -> _Awaited | None:
-        """Return the entry of a request whose result no wait has returned, or None for a new request."""
+        """Return the entry of a request whose result no wait has returned yet, or None for a new request."""
         found = self._awaited.get(id(request))
         if found is None or (found.is_complete and found.operation.is_outdated()):
             return None

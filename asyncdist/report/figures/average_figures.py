@@ -1,4 +1,4 @@
-"""Draws, for a report, the rounds of policies that average contributions of all ranks."""
+"""Draws the averaging rounds of a job, for its report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANK_COUNT_MAX: Final = 64
 
 
 def average_sections(summary: Summary) -> Iterator[tuple[str, str, go.Figure | str | None]]:
-    """Yield (title, note, figure) for each section about averages, or nothing if no policy averages contributions."""
+    """Yield title, note and figure of each report section on averages, if a policy averages contributions."""
     if not summary.averages.ranks:
         return
     for place in sorted(summary.averages.populations):

@@ -12,7 +12,7 @@ from asyncdist.wording import ranks_in_words
 
 
 def name_ranks(figure: go.Figure, size: int, axes: str) -> None:
-    """Label every rank on the given axes, unless there are more than 32 ranks."""
+    """Label every rank on the given axes ("x", "y" or "xy"), unless there are more than 32 ranks."""
     if size <= 32:
         for axis in axes:
             figure.update_layout({f"{axis}axis_dtick": 1})
@@ -33,7 +33,7 @@ def new_figure(height: int, x: str, y: str) -> go.Figure:
 
 
 def scale(title: str, **more: Any) -> dict[str, Any]:
-    """Return a heat map's colour scale. It is placed below the map, because a narrow window has no space beside it."""
+    """Return the colour scale of a heat map. It is below the map, because a narrow window has no space at its side."""
     place = {"orientation": "h", "x": 0.5, "y": -0.22, "yanchor": "top", "thickness": 12, "len": 0.9}
     return {"title": {"text": title, "side": "bottom"}, **place, **more}
 

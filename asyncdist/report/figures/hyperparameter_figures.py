@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from asyncdist.report.figures.drawing import evenly, new_figure, times
 from asyncdist.report.summary import Summary
 
-#: Maximum number of hyperparameters, of ranks and of values per rank to draw.
+#: Maximum numbers of hyperparameters, of ranks and of values per rank to draw.
 FIGURE_COUNT_MAX: Final = 12
 RANK_COUNT_MAX: Final = 64
 VALUE_COUNT_MAX: Final = 200
@@ -19,7 +19,7 @@ _LOG_FACTOR: Final = 20.0
 
 
 def hyperparameter_sections(summary: Summary) -> Iterator[tuple[str, str, go.Figure]]:
-    """Yield (title, note, figure) for each hyperparameter, if there is population based training."""
+    """Yield title, note and figure of each hyperparameter that population based training has changed."""
     names = list(dict.fromkeys(name for _, _, values in summary.hyperparameters for name in values))
     for name in names[:FIGURE_COUNT_MAX]:
         yield f"Hyperparameter {name}", *_figure_of(summary, name)

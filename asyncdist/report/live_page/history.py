@@ -26,7 +26,7 @@ _QUANTITIES: Final[tuple[Quantity, ...]] = ("metric", "step/s")
 
 
 class PolicyHistory(TypedDict):
-    """The plotted lines of one policy: their names and, for each quantity, rows with a time and the lines' values."""
+    """The plotted lines of a policy, one per rank or quantile. A row of a quantity has a time and a value per line."""
 
     policy: str
     lines: list[str]
@@ -34,7 +34,7 @@ class PolicyHistory(TypedDict):
 
 
 class History:
-    """Stores one row per reading of the job. Long series keep only every n-th row."""
+    """Stores a job's metrics and step rates over time. Long series keep only every n-th row."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -65,7 +65,7 @@ class History:
         return [float(each) for each in np.quantile(finite, (0.0, 0.5, 1.0))] if finite else [math.nan] * 3
 
     def policies(self) -> list[PolicyHistory]:
-        """Return the lines of each policy."""
+        """Return the lines to plot for each policy."""
         return [
             {
                 "policy": printable(name),
@@ -77,7 +77,7 @@ class History:
 
 
 def _policies(rows: Sequence[Row]) -> Iterator[tuple[Row, PolicyCounters]]:
-    """Yield the policies of the ranks that have answered the last request."""
+    """Yield each rank's policies, except for ranks that did not answer the last request."""
     return ((row, policy) for row in rows if row.now is not None and not row.is_silent for policy in row.now.policies)
 
 

@@ -1,8 +1,8 @@
 """Serves the page of a job on 127.0.0.1 to clients that know its token.
 
-The token keeps out other users of the host, and other pages in the reader's browser, which can send requests to any
-address. The check of the Host header keeps out pages whose name resolves to 127.0.0.1 (DNS rebinding). The page loads
-nothing from other servers.
+The token protects the page from other users of the host, and from other pages in the reader's browser, which can send
+requests to any address. The check of the Host header protects it from pages whose name resolves to 127.0.0.1 (DNS
+rebinding). The page loads nothing from other servers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _OTHER_NAME: Final = (
 
 
 class PageServer(AddressServer):
-    """Listens on 127.0.0.1. Raises OSError if the port is in use. Port 0 selects a free port."""
+    """An HTTP server on 127.0.0.1. Raises OSError if the port is in use. Port 0 selects a free port."""
 
     def __init__(self, snapshots: Snapshots, port: int = 0) -> None:
         self.snapshots = snapshots
@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: PageServer
     protocol_version = "HTTP/1.1"
     timeout = _TIMEOUT_S
-    #: Nonce of the scripts and styles in the next response, and the response's additional headers.
+    #: Nonce that permits the scripts and styles of the next response, and additional headers of that response.
     nonce = ""
     more: Mapping[str, str] = MappingProxyType({})
 

@@ -1,4 +1,4 @@
-"""Reads a running job's counters when a viewer of its page asks, at most once per second for all viewers."""
+"""Reads a running job's counters when a viewer requests them, at most once per second for all viewers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from asyncdist.live.top import PERIOD_S, JobView
 from asyncdist.report.live_page.history import History
 from asyncdist.report.slow_ranks import slow_ranks_in_words
 from asyncdist.story import sockets
-from asyncdist.story.sockets import Place
+from asyncdist.story.sockets import RankSocket
 
 _encoder: Final = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One reading of the job, encoded once for all viewers.
+    """The counters of a job at one time, encoded once for all viewers.
 
     Attributes:
         packed: ``body``, which is JSON, compressed with gzip.
-        read_at_s: Time of the reading on the monotonic clock.
-        is_last: Whether the job has ended, so that no reading follows.
+        read_at_s: Time at which the counters were read, on the monotonic clock.
+        is_last: Whether the job has ended.
     """
 
     body: bytes
@@ -39,13 +39,13 @@ class Snapshot:
 
 
 class Snapshots:
-    """Provides the newest reading of a job to any thread.
+    """Provides the newest counters of a job to any thread.
 
-    A reading is taken on request if the previous reading is older than ``PERIOD_S``. Requests that arrive during a
-    reading wait for it.
+    Counters are read on request if the previous ones are older than ``PERIOD_S``. Requests that arrive meanwhile wait
+    for the result.
     """
 
-    def __init__(self, job: str, find: Callable[[], Mapping[str, Sequence[Place]]] = sockets.jobs) -> None:
+    def __init__(self, job: str, find: Callable[[], Mapping[str, Sequence[RankSocket]]] = sockets.jobs) -> None:
         self.read_count = 0
         self._job = job
         self._find = find
@@ -56,7 +56,7 @@ class Snapshots:
         self._newest: Snapshot | None = None
 
     def newest(self) -> tuple[Snapshot, float]:
-        """Return the newest reading, and the seconds after which a newer reading is possible."""
+        """Return the newest counters, and the seconds after which newer counters are available."""
         with self._lock:
             newest = self._newest
             if newest is None or not (newest.is_last or time.monotonic() - newest.read_at_s < PERIOD_S):
@@ -65,19 +65,19 @@ class Snapshots:
 
     def _read(self) -> Snapshot:
         began_s = time.monotonic()
-        places = self._find().get(self._job, ())
-        if places:
+        rank_sockets = self._find().get(self._job, ())
+        if rank_sockets:
             self.read_count += 1
-            self._view.ask(places)
+            self._view.ask(rank_sockets)
             rows: Sequence[Row] = self._view.rows
             self._answered_at = time.time()
             self._history.add(self._answered_at, rows)
         else:
             rows, _ = self._view.rows_at_end()
-        body = _encoder.encode(self._told(rows, is_running=bool(places)))
-        return Snapshot(body, gzip.compress(body, 1), began_s, not places)
+        body = _encoder.encode(self._content(rows, is_running=bool(rank_sockets)))
+        return Snapshot(body, gzip.compress(body, 1), began_s, not rank_sockets)
 
-    def _told(self, rows: Sequence[Row], *, is_running: bool) -> dict[str, Any]:
+    def _content(self, rows: Sequence[Row], *, is_running: bool) -> dict[str, Any]:
         shown = columns(rows)
         there = [row.now for row in rows if row.now is not None]
         return {
@@ -111,7 +111,7 @@ def _step_s(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def _line(shown: Sequence[Column], row: Row, number: int) -> dict[str, Any]:
-    """Return a line of the table: the texts of its cells, and their numeric values or None."""
+    """Return the cells of one row of the table, as strings, and as numbers or None."""
     policy = policies_of(row)[number]
     texts, values = [], list[float | None]()
     for column in shown:

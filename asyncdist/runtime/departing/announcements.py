@@ -1,7 +1,7 @@
 """Relays the announcements of leaving, ended and failed ranks along a tree of the ranks, in large worlds.
 
-:mod:`asyncdist.runtime.departing.departures` decides which announcements of leaving and ended ranks are due. A failed
-rank notifies its neighbours in the tree, and they notify their own neighbours. If many ranks fail at once, a rank
+:mod:`asyncdist.runtime.departing.departures` decides which announcements of leaving and ended ranks must be sent. A
+failed rank notifies its neighbours in the tree, which notify their own neighbours. If many ranks fail at once, a rank
 relays a failure only if it has not relayed the failure of a lower rank.
 """
 
@@ -22,19 +22,20 @@ from asyncdist.messaging.services import Services
 from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndAcknowledged, Stage
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds by which announcements are delayed, so that several can share a message. The root's delay is a fraction of
-#: the time since the first announcement, up to a maximum. Each tree level below halves the delay, down to a minimum.
+#: Seconds by which announcements are delayed, so that several can share a message. The delay of the tree's root is a
+#: fraction of the time since the first announcement, up to a maximum. Each tree level below the root halves the delay,
+#: down to a minimum.
 _DELAY_PART: Final = 0.5
 _DELAY_MAX_S: Final = 1.0
 _DELAY_MIN_S: Final = 0.05
-#: Seconds before an unanswered message is repeated. They double with each repetition.
+#: Seconds before a message that has not been answered is repeated. They double with each repetition.
 _REPEAT_S: Final = 2.0
 _REPEAT_COUNT: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Message to a neighbour in the tree that ``rank`` has failed, so the job must stop."""
+    """Message that notifies a neighbour in the tree of a failure of ``rank``, after which the job must stop."""
 
     rank: int
     summary: str
@@ -44,7 +45,7 @@ class Announcements:
     """Exchanges announcements of leaving, ended and failed ranks with this rank's neighbours in the tree.
 
     Args:
-        on_departure: Function called with each newly announced departure.
+        on_departure: Function called with each newly announced departure of ranks.
         on_failure: Function called with a failed rank and a summary of its error.
     """
 
@@ -78,12 +79,12 @@ class Announcements:
 
     @property
     def stage(self) -> Stage:
-        """Stage of its end (such as "main has returned") that every rank is known to have reached."""
+        """Stage of a rank's end, such as "main has returned", that all ranks are known to have reached."""
         return self._departures.stage
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks know that every rank has ended, so this process may exit."""
+        """Whether all ranks know that every rank has ended, so that this process may exit."""
         return self._departures.is_over
 
     def depart(self, departure: Departure) -> None:
@@ -94,7 +95,7 @@ class Announcements:
     def fail(self, rank: int, summary: str, source: int) -> None:
         """Notify this rank's neighbours in the tree, except ``source``, that ``rank`` has failed.
 
-        Nothing is sent if this failure or the failure of a lower rank is already known.
+        Nothing is sent if this rank already knows of this failure or the failure of a lower rank.
         """
         if rank in self.failed:
             return
@@ -131,7 +132,7 @@ class Announcements:
                 self._answer()
                 self._send_soon()
             case EndAcknowledged():
-                self._departures.on_end_heard(source)
+                self._departures.on_end_known(source)
                 self._answer()
                 self._send_soon()
             case Failure(rank, summary):
@@ -145,12 +146,12 @@ class Announcements:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def _answer(self) -> None:
-        """If this rank's whole subtree knows that all ranks have ended, acknowledge this to the neighbours."""
+        """Acknowledge to the neighbours that all ranks have ended, if this rank's whole subtree knows it."""
         for rank in self._departures.take_answers():
             self._send(EndAcknowledged(), rank)
 
     def _send_soon(self) -> None:
-        """Send urgent messages in the loop's next iteration, after all arrived messages have been handled."""
+        """Send urgent messages in the loop's next iteration, when all arrived messages have been handled."""
         if self._soon is None and not self._is_closed:
             self._soon = self._loop.call_soon(self._send_urgent)
 
@@ -164,10 +165,10 @@ class Announcements:
             self._repeat = engine.call_later(
                 _REPEAT_S * 2**self._repeat_count, WaitId(WaitKind.DEPARTURES_AGAIN), self._send_again
             )
-        engine.recheck()  # Let waiting tasks check whether all ranks have reached the next stage.
+        engine.recheck()  # Waiting tasks may be waiting for the next stage.
 
     def _delay_s(self) -> float:
-        """Return the delay of this rank's announcements in seconds, which halves with each level below the root."""
+        """Return the delay of this rank's announcements in seconds. It halves with each tree level below the root."""
         now = self._loop.time()
         if self._first_departure_at is None:
             self._first_departure_at = now
@@ -182,7 +183,7 @@ class Announcements:
         self._repeat = None
         if not self._departures.is_answered:
             self._repeat_count += 1
-            self._departures.tell_again()
+            self._departures.resend_announcements()
             self._answer()
             self._send_urgent()
 
@@ -191,6 +192,6 @@ class Announcements:
             self._send(message, rank)
 
     def _send(self, message: Departed | EndAcknowledged | Failure, rank: int) -> None:
-        # Losses are handled elsewhere, and a message to a busy rank is repeated later.
+        # Losses are handled elsewhere. A message to a busy rank is repeated later.
         with contextlib.suppress(RankLostError, BusyError):
             self._channel.send_nowait(message, rank)

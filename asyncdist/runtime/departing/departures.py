@@ -1,8 +1,8 @@
 """Decides which announcements a rank must send to its neighbours in a tree when ranks leave or end.
 
-In a small world each rank notifies all others when it leaves main and when it has ended. In a larger world it notifies
-only the ranks with which it has exchanged messages. This module informs the remaining ranks along the tree of
-:mod:`asyncdist.runtime.departing.spanning_tree`.
+In a small world, each rank notifies all others when its main returns, and when it has ended. In a larger world, it
+notifies only the ranks with which it has exchanged messages. The remaining ranks are notified along the tree of
+:mod:`asyncdist.runtime.departing.spanning_tree`, with the announcements that this module selects.
 
 - A rank notifies its parent as soon as its whole subtree has reached a stage. When all ranks have reached the stage,
   the root announces this down the tree.
@@ -11,8 +11,9 @@ only the ranks with which it has exchanged messages. This module informs the rem
 - After all ranks have ended, each rank acknowledges this to its parent as soon as its whole subtree knows it. Then the
   root announces the stage ``HEARD``, and only then may ranks exit. A rank whose ancestors are lost can thus still be
   notified by any living rank.
-- A rank that becomes a neighbour after a loss is sent all announcements. They are repeated to a parent that has not
-  answered for a long time, because a message may have been corrupted. Repeated announcements have no effect.
+- A rank that becomes a neighbour after a loss is sent all announcements. Announcements are also repeated to a parent
+  that has not answered for a long time, because a message may have been corrupted. Repeated announcements have no
+  effect.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Stage(enum.IntEnum):
     HEARD = 3
 
 
-#: Maximum number of departures and maximum size of a bitmap in a message, so that the message fits into a frame.
+#: Maximum number of departures, and maximum size of a bitmap in bytes, in one message.
 _COUNT_MAX: Final = 64
 _BITMAP_NBYTES_MAX: Final = 8192
 
-#: Details of a leaving rank: its number of started collectives by group, the ranks known to be lost, and the ranks that
-#: it notifies directly.
+#: Details of a leaving rank: its numbers of started collectives by group, the ranks that it knows to be lost, and the
+#: ranks that it notifies directly.
 _Account: TypeAlias = tuple[tuple[tuple[int, int], ...], Losses, Runs]
 
 
@@ -78,7 +79,7 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """Message to a neighbour in the tree: new departures, and the stage that all ranks of the world have reached."""
+    """Message that notifies a neighbour in the tree of new departures, and of the stage that all ranks have reached."""
 
     departures: tuple[Departure, ...]
     stage: int
@@ -86,7 +87,7 @@ class Departed:
 
 @dataclass(frozen=True, slots=True)
 class EndAcknowledged:
-    """Message to a neighbour in the tree: all ranks have ended, and the sender's whole subtree knows it."""
+    """Message with which a rank acknowledges that its whole subtree knows that all ranks have ended."""
 
 
 class Departures:
@@ -97,12 +98,12 @@ class Departures:
         self._rank = rank
         self._tree = SpanningTree(size, rank)
         self._known = _Reached()
-        self._announced = _Reached()  # departures from the root, to be sent to the children
+        self._announced = _Reached()  # departures announced by the root, to be sent to the children
         self._accounts: dict[_Account, int] = {}  # bit sets of ranks, by their details
         self._lost = 0
-        self._told: dict[int, _Reached] = {neighbour: _Reached() for neighbour in self._tree.neighbours}
-        self._told_stage: dict[int, int] = dict.fromkeys(self._tree.neighbours, 0)
-        self._have_heard: set[int] = set()
+        self._sent: dict[int, _Reached] = {neighbour: _Reached() for neighbour in self._tree.neighbours}
+        self._sent_stage: dict[int, int] = dict.fromkeys(self._tree.neighbours, 0)
+        self._informed: set[int] = set()
         self._unanswered: set[int] = set()  # neighbours that wait for this rank's acknowledgement
         self.stage = Stage.IN_MAIN
 
@@ -112,7 +113,7 @@ class Departures:
         return self._tree.neighbours
 
     def add(self, departure: Departure, source: int) -> list[Departure]:
-        """Add an announcement from ``source``. Return the part of it that was unknown.
+        """Add an announcement from ``source``. Return the part of it that was unknown before.
 
         Raises:
             RemoteProtocolError: The announcement is invalid.
@@ -127,7 +128,7 @@ class Departures:
             self._accounts[account] = self._accounts.get(account, 0) | unaccounted
         self._known.add(ranks, stage)
         if source == self._tree.parent:
-            self._told[source].add(ranks, stage)
+            self._sent[source].add(ranks, stage)
         if source != self._rank and source not in self._tree.children:
             self._announced.add(ranks, stage)
         return list(_departures(unknown, stage, account))
@@ -139,7 +140,7 @@ class Departures:
         return length and departure.first + length
 
     def on_departed(self, message: Departed, source: int) -> list[Departure]:
-        """Record the departures in a neighbour's message. Return those that were unknown.
+        """Record the departures in a neighbour's message. Return the departures that were unknown before.
 
         Raises:
             RemoteProtocolError: The message is invalid.
@@ -147,52 +148,52 @@ class Departures:
         new = [part for departure in message.departures for part in self.add(departure, source)]
         if message.stage not in tuple(Stage):
             raise RemoteProtocolError(f"the stage of a departure message must be a known one, got {message.stage}")
-        if self.stage >= Stage.ENDED and message.stage < Stage.ENDED and source not in self._have_heard:
-            self._told_stage[source] = 0  # The neighbour repeats its message, so this rank's answer was lost.
+        if self.stage >= Stage.ENDED and message.stage < Stage.ENDED and source not in self._informed:
+            self._sent_stage[source] = 0  # The neighbour repeats its message, because this rank's answer was lost.
         self.stage = max(self.stage, Stage(message.stage))
         if message.stage == Stage.ENDED:
             self._unanswered.add(source)
         elif message.stage == Stage.HEARD:
-            self._told_stage[source] = Stage.HEARD
+            self._sent_stage[source] = Stage.HEARD
         return new
 
-    def on_end_heard(self, source: int) -> None:
+    def on_end_known(self, source: int) -> None:
         """Record that a neighbour's whole subtree knows that all ranks have ended."""
-        self._have_heard.add(source)
-        if self.stage == Stage.HEARD:  # The neighbour does not know the stage HEARD yet, or has a new parent.
-            self._told_stage[source] = Stage.ENDED
+        self._informed.add(source)
+        if self.stage == Stage.HEARD:  # The neighbour has not reached the stage HEARD, or has a new parent.
+            self._sent_stage[source] = Stage.ENDED
 
     def take_answers(self) -> set[int]:
         """Remove and return the neighbours to which :class:`EndAcknowledged` must be sent now."""
         ranks: set[int] = set()
-        if self._have_all_below_heard:
+        if self._does_subtree_know_end:
             ranks, self._unanswered = self._unanswered, ranks
         return ranks
 
     def on_lost(self, rank: int) -> None:
-        """Record that a rank is lost and no longer awaited, and connect its neighbours in the tree to other ranks."""
+        """Record that ``rank`` is lost and need not end, and connect its neighbours in the tree to other ranks."""
         self._lost |= 1 << rank
         self._tree.on_lost(rank)
-        self._told = {neighbour: self._told.get(neighbour, _Reached()) for neighbour in self.neighbours}
-        self._told_stage = {neighbour: self._told_stage.get(neighbour, 0) for neighbour in self.neighbours}
+        self._sent = {neighbour: self._sent.get(neighbour, _Reached()) for neighbour in self.neighbours}
+        self._sent_stage = {neighbour: self._sent_stage.get(neighbour, 0) for neighbour in self.neighbours}
 
-    def tell_again(self) -> None:
-        """Make :meth:`urgent` return the unanswered messages again."""
+    def resend_announcements(self) -> None:
+        """Make :meth:`urgent` return unanswered messages a second time."""
         parent = self._tree.parent
-        if parent is not None and self._told_stage[parent] > self.stage:
-            self._told[parent], self._told_stage[parent] = _Reached(), 0
+        if parent is not None and self._sent_stage[parent] > self.stage:
+            self._sent[parent], self._sent_stage[parent] = _Reached(), 0
         if self.stage == Stage.ENDED:
             if parent is not None:
                 self._unanswered.add(parent)
             for child in self._tree.children:
-                if child not in self._have_heard:
-                    self._told_stage[child] = 0
+                if child not in self._informed:
+                    self._sent_stage[child] = 0
 
     @property
     def is_answered(self) -> bool:
         """Whether this rank's neighbours in the tree have answered all its messages that need an answer."""
         parent = self._tree.parent
-        return self.is_over if self.stage >= Stage.ENDED else parent is None or self._told_stage[parent] <= self.stage
+        return self.is_over if self.stage >= Stage.ENDED else parent is None or self._sent_stage[parent] <= self.stage
 
     def urgent(self) -> list[tuple[int, Departed]]:
         """Return the announcements that must be sent to neighbours immediately, each with its receiver."""
@@ -204,27 +205,27 @@ class Departures:
         messages = []
         for neighbour in self.neighbours:
             stage = min(max(self.stage, reached), Stage.ENDED) if neighbour == parent else self.stage
-            told = self._tell(neighbour) if self._told_stage[neighbour] < stage or neighbour != parent else []
-            if self._told_stage[neighbour] < stage:
-                self._told_stage[neighbour] = stage
-                told = told or [Departed((), self.stage)]
-            messages += [(neighbour, message) for message in told]
+            sent = self._departures_for(neighbour) if self._sent_stage[neighbour] < stage or neighbour != parent else []
+            if self._sent_stage[neighbour] < stage:
+                self._sent_stage[neighbour] = stage
+                sent = sent or [Departed((), self.stage)]
+            messages += [(neighbour, message) for message in sent]
         return messages
 
     def others(self) -> list[tuple[int, Departed]]:
         """Return the announcements that may be delayed and combined with later ones, each with its receiver."""
         parent = self._tree.parent
         if parent is not None:
-            return [(parent, message) for message in self._tell(parent)]
+            return [(parent, message) for message in self._departures_for(parent)]
         self._announced.add_all(self._known)
-        return [(child, message) for child in self._tree.children for message in self._tell(child)]
+        return [(child, message) for child in self._tree.children for message in self._departures_for(child)]
 
     @property
     def has_more(self) -> bool:
         """Whether :meth:`others` may return messages."""
         parent = self._tree.parent
-        told = self._announced if parent is None else self._told[parent]
-        return self.stage < Stage.ENDED and self._known.has_more_than(told)
+        sent = self._announced if parent is None else self._sent[parent]
+        return self.stage < Stage.ENDED and self._known.has_more_than(sent)
 
     @property
     def level(self) -> int:
@@ -233,15 +234,15 @@ class Departures:
 
     @property
     def is_over(self) -> bool:
-        """Whether every rank knows that all ranks have ended, and the children have been sent the stage ``HEARD``."""
-        return self.stage == Stage.HEARD and all(self._told_stage[child] == self.stage for child in self._tree.children)
+        """Whether every rank knows that all ranks have ended, and this rank's children have been notified of it."""
+        return self.stage == Stage.HEARD and all(self._sent_stage[child] == self.stage for child in self._tree.children)
 
     @property
-    def _have_all_below_heard(self) -> bool:
-        return self.stage >= Stage.ENDED and self._have_heard.issuperset(self._tree.children)
+    def _does_subtree_know_end(self) -> bool:
+        return self.stage >= Stage.ENDED and self._informed.issuperset(self._tree.children)
 
     def _reached(self) -> Stage:
-        if self._have_all_below_heard:
+        if self._does_subtree_know_end:
             return Stage.HEARD
         everybody = _ranks(self._tree.first, self._tree.last)
         for stage in Stage.ENDED, Stage.LEFT:
@@ -249,31 +250,34 @@ class Departures:
                 return stage
         return Stage.IN_MAIN
 
-    def _tell(self, neighbour: int) -> list[Departed]:
-        """Return messages with the departures that ``neighbour`` does not know of, or none if all ranks have ended."""
-        known, told = self._known if neighbour == self._tree.parent else self._announced, self._told[neighbour]
-        ended = known.ended & ~told.ended
-        left = known.left & ~told.left & ~ended
+    def _departures_for(self, neighbour: int) -> list[Departed]:
+        """Return messages with the departures that ``neighbour`` does not know of.
+
+        Return none if all ranks have ended.
+        """
+        known, sent = self._known if neighbour == self._tree.parent else self._announced, self._sent[neighbour]
+        ended = known.ended & ~sent.ended
+        left = known.left & ~sent.left & ~ended
         if self.stage >= Stage.ENDED or not ended | left:
             return []
-        told.add_all(known)
+        sent.add_all(known)
         departures = [
             departure
             for account, ranks in self._accounts.items()
             for stage, some in ((Stage.LEFT, left), (Stage.ENDED, ended))
             for departure in _departures(ranks & some, stage, account)
         ]
-        self._forget_whom_they_tell()
+        self._forget_direct_notices()
         return [
             Departed(tuple(departures[first : first + _COUNT_MAX]), self.stage)
             for first in range(0, len(departures), _COUNT_MAX)
         ]
 
-    def _forget_whom_they_tell(self) -> None:
-        """Stop recording which ranks an ended rank notifies directly, when all neighbours know of its end."""
+    def _forget_direct_notices(self) -> None:
+        """Remove the record of which ranks an ended rank notifies directly, if all neighbours know of its end."""
         settled = self._known.ended
-        for told in self._told.values():
-            settled &= told.ended
+        for sent in self._sent.values():
+            settled &= sent.ended
         for account in [account for account, ranks in self._accounts.items() if account[2] and ranks & settled]:
             ranks, plain = self._accounts.pop(account), (*account[:2], ())
             self._accounts[plain] = self._accounts.get(plain, 0) | ranks & settled
@@ -305,7 +309,7 @@ class _Reached:
 
 
 def _departures(ranks: int, stage: Stage, account: _Account) -> Iterator[Departure]:
-    """Yield announcements that together contain ``ranks``: one, unless its bitmap would be too large."""
+    """Yield announcements that together contain ``ranks``. There are several if one bitmap would be too large."""
     while ranks:
         first = (ranks & -ranks).bit_length() - 1
         piece = ranks >> first & (1 << 8 * _BITMAP_NBYTES_MAX) - 1

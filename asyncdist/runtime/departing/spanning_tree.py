@@ -1,8 +1,9 @@
 """Arranges the ranks of a world in a binary tree, along which messages reach all ranks in few hops.
 
-The root is rank 0, and every subtree is a range of consecutive ranks. Lost ranks are omitted. Their children belong to
-the closest living ancestor, or to the lowest living rank. Ranks detect a loss at different times, and temporarily see
-different trees. Messages along the tree must therefore tolerate duplicates, and must be sent again to new neighbours.
+The root is rank 0, and every subtree is a range of consecutive ranks. Lost ranks are omitted. Their children become
+children of the closest living ancestor, or of the lowest living rank. Ranks are notified of a loss at different times,
+and temporarily see different trees. Messages along the tree must therefore tolerate duplicates, and must be sent again
+to new neighbours.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class SpanningTree:
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """Parent, if there is one, and children of this rank in the tree."""
+        """This rank's parent in the tree, if it has one, and its children."""
         return self.children if self.parent is None else (self.parent, *self.children)
 
     def _arrange(self) -> None:

@@ -1,44 +1,45 @@
-"""Ends a rank after a failure: notifies the peers, waits until they stop, and aborts the job if some do not."""
+"""Ends a rank after a failure: notifies the other ranks, waits until they stop, and aborts the job if some do not."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import multiprocessing
+import traceback
 from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Final, NoReturn
 
 from asyncdist import local_host, rank_program
 from asyncdist.errors import DisagreementError, LateError, RankLostError, RemoteError, has_cause_here, is_consequence
-from asyncdist.launchers import child_environment, detection
+from asyncdist.launchers import child_environment, detection, launcher_signals
 from asyncdist.messaging.engine import Timer
-from asyncdist.runtime.failing.failure_report import FailureReport, peer_failed, summarise, termination_of
+from asyncdist.runtime.failing.failure_report import FailureReport, is_stop, peer_failed, summarise, termination_of
 from asyncdist.runtime.failing.process_ends import exit_immediately
 from asyncdist.runtime.failing.replica_mates import ReplicaMates, end_as_lost
 from asyncdist.runtime.peers import Failed, FailureAcknowledged
 from asyncdist.runtime.signals import SIGNALS, Interrupts, interrupt_error
-from asyncdist.runtime.stall_warnings import describe_wait
+from asyncdist.runtime.stall_warnings import describe_wait, frames_of
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.waits import WaitId, WaitKind
 from asyncdist.wording import ranks_in_words
 
 #: Seconds that a failed rank waits before it prints its error, because another rank's report may explain the error.
-_HEAR_WHY_S: Final = 0.25
+_END_REASON_S: Final = 0.25
 #: Seconds that main may continue after another rank's failure before it is cancelled.
 _CANCEL_AFTER_S: Final = 1.0
-#: Seconds after which a failed rank notifies silent peers again.
-_TELL_SILENT_S: Final = 1.0
+#: Seconds after which a failed rank again notifies the ranks that have not answered.
+_NOTIFY_SILENT_S: Final = 1.0
 
-#: Summaries of the failures of peers that a signal has ended.
+#: Summaries of the errors of ranks that a signal has ended.
 _INTERRUPTS: Final = frozenset(summarise(interrupt_error(number)) for number in SIGNALS)
 
 _report = FailureReport()
 
 
 class FailureMonitor:
-    """Stops main at a safe point, or by cancelling it, after another rank, a service or the watchdog has failed."""
+    """Ends main, by an error or a cancellation, after another rank, a service or the watchdog has failed."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -46,6 +47,8 @@ class FailureMonitor:
         self._timer: Timer | None = None
         self._active = False
         self.error: BaseException | None = None
+        self._is_signalled = False  # whether a signal, which this rank may get too, has ended another rank
+        self.waited: str | None = None  # main's wait when the signal was reported
         world.peers.on_failure(self._hear)
         world.services.on_defect(self.stop)
 
@@ -59,12 +62,21 @@ class FailureMonitor:
 
     def _hear(self, rank: int, summary: str) -> None:
         error = peer_failed(rank, summary)
-        if summary in _INTERRUPTS and (waited := describe_wait(self._task, self._world)):
-            error.add_note(f"rank {self._world.rank} was waiting for {waited}")
+        if summary in _INTERRUPTS and self.error is None:
+            self._is_signalled, self.waited = True, describe_wait(self._task, self._world)
+            if self.waited:
+                error.add_note(f"rank {self._world.rank} was waiting for {self.waited}")
         self.stop(error)
 
+    def is_stopped(self) -> bool:
+        """Return whether main has received the error that a signal has ended another rank. It may be cleaning up."""
+        if not self._is_signalled or self.error is None or self._task is None:
+            return False
+        raised_in = {frame for frame, _ in traceback.walk_tb(self.error.__traceback__)}
+        return not raised_in.isdisjoint(frames_of(self._task))
+
     def stop(self, error: BaseException) -> None:
-        """Make main end with ``error``, unless an earlier error already ends it."""
+        """Make main end with ``error``, unless an earlier error is already ending it."""
         if self.error is not None or self._world.services.engine.failure is not None:
             return
         self.error = error
@@ -75,7 +87,8 @@ class FailureMonitor:
             )
 
     def _cancel(self) -> None:
-        if self._task is not None and self._active:
+        # If a signal has already cancelled main, main has more time to clean up.
+        if self._task is not None and self._active and not self._world.agreements.is_interrupted():
             self._task.cancel()
 
 
@@ -84,47 +97,52 @@ async def fail(
     transport: Transport,
     error: BaseException,
     grace_s: float,
-    tell_story: Callable[[], str] | None = None,
+    report_waits: Callable[[], str] | None = None,
 ) -> None:
-    """End this rank after a failure. Notify the peers, wait until they stop, and abort the job if some do not.
+    """End this rank after a failure. Notify the other ranks, wait until they stop, and abort the job if some do not.
 
-    Before an abort, the report of all ranks' waits that ``tell_story()`` returns is printed.
+    If a signal ends this rank, the other ranks have ``launcher_signals.STOP_S`` to clean up, as under a launcher. The
+    report of all ranks' waits that ``report_waits()`` returns is printed after ``grace_s`` seconds, before any abort.
     """
     loop = asyncio.get_running_loop()
-    await _end_beside_lost_mates(world, transport, error)
+    await _end_with_replica(world, transport, error)
     if is_consequence(error):
-        await _wait_for_end_reason(world, _HEAR_WHY_S)
+        await _wait_for_end_reason(world, _END_REASON_S)
     from_peer = is_consequence(error) and isinstance(world.services.engine.failure, RankLostError)
     in_process = transport.capabilities.shares_process  # run_local raises the error for all ranks of the process.
-    teller = await _rank_that_tells(world, error) if not in_process or world.services.reports_in_turn else None
-    if not in_process and teller is None:
+    first_rank = await _rank_with_same_error(world, error) if not in_process or world.services.reports_in_turn else None
+    if not in_process and first_rank is None:
         _print_failure(world.rank, error, world.services.engine.failure if from_peer else None)
     elif not in_process:
-        _print_alike(world.rank, teller, error)
+        _print_same_error(world.rank, first_rank, error)
     is_newcomer = not world.services.is_admitted and world.services.engine.failure is None
     if world.services.engine.failure is None:
         world.services.engine.fail(peer_failed(world.rank, summarise(error)))
     world.services.cancel_tasks()
-    if is_newcomer:  # A restarted rank that no group has admitted ends like a lost rank, and the others continue.
+    if is_newcomer:  # No group has admitted this restarted rank. It ends like a lost rank, and the others continue.
         world.close()
         transport.close_failed()
         return
     failed = Failed(summarise(error))
     world.peers.announce(FailureAcknowledged() if from_peer else failed)
     began_at = loop.time()
-    deadline, tell_silent_at = began_at + grace_s, began_at + min(_TELL_SILENT_S, grace_s / 3)
+    abort_s = max(grace_s, launcher_signals.STOP_S) if is_stop(error) and not in_process else grace_s
+    report_at, notify_silent_at = began_at + grace_s, began_at + min(_NOTIFY_SILENT_S, grace_s / 3)
     has_everybody_answered = Everybody(world, transport, world.peers.answered)
 
     def settled() -> bool:
-        return from_peer or has_everybody_answered() or world.peers.is_failure_led_elsewhere
+        return from_peer or has_everybody_answered() or world.peers.is_failure_led_by_lower_rank
 
     pause_s = 0.001
     while not settled() or (not world.services.engine.is_idle and loop.time() < began_at + _CANCEL_AFTER_S):
-        if loop.time() >= deadline:
+        if loop.time() >= report_at and not settled() and not in_process:
+            report_at = math.inf
+            _report_silent(world, grace_s, abort_s, report_waits)
+        if loop.time() >= began_at + abort_s:
             break
-        if loop.time() >= tell_silent_at and not settled():
-            tell_silent_at = math.inf
-            world.peers.tell_silent(failed)
+        if loop.time() >= notify_silent_at and not settled():
+            notify_silent_at = math.inf
+            world.peers.notify_silent(failed)
         world.services.engine.poll()
         try:
             await asyncio.sleep(pause_s)
@@ -132,20 +150,26 @@ async def fail(
         except asyncio.CancelledError:  # A signal requests the end, which is already in progress.
             _uncancel()
     if not settled() and not in_process:
-        silent = sorted(set(range(world.size)) - world.peers.answered - {world.rank})
-        local_host.print_line(
-            f"asyncdist: rank {world.rank}: ranks {silent} did not stop within {grace_s:g} s; aborting the job"
-        )
-        if tell_story is not None:
-            local_host.print_line(f"asyncdist: {tell_story()}")
         transport.abort(1)
         exit_immediately(1)
     world.close()
     transport.close_failed()
 
 
-async def _end_beside_lost_mates(world: World, transport: Transport, error: BaseException) -> None:
-    """If another rank of this rank's replica is lost, kill this rank, so that the other replicas continue."""
+def _report_silent(world: World, grace_s: float, abort_s: float, report_waits: Callable[[], str] | None) -> None:
+    """Report the ranks that have not stopped. If the job is not aborted yet, only the lowest stopped rank does so."""
+    answered = world.peers.answered
+    if abort_s > grace_s and min(answered, default=world.rank) < world.rank:
+        return
+    silent = sorted(set(range(world.size)) - answered - {world.rank})
+    abort = "aborting the job" if abort_s <= grace_s else f"the job will be aborted after {abort_s:g} s"
+    local_host.print_line(f"asyncdist: rank {world.rank}: ranks {silent} did not stop within {grace_s:g} s; {abort}")
+    if report_waits is not None:
+        local_host.print_line(f"asyncdist: {report_waits()}")
+
+
+async def _end_with_replica(world: World, transport: Transport, error: BaseException) -> None:
+    """If another rank of this rank's replica is lost, kill this rank, so that the other replicas can continue."""
     lost = await world.services.shared(ReplicaMates).lost_soon() if isinstance(error, Exception) else ()
     if not lost:
         return
@@ -158,23 +182,26 @@ async def _end_beside_lost_mates(world: World, transport: Transport, error: Base
     end_as_lost()
 
 
-async def _rank_that_tells(world: World, error: BaseException) -> int | None:
-    """Return the lower rank that prints the same traceback as this rank would, or None if there is none."""
+async def _rank_with_same_error(world: World, error: BaseException) -> int | None:
+    """Return the lower rank that prints the same traceback as this rank would print, or None."""
     if not isinstance(error, Exception) or is_consequence(error):
         return None
-    await _wait_for_end_reason(world, _HEAR_WHY_S * world.rank / world.size)
-    heard, summary = world.services.engine.failure, summarise(error)
-    if not isinstance(heard, RankLostError) or heard.args[0] != peer_failed(heard.rank, summary).args[0]:
+    await _wait_for_end_reason(world, _END_REASON_S * world.rank / world.size)
+    peer_failure, summary = world.services.engine.failure, summarise(error)
+    if (
+        not isinstance(peer_failure, RankLostError)
+        or peer_failure.args[0] != peer_failed(peer_failure.rank, summary).args[0]
+    ):
         return None
-    return int(heard.rank)
+    return int(peer_failure.rank)
 
 
-def _print_alike(rank: int, teller: int | None, error: BaseException) -> None:
-    _report.print_line(f"rank {rank} failed in the same way as rank {teller}: {summarise(error)}", error)
+def _print_same_error(rank: int, first_rank: int | None, error: BaseException) -> None:
+    _report.print_line(f"rank {rank} failed in the same way as rank {first_rank}: {summarise(error)}", error)
 
 
 async def _wait_for_end_reason(world: World, seconds: float) -> None:
-    """Wait for a peer's failure report, which may be in transit and may explain this rank's error."""
+    """Wait for another rank's failure report. It may be in transit, and may explain this rank's error."""
     engine = world.services.engine
     deadline = engine.loop.time() + seconds
     while engine.failure is None:
@@ -191,7 +218,7 @@ async def _wait_for_end_reason(world: World, seconds: float) -> None:
 
 
 def refuse(error: BaseException, caller: FrameType) -> None:
-    """Shorten the report of an error that keeps a world from opening.
+    """Shorten the report of an error that prevents a world from being opened.
 
     All ranks detect such an error, for example an invalid option. Only the first rank of a host prints a traceback. The
     others print one line.
@@ -205,7 +232,7 @@ def refuse(error: BaseException, caller: FrameType) -> None:
 
 
 def fail_alone(transport: Transport, error: BaseException) -> None:
-    """End a rank that has failed in the handshake. Abort the job, unless all ranks have detected the failure."""
+    """End a rank that has failed in the handshake. Abort the job, unless all ranks detect the failure themselves."""
     if transport.size == 1 or transport.capabilities.shares_process:
         return
     if isinstance(error, DisagreementError):
@@ -217,10 +244,10 @@ def fail_alone(transport: Transport, error: BaseException) -> None:
         exit_immediately(1)
 
 
-def _print_failure(rank: int, error: BaseException, heard: BaseException | None) -> None:
-    """Print the error that ends this rank, or one line if a peer's failure has caused it."""
-    if heard is not None:
-        _report.print_line(_with_notes(f"rank {rank} stopped: {heard.args[0]}", heard), error)
+def _print_failure(rank: int, error: BaseException, peer_failure: BaseException | None) -> None:
+    """Print the error that ends this rank, or one line if another rank's failure has caused it."""
+    if peer_failure is not None:
+        _report.print_line(_with_notes(f"rank {rank} stopped: {peer_failure.args[0]}", peer_failure), error)
     elif isinstance(error, RemoteError):
         _report.print_line(f"rank {rank} stopped: {error}", error)
     elif isinstance(error, KeyboardInterrupt):
@@ -271,7 +298,7 @@ class Everybody:
         self._own_rank = world.rank
         self._size = world.size
         self._transport = transport
-        self._found_count = 0  # number of ranks, from rank 0, that have all been found
+        self._found_count = 0  # all ranks below this number have been found
 
     def __call__(self) -> bool:
         """Return whether every other rank is lost, or in one of the sets of ranks passed to the constructor."""
@@ -281,10 +308,10 @@ class Everybody:
         if max(counts) == self._size - 1:
             return True
         if sum(counts) >= self._size - 1:  # Otherwise at least one rank is in none of the sets.
-            self._go_on(groups)
+            self._extend_found(groups)
         return self._found_count == self._size
 
-    def _go_on(self, groups: Collection[Collection[int]]) -> None:
+    def _extend_found(self, groups: Collection[Collection[int]]) -> None:
         rank = self._found_count
         while rank < self._size and (rank == self._own_rank or any(rank in group for group in groups)):
             rank += 1

@@ -1,7 +1,7 @@
-"""Prints the failure of a rank exactly once, and summarises it for the peers.
+"""Prints the failure of a rank exactly once, and summarises it for the other ranks.
 
-A failed rank prints its traceback, or one line if a lower rank has failed with the same error, and notifies the peers.
-The peers stop with RankLostError, and print one line each (:mod:`asyncdist.runtime.failing.failure`).
+A failed rank prints its traceback, or one line if a lower rank has failed with the same error, and notifies the other
+ranks. They stop with RankLostError, and print one line each (:mod:`asyncdist.runtime.failing.failure`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any, Final
 from asyncdist import local_host
 from asyncdist.errors import RankLostError
 from asyncdist.runtime.failing.tracebacks import format_error
-from asyncdist.tensors.serialization import cut_text, words_of
+from asyncdist.tensors.serialization import cut_text, name_and_message
 
 #: Maximum size of a rank's failure summary, in bytes.
 _SUMMARY_NBYTES_MAX: Final = 1200
 #: Names of the signals that end a rank with SystemExit, by exit code.
 _TERMINATIONS: Final[Mapping[object, str]] = {128 + number: number.name for number in (signal.SIGTERM, signal.SIGHUP)}
 
-#: Function that receives the exception that ends this rank, for a program that starts ranks and reports their failures
-#: itself.
-told_elsewhere: ContextVar[Callable[[BaseException], None] | None] = ContextVar("told_elsewhere", default=None)
+#: Function that receives the exception that ends this rank. Set by programs that start ranks and report their failures.
+failure_reporter: ContextVar[Callable[[BaseException], None] | None] = ContextVar("failure_reporter", default=None)
 
 
 class FailureReport:
-    """Prints exceptions early, and keeps the interpreter from printing the same exceptions again.
+    """Prints exceptions early, and prevents the interpreter from printing the same exceptions again.
 
-    ``run`` must print the traceback before the peers or the launcher end this process, and also raise the exception.
+    ``run`` must print the traceback before another rank or the launcher ends this process, and must also raise the
+    exception.
     """
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class FailureReport:
         self._print(f"asyncdist: {line}", error)
 
     def shorten(self, error: BaseException, line: str) -> None:
-        """Make the interpreter print ``line`` instead of a traceback if ``error`` ends the program."""
+        """Let the interpreter print ``line`` instead of a traceback if ``error`` ends the program."""
         self._set_hook()
         self._lines.append((error, line))
 
     def _print(self, text: str, error: BaseException) -> None:
-        tell = told_elsewhere.get()
-        if tell is not None:
-            tell(error)
+        report = failure_reporter.get()
+        if report is not None:
+            report(error)
             return
         self._set_hook()
         self._printed.append(error)
@@ -72,34 +72,34 @@ class FailureReport:
     def _hook(
         self, previous: Any, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        if not (sys.flags.interactive or hasattr(sys, "ps1")):  # In an interactive session, the program continues.
+        if not (sys.flags.interactive or hasattr(sys, "ps1")):  # The program continues in an interactive session.
             _let_interrupts_kill()
-        told = {id(error): None for error in self._printed} | {id(error): line for error, line in self._lines}
+        printed = {id(error): None for error in self._printed} | {id(error): line for error, line in self._lines}
         error: BaseException | None = value
         if isinstance(value, KeyboardInterrupt):  # Ctrl-C was pressed while another error was being raised.
-            while error is not None and id(error) not in told:
+            while error is not None and id(error) not in printed:
                 error = error.__context__
-        if id(error) not in told:
+        if id(error) not in printed:
             previous(kind, value, trace)
-        elif line := told[id(error)]:
+        elif line := printed[id(error)]:
             local_host.print_line(f"asyncdist: {line}")
 
 
 def _let_interrupts_kill() -> None:
-    """Make Ctrl-C during the interpreter's exit end the process without a traceback."""
+    """Let Ctrl-C during the interpreter's exit end the process without a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def summarise(error: BaseException) -> str:
-    """Return a one-line summary of an error, short enough for a message to the peers. Never raises."""
+    """Return a one-line summary of an error, short enough for a message to the other ranks. Never raises."""
     return cut_text(_summary(error), _SUMMARY_NBYTES_MAX)
 
 
 def _summary(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(map(_summary, error.exceptions))
-    _, text = words_of(error)
+    _, text = name_and_message(error)
     first = text.splitlines()[0] if text else ""
     if name := termination_of(error):
         first += f" ({name})"
@@ -107,11 +107,16 @@ def _summary(error: BaseException) -> str:
 
 
 def termination_of(error: BaseException) -> str:
-    """Return the signal because of which ``error`` ends this rank, SIGTERM or SIGHUP, or "" for another error.
+    """Return the name of the signal (SIGTERM or SIGHUP) that has caused ``error``, or an empty string.
 
-    The error of ``sys.exit`` with the corresponding exit code is the same.
+    The error of ``sys.exit`` with the corresponding exit code is treated like the signal.
     """
     return _TERMINATIONS.get(error.code, "") if isinstance(error, SystemExit) else ""
+
+
+def is_stop(error: BaseException) -> bool:
+    """Return whether ``error`` ends this rank because a signal has asked it to stop."""
+    return isinstance(error, KeyboardInterrupt) or bool(termination_of(error))
 
 
 def peer_failed(rank: int, summary: str) -> RankLostError:

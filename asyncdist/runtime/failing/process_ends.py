@@ -2,8 +2,8 @@
 
 A forked child has a copy of the rank's memory and file descriptors, but is not a rank. It would disturb the rank, hang
 or crash if it left the world, ran the rank's loop, called MPI_Finalize or closed gloo's connections. A child therefore
-ends as soon as it leaves a policy or the rank's world. At its exit, only the :mod:`atexit` functions run that the child
-itself has registered.
+ends as soon as it leaves the context of a policy or of the rank's world. At its exit, only the :mod:`atexit` functions
+run that the child itself has registered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class ForkedChildError(LocalProtocolError):
 def exit_immediately(code: int) -> NoReturn:
     """Exit this process without MPI_Finalize, which can hang after a failure."""
     for file in filter(None, (sys.stdout, sys.stderr)):  # A stream is None if its descriptor was closed.
-        with contextlib.suppress(OSError, ValueError):  # Raised if nothing reads the stream any longer.
+        # Writing fails if the stream's reader has closed it, or if a signal handler has interrupted a write.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             file.flush()
     os._exit(code)
 
@@ -64,7 +65,7 @@ class ProgramEnd:
         """Return the exception that ends the program, or None if the program has succeeded.
 
         Args:
-            signalled: Exception that a signal's handler has raised, which counts if :func:`sys.exit` was not called.
+            signalled: Exception that a signal handler has raised. It counts if :func:`sys.exit` was not called.
         """
         last = _last_error()
         if last is not self._error_before:
@@ -84,7 +85,7 @@ class _Forks:
     """Records whether this process has hosted a rank, and prepares its forked children for their exit.
 
     Attributes:
-        abandon: Functions that each child calls, by the object that registered them.
+        abandon: Functions that each forked child calls, by the object that registered them.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class _Forks:
         self.has_hosted = False  # stays True, because MPI stays open after the world is closed
 
     def prepare_child(self) -> None:
-        """Drop the rank's state in a new child, and make the child exit without the rank's ``atexit`` functions."""
+        """Drop the rank's state in a new child, and let the child exit without the rank's ``atexit`` functions."""
         if not self.has_hosted:
             return
         for abandon in self.abandon.values():
@@ -120,7 +121,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def abandoned_in_children(abandon: Callable[[], None]) -> Iterator[None]:
-    """Call ``abandon()`` in each process that is forked during the body of ``with``."""
+    """Call ``abandon()`` in each process that is forked during the ``with`` block."""
     owner = object()
     _forks.has_hosted = True
     _forks.abandon[owner] = abandon
@@ -149,7 +150,7 @@ def end_forked_child(process_id: int, error: BaseException | None) -> None:
     if os.getpid() == process_id:
         return
     while isinstance(error, ForkedChildError) and error.__context__ is not None:
-        error = error.__context__  # This exception made the child leave an inner context.
+        error = error.__context__  # Because of this exception, the child has left an inner context.
     if error is not None and not isinstance(error, SystemExit):
         traceback.print_exception(error)
         exit_immediately(1)
@@ -161,7 +162,7 @@ def end_forked_child(process_id: int, error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def ending_forked_children() -> Iterator[None]:
-    """End each child that main has forked when the child leaves the body of ``with``, in which main runs."""
+    """End each child that main has forked when the child leaves the ``with`` block, in which main runs."""
     process_id = os.getpid()
     try:
         yield

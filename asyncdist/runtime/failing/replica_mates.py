@@ -1,8 +1,8 @@
 """Ends a rank as a lost rank if it fails because another rank of its replica was lost.
 
-The ranks of a replica (its *mates*) train one model together. A rank that has lost a mate cannot continue, and usually
-ends with an error of the library inside the replica, such as gloo's error in DDP. An error of a rank normally ends the
-whole job. But the other replicas can continue, so such a rank kills itself by SIGKILL. All launchers and transports
+The ranks of a replica (its *mates*) train one model together. A rank that has lost a mate cannot continue. It usually
+fails with an error of the library inside the replica, such as gloo's error in DDP. Normally, such an error ends the
+whole job. The other replicas could continue, however, so the rank kills itself by SIGKILL. All launchers and transports
 report this end as a loss.
 """
 
@@ -17,7 +17,7 @@ from typing import Final
 from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds that a failing rank waits for the notice that another rank of its replica is lost.
+#: Seconds that a failing rank waits for a notice that another rank of its replica is lost.
 _HEAR_MATE_S: Final = 2.0
 
 
@@ -38,9 +38,9 @@ class ReplicaMates:
         return sorted(rank for rank in self.ranks if rank in services.gone and rank not in services.left)
 
     async def lost_soon(self) -> list[int]:
-        """Return the lost ranks of the replica. Wait first for a loss that this rank may not have noticed yet.
+        """Return the lost ranks of the replica. First wait for a loss that may not have been reported yet.
 
-        Return an empty list immediately if the replica has no other ranks, or the transport does not survive losses.
+        Return an empty list immediately if the replica has no other ranks, or if the transport does not survive losses.
         """
         services, engine = self._services, self._services.engine
         if not self.ranks or not services.survives_loss or engine.transport.capabilities.shares_process:

@@ -23,7 +23,7 @@ _MACHINERY: Final = (
 )
 #: Modules whose frames precede the exception group of spawned tasks in a traceback.
 _OF_A_GROUP: Final = (*_MACHINERY, "asyncio.taskgroups", "contextlib")
-#: Functions that call a rank's main or blocking user code.
+#: Functions that call a rank's main or the user's blocking code.
 _HOSTS: Final = (("asyncdist.runtime.hosting", "host_rank"), ("asyncdist.blocking.callers", "_serve"))
 #: Functions of asyncdist whose frames may lie between the host of a rank and the user's code.
 _WRAPPERS: Final = (("asyncdist.launch.rank_process", "_with_groups"), ("asyncdist.blocking.world", "open_world"))
@@ -49,7 +49,7 @@ def format_from(error: BaseException, trace: TracebackType | None) -> str:
 
 
 if sys.version_info < (3, 12):
-    #: In Python 3.11, the interpreter's own report has suggestions, but the module traceback makes none.
+    #: In Python 3.11, the interpreter's own report makes suggestions, but the module traceback does not.
     _SUGGESTION: Final = "Did you mean"
 
     def _as_the_interpreter_shows(error: BaseException, trace: TracebackType | None) -> str:
@@ -63,7 +63,7 @@ if sys.version_info < (3, 12):
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """Return the part of the traceback in the user's code, or None for the exception group of spawned tasks."""
+    """Return the part of the traceback in the user's code. Return None for the exception group of spawned tasks."""
     trace = error.__traceback__
     found = raised = None
     is_in_user_code = not isinstance(error, BaseExceptionGroup)

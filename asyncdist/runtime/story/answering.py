@@ -20,29 +20,29 @@ from typing import Final
 
 from asyncdist import local_host
 from asyncdist.live import counters
+from asyncdist.runtime.story.activity import Activity
 from asyncdist.runtime.story.collecting import collect, job_name
-from asyncdist.runtime.story.signs import Signs
 from asyncdist.runtime.world import World
 from asyncdist.story import sockets
+from asyncdist.story.event_texts import ABORT
 from asyncdist.story.facts import RankStory, to_bytes
-from asyncdist.story.happenings import ABORT
-from asyncdist.story.telling import Silent, tell_job, tell_rank
+from asyncdist.story.formatting import Silent, describe_job, describe_rank
 from asyncdist.wording import seconds_in_words
 
 logger = logging.getLogger("asyncdist.runtime.story.answering")
 
-#: Bytes that wake the thread to end it, or to make it print the reports of all ranks.
+#: Bytes that wake the thread, to end it or to make it print the reports of all ranks.
 _END: Final = b"!"
 _ASKED: Final = b"?"
 
-#: Seconds that the loop has to answer before it counts as blocked.
+#: Seconds in which the loop must answer. Otherwise, it counts as blocked.
 _LOOP_S: Final = 0.3
 #: Number of checks for progress within ``stall_s`` seconds, and maximum seconds between two checks.
 _LOOKS_IN_STALL: Final = 4
 _PERIOD_S_MAX: Final = 1.0
-#: Number of other ranks that record a printed report, because the printing rank's loop may be blocked.
+#: Number of other ranks that record a printed report, because the loop of the printing rank may be blocked.
 _KEEPER_COUNT: Final = 4
-#: Seconds between a signal and the report. Meanwhile the signal reaches all ranks, and only one of them prints.
+#: Seconds between a signal and the report. In this time, the signal reaches all ranks, and only one of them prints.
 _ASKED_TOGETHER_S: Final = 0.3
 #: Seconds during which a rank answers other ranks that it has received the signal.
 _ASKED_S: Final = 1.0
@@ -55,19 +55,20 @@ class WaitReporter:
     """
 
     def __init__(self, world: World, main: asyncio.Task[object], stall_s: float) -> None:
-        self.told_at = -math.inf
+        self.reported_at = -math.inf
         self._world = world
         self._main = main
         self._loop = asyncio.get_running_loop()
         self._thread_of_rank = threading.get_ident()
-        self._signs = Signs(world)
+        self._activity = Activity(world)
         self._stall_s = stall_s
-        self._told_of: float | None = None  # time of the rank's last progress before the reports were last printed
+        #: Time of this rank's last progress before the last printed report.
+        self._reported_progress_at: float | None = None
         self._look_again_at = 0.0
         self._asking: threading.Thread | None = None
         self._asked: RankStory | None = None  # this rank's report from the moment of the signal
         self._asked_at = -math.inf
-        self._telling: threading.Thread | None = None
+        self._printing: threading.Thread | None = None
         self._period_s = min(_PERIOD_S_MAX, stall_s / _LOOKS_IN_STALL)
         self._listener: socket.socket | None = None
         self._path: Path | None = None
@@ -90,43 +91,49 @@ class WaitReporter:
             return
         self._wake[1].send(_END)
         self._thread.join()
-        if self._telling is not None:
-            self._telling.join(_ASKED_TOGETHER_S + sockets.ANSWER_S)
+        if self._printing is not None:
+            self._printing.join(_ASKED_TOGETHER_S + sockets.ANSWER_S)
         for each in (self._listener, *self._wake):
             each.close()
         sockets.withdraw(self._path)
         self._thread = None
 
     def forget_in_child(self) -> None:
-        """Close this rank's socket in a forked child, which would otherwise keep it open after the rank's death."""
+        """Close this rank's socket in a forked child.
+
+        Otherwise, the child would keep it open after the rank's death.
+        """
         if self._listener is not None:
             self._listener.close()
             self._thread = None
 
-    def has_told_standstill(self) -> bool:
+    def has_reported_standstill(self) -> bool:
         """Return whether any rank has printed the reports of all ranks since this rank's last progress."""
-        return self.told_at >= self._signs.moved_at
+        return self.reported_at >= self._activity.progressed_at
 
     # -- in the rank's thread, or in a signal's handler there ---------------------------------------------------------
 
-    def tell(self) -> str:
-        """Make the thread print the reports of this host's ranks, unless a lower rank has received the signal, too.
+    def report(self) -> str:
+        """Report the waits of this host's ranks, because this rank has received the signal that requests a report.
+
+        The answering thread asks the other ranks and prints all reports, unless a lower rank has also received the
+        signal and prints them.
 
         Returns:
-            The report of this rank if no other rank can be asked, otherwise an empty string.
+            This rank's report, for the caller to print, if there are no other ranks to ask. Otherwise "".
         """
-        self._signs.sample()
+        self._activity.sample()
         runs = asyncio.current_task(self._loop) is not None or not self._loop.is_running()
-        own = collect(self._world, self._main, self._signs, sys._getframe(1) if runs else None)
-        if self._thread is None or self._wake is None or not self._places():
-            return tell_rank(own)
+        own = collect(self._world, self._main, self._activity, sys._getframe(1) if runs else None)
+        if self._thread is None or self._wake is None or not self._other_sockets():
+            return describe_rank(own)
         self._asked, self._asked_at = own, time.monotonic()
         self._wake[1].send(_ASKED)  # Starting a thread in a signal handler could deadlock with the interrupted code.
         return ""
 
-    def tell_abort(self) -> str:
-        """Return and record a report of the waits of all ranks of this host, because the job is being aborted."""
-        text = tell_job(*self._ask_all(collect(self._world, self._main, self._signs)))
+    def report_abort(self) -> str:
+        """Return and record a report on the waits of all ranks of this host, because the job is being aborted."""
+        text = describe_job(*self._ask_all(collect(self._world, self._main, self._activity)))
         self._world.services.events.record("told", f"{ABORT}; {text}")
         return text
 
@@ -144,16 +151,16 @@ class WaitReporter:
                 if self._wake[0] in woken and self._wake[0].recv(1) == _END:
                     return
                 try:
-                    self._signs.sample()
+                    self._activity.sample()
                     if self._asked is not None:
-                        self._begin_to_tell_all()
+                        self._begin_to_print_all()
                     if self._listener in woken:
                         self._answer(self._listener)
                     if time.monotonic() >= look_at:  # Check even if requests arrive continuously.
                         look_at = time.monotonic() + self._period_s
                         self._renew_listener(ready)
                         self._look()
-                except Exception as error:  # A report must never end a run, and the rank may be ending.
+                except Exception as error:  # A report must never end a run.
                     logger.debug("rank %d could not report its waits", self._world.rank, exc_info=error)
 
     def _renew_listener(self, ready: selectors.BaseSelector) -> None:
@@ -180,8 +187,8 @@ class WaitReporter:
             elif question == sockets.COUNTERS:
                 self._world.services.count_waits()
                 client.sendall(counters.to_bytes(counters.counters_of(self._world.services)))
-            elif question == sockets.TOLD:
-                self._note_told(_read_all(client))
+            elif question == sockets.REPORTED:
+                self._note_reported(_read_all(client))
             elif question == sockets.PULSE:
                 client.sendall(sockets.YES)
             elif question == sockets.ASKED:
@@ -195,7 +202,7 @@ class WaitReporter:
         def collect_in_loop() -> None:
             if not has_given_up:
                 with contextlib.suppress(Exception):
-                    answer.append(collect(self._world, self._main, self._signs))
+                    answer.append(collect(self._world, self._main, self._activity))
                 is_there.set()
 
         has_given_up = False
@@ -207,23 +214,23 @@ class WaitReporter:
             return answer[0]
         while True:
             frame = sys._current_frames().get(self._thread_of_rank)
-            with contextlib.suppress(RuntimeError):  # A dictionary has changed while it was read, so collect again.
-                return collect(self._world, self._main, self._signs, frame)
+            with contextlib.suppress(RuntimeError):  # A dictionary changed while it was read, so collect again.
+                return collect(self._world, self._main, self._activity, frame)
 
     # -- after a signal -----------------------------------------------------------------------------------------------
 
-    def _begin_to_tell_all(self) -> None:
-        if self._telling is None or not self._telling.is_alive():
-            self._telling = threading.Thread(target=self._tell_all, args=(self._asked,), daemon=True)
-            self._telling.start()
+    def _begin_to_print_all(self) -> None:
+        if self._printing is None or not self._printing.is_alive():
+            self._printing = threading.Thread(target=self._print_all, args=(self._asked,), daemon=True)
+            self._printing.start()
         self._asked = None
 
-    def _tell_all(self, own: RankStory) -> None:
+    def _print_all(self, own: RankStory) -> None:
         try:
             time.sleep(_ASKED_TOGETHER_S)
-            lower = (place for place in self._places() if place.rank < self._world.rank)
-            if not any(sockets.was_asked(place) for place in lower):
-                local_host.print_line(f"asyncdist: {tell_job(*self._ask_all(own))}")
+            lower = (peer for peer in self._other_sockets() if peer.rank < self._world.rank)
+            if not any(sockets.was_asked(peer) for peer in lower):
+                local_host.print_line(f"asyncdist: {describe_job(*self._ask_all(own))}")
         except Exception as error:  # A report must never end a run.
             logger.debug("rank %d could not report the waits of all ranks", self._world.rank, exc_info=error)
 
@@ -231,66 +238,66 @@ class WaitReporter:
 
     def _look(self) -> None:
         now = time.monotonic()
-        still_s = self._signs.still_s()
-        is_news = still_s >= self._stall_s and self._signs.moved_at != self._told_of
+        still_s = self._activity.still_s()
+        is_news = still_s >= self._stall_s and self._activity.progressed_at != self._reported_progress_at
         is_asking = self._asking is not None and self._asking.is_alive()
         if is_news and now >= self._look_again_at and not is_asking:
-            # Ask the other ranks in a separate thread, because this thread must answer their requests.
-            self._asking = threading.Thread(target=self._ask_who_moves, name="asyncdist story, asking", daemon=True)
+            # The other ranks are asked in a separate thread, because this thread must answer their requests.
+            self._asking = threading.Thread(target=self._try_to_report, name="asyncdist story, asking", daemon=True)
             self._asking.start()
 
-    def _ask_who_moves(self) -> None:
+    def _try_to_report(self) -> None:
         try:
-            self._tell_if_none_moves()
+            self._report_if_none_progresses()
         except Exception as error:  # A report must never end a run.
             logger.warning("rank %d could not report that no rank makes progress", self._world.rank, exc_info=error)
 
-    def _tell_if_none_moves(self) -> None:
-        if not self._is_others_to_tell():
+    def _report_if_none_progresses(self) -> None:
+        if not self._does_lower_rank_report():
             stories, silent = self._ask_all(self._story())
             least_s = min(story.still_s for story in stories.values())
             if least_s < self._stall_s:
                 self._look_again_at = time.monotonic() + self._stall_s - least_s
             elif any(story.state != "computes" for story in stories.values()):
-                self._tell_standstill(stories, silent, least_s)
+                self._report_standstill(stories, silent, least_s)
 
-    def _tell_standstill(self, stories: dict[int, RankStory], silent: list[Silent], still_s: float) -> None:
+    def _report_standstill(self, stories: dict[int, RankStory], silent: list[Silent], still_s: float) -> None:
         what = f"no rank here has made a step or received a message for {seconds_in_words(still_s)}"
-        text = f"{what}; {tell_job(stories, silent)}"
-        self._note_told(text)
-        for count, place in enumerate(self._places()):
-            sockets.say_told(place, text if count < _KEEPER_COUNT else "")
+        text = f"{what}; {describe_job(stories, silent)}"
+        self._note_reported(text)
+        for count, peer in enumerate(self._other_sockets()):
+            sockets.notify_reported(peer, text if count < _KEEPER_COUNT else "")
         local_host.print_line(f"asyncdist: {text}")
 
-    def _note_told(self, text: str) -> None:
-        """Record that the reports were printed. If ``text`` is not empty, make the loop add it to the rank's events."""
+    def _note_reported(self, text: str) -> None:
+        """Record that the reports were printed. If ``text`` is not empty, let the loop add it to the rank's events."""
         if text:
             with contextlib.suppress(RuntimeError):  # Raised if the loop is closed.
                 self._loop.call_soon_threadsafe(self._world.services.events.record, "told", text)
-        self._told_of = self._signs.moved_at
-        self.told_at = time.monotonic()
+        self._reported_progress_at = self._activity.progressed_at
+        self.reported_at = time.monotonic()
         self._stall_s *= 2  # Print the next report only after twice as long.
 
-    def _places(self) -> list[sockets.Place]:
+    def _other_sockets(self) -> list[sockets.RankSocket]:
         assert self._path is not None, "it has begun"
-        return [place for place in sockets.places(self._path.parent) if place.rank != self._world.rank]
+        return [peer for peer in sockets.rank_sockets(self._path.parent) if peer.rank != self._world.rank]
 
-    def _is_others_to_tell(self) -> bool:
+    def _does_lower_rank_report(self) -> bool:
         """Return whether a lower rank of this host is alive, and therefore prints the reports instead of this rank."""
-        lower = (place for place in self._places() if place.rank < self._world.rank)
-        return any(sockets.answers_pulse(place) for place in lower)
+        lower = (peer for peer in self._other_sockets() if peer.rank < self._world.rank)
+        return any(sockets.answers_pulse(peer) for peer in lower)
 
     def _ask_all(self, own: RankStory) -> tuple[dict[int, RankStory], list[Silent]]:
-        others = [] if self._path is None else self._places()
+        others = [] if self._path is None else self._other_sockets()
         stories = {own.rank: own, **sockets.ask(others)}
         silent = [Silent(each.rank, each.pid, each.is_alive, each.state) for each in others if each.rank not in stories]
         return dict(sorted(stories.items())), silent
 
 
 def _read_all(client: socket.socket) -> str:
-    """Return the text that a client sends before it closes the connection or the timeout passes."""
+    """Return the text that a client sends before it closes the connection or its timeout passes."""
     data = bytearray()
     with contextlib.suppress(TimeoutError):
-        while len(data) < sockets.TOLD_NBYTES_MAX and (part := client.recv(sockets.TOLD_NBYTES_MAX)):
+        while len(data) < sockets.REPORT_NBYTES_MAX and (part := client.recv(sockets.REPORT_NBYTES_MAX)):
             data += part
     return data.decode("utf-8", "replace")

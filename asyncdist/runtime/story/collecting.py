@@ -12,12 +12,12 @@ from typing import Any, Final
 
 from asyncdist.messaging.services import Services
 from asyncdist.runtime.stall_warnings import frames_of, futures_awaited, is_library, line_of, wait_with_parts, waiter_of
-from asyncdist.runtime.story.signs import Signs
+from asyncdist.runtime.story.activity import Activity
 from asyncdist.runtime.world import World
+from asyncdist.story.event_texts import describe_events
 from asyncdist.story.facts import ChannelState, Collective, MainState, PolicyState, RankStory, Wait
-from asyncdist.story.happenings import events_in_words
 
-#: Maximum number of event kinds in a report, apart from steps and roles, which are in the policy's line.
+#: Maximum number of event kinds in a report. Steps and roles are not counted, because the policy's line shows them.
 EVENT_COUNT_MAX: Final = 3
 #: Maximum number of tasks in a report, and of ranks listed for one wait.
 TASK_COUNT_MAX: Final = 20
@@ -33,13 +33,17 @@ def job_name(world: World) -> str:
     return f"{world.services.nonce & 0xFFFFFFFF:08x}"
 
 
-def collect(world: World, main: asyncio.Task[Any], signs: Signs, frame: types.FrameType | None = None) -> RankStory:
+def collect(
+    world: World, main: asyncio.Task[Any], activity: Activity, frame: types.FrameType | None = None
+) -> RankStory:
     """Return a report of a rank's waits, policies, channels and events.
 
     ``frame`` is the current frame of the rank's thread if its loop is blocked, otherwise None.
     """
     services = world.services
-    state, line, inner_line = _state(main, signs, frame)
+    vacant = services.lost_ranks() & services.engine.transport.vacant_ranks()
+    events = [each for each in services.events.latest() if each.kind != "lost" or each.get("rank") not in vacant]
+    state, line, inner_line = _state(main, activity, frame)
     return RankStory(
         rank=world.rank,
         size=world.size,
@@ -50,21 +54,22 @@ def collect(world: World, main: asyncio.Task[Any], signs: Signs, frame: types.Fr
         state=state,
         line=line,
         inner_line=inner_line,
-        still_s=signs.still_s(),
+        still_s=activity.still_s(),
         waits=tuple(_waits(world, main, with_main=state in ("awaits", "returned"))),
         policies=tuple(_policies(services)),
         started=dict(world.peers.attendance.started()),
         channels=tuple(_channels(services)),
         unread=tuple(services.early_frames()),
-        heard=signs.heard_s(),
-        lost=tuple(sorted(services.lost_ranks())),
+        heard=activity.message_ages_s(),
+        lost=tuple(sorted(services.lost_ranks() - vacant)),
+        vacant=tuple(sorted(vacant)),
         left=tuple(sorted(services.left)),
-        events=events_in_words(services.events.latest(), services.events.now(), EVENT_COUNT_MAX),
+        events=describe_events(events, services.events.now(), EVENT_COUNT_MAX),
     )
 
 
-def _state(main: asyncio.Task[Any], signs: Signs, frame: types.FrameType | None) -> tuple[MainState, str, str]:
-    """Return the state of main, its current line of user code, and its innermost current line if different."""
+def _state(main: asyncio.Task[Any], activity: Activity, frame: types.FrameType | None) -> tuple[MainState, str, str]:
+    """Return the state of main, its current line of user code, and its innermost line if that is different."""
     if frame is None:
         has_returned = all(is_library(each) for each in frames_of(main))
         return "returned" if has_returned else "awaits", "", ""
@@ -72,7 +77,7 @@ def _state(main: asyncio.Task[Any], signs: Signs, frame: types.FrameType | None)
         frame = frame.f_back  # Skip the frames of the signal handler.
     users = next((each for each in _outwards(frame) if _is_users(each)), frame)
     inner_line = "" if users is frame else line_of(frame)
-    return "computes" if signs.computes() else "blocks", line_of(users), inner_line
+    return "computes" if activity.computes() else "blocks", line_of(users), inner_line
 
 
 def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
@@ -103,8 +108,8 @@ def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
     futures = futures_awaited(task, world, set())
     if futures is None:
         does = str(what) if waiter_of(task) is not None else ""
-        if (beside := _line_beside(task, world)) is not None:
-            does = f"{does}, whose thread is in {beside}"
+        if (thread_line := _line_of_thread(task, world)) is not None:
+            does = f"{does}, whose thread is in {thread_line}"
         return Wait(who, does, line_of(frame) if frame else "", ends_by_itself=True)
     known = [(engine.awaited(future), engine.awaited_s(future)) for future in futures]
     ages = [age for _, age in known if age is not None]
@@ -125,7 +130,7 @@ def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
     )
 
 
-def _line_beside(task: asyncio.Task[Any], world: World) -> str | None:
+def _line_of_thread(task: asyncio.Task[Any], world: World) -> str | None:
     frame = world.frame_of(waiter_of(task))
     users = next((each for each in _outwards(frame) if _is_users(each)), None)
     return None if users is None else line_of(users)
@@ -146,7 +151,7 @@ def _collective(task: asyncio.Task[Any], world: World) -> Collective | None:
 
 
 def _waiters(task: asyncio.Task[Any], engine: Any) -> Iterator[Any]:
-    """Yield the future that a task waits for, then the future on which that one depends, and so on."""
+    """Yield the future that a task waits for, then the future that this future depends on, and so on."""
     seen: set[int] = set()
     waiter = waiter_of(task)
     while waiter is not None and id(waiter) not in seen:
@@ -170,9 +175,11 @@ def _policies(services: Services) -> Iterator[PolicyState]:
         elif event.kind == "decided":
             coordinators[event.get("policy")] = services.rank
     for probe in tuple(services.progress_probes):
-        told = probe()
-        number = numbers.get(told.policy, -1)
-        yield PolicyState(told.policy, told.step, told.metric, told.round, told.role, coordinators.get(number))
+        probed = probe()
+        number = numbers.get(probed.policy, -1)
+        yield PolicyState(
+            probed.policy, probed.step, probed.metric, probed.round, probed.role, coordinators.get(number)
+        )
 
 
 def _channels(services: Services) -> Iterator[ChannelState]:

@@ -1,4 +1,4 @@
-"""Handles SIGUSR1: prints the waits of all ranks of this host on standard error, and continues."""
+"""Handles SIGUSR1 by printing the waits of all ranks of this host on standard error. The ranks continue."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from asyncdist.runtime.stall_warnings import is_library
 
 #: Number of the signal, or None if the operating system has no SIGUSR1.
 SIGNAL: Final = getattr(signal, "SIGUSR1", None)
-#: Functions of each open world of this process: one returns its report, and the other is called in forked children.
-_tellers: dict[object, tuple[Callable[[], str], Callable[[], None]]] = {}
+#: Two functions for each open world of this process. The first returns its report, the second is called in forked
+#: children.
+_reports: dict[object, tuple[Callable[[], str], Callable[[], None]]] = {}
 
 
-def tell_on_request(owner: object, tell: Callable[[], str], forget_in_child: Callable[[], None]) -> None:
-    """Print the string that ``tell()`` returns, unless it is empty, at each SIGUSR1 until :func:`unregister_report`."""
-    _tellers[owner] = tell, forget_in_child
+def register_report(owner: object, report: Callable[[], str], forget_in_child: Callable[[], None]) -> None:
+    """Print the string that ``report()`` returns, unless it is empty, at each SIGUSR1 until it is unregistered."""
+    _reports[owner] = report, forget_in_child
 
 
 def unregister_report(owner: object) -> None:
     """Remove the functions that ``owner`` has registered."""
-    _tellers.pop(owner, None)
+    _reports.pop(owner, None)
 
 
 class StoryRequests:
-    """Context manager that handles SIGUSR1, unless the program or Lightning handles the signal."""
+    """Handles SIGUSR1 inside the ``with`` block, unless the program or Lightning handles the signal."""
 
     def __init__(self) -> None:
         self._previous: Any = None
@@ -52,9 +53,9 @@ class StoryRequests:
 
 def forget_in_child() -> None:
     """Restore Python's default handler, and close the sockets of this process's ranks. Called in a forked child."""
-    for _, forget in _tellers.values():
+    for _, forget in _reports.values():
         forget()
-    _tellers.clear()
+    _reports.clear()
     if SIGNAL is None:
         return
     found = signal.getsignal(SIGNAL)
@@ -63,31 +64,31 @@ def forget_in_child() -> None:
 
 
 def _is_of_rank_program(handler: Any) -> bool:
-    """Return whether a signal handler is the initial one of :mod:`asyncdist.rank_program`."""
+    """Return whether ``handler`` is the handler that :mod:`asyncdist.rank_program` sets while no world is open."""
     name: str = getattr(handler, "__qualname__", "")
     return name == rank_program.report_without_world.__qualname__
 
 
 def _is_lightnings() -> bool:
-    """Return whether Lightning would requeue the job on SIGUSR1 if no other handler is set."""
+    """Return whether Lightning would requeue the job on SIGUSR1 if no other handler were set."""
     return detection.is_slurm_job() and not {"lightning", "pytorch_lightning"}.isdisjoint(sys.modules)
 
 
 def _answer(_number: int, frame: FrameType | None) -> None:
-    tellers = list(_tellers.values())
-    if not tellers:
+    reports = list(_reports.values())
+    if not reports:
         while frame is not None and frame.f_back is not None and is_library(frame):
             frame = frame.f_back
         rank_program.report_without_world(_number, frame)
         return
-    texts = [_told(tell) for tell, _ in tellers]
+    texts = [_report_or_error(report) for report, _ in reports]
     with contextlib.suppress(Exception):  # A report must never end a run.
         sys.stderr.write("".join(f"asyncdist: {text}\n" for text in texts if text))
         sys.stderr.flush()
 
 
-def _told(tell: Callable[[], str]) -> str:
+def _report_or_error(report: Callable[[], str]) -> str:
     try:
-        return tell()
+        return report()
     except Exception as error:
         return f"the waits of a rank could not be reported: {type(error).__name__}: {error}"

@@ -6,9 +6,9 @@ than :data:`~asyncdist.simulation.rank_turns.READ_COUNT_MAX` reads and sleeps in
 calls (``threading.Event.wait``, ``queue.Queue.get``, ``select.select``) block in real time and take no virtual time.
 ``time.localtime``, ``strftime`` and similar functions use virtual time by default, in the machine's time zone.
 
-The replacements call the original functions outside the ranks' turns, in other threads and in forked processes. They
-also call them for the standard library and torch, which wait for real processes and files. A function that was imported
-by name before the simulation (``from time import sleep``) is not replaced, and ``datetime.now`` returns real time.
+Outside the ranks' turns, in other threads and in forked processes, the replaced functions use real time. They also use
+it if the standard library or torch calls them, to wait for real processes and files. A function that was imported by
+name before the simulation (``from time import sleep``) is not replaced, and ``datetime.now`` returns real time.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _calling_rank() -> RankLoop | None:
-    """Return the running rank's loop, or None outside all ranks or if the caller's caller is a trusted library."""
+    """Return the running rank's loop, or None outside all ranks and for a call by a trusted library."""
     loop = asyncio._get_running_loop()  # None in other threads and in forked processes
     if not isinstance(loop, RankLoop) or not loop.is_running():
         return None

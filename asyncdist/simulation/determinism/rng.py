@@ -52,7 +52,6 @@ class _Seed(ISeedSequence):
         self._rng = random.Random(text)
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
-        """Return ``n_words`` seed words."""
         words = np.frombuffer(self._rng.randbytes(n_words * np.dtype(dtype).itemsize), dtype=dtype)
         return words.tolist()  # MT19937 reads a list in 5 us, but an array in 35 us
 
@@ -175,7 +174,7 @@ class RandomStates:
         np.random.__dict__.update({name: self._asking(self._numpy, of) for name, of in _NUMPY_NAMES.items()})
 
     def _asking(self, instances: list[Any], name: str) -> Callable[..., Any]:
-        """Return a function that calls the method ``name`` of the running rank's instance."""
+        """Return a function that calls the method ``name`` of the running rank's generator."""
 
         def ask(*args: Any, **kwargs: Any) -> Any:
             is_ours = get_ident() == self._thread  # other threads use the process's own instance

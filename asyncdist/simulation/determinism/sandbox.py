@@ -55,7 +55,7 @@ def refused_outside() -> Iterator[None]:
     simulating = os.getpid(), threading.get_ident()
 
     def is_refused() -> bool:
-        """Return whether the caller's caller is untrusted code on a simulated rank, and not in a forked process."""
+        """Return whether untrusted code on the simulation's thread, not in a forked process, called the function."""
         return (os.getpid(), threading.get_ident()) == simulating and not _is_trusted(sys._getframe(2))
 
     with contextlib.ExitStack() as stack:
@@ -80,7 +80,7 @@ def _guarded(original: Callable[..., Any], what: str, is_refused: Callable[[], b
 
 
 def _is_trusted(frame: Any) -> bool:
-    """Return whether the first frame outside the standard library and :data:`_DELEGATES` is in a trusted package."""
+    """Return whether the innermost caller outside the standard library and :data:`_DELEGATES` is a trusted package."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         package = module.partition(".")[0]

@@ -2,7 +2,7 @@
 
 The order of a set depends on the hashes of its members. By default, an object is hashed by its address, which differs
 in each run. Tasks and futures of a simulated rank are therefore hashed by a number. asyncio's functions also put other
-objects into sets, and therefore use sets that iterate in insertion order. A program's own sets of objects without
+objects into sets. Sets in these functions therefore iterate in insertion order. A program's own sets of objects without
 ``__hash__`` have no deterministic order.
 """
 
@@ -23,12 +23,12 @@ class _InOrder(set[Any]):
     """A set that iterates over its members in insertion order."""
 
     def __init__(self, members: Iterable[Any] = ()) -> None:
-        self._came = dict.fromkeys(members)
-        super().__init__(self._came)
+        self._order = dict.fromkeys(members)
+        super().__init__(self._order)
 
     def add(self, member: Any) -> None:
         super().add(member)
-        self._came[member] = None
+        self._order[member] = None
 
     def pop(self) -> Any:
         for member in self:
@@ -37,9 +37,9 @@ class _InOrder(set[Any]):
         raise KeyError("pop from an empty set")
 
     def __iter__(self) -> Iterator[Any]:
-        came = self._came
-        added_otherwise = [member for member in super().__iter__() if member not in came]
-        return iter([*(member for member in came if member in self), *added_otherwise])
+        order = self._order
+        added_otherwise = [member for member in super().__iter__() if member not in order]
+        return iter([*(member for member in order if member in self), *added_otherwise])
 
 
 @contextlib.contextmanager

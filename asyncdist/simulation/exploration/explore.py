@@ -63,7 +63,6 @@ class Failure:
     """Describes the failure that an exploration found.
 
     Attributes:
-        seed: Seed that failed.
         kind, message: Class name and message of the exception.
         traceback: Traceback, beginning with the scenario's first frame.
         trace: Last events of the seed's last simulation.
@@ -164,8 +163,8 @@ def explore(
 ) -> ExploreReport:
     """Run ``scenario(seed)`` for each seed until one fails, then shrink its fault plan.
 
-    A seed fails if the scenario raises, or returns a report in which a rank ended with an exception that the fault plan
-    does not explain (:meth:`SimReport.check_ranks`).
+    A seed fails if the scenario raises. It also fails if a rank of the returned report ended with an exception that the
+    fault plan does not explain (:meth:`SimReport.check_ranks`).
 
     Args:
         scenario: Scenario to run (:class:`Scenario`): a function at the top level of a module, or a picklable object.

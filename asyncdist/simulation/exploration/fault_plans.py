@@ -17,7 +17,7 @@ _KINDS: Final = {kind.__name__: kind for kind in get_args(Fault)}
 
 
 class ScriptError(Exception):
-    """``asyncdist sim`` cannot run the script. The message is one line for the user."""
+    """Raised if ``asyncdist sim`` cannot run a script. The message is one line for the user."""
 
 
 def read_faults(given: str, ranks: int) -> tuple[Fault, ...]:
@@ -27,7 +27,7 @@ def read_faults(given: str, ranks: int) -> tuple[Fault, ...]:
     file.
     """
     text, source = given, "the fault plan"
-    if not given.lstrip().startswith("["):
+    if not given.lstrip().startswith(("[", "{")):
         source = repr(given)
         try:
             text = Path(given).read_text(encoding="utf-8")

@@ -70,7 +70,7 @@ class Inline:
         return future
 
     def end(self) -> None:
-        """Remove the log handler."""
+        """Remove the log handler that this object added."""
         _log.removeHandler(self._no_log)
 
     def drop_the_rest(self) -> None:
@@ -121,7 +121,7 @@ class Pool:
         return future
 
     def drop_the_rest(self) -> None:
-        """Drop the calls in progress. A worker whose seed never ends is killed."""
+        """Cancel the pending calls. If a running call does not end soon, kill all workers and use one new worker."""
         for future in list(self._futures):
             future.cancel()
         if wait(set(self._futures), timeout=_PATIENCE_S).not_done:

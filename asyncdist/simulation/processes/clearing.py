@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from asyncdist.recording.writer import RecordOptions, file_name, remove_earlier
-from asyncdist.runtime.stall_warnings import waiter_of, what_awaits
+from asyncdist.runtime.stall_warnings import describe_task_wait, waiter_of
 from asyncdist.runtime.story.collecting import job_name
 from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
@@ -22,7 +22,7 @@ _EVENT_COUNT: Final = 100_000
 _CANCEL_COUNT: Final = 10
 
 
-def clear_away(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
+def cancel_tasks_quietly(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
     """Cancel all tasks of these loops without logging."""
     left = [(loop, task) for loop in loops for task in loop.unfinished_tasks()]
     scheduler.stopped = False
@@ -74,7 +74,7 @@ def end_recording(world: World | None, main: asyncio.Task[None] | None = None) -
         return
     what, seconds, task = None, None, main
     if main is not None:
-        what, engine = WaitId(WaitKind.STOPPED_MAIN, name=what_awaits(main, world)), world.services.engine
+        what, engine = WaitId(WaitKind.STOPPED_MAIN, name=describe_task_wait(main, world)), world.services.engine
         while task is not None and seconds is None:
             waiter = waiter_of(task)
             seconds, task = engine.awaited_s(waiter), engine.settler(waiter)

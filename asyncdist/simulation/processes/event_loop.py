@@ -27,7 +27,7 @@ def _fall_asleep() -> Generator[None, None, None]:
 
 
 class SimTask(asyncio.Task[Any]):
-    """A task whose hash is its number. asyncio cancels and returns tasks in the order of sets."""
+    """A task whose hash is a serial number, so that asyncio's sets of tasks have a deterministic order."""
 
     def __init__(self, coro: Coroutine[Any, Any, Any], number: int, **options: Any) -> None:
         self.number = number
@@ -47,7 +47,7 @@ class SimFuture(asyncio.Future[Any]):
 
 
 class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its handles are not asyncio.Handle
-    """The event loop that runs the tasks of one simulated rank. ``context`` is the context of the rank's main."""
+    """The event loop that runs the tasks of one simulated rank. ``context`` has the context variables of main."""
 
     context: contextvars.Context
     generators: Callable[[RankLoop], list[AsyncGenerator[Any, Any]]]
@@ -67,7 +67,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         self._exception_handler: Callable[[RankLoop, dict[str, Any]], object] | None = None
 
     def be_busy(self, seconds: float) -> Awaitable[None]:
-        """Make the rank busy for ``seconds``. The caller must await the result at once, and resumes first."""
+        """Make the rank busy for ``seconds``. The caller must await the result at once. It then resumes first."""
         self.become_busy(seconds)
         return _fall_asleep()  # awaiting a future would cost twice as much
 

@@ -50,7 +50,7 @@ class Liveness:
         self.stale_count = 0
         self._incarnations = [0] * size
         # Incarnation of ``other`` to which ``observer`` is connected, keyed by (observer, other). The default is 0.
-        self._met: dict[tuple[int, int], int] = {}
+        self._accepted: dict[tuple[int, int], int] = {}
         self._held: dict[tuple[int, int], list[Any]] = {}
         self._introduced: list[dict[int, int]] = [
             {} for _ in range(size)
@@ -77,7 +77,7 @@ class Liveness:
         self._loss_listeners[rank] = self._return_listeners[rank] = None
         incarnation = self._incarnations[rank]
         for other in range(self._size if incarnation else 0):
-            if other in self.known_lost[rank] and self._met.get((other, rank), 0) == incarnation:
+            if other in self.known_lost[rank] and self._accepted.get((other, rank), 0) == incarnation:
                 self._find_out(self._detect, other, rank, incarnation)
 
     def kill(self, rank: int) -> list[Any]:
@@ -129,7 +129,7 @@ class Liveness:
     def connection(self, source: int, dest: int) -> tuple[int, int]:
         """Return the incarnation of ``source``, and the incarnation of ``dest`` to which ``source`` is connected."""
         mine = self._incarnations[source]
-        return mine, mine if source == dest else self._met.get((source, dest), 0)
+        return mine, mine if source == dest else self._accepted.get((source, dest), 0)
 
     def is_stale(self, message: Any) -> bool:
         """Return whether the sender or the receiver has been restarted since the message was sent."""
@@ -151,14 +151,14 @@ class Liveness:
         self.known_lost[rank] = {other for other in range(self._size) if other != rank}
         for other in range(self._size):
             if other != rank and other not in self.dead:
-                self._find_out(self._meet, other, rank, self._incarnations[rank])
+                self._find_out(self._notify_restart, other, rank, self._incarnations[rank])
 
-    def _meet(self, observer: int, other: int, incarnation: int) -> None:
+    def _notify_restart(self, observer: int, other: int, incarnation: int) -> None:
         """Notify ``observer`` that ``other``'s previous process is lost, and that it has a new process."""
         known = self.connection(observer, other)[1]
         if known == incarnation and other not in self.known_lost[observer]:
             return  # the observer is already connected to the new process
-        if self._is_there(observer, other, incarnation):
+        if self._do_both_exist(observer, other, incarnation):
             self._detect(observer, other, known)
             self._introduce(observer, other, incarnation)
 
@@ -168,18 +168,18 @@ class Liveness:
         if listen is not None:
             listen(other, incarnation)
 
-    def _is_there(self, observer: int, other: int, incarnation: int) -> bool:
-        """Return whether both processes exist. A process that has ended counts while its messages are held."""
+    def _do_both_exist(self, observer: int, other: int, incarnation: int) -> bool:
+        """Return whether both processes exist. An ended process still counts while messages from it are held."""
         has_ended = observer in self.closed or (other in self.closed and (other, observer) not in self._held)
         return not (has_ended or {observer, other} & self.dead or self._incarnations[other] != incarnation)
 
     def accept(self, observer: int, other: int, incarnation: int) -> bool:
-        """Connect ``observer`` to a process of ``other``. Return False if the process is gone or connected."""
+        """Connect ``observer`` to a process of ``other``. Return False if that process has ended or is connected."""
         self._introduced[observer].pop(other, None)
-        if other not in self.known_lost[observer] or not self._is_there(observer, other, incarnation):
+        if other not in self.known_lost[observer] or not self._do_both_exist(observer, other, incarnation):
             return False
         self.known_lost[observer].discard(other)
-        self._met[observer, other] = incarnation
+        self._accepted[observer, other] = incarnation
         self._trace.add(self._scheduler.now, "met", other, observer, incarnation, 0)
         if observer in self.known_lost[other]:
             self._introduce(other, observer, self._incarnations[observer])

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from asyncdist.runtime.recording import ObservedEngine
-from asyncdist.simulation.replay.log import Key, Lost, RankLog, ReceivedByTask
+from asyncdist.simulation.replay.log import Key, RankLog, RankLost, ReceivedByTask
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.pending_inputs import COLLECTIVE_TAGS, PendingInputs
 from asyncdist.transports.base import ANY_SOURCE
@@ -29,14 +29,14 @@ class Admission:
         inputs: PendingInputs,
         on_late: Callable[[], None],
         on_taken: Callable[[], None],
-        see_losses: Callable[[], None],
+        deliver_losses: Callable[[], None],
     ) -> None:
         self._log = log
         self._mailbox = mailbox
         self._inputs = inputs
         self._on_late = on_late
         self._on_taken = on_taken
-        self._see_losses = see_losses
+        self._deliver_losses = deliver_losses
         self._early = Counter(log.early)
         self._permitted: deque[Key] = deque()
         self._engine: ObservedEngine
@@ -48,15 +48,15 @@ class Admission:
 
     @property
     def has_permitted(self) -> bool:
-        """Whether an admitted message has not been received yet."""
+        """Whether a message that the rank may receive has not been received yet."""
         return bool(self._permitted)
 
     def permit(self, keys: Iterable[Key]) -> None:
-        """Admit one message for each pair of source and tag in ``keys``."""
+        """Allow the rank to receive one message for each pair of source and tag in ``keys``."""
         self._permitted.extend(keys)
 
     def clear(self) -> None:
-        """Forget the admitted messages, because all messages are admitted from now on."""
+        """Forget which messages the rank may receive, because it may receive all messages from now on."""
         self._permitted.clear()
 
     def next_key(self, source: int, tag: int) -> Key | None:
@@ -75,24 +75,24 @@ class Admission:
 
     def _key_of_task(self, source: int, tag: int) -> Key | None:
         """Return the key of a message that a task may now receive outside a polling pass, or None."""
-        if isinstance(self._inputs.next(), Lost):
-            first = next((sight for sight in self._inputs.sights() if not isinstance(sight, Lost)), None)
+        if isinstance(self._inputs.next(), RankLost):
+            first = next((pending for pending in self._inputs.upcoming() if not isinstance(pending, RankLost)), None)
             if isinstance(first, ReceivedByTask) and fits(first.keys[0], source, tag):
                 # In the recorded run, the rank detected losses when it tested for this message.
-                self._see_losses()
+                self._deliver_losses()
         late: list[ReceivedByTask] = []
-        for sight in self._inputs.sights():
-            if tag not in COLLECTIVE_TAGS and self._inputs.is_seen_at_point(sight):
+        for pending in self._inputs.upcoming():
+            if tag not in COLLECTIVE_TAGS and self._inputs.is_received_at_point(pending):
                 continue  # the message is received at the user's next safe point instead
-            if not isinstance(sight, ReceivedByTask) or (late and not sight.is_beside(late[0])):
+            if not isinstance(pending, ReceivedByTask) or (late and not pending.is_same_point(late[0])):
                 break
-            (key,) = sight.keys
+            (key,) = pending.keys
             if fits(key, source, tag):
                 if not late and self._mailbox.count(key):
                     return key
-                late.append(sight)  # in the recorded run, the task received these messages in turn without waiting
-        for sight in late:
-            sight.late_for = asyncio.current_task(self._engine.loop)
+                late.append(pending)  # in the recorded run, the task received these messages in turn without waiting
+        for pending in late:
+            pending.late_for = asyncio.current_task(self._engine.loop)
         if late:
             self._on_late()
         return None
@@ -103,17 +103,17 @@ class Admission:
             self._permitted.remove(key)
         elif self._early[key]:
             self._early[key] -= 1
-        elif (sight := self._inputs.remove_taken(key)) is not None:
-            self._leave_no_more_to_task(sight)
+        elif (pending := self._inputs.remove_received_by_task(key)) is not None:
+            self._deliver_rest_by_polling(pending)
         self._on_taken()
         return self._mailbox.pop(key)
 
-    def _leave_no_more_to_task(self, taken: ReceivedByTask) -> None:
-        """Deliver the messages that the task received after ``taken``, because a replayed task tests less often."""
-        for sight in itertools.takewhile(taken.is_beside, self._inputs.sights()):
-            if not isinstance(sight, ReceivedByTask) or sight.keys[0][1] != taken.keys[0][1]:
+    def _deliver_rest_by_polling(self, taken: ReceivedByTask) -> None:
+        """Let polling deliver the messages that the task received next, because a replayed task tests less often."""
+        for pending in itertools.takewhile(taken.is_same_point, self._inputs.upcoming()):
+            if not isinstance(pending, ReceivedByTask) or pending.keys[0][1] != taken.keys[0][1]:
                 break
-            sight.late_for = asyncio.current_task(self._engine.loop)
+            pending.late_for = asyncio.current_task(self._engine.loop)
         self._on_late()
 
 

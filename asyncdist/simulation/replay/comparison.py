@@ -1,4 +1,4 @@
-"""Compares a replayed rank's decisions with the recorded decisions, and describes differences."""
+"""Compares a replayed rank's decisions (events that must repeat exactly) with its record, and describes differences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Any
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.recording.events import KINDS, Event, Field, whole
-from asyncdist.simulation.replay.log import DECISIONS, FAILED, Fired, Left, Lost, Passed, RankLog, Sight, Taken
+from asyncdist.simulation.replay.log import (
+    DECISIONS,
+    FAILED,
+    CollectiveEnd,
+    DeadlineExpired,
+    RankLog,
+    RankLost,
+    ReceivedMessages,
+    RecordedInput,
+    TimerFired,
+)
 
 #: Fields of a recorded decision that may differ in a replay.
 _NOT_REPEATED = frozenset({"seconds", "waited_s", "turn", "woken"})
@@ -16,7 +26,7 @@ _TAGS = {tags.METRIC: "metric", tags.CONTROL: "control", tags.REPLAY: "replay", 
 
 
 class DivergenceError(AsyncdistError):
-    """A replay differs from the recorded run. The message names the rank and the event."""
+    """Raised if a replay differs from the recorded run. The message names the rank and the event."""
 
 
 class Comparison:
@@ -62,8 +72,8 @@ class Comparison:
             return
         now, recorded = "" if error is None else type(error).__name__, self._log.error.partition(":")[0]
         # The job failed on another rank while main was returning.
-        came_late = recorded == RankLostError.__name__ and not now
-        if self._log.is_over and not self._found and now != recorded and not came_late:
+        failed_late = recorded == RankLostError.__name__ and not now
+        if self._log.is_over and not self._found and now != recorded and not failed_late:
             told = now if error is None else f"{now}: {error}".partition("\n")[0]
             self.divergence(f"main ended with [{self._log.error}] in the recording, but with [{told[:300]}] now")
 
@@ -78,23 +88,23 @@ class Comparison:
         return error
 
 
-def in_words(sight: Sight | None) -> str:
-    """Describe a recorded input that does not occur in the replay. None means a safe point."""
-    match sight:
-        case Taken(keys=keys):
+def describe_missing(pending: RecordedInput | None) -> str:
+    """Describe a recorded input, or a safe point if ``pending`` is None, that does not occur in the replay."""
+    match pending:
+        case ReceivedMessages(keys=keys):
             ranks = sorted({rank for rank, _ in keys})
             names = ", ".join(dict.fromkeys(_name_of(tag) for _, tag in keys))
             whose = f"of rank {ranks[0]}" if len(ranks) == 1 else f"of ranks {', '.join(map(str, ranks))}"
             what = f"a message {whose} on" if len(keys) == 1 else f"{len(keys)} messages {whose} on"
             return f"the recording expects {what} {names} next, but none arrives"
-        case Passed(what=what):
+        case DeadlineExpired(what=what):
             return f"the recording expects the timeout of {str(what)!r} next, but nothing is waiting for it"
-        case Fired(what=what):
+        case TimerFired(what=what):
             return f"the recording expects the timer of {str(what)!r} to fire next, but this timer does not exist"
-        case Left(what=what):
+        case CollectiveEnd(what=what):
             verb = "failed" if what == FAILED else "ended"
             return f"in the recording, a collective {verb} next, but in the replay no collective does"
-        case Lost(rank=rank):
+        case RankLost(rank=rank):
             return f"the recording expects the loss of rank {rank} next, but the rank is not lost"
         case _:
             return "the recording expects the next step of the rank, but it is waiting for something else"

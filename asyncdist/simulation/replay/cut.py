@@ -29,7 +29,7 @@ def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence
 
 
 def _end(events: Sequence[Event]) -> int:
-    """Return the number of events before a signal, or up to the last step if user code raised it."""
+    """Return the number of events before a signal, or up to the last step if main ended with the signal's exception."""
     end = 0
     for place, event in enumerate(events):
         if event.kind == "interrupted":
@@ -64,7 +64,7 @@ class _Messages:
         return found
 
     def first_received_after(self, ends: Mapping[int, int], rank: int, messages: Mapping[int, _Messages]) -> int | None:
-        """Return the index of the first receive of a message that was sent after its source's end, or None."""
+        """Return the index of the first receive of a message sent after the cut of its source's record, or None."""
         counts: Counter[Key] = Counter()
         for place, (source, tag) in self.received:
             if place >= ends[rank]:

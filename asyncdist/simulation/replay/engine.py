@@ -1,4 +1,4 @@
-"""Implements the engine of a replayed rank."""
+"""Polls the requests of a replayed rank, and ends its tasks' waits at the recorded points."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ReplayedEngine(ObservedEngine):
-    """Polls a replayed rank's requests, and ends waits at the same points as in the recorded run."""
+    """Replaces a rank's engine in a replay, and ends waits at the same points as in the recorded run."""
 
     # A replayed send takes no time, but the sending task waits as long as in the recorded run.
     holds_sends: ClassVar[bool] = False
@@ -58,7 +58,7 @@ class ReplayedEngine(ObservedEngine):
             return await super().until(condition, what, deadline=deadline, is_of_request=is_of_request, peers=peers)
         gate = self._gate
         if not condition():
-            await gate.see_all_before_begin(condition)
+            await gate.deliver_before_wait(condition)
         if deadline is None or gate.inputs.is_done:
             if gate.inputs.is_cut_short:
                 deadline = None  # wait forever, because the rank stops at the end of its record
@@ -103,9 +103,9 @@ class ReplayedEngine(ObservedEngine):
         tasks = self._gate.tasks
         task = asyncio.current_task()
         if not is_of_request and not waiter.done():
-            await self._gate.see_all_before_begin(waiter.done)
+            await self._gate.deliver_before_wait(waiter.done)
             if task is tasks.user:
-                await self._gate.see_without_wait(waiter)
+                await self._gate.deliver_without_wait(waiter)
             if waiter.done() and self.failure is None:  # the task did not wait in the recorded run
                 await waiter
                 return
@@ -142,32 +142,32 @@ class ReplayedEngine(ObservedEngine):
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
         if self.has_begun:
-            self._gate.wakings.wake_by(what, wake)
+            self._gate.sleep_timers.wake_by(what, wake)
         else:
             wake()
 
     async def let_begin(self) -> None:
         if self.has_begun:
-            await self._gate.see_all_before_reading()
+            await self._gate.deliver_before_clock_reading()
         await yield_to_loop()
 
     async def repeat_held(self, kind: WaitKind, dest: int, tag: int) -> None:
         if self.has_begun:
             what = WaitId(kind, tag, dest, next(copy.copy(self._send_counts[kind, dest, tag])))
-            if self._gate.inputs.is_to_come(what):
+            if self._gate.inputs.remains_in_record(what):
                 self.name_send(kind, dest, tag)
                 await self.repeat_sent(what, dest)
 
     async def repeat_sent(self, what: WaitId, dest: int) -> bool:
         """Wait until the recorded point at which the sending task continued. A replayed send takes no time."""
-        if not self._gate.inputs.is_to_come(what):
+        if not self._gate.inputs.remains_in_record(what):
             return False
         waiter: asyncio.Future[None] = self.loop.create_future()
 
         def wake() -> None:
             resolve_waiter(waiter, gone(dest) if dest in self.transport.lost_ranks() else None)
 
-        self._gate.wakings.wake_by(what, wake)
+        self._gate.sleep_timers.wake_by(what, wake)
         if is_end_of_stream(what):  # the recorded task waited for a condition instead of a request
             await super().until(waiter.done, what, is_of_request=True)
         else:
@@ -182,7 +182,7 @@ class ReplayedEngine(ObservedEngine):
         if not self.has_begun:
             return
         what = end_of_collective(tag)
-        if self.failure is None or self._gate.inputs.is_to_come(what):
+        if self.failure is None or self._gate.inputs.remains_in_record(what):
             await self._leave(what)
         elif self._gate.log.tells_collectives:
             raise self.failure  # the job failed before this collective ended
@@ -190,19 +190,19 @@ class ReplayedEngine(ObservedEngine):
     async def _leave(self, what: WaitId) -> None:
         """Wait until the point at which the task continued after the collective in the recorded run."""
         gate = self._gate
-        is_to_come = gate.inputs.is_to_come(what)
-        if not is_to_come and not gate.log.tells_collectives:
+        remains_in_record = gate.inputs.remains_in_record(what)
+        if not remains_in_record and not gate.log.tells_collectives:
             return
         waiter = self.loop.create_future()
         wake = functools.partial(resolve_waiter, waiter, None)
         with gate.deadlines.waiting(what, self.loop.time(), wake):
             gate.input_checks.look_soon()
-            if not is_to_come:  # the job's failure ended the collective, or main ended first
+            if not remains_in_record:  # the job's failure ended the collective, or main ended first
                 await self.park(waiter, what, is_of_request=True)
                 return
             if asyncio.current_task() is gate.tasks.main:
                 gate.tasks.main = None
-            gate.hold.begin_if_late()
+            gate.pause.begin_if_late()
             await waiter
         self._note_wait_ended(True)
 

@@ -17,15 +17,25 @@ from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.runtime.sleeps import set_sleeps_by
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.admission import Admission
-from asyncdist.simulation.replay.comparison import Comparison, DivergenceError, in_words
-from asyncdist.simulation.replay.input_checks import PATIENCE_S, PAUSE_MAX_S, PAUSE_S, Hold, InputChecks
-from asyncdist.simulation.replay.log import Fired, Key, Left, Lost, Passed, RankLog, ReceivedByTask, Sight, Taken
+from asyncdist.simulation.replay.comparison import Comparison, DivergenceError, describe_missing
+from asyncdist.simulation.replay.input_checks import PATIENCE_S, PAUSE_MAX_S, PAUSE_S, InputChecks, Pause
+from asyncdist.simulation.replay.log import (
+    CollectiveEnd,
+    DeadlineExpired,
+    Key,
+    RankLog,
+    RankLost,
+    ReceivedByTask,
+    ReceivedMessages,
+    RecordedInput,
+    TimerFired,
+)
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.pending_inputs import PendingInputs
 from asyncdist.simulation.replay.timers import Deadlines, SleepTimers, Timers
 from asyncdist.waits import WaitId, WaitKind
 
-#: Maximum virtual seconds for which a message is deferred to a safe point that followed it when recorded.
+#: Maximum virtual seconds to hold back a message until the rank reaches the safe point that followed it when recorded.
 _DEFERRAL_S: Final = 1.0
 #: Maximum virtual seconds for which a message is deferred until work in a thread ends. The work may sleep in virtual
 #: time.
@@ -79,7 +89,7 @@ class Gate:
         self.log = log
         self.tasks = Tasks()
         self.comparison = Comparison(rank, log, found)
-        self.has_stopped = self._goes_no_further = False
+        self.has_stopped = self._is_at_end_of_record = False
         self._is_cut_off = is_cut_off
         self._mailbox = mailbox
         self._loop = loop
@@ -87,20 +97,20 @@ class Gate:
         self.deadlines = Deadlines(loop)
         self.inputs = PendingInputs(log, mailbox, self.timers, self.deadlines, loop.time)
         self.inputs.catch_up = self._catch_up
-        self.hold = Hold(self.inputs, loop, lambda: not self._is_main_running(), self._catch_up)
+        self.pause = Pause(self.inputs, loop, lambda: not self._is_main_running(), self._catch_up)
         self.admission = Admission(
             log,
             mailbox,
             self.inputs,
-            self.hold.begin_if_late,
+            self.pause.begin_if_late,
             lambda: self.input_checks.look_soon(),
-            self.see_losses,
+            self.deliver_losses,
         )
         self.input_checks = InputChecks(
-            self.inputs, self.admission, self.timers, self.deadlines, loop, self._show, self._catch_up
+            self.inputs, self.admission, self.timers, self.deadlines, loop, self._deliver, self._catch_up
         )
-        self.wakings = SleepTimers(loop, self.timers, self.inputs.is_to_come, self.input_checks.look_soon)
-        self._deferred: Sight | None = None
+        self.sleep_timers = SleepTimers(loop, self.timers, self.inputs.remains_in_record, self.input_checks.look_soon)
+        self._deferred: RecordedInput | None = None
         self._deferred_until_s = 0.0
         self._ring: Callable[[], None] = lambda: None
         self._engine: ObservedEngine
@@ -109,15 +119,15 @@ class Gate:
     def open(self, engine: ObservedEngine) -> None:
         """Begin to deliver the recorded inputs, just before the user's ``main`` starts."""
         self._engine = engine
-        for part in (self.inputs, self.admission, self.hold, self.input_checks, self.wakings):
+        for part in (self.inputs, self.admission, self.pause, self.input_checks, self.sleep_timers):
             part.open(engine)
         if self.log.tells_sleeps:
-            set_sleeps_by(self._loop, self.wakings.set_sleep)
+            set_sleeps_by(self._loop, self.sleep_timers.set_sleep)
 
     @property
     def has_stopped_at_cut(self) -> bool:
         """Whether the rank has stopped at the end of its own record, or of the record of a rank that it needs."""
-        return self._goes_no_further or (self.has_stopped and not self.log.is_over)
+        return self._is_at_end_of_record or (self.has_stopped and not self.log.is_over)
 
     @property
     def is_at_cut(self) -> bool:
@@ -126,9 +136,9 @@ class Gate:
 
     def awaited_ranks(self) -> set[int]:
         """Return the ranks that must send a message before this rank continues, including peers in MPI collectives."""
-        sight = self.inputs.next()
-        missing = self.inputs.missing_sources(sight)
-        if not self.inputs.is_open or (sight is not None and missing and self.inputs.is_due(sight)):
+        pending = self.inputs.next()
+        missing = self.inputs.missing_sources(pending)
+        if not self.inputs.is_open or (pending is not None and missing and self.inputs.is_due(pending)):
             return missing
         unrecorded = [
             peer
@@ -139,12 +149,12 @@ class Gate:
         return missing.union(unrecorded)
 
     def missing(self) -> tuple[float, str]:
-        """Return the recorded time of the next input, on the rank's clock, and its description."""
+        """Return the recorded time, on the rank's clock, and a description of the input that the rank needs next."""
         entry = self.inputs.next_entry()
         time_s = math.inf if entry is None else entry.time_s
-        return time_s, f"rank {self.rank}, {self.comparison.where()}: {in_words(self.inputs.next())}"
+        return time_s, f"rank {self.rank}, {self.comparison.where()}: {describe_missing(self.inputs.next())}"
 
-    def set_doorbell(self, ring: Callable[[], None]) -> None:
+    def set_arrival_callback(self, ring: Callable[[], None]) -> None:
         """Set the function to call when a message may have arrived for the rank."""
         self._ring = ring
 
@@ -153,42 +163,44 @@ class Gate:
         if not self.inputs.is_open or self.inputs.is_done or self.log.is_without_messages(tag):
             self._ring()
 
-    def see_losses(self) -> None:
+    def deliver_losses(self) -> None:
         """Deliver the losses that preceded the current operation, such as a failed send, in the recorded run."""
-        while isinstance(sight := self.inputs.next(), Lost) and self.inputs.is_open and self.inputs.is_due(sight):
-            self._show(sight)
+        while (
+            isinstance(pending := self.inputs.next(), RankLost) and self.inputs.is_open and self.inputs.is_due(pending)
+        ):
+            self._deliver(pending)
 
     def note_sent(self, tag: int) -> None:
         """Count a sent message, and deliver the recorded inputs that are due after it."""
         self.inputs.note_sent(tag)
-        self.hold.begin_if_late()
+        self.pause.begin_if_late()
         self.input_checks.look_soon()
 
-    def _show(self, sight: Sight) -> None:
+    def _deliver(self, pending: RecordedInput) -> None:
         """Deliver a recorded input to the rank, and wake the tasks that wait for it."""
-        self.inputs.remove(sight)
-        match sight:
-            case Taken(keys=keys):
+        self.inputs.remove(pending)
+        match pending:
+            case ReceivedMessages(keys=keys):
                 self.admission.permit(keys)
-                self._end_streams(sight)
-                if self.inputs.wakes_one_before_point(sight):
+                self._end_streams(pending)
+                if self.inputs.wakes_one_before_point(pending):
                     self._wake_user(keys)
-                late_for = sight.late_for if isinstance(sight, ReceivedByTask) else None
+                late_for = pending.late_for if isinstance(pending, ReceivedByTask) else None
                 if late_for is None:
                     self._engine.poll()
                 else:
-                    self._loop.do_first(functools.partial(self._bring_late, late_for))
-            case Lost(rank=rank):
+                    self._loop.do_first(functools.partial(self._deliver_late, late_for))
+            case RankLost(rank=rank):
                 self._mailbox.lose(rank)
                 self._engine.poll()  # fails the receives from the lost rank
-            case Fired(what=what):
+            case TimerFired(what=what):
                 self.timers.fire(what)
                 self._engine.recheck()
-            case Passed(what=what) | Left(what=what):
+            case DeadlineExpired(what=what) | CollectiveEnd(what=what):
                 self.deadlines.expire(what)
 
-    def _bring_late(self, task: asyncio.Task[Any]) -> bool:
-        """Deliver a message for which ``task`` did not wait when recorded. Return whether this ends its wait."""
+    def _deliver_late(self, task: asyncio.Task[Any]) -> bool:
+        """Deliver a message for which ``task`` did not wait in the recorded run. Return whether ``task`` resumes."""
         self._engine.poll()
         if task in self.tasks.woken_late or (waiter := self.tasks.waiters.get(task)) is None or not waiter.done():
             return False
@@ -196,13 +208,17 @@ class Gate:
         self._engine.begun_count -= task in self.tasks.counted
         return True
 
-    def _end_streams(self, taken: Taken) -> None:
+    def _end_streams(self, taken: ReceivedMessages) -> None:
         """End the streams whose last part was sent in this polling pass, so that tasks resume in the recorded order."""
-        for sight in list(itertools.takewhile(taken.is_beside, self.inputs.sights())):
-            if not isinstance(sight, Fired) or not is_end_of_stream(sight.what) or not self.timers.has(sight.what):
+        for pending in list(itertools.takewhile(taken.is_same_point, self.inputs.upcoming())):
+            if (
+                not isinstance(pending, TimerFired)
+                or not is_end_of_stream(pending.what)
+                or not self.timers.has(pending.what)
+            ):
                 return
-            self.inputs.remove(sight)
-            self.timers.fire(sight.what)
+            self.inputs.remove(pending)
+            self.timers.fire(pending.what)
 
     def _wake_user(self, keys: Collection[Key]) -> None:
         """If the user's task waits for one of these messages, wake it first, as a timeout did in the recorded run."""
@@ -214,43 +230,44 @@ class Gate:
 
     def _catch_up(self, seen_count: int = 0) -> None:
         """Deliver all due inputs that can be delivered. Do not defer the first ``seen_count`` inputs of the record."""
-        while (sight := self.inputs.next()) is not None and self.inputs.is_due(sight):
+        while (pending := self.inputs.next()) is not None and self.inputs.is_due(pending):
             if self.admission.has_permitted and self._engine.poll() == 0 and self.admission.has_permitted:
                 return
-            if not self.inputs.is_possible(sight) or (_is_left_to_task(sight) and not self._is_waited_for(sight)):
+            if not self.inputs.is_possible(pending) or (
+                _is_reserved_for_task(pending) and not self._is_waited_for(pending)
+            ):
                 return
-            if self.inputs.seen_count >= seen_count and self._is_deferred(sight):
+            if self.inputs.seen_count >= seen_count and self._is_deferred(pending):
                 if (late := self.inputs.first_late()) is None or not self.inputs.is_possible(late):
                     return
-                sight = late  # a task already waits for this message
-            left = self.inputs.exit_after(sight)
+                pending = late  # a task already waits for this message
+            left = self.inputs.collective_end_after(pending)
             if left is not None and self.inputs.is_due(left[0]):
-                self._show(left[0])
+                self._deliver(left[0])
                 # The collective's wait has ended before this input is delivered, so one more wait precedes the input.
-                sight.woken_count += 1
+                pending.woken_count += 1
                 continue
-            self._show(sight)
+            self._deliver(pending)
 
-    def _is_waited_for(self, sight: Sight) -> bool:
-        """Return whether a task waits for a message for which it did not wait in the recorded run."""
-        assert isinstance(sight, ReceivedByTask), f"{sight} was not taken by a task"
+    def _is_waited_for(self, pending: RecordedInput) -> bool:
+        assert isinstance(pending, ReceivedByTask), f"{pending} was not taken by a task"
         requests: Iterator[Any] = (operation.request for operation in self._engine._operations)
-        return any(request.is_for(sight.keys[0]) for request in requests if hasattr(request, "is_for"))
+        return any(request.is_for(pending.keys[0]) for request in requests if hasattr(request, "is_for"))
 
-    def _is_deferred(self, sight: Sight) -> bool:
-        """Return whether to defer an input until a task other than the task that it wakes has continued.
+    def _is_deferred(self, pending: RecordedInput) -> bool:
+        """Return whether an input must not wake its task before another task has continued.
 
-        In the recorded run, the other task was ready when a polling pass received the message. It reaches a safe point,
-        or continues after a collective, a sleep or work in a thread. The deferral is limited in time, in case user code
-        waits for the input.
+        In the recorded run, the other task was ready when a polling pass received the message. It reached a safe point
+        first, or continued after a collective, a sleep or work in a thread. The deferral is limited in time, in case
+        user code waits for the input.
         """
-        left = self.inputs.exit_after(sight)
-        is_late = self.inputs.has_late_timer_after(sight)
-        if not is_late and not self.inputs.is_seen_at_point(sight) and (left is None or left[1]):
+        left = self.inputs.collective_end_after(pending)
+        is_late = self.inputs.has_late_timer_after(pending)
+        if not is_late and not self.inputs.is_received_at_point(pending) and (left is None or left[1]):
             return False
         now_s = self._loop.time()
-        if sight is not self._deferred:
-            self._deferred, self._deferred_until_s = sight, now_s + (_WORK_S if is_late else _DEFERRAL_S)
+        if pending is not self._deferred:
+            self._deferred, self._deferred_until_s = pending, now_s + (_WORK_S if is_late else _DEFERRAL_S)
         if now_s >= self._deferred_until_s:
             return False
         self.input_checks.look_soon(self._deferred_until_s - now_s + PAUSE_S)
@@ -258,7 +275,7 @@ class Gate:
 
     def on_wait_begun(self) -> None:
         """Deliver the next recorded input if it has become due because a wait has begun."""
-        self.hold.begin_if_late()
+        self.pause.begin_if_late()
         self.input_checks.look_soon()
 
     async def before_wait_ends(self) -> None:
@@ -267,29 +284,33 @@ class Gate:
             return
         for _ in range(_TRY_COUNT):
             self._catch_up()
-            sight = self.inputs.next()
-            if sight is None or sight.woken_count > self._engine.woken_count or isinstance(sight, ReceivedByTask):
+            pending = self.inputs.next()
+            if pending is None or pending.woken_count > self._engine.woken_count or isinstance(pending, ReceivedByTask):
                 return
-            if not self.inputs.is_due(sight):
+            if not self.inputs.is_due(pending):
                 await yield_to_loop()
-            elif self.inputs.is_possible(sight) or not await self._until_possible(sight):
+            elif self.inputs.is_possible(pending) or not await self._until_possible(pending):
                 return  # the input is deferred or never arrives
 
-    async def see_all_before_begin(self, is_ready: Callable[[], bool]) -> None:
+    async def deliver_before_wait(self, is_ready: Callable[[], bool]) -> None:
         """Deliver all messages and timers recorded before the rank's next wait, unless ``is_ready`` returns True."""
         for _ in range(_TRY_COUNT):
-            sight = self.inputs.next()
-            if is_ready() or sight is None or not self.inputs.is_before_next_begin(sight):
+            pending = self.inputs.next()
+            if is_ready() or pending is None or not self.inputs.is_before_next_begin(pending):
                 return
-            if not self.inputs.is_due(sight):
+            if not self.inputs.is_due(pending):
                 await yield_to_loop()
                 continue
-            if not self.inputs.is_possible(sight) and not await self._until_possible(sight):
+            if not self.inputs.is_possible(pending) and not await self._until_possible(pending):
                 return
-            if self.admission.has_permitted or self._is_deferred(sight) or self.inputs.exit_after(sight) is not None:
+            if (
+                self.admission.has_permitted
+                or self._is_deferred(pending)
+                or self.inputs.collective_end_after(pending) is not None
+            ):
                 return
-            if sight is self.inputs.next():
-                self._show(sight)
+            if pending is self.inputs.next():
+                self._deliver(pending)
 
     def on_wait_ended(self, counts: bool) -> None:
         """Deliver the inputs that were recorded before the current task continued."""
@@ -300,11 +321,10 @@ class Gate:
         if task in self.tasks.woken_late:
             self.tasks.woken_late.remove(task)
             self._engine.woken_count -= counts
-        self.hold.begin_if_late(counts)
+        self.pause.begin_if_late(counts)
         self.input_checks.look_soon()  # the next recorded input may now be due
 
     def _is_main_running(self) -> bool:
-        """Return whether the current task is main. If so, earlier inputs are delivered at its next safe point."""
         return self.tasks.main is not None and asyncio.current_task(self._loop) is self.tasks.main
 
     async def pass_safe_point(self) -> None:
@@ -312,92 +332,92 @@ class Gate:
         self.tasks.main = self.tasks.user = asyncio.current_task()
         if self._engine.virtual_clock is not None:
             await self._engine.virtual_clock.before_safe_point()
-        while self.hold.is_on:
+        while self.pause.is_on:
             await yield_to_loop()
-        await self._see_all_before()
+        await self._deliver_before_safe_point()
         if self.inputs.next_entry() is None and not self.log.is_over:
             await self._stop()
         turn_count = self.inputs.begin_point()
         self.tasks.woken_late.clear()
         try:
             for turn in range(0, max(turn_count, 2), 2):
-                await self._see_turn(turn)
+                await self._deliver_turn(turn)
                 self._engine.poll()
                 self.inputs.set_turn(turn + 1)
                 await self._wait_for_next()
                 self._loop.call_soon(self._on_turn)  # the woken tasks must continue after the current task
                 await yield_to_loop()
-                await self._see_turn(turn + 1)
+                await self._deliver_turn(turn + 1)
         finally:
             self.inputs.end_point()
             self.input_checks.look_soon()
         await self._wait_for_next()
 
     def _on_turn(self) -> None:
-        if self.inputs.is_in_point and not self.hold.is_on:
+        if self.inputs.is_in_point and not self.pause.is_on:
             self._catch_up()
 
-    async def _see_all_before(self) -> None:
+    async def _deliver_before_safe_point(self) -> None:
         """Deliver the remaining inputs that were recorded before this safe point."""
-        while (sight := self.inputs.next()) is not None or self.admission.has_permitted:
-            if sight is not None and self.inputs.is_due(sight) and not _is_left_to_task(sight):
-                await self._see(sight)
-            elif not await self._until_changed(sight):
-                if sight is None:
+        while (pending := self.inputs.next()) is not None or self.admission.has_permitted:
+            if pending is not None and self.inputs.is_due(pending) and not _is_reserved_for_task(pending):
+                await self._deliver_when_possible(pending)
+            elif not await self._until_changed(pending):
+                if pending is None:
                     break
-                await self._see(sight)
+                await self._deliver_when_possible(pending)
         for _ in range(_TRY_COUNT):
             if self.inputs.is_point_due():
                 return
             await yield_to_loop()
 
-    async def _until_changed(self, sight: Sight | None) -> bool:
-        """Run other tasks until ``sight`` can be delivered or is no longer next. Return False if neither happens."""
+    async def _until_changed(self, pending: RecordedInput | None) -> bool:
+        """Run other tasks until ``pending`` can be delivered or is no longer next. Return False if neither happens."""
         for try_count in range(_TRY_COUNT):
             self._engine.poll()
             self._engine.recheck()
             if try_count:
                 await self._loop.be_busy(PAUSE_S * 2.0**try_count)
             await yield_to_loop()
-            if self.inputs.next() is not sight or (sight is None and not self.admission.has_permitted):
+            if self.inputs.next() is not pending or (pending is None and not self.admission.has_permitted):
                 return True
-            if sight is None or _is_left_to_task(sight):
+            if pending is None or _is_reserved_for_task(pending):
                 continue
-            if self.inputs.is_due(sight) and self.inputs.is_possible(sight):
+            if self.inputs.is_due(pending) and self.inputs.is_possible(pending):
                 return True
         return False
 
-    async def _see_turn(self, turn: int) -> None:
-        """Deliver the inputs that were recorded up to the given turn of this safe point."""
+    async def _deliver_turn(self, turn: int) -> None:
+        """Deliver the inputs recorded up to the given turn (polling pass or yield) of this safe point."""
         self.inputs.set_turn(turn)
-        while (sight := self.inputs.next()) is not None:
-            is_due = self.inputs.is_due(sight) and not _is_left_to_task(sight)
-            if is_due or not turn % 2 or not await self._until_changed(sight):
-                await self._see(sight)
+        while (pending := self.inputs.next()) is not None:
+            is_due = self.inputs.is_due(pending) and not _is_reserved_for_task(pending)
+            if is_due or not turn % 2 or not await self._until_changed(pending):
+                await self._deliver_when_possible(pending)
 
     async def _wait_for_next(self) -> None:
         """Pause the rank until the next recorded input can be delivered, if this input is due."""
-        while (sight := self.inputs.next()) is not None and self.inputs.must_be_there(sight):
-            await self._until_possible(sight)
-            if not isinstance(sight, Passed):
+        while (pending := self.inputs.next()) is not None and self.inputs.must_have_arrived(pending):
+            await self._until_possible(pending)
+            if not isinstance(pending, DeadlineExpired):
                 return
-            self._show(sight)  # the input was recorded by the task that continues in this turn
+            self._deliver(pending)  # the input was recorded by the task that continues in this turn
             self._engine.recheck()
 
-    async def _see(self, sight: Sight) -> None:
+    async def _deliver_when_possible(self, pending: RecordedInput) -> None:
         """Pause the rank until a recorded input can be delivered, and deliver it."""
-        while not await self._until_possible(sight):
+        while not await self._until_possible(pending):
             is_late = self.inputs.progressed_at_s < self._loop.time() - _TRY_COUNT * PATIENCE_S
-            if any(self._is_cut_off(rank, is_late) for rank in self.inputs.missing_sources(sight)):
+            if any(self._is_cut_off(rank, is_late) for rank in self.inputs.missing_sources(pending)):
                 await self._stop()
             if is_late:
-                raise self.comparison.divergence(in_words(sight))
-        if sight is self.inputs.next():
-            self._show(sight)
+                raise self.comparison.divergence(describe_missing(pending))
+        if pending is self.inputs.next():
+            self._deliver(pending)
 
-    async def _until_possible(self, sight: Sight) -> bool:
+    async def _until_possible(self, pending: RecordedInput) -> bool:
         pause_s, waited_s = PAUSE_S, 0.0
-        while sight is self.inputs.next() and not self.inputs.is_possible(sight):
+        while pending is self.inputs.next() and not self.inputs.is_possible(pending):
             if waited_s > PATIENCE_S:
                 return False
             await self._loop.be_busy(pause_s)
@@ -406,23 +426,23 @@ class Gate:
         return True
 
     async def _stop(self) -> None:
-        self.has_stopped = self._goes_no_further = True
+        self.has_stopped = self._is_at_end_of_record = True
         await self._loop.create_future()
 
-    async def see_without_wait(self, waiter: asyncio.Future[None]) -> None:
+    async def deliver_without_wait(self, waiter: asyncio.Future[None]) -> None:
         """Deliver the messages for which user code did not wait in the recorded run, before it begins to wait."""
-        while not waiter.done() and (sight := self.inputs.next()) is not None:
-            is_there = self.inputs.is_seen_at_point(sight) and self.inputs.is_due(sight)
-            if not is_there or not await self._until_possible(sight):
+        while not waiter.done() and (pending := self.inputs.next()) is not None:
+            is_there = self.inputs.is_received_at_point(pending) and self.inputs.is_due(pending)
+            if not is_there or not await self._until_possible(pending):
                 return
-            if sight is self.inputs.next():
-                self._show(sight)
+            if pending is self.inputs.next():
+                self._deliver(pending)
 
-    async def see_all_before_reading(self) -> None:
+    async def deliver_before_clock_reading(self) -> None:
         """Deliver the inputs recorded before the next clock reading, which the current task is about to make."""
         seen_count = self.inputs.seen_before_reading()
-        while self.inputs.seen_count < seen_count and (sight := self.inputs.next()) and self.inputs.is_due(sight):
-            await self._see(sight)
+        while self.inputs.seen_count < seen_count and (pending := self.inputs.next()) and self.inputs.is_due(pending):
+            await self._deliver_when_possible(pending)
 
     def on_event(self, time_s: float, kind: str, fields: tuple[Field, ...]) -> None:
         """Compare an event of the rank with its record."""
@@ -456,6 +476,6 @@ def is_end_of_stream(what: WaitId) -> bool:
     return what.kind == WaitKind.STREAM_LEFT
 
 
-def _is_left_to_task(sight: Sight) -> bool:
+def _is_reserved_for_task(pending: RecordedInput) -> bool:
     """Return whether a task must receive this message directly, outside polling passes, and has not tried to yet."""
-    return isinstance(sight, ReceivedByTask) and sight.late_for is None
+    return isinstance(pending, ReceivedByTask) and pending.late_for is None

@@ -1,4 +1,4 @@
-"""Delivers recorded inputs to a replayed rank outside its safe points, and pauses a rank that gets ahead."""
+"""Delivers recorded inputs to a replayed rank between its safe points, and pauses a rank that gets ahead of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Final
 from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.admission import Admission
-from asyncdist.simulation.replay.log import Sight
+from asyncdist.simulation.replay.log import RecordedInput
 from asyncdist.simulation.replay.pending_inputs import PendingInputs
 from asyncdist.simulation.replay.timers import Deadlines, Timers
 from asyncdist.simulation.scheduler import Handle
 
-#: Virtual seconds between two checks of the next recorded input. Other ranks take no virtual time to provide it.
+#: Shortest pause between two checks of the next recorded input, in virtual seconds. Other ranks send it in no time.
 PAUSE_S: Final = 1e-5
 #: Longest pause between two checks of the next recorded input, in virtual seconds.
 PAUSE_MAX_S: Final = 0.1
@@ -26,7 +26,7 @@ PATIENCE_S: Final = 300.0
 class InputChecks:
     """Checks, shortly after each event, whether the next recorded input of a replayed rank is due.
 
-    ``show`` delivers one input, and ``catch_up`` all inputs that are due.
+    ``deliver`` delivers one input, and ``catch_up`` all inputs that are due.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class InputChecks:
         timers: Timers,
         deadlines: Deadlines,
         loop: RankLoop,
-        show: Callable[[Sight], None],
+        deliver: Callable[[RecordedInput], None],
         catch_up: Callable[[], None],
     ) -> None:
         self._inputs = inputs
@@ -44,12 +44,12 @@ class InputChecks:
         self._timers = timers
         self._deadlines = deadlines
         self._loop = loop
-        self._show = show
+        self._deliver = deliver
         self._catch_up = catch_up
         self._has_main_ended = False
         self._timer: Handle | None = None
         self._look_at_s = 0.0
-        self._deferred: Sight | None = None
+        self._deferred: RecordedInput | None = None
         self._engine: ObservedEngine
 
     def open(self, engine: ObservedEngine) -> None:
@@ -81,22 +81,22 @@ class InputChecks:
         if self._inputs.is_in_point:
             return
         self._catch_up()
-        sight = self._inputs.next()
-        if sight is None:
+        pending = self._inputs.next()
+        if pending is None:
             if self._has_main_ended:
-                self._show_all()
-        elif self._inputs.is_possible(sight) and not self._admission.has_permitted:
+                self._deliver_all()
+        elif self._inputs.is_possible(pending) and not self._admission.has_permitted:
             # The rank is waiting although this input is not due yet, because its tasks ran in a different order.
-            if sight is not self._deferred:
-                self._deferred = sight
+            if pending is not self._deferred:
+                self._deferred = pending
                 self.look_soon(PATIENCE_S)
-            elif self._has_no_patience():
-                self._show(sight)
+            elif self._is_patience_over():
+                self._deliver(pending)
                 self.look_soon()
-        elif self._has_main_ended and self._has_no_patience():
-            self._show_all()
+        elif self._has_main_ended and self._is_patience_over():
+            self._deliver_all()
 
-    def _has_no_patience(self) -> bool:
+    def _is_patience_over(self) -> bool:
         """Return whether no input was delivered for PATIENCE_S seconds. Otherwise schedule the next check."""
         ends_at_s = self._inputs.progressed_at_s + PATIENCE_S
         if self._loop.time() >= ends_at_s:
@@ -104,7 +104,7 @@ class InputChecks:
         self.look_soon(ends_at_s + PAUSE_S - self._loop.time())
         return False
 
-    def _show_all(self) -> None:
+    def _deliver_all(self) -> None:
         """Stop delaying inputs, because ranks may end in an order that differs from the recorded run."""
         self._inputs.clear()
         self._admission.clear()
@@ -116,21 +116,21 @@ class InputChecks:
         self._engine.ring()
 
 
-class Hold:
+class Pause:
     """Pauses a replayed rank after its current step until its next recorded message has arrived.
 
     This cannot deadlock, because the recorded sender needed nothing more from this rank before it sent the message.
-    ``may_begin`` returns whether the rank may be paused now. ``on_end`` is called when the message has arrived, before
+    ``can_begin`` returns whether the rank may be paused now. ``on_end`` is called when the message has arrived, before
     anything else runs.
     """
 
     def __init__(
-        self, inputs: PendingInputs, loop: RankLoop, may_begin: Callable[[], bool], on_end: Callable[[], None]
+        self, inputs: PendingInputs, loop: RankLoop, can_begin: Callable[[], bool], on_end: Callable[[], None]
     ) -> None:
         self.is_on = False
         self._inputs = inputs
         self._loop = loop
-        self._may_begin = may_begin
+        self._can_begin = can_begin
         self._on_end = on_end
         self._until_s = self._ends_at_s = 0.0
         self._engine: ObservedEngine
@@ -143,26 +143,30 @@ class Hold:
 
     def begin_if_late(self, ending_count: int = 0) -> None:
         """Pause the rank if its next recorded message is due but has not arrived."""
-        if self.is_on or not self._inputs.is_open or not self._may_begin():
+        if self.is_on or not self._inputs.is_open or not self._can_begin():
             return
-        sight = self._inputs.next()
-        if sight is None or not self._inputs.must_be_there(sight, ending_count) or self._inputs.is_possible(sight):
+        pending = self._inputs.next()
+        if (
+            pending is None
+            or not self._inputs.must_have_arrived(pending, ending_count)
+            or self._inputs.is_possible(pending)
+        ):
             return
-        if self._inputs.exit_after(sight) is not None:
+        if self._inputs.collective_end_after(pending) is not None:
             return  # a collective must end first, and other ranks may need this rank to end it
         self.is_on = True
         self._until_s = self._loop.time() + PATIENCE_S
-        self._go_on(PAUSE_S)
+        self._continue(PAUSE_S)
         self._loop.call_when_idle(self._end, ())  # called when the rank is no longer busy, before anything else
 
-    def _go_on(self, pause_s: float) -> None:
-        sight = self._inputs.next()
-        if sight is None or self._inputs.is_possible(sight) or self._loop.time() > self._until_s:
+    def _continue(self, pause_s: float) -> None:
+        pending = self._inputs.next()
+        if pending is None or self._inputs.is_possible(pending) or self._loop.time() > self._until_s:
             return
         self._loop.stall(pause_s)
         self._ends_at_s = max(self._ends_at_s, self._loop.time()) + pause_s
         next_pause_s = min(1.5 * pause_s, PAUSE_MAX_S)
-        self._loop._scheduler.at(self._ends_at_s - pause_s / 8, self._go_on, (next_pause_s,))
+        self._loop._scheduler.at(self._ends_at_s - pause_s / 8, self._continue, (next_pause_s,))
 
     def _end(self) -> None:
         self.is_on = False

@@ -49,7 +49,7 @@ class ReplayedJob:
         self._watch = _Watch(self._gates)
         self._is_judged = False
         self._difference: DivergenceError | None = None
-        self.decision_count = self.left_count = self._count_left()
+        self.decision_count = self.left_count = self._count_remaining()
         self.cut_ranks = tuple(rank for rank, log in sorted(self._logs.items()) if not log.is_over)
 
     def open_rank(self, transport: Transport, loop: RankLoop) -> ReplayedRank:
@@ -78,14 +78,14 @@ class ReplayedJob:
             raise self._difference
 
     def _judge(self) -> None:
-        """Find the first difference from the records, but only once, because cancelled ranks make more decisions."""
+        """Find the first difference from the records. Later calls do nothing, because cancelled ranks deviate."""
         if self._is_judged:
             return
         self._is_judged = True
-        self.left_count = self._count_left()
-        self._difference = self._found[0] if self._found else self._what_does_not_happen()
+        self.left_count = self._count_remaining()
+        self._difference = self._found[0] if self._found else self._find_difference()
 
-    def _what_does_not_happen(self) -> DivergenceError | None:
+    def _find_difference(self) -> DivergenceError | None:
         cut_off = self._cut_off({rank for rank, gate in self._gates.items() if gate.is_at_cut})
         waiting = [rank for rank, gate in self._gates.items() if not gate.has_stopped and rank not in cut_off]
         if waiting:
@@ -95,7 +95,7 @@ class ReplayedJob:
         return None
 
     def _is_cut_off(self, rank: int, or_waits: bool) -> bool:
-        """Return whether a rank has stopped (or, with ``or_waits``, waits) at the end of a record that it needs."""
+        """Return whether a rank has stopped (or, if ``or_waits``, waits) at the end of its own or a needed record."""
         return rank in self._cut_off(
             {each for each, gate in self._gates.items() if gate.has_stopped_at_cut or (or_waits and gate.is_at_cut)}
         )
@@ -111,7 +111,7 @@ class ReplayedJob:
             cut_off |= more
         return cut_off
 
-    def _count_left(self) -> int:
+    def _count_remaining(self) -> int:
         return sum(log.decision_count for log in self._logs.values())
 
     def _first_missing(self, ranks: Iterable[int]) -> DivergenceError:
@@ -124,7 +124,7 @@ class ReplayedJob:
 
 
 class _Watch:
-    """Detects when no rank of a replay makes progress. ``gates`` may gain ranks during the replay."""
+    """Detects when no rank of a replay makes progress. ``gates`` gains each rank when the rank starts."""
 
     def __init__(self, gates: Mapping[int, Gate]) -> None:
         self._gates = gates

@@ -25,12 +25,12 @@ Key: TypeAlias = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Sight:
+class RecordedInput:
     """A recorded input of a rank: a message, the end of a timer or deadline, or the loss of a rank.
 
     ``woken_count``, ``begun_count`` and ``sent_count`` are the numbers of waits ended, waits begun and messages sent
-    since the last safe point began. ``turn`` is the turn of the safe point, or 0 outside safe points. ``time_s`` is on
-    the rank's clock.
+    since the last safe point began. ``turn`` counts the polling passes and yields of the safe point, and is 0 outside
+    safe points. ``time_s`` is on the rank's clock.
     """
 
     turn: int
@@ -40,20 +40,20 @@ class Sight:
     begun_count: int = field(default=0, kw_only=True)
     counts: ClassVar[bool] = True  #: Whether ``Reading.seen_count`` counts this kind of input.
 
-    def is_beside(self, other: Sight) -> bool:
+    def is_same_point(self, other: RecordedInput) -> bool:
         """Return whether no wait ended and no message was sent between the two inputs."""
         return (self.woken_count, self.sent_count) == (other.woken_count, other.sent_count)
 
 
 @dataclass(slots=True)
-class Taken(Sight):
+class ReceivedMessages(RecordedInput):
     """Messages that one polling pass received without a send in between. ``keys`` are their sources and tags."""
 
     keys: list[Key]
 
 
 @dataclass(slots=True)
-class ReceivedByTask(Taken):
+class ReceivedByTask(ReceivedMessages):
     """A message that a task received outside a polling pass. In the replay, task ``late_for`` waits for it."""
 
     late_for: asyncio.Task[Any] | None = None
@@ -61,21 +61,21 @@ class ReceivedByTask(Taken):
 
 
 @dataclass(slots=True)
-class Passed(Sight):
+class DeadlineExpired(RecordedInput):
     """The recorded expiry of a deadline that limited a task's wait."""
 
     what: WaitId
 
 
 @dataclass(slots=True)
-class Fired(Sight):
+class TimerFired(RecordedInput):
     """The recorded expiry of one of the runtime's timers."""
 
     what: WaitId
 
 
 @dataclass(slots=True)
-class Lost(Sight):
+class RankLost(RecordedInput):
     """The point at which the rank was notified of another rank's loss."""
 
     rank: int
@@ -86,14 +86,14 @@ FAILED: Final = WaitId(WaitKind.COLLECTIVE_FAILURE)
 
 
 @dataclass(slots=True)
-class Left(Sight):
+class CollectiveEnd(RecordedInput):
     """The point at which a task continued after a collective that failed (:data:`FAILED`) or that MPI completed."""
 
     what: WaitId
 
 
 def end_of_collective(tag: int) -> WaitId:
-    """Return the identity of the wait that ends with a collective of the group with this tag."""
+    """Return the identity of a wait for the end of a collective in the group with this tag."""
     return WaitId(WaitKind.COLLECTIVE_END, tag)
 
 
@@ -108,23 +108,23 @@ class Reading:
 
 @dataclass(slots=True)
 class SafePoint:
-    """A recorded safe point of the user's code.
+    """A recorded safe point: a call in which the user's code polled and yielded to other tasks.
 
     Attributes:
         woken_count, sent_count: Numbers of ended waits and sent messages since the previous safe point.
-        sights: Inputs during the safe point.
+        inputs: Inputs during the safe point.
         turn_count: Number of polling passes and yields to other tasks.
     """
 
     woken_count: int = 0
     sent_count: int = 0
-    sights: deque[Sight] = field(default_factory=deque)
+    inputs: deque[RecordedInput] = field(default_factory=deque)
     turn_count: int = 2
     has_ended: bool = False
     time_s: float = 0.0
 
 
-Entry: TypeAlias = Sight | SafePoint
+Entry: TypeAlias = RecordedInput | SafePoint
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class RankLog:
         is_over: Whether the end of main is recorded.
         results: Results of MPI's reductions, keyed by the group's tag: pairs of size in bytes and content. The content
             is b"" if it was too large to record.
-        measured: Measured numbers, which depend on timing, keyed by identity.
+        measured: Measured numbers, which depend on timing, keyed by the identity under which they were recorded.
         tells_sleeps: Whether the record says when asyncio's timers fired.
         tells_collectives: Whether the record says when tasks continued after collectives.
     """
@@ -194,7 +194,7 @@ class _Reader:
     def __init__(self, log: RankLog, sent_before_count: int, *, tells_ends: bool) -> None:
         self._log = log
         self._tells_ends = tells_ends
-        self._sights: deque[Any] = log.entries  # the inputs of the safe point in progress, otherwise all entries
+        self._inputs: deque[Any] = log.entries  # the inputs of the safe point in progress, otherwise all entries
         self._point: SafePoint | None = None
         self._last_pass = -1
         self._sent_count = -sent_before_count
@@ -212,7 +212,7 @@ class _Reader:
                 self._last_pass = -1  # a later message of the same pass may be a reply to this message
                 self._sent_count += not (log.is_native and _is_of_collectives(tag))
             case "deadline" | "timer" | "failed" | "collective" | "lost", _:
-                self._sights.append(_seen(event, self._sent_count))
+                self._inputs.append(_input_of(event, self._sent_count))
                 self._seen_count += 1
             case "clock", (float(seconds), int(line)):
                 log.clock[line].append(Reading(seconds, self._seen_count, self._reading_count))
@@ -240,7 +240,7 @@ class _Reader:
         if has_ended:
             point.turn_count, point.has_ended = turn_count, True
         self._point = None if has_ended else point
-        self._sights = self._log.entries if has_ended else point.sights
+        self._inputs = self._log.entries if has_ended else point.inputs
 
     def _read_message(self, event: Event, number: int, key: Key) -> None:
         """Add a message received by polling pass ``number``, or by a task if ``number`` is negative."""
@@ -248,33 +248,33 @@ class _Reader:
         if number == BEFORE_WORLD:
             self._log.early[key] += 1
             return
-        sights = self._sights
-        if number >= 0 and sights and type(sights[-1]) is Taken and number == self._last_pass:
-            sights[-1].keys.append(key)
+        inputs = self._inputs
+        if number >= 0 and inputs and type(inputs[-1]) is ReceivedMessages and number == self._last_pass:
+            inputs[-1].keys.append(key)
         else:
-            kind = Taken if number >= 0 else ReceivedByTask
+            kind = ReceivedMessages if number >= 0 else ReceivedByTask
             turn, woken_count, begun_count = (int(event.get(name) or 0) for name in ("turn", "woken", "begun"))
             at = (turn, woken_count, self._sent_count, event.time_s)
-            sights.append(kind(*at, [key], begun_count=begun_count))
+            inputs.append(kind(*at, [key], begun_count=begun_count))
             self._seen_count += number >= 0
         self._last_pass = number
 
 
-def _seen(event: Event, sent_count: int) -> Sight:
+def _input_of(event: Event, sent_count: int) -> RecordedInput:
     """Convert an event other than a received message to a recorded input."""
     turn, woken_count = int(event.get("turn") or 0), int(event.get("woken") or 0)
     at = (turn, woken_count, sent_count, event.time_s)
     match event.kind:
         case "deadline":
-            return Passed(*at, event.wait)
+            return DeadlineExpired(*at, event.wait)
         case "timer":
-            return Fired(*at, event.wait, begun_count=int(event.get("begun") or 0))
+            return TimerFired(*at, event.wait, begun_count=int(event.get("begun") or 0))
         case "failed":
-            return Left(*at, FAILED)
+            return CollectiveEnd(*at, FAILED)
         case "collective":
-            return Left(*at, end_of_collective(int(event.get("tag") or 0)))
+            return CollectiveEnd(*at, end_of_collective(int(event.get("tag") or 0)))
         case _:
-            return Lost(*at, int(event.get("rank") or 0))
+            return RankLost(*at, int(event.get("rank") or 0))
 
 
 def _is_of_collectives(tag: int) -> bool:

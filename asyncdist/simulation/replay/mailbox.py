@@ -25,7 +25,7 @@ class Mailbox:
         self._numbers = itertools.count()
 
     def put(self, source: int, tag: int, data: bytes) -> None:
-        """Add a message."""
+        """Add a message, and call ``ring`` with its tag."""
         self._messages[source, tag].append((next(self._numbers), data))
         if self.ring is not None:
             self.ring(tag)

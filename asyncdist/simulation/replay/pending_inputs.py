@@ -17,16 +17,16 @@ from asyncdist import tags
 from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.simulation.replay.log import (
     FAILED,
+    CollectiveEnd,
+    DeadlineExpired,
     Entry,
-    Fired,
     Key,
-    Left,
-    Passed,
     RankLog,
     ReceivedByTask,
+    ReceivedMessages,
+    RecordedInput,
     SafePoint,
-    Sight,
-    Taken,
+    TimerFired,
     end_of_collective,
 )
 from asyncdist.simulation.replay.mailbox import Mailbox
@@ -64,7 +64,9 @@ class PendingInputs:
         self._turn = 0
         self._sent_count = 0
         self._time_s = 0.0
-        self._named = Counter(sight.what for sight in _all_of(log) if isinstance(sight, (Fired, Left)))
+        self._named = Counter(
+            pending.what for pending in _all_of(log) if isinstance(pending, (TimerFired, CollectiveEnd))
+        )
         self._engine: ObservedEngine  # counts the ended waits
 
     def open(self, engine: ObservedEngine) -> None:
@@ -85,45 +87,45 @@ class PendingInputs:
 
     @property
     def is_in_point(self) -> bool:
-        """Whether the rank is in a safe point."""
+        """Whether the rank is in a safe point, a call that polls and yields."""
         return self._point is not None
 
-    def next(self) -> Sight | None:
+    def next(self) -> RecordedInput | None:
         """Return the next recorded input, or None if user code must begin or end a safe point first."""
-        return next(self.sights(), None)
+        return next(self.upcoming(), None)
 
     def next_entry(self) -> Entry | None:
         """Return the next recorded input or safe point, or None at the end of the record."""
         return self.next() or next(iter(self._log.entries), None)
 
-    def sights(self) -> Iterator[Sight]:
+    def upcoming(self) -> Iterator[RecordedInput]:
         """Yield the recorded inputs up to the next safe point, or up to the end of the current turn of a safe point."""
-        for sight in self._all_sights():
-            if isinstance(sight, SafePoint) or (self._point is not None and sight.turn > self._turn):
+        for pending in self._all_upcoming():
+            if isinstance(pending, SafePoint) or (self._point is not None and pending.turn > self._turn):
                 return
-            yield sight
+            yield pending
 
-    def _all_sights(self) -> deque[Any]:
-        return self._log.entries if self._point is None else self._point.sights
+    def _all_upcoming(self) -> deque[Any]:
+        return self._log.entries if self._point is None else self._point.inputs
 
-    def is_to_come(self, what: WaitId) -> bool:
+    def remains_in_record(self, what: WaitId) -> bool:
         """Return whether a timer, or the end of a collective, with this identity remains in the record."""
         return self._named[what] > 0
 
-    def remove(self, sight: Sight) -> None:
+    def remove(self, pending: RecordedInput) -> None:
         """Remove a recorded input that is being delivered."""
-        self._all_sights().remove(sight)
-        if isinstance(sight, (Fired, Left)):
-            self._named[sight.what] -= 1
-        self.seen_count += sight.counts
+        self._all_upcoming().remove(pending)
+        if isinstance(pending, (TimerFired, CollectiveEnd)):
+            self._named[pending.what] -= 1
+        self.seen_count += pending.counts
         self._note_progress()
 
-    def remove_taken(self, key: Key) -> ReceivedByTask | None:
+    def remove_received_by_task(self, key: Key) -> ReceivedByTask | None:
         """Remove and return the first message with this key that a task received in the record, or None."""
-        for sight in self._all_sights():
-            if isinstance(sight, ReceivedByTask) and sight.keys == [key]:
-                self.remove(sight)
-                return sight
+        for pending in self._all_upcoming():
+            if isinstance(pending, ReceivedByTask) and pending.keys == [key]:
+                self.remove(pending)
+                return pending
         return None
 
     def clear(self) -> None:
@@ -136,57 +138,57 @@ class PendingInputs:
         self.progress_count += 1
 
     def is_point_due(self) -> bool:
-        """Return whether the rank has ended as many waits and sent as many messages as before its next safe point."""
+        """Return whether the rank has ended all waits and sent all messages that were recorded before a safe point."""
         point = self._log.entries[0] if self._log.entries else None
         return not isinstance(point, SafePoint) or (
             point.woken_count <= self._engine.woken_count and point.sent_count <= self._sent_count
         )
 
-    def is_seen_at_point(self, sight: Sight) -> bool:
+    def is_received_at_point(self, pending: RecordedInput) -> bool:
         """Return whether main must reach its next safe point before this message wakes a task."""
-        if self._point is not None or type(sight) is not Taken:
+        if self._point is not None or type(pending) is not ReceivedMessages:
             return False
         point = next((entry for entry in self._log.entries if isinstance(entry, SafePoint)), None)
         return point is not None and point.woken_count <= self._engine.woken_count
 
     def first_late(self) -> ReceivedByTask | None:
         """Return the first message recorded after the next safe point if a task already waits for it, or None."""
-        first = next((sight for sight in self.sights() if not self.is_seen_at_point(sight)), None)
+        first = next((pending for pending in self.upcoming() if not self.is_received_at_point(pending)), None)
         return first if isinstance(first, ReceivedByTask) and first.late_for is not None else None
 
-    def wakes_one_before_point(self, sight: Taken) -> bool:
-        """Return whether exactly one wait ended between the next input ``sight`` and the next recorded safe point."""
-        if self._point is not None or len(sight.keys) == 1:
+    def wakes_one_before_point(self, pending: ReceivedMessages) -> bool:
+        """Return whether exactly one wait ended between the next input ``pending`` and the next recorded safe point."""
+        if self._point is not None or len(pending.keys) == 1:
             return False
         entry = next(iter(self._log.entries), None)
         return isinstance(entry, SafePoint) and entry.woken_count == self._engine.woken_count + 1
 
-    def exit_after(self, sight: Sight) -> tuple[Left, bool] | None:
+    def collective_end_after(self, pending: RecordedInput) -> tuple[CollectiveEnd, bool] | None:
         """Return the recorded end of a collective that resumed a task before this input resumed another task.
 
         The second item tells whether this end can be replayed now. Return None if no such end is recorded.
         """
-        if type(sight) not in (Taken, Fired):
+        if type(pending) not in (ReceivedMessages, TimerFired):
             return None
         is_all_there = True
-        for other in self.sights():
-            if other.woken_count != sight.woken_count:
+        for other in self.upcoming():
+            if other.woken_count != pending.woken_count:
                 return None
-            if isinstance(other, Left):
-                brings = isinstance(sight, Taken) and _may_bring(sight, other)
-                return None if brings else (other, is_all_there and self.is_due(other))
+            if isinstance(other, CollectiveEnd):
+                causes = isinstance(pending, ReceivedMessages) and _may_have_caused(pending, other)
+                return None if causes else (other, is_all_there and self.is_due(other))
             is_all_there = is_all_there and self.is_possible(other)
         return None
 
-    def has_late_timer_after(self, sight: Sight) -> bool:
+    def has_late_timer_after(self, pending: RecordedInput) -> bool:
         """Return whether a timer must fire before this message wakes a task, but has not been set yet."""
-        if type(sight) is not Taken:
+        if type(pending) is not ReceivedMessages:
             return False
-        beside = itertools.takewhile(sight.is_beside, self.sights())
-        return any(isinstance(other, Fired) and not self.is_possible(other) for other in beside)
+        same_point = itertools.takewhile(pending.is_same_point, self.upcoming())
+        return any(isinstance(other, TimerFired) and not self.is_possible(other) for other in same_point)
 
     def begin_point(self) -> int:
-        """Begin the next safe point, and return its recorded number of turns."""
+        """Begin the next safe point, and return its recorded number of turns (polling passes and yields)."""
         entries = self._log.entries
         point = entries.popleft() if entries else SafePoint()
         assert isinstance(point, SafePoint), f"{point} has to be seen before this safe point"
@@ -196,70 +198,70 @@ class PendingInputs:
         return point.turn_count
 
     def set_turn(self, turn: int) -> None:
-        """Set the current turn of the safe point."""
+        """Set the current turn (polling pass or yield) of the safe point."""
         self._turn = self._engine.turn = turn
 
     def end_point(self) -> None:
-        """End the safe point."""
+        """End the safe point, so that the inputs recorded after it are next."""
         self._point = None
 
     def note_sent(self, tag: int) -> None:
         """Count a message sent by the rank."""
         self._sent_count += not (self._log.is_native and tag in COLLECTIVE_TAGS)
 
-    def is_due(self, sight: Sight, ending_count: int = 0) -> bool:
+    def is_due(self, pending: RecordedInput, ending_count: int = 0) -> bool:
         """Return whether the rank has reached the point at which this input was recorded."""
-        if not isinstance(sight, Taken) and not self.is_possible(sight):
+        if not isinstance(pending, ReceivedMessages) and not self.is_possible(pending):
             return False  # the rank must first set a timer or begin a wait
         return (
-            sight.woken_count <= self._engine.woken_count + ending_count
-            and sight.begun_count <= self._engine.begun_count
-            and sight.sent_count <= self._sent_count
+            pending.woken_count <= self._engine.woken_count + ending_count
+            and pending.begun_count <= self._engine.begun_count
+            and pending.sent_count <= self._sent_count
         )
 
-    def is_before_next_begin(self, sight: Sight) -> bool:
+    def is_before_next_begin(self, pending: RecordedInput) -> bool:
         """Return whether this input was recorded before the rank's next wait began."""
         engine = self._engine
         return (
-            type(sight) in (Taken, Fired)
-            and sight.woken_count <= engine.woken_count
-            and sight.begun_count <= engine.begun_count
+            type(pending) in (ReceivedMessages, TimerFired)
+            and pending.woken_count <= engine.woken_count
+            and pending.begun_count <= engine.begun_count
         )
 
-    def must_be_there(self, sight: Sight, ending_count: int = 0) -> bool:
+    def must_have_arrived(self, pending: RecordedInput, ending_count: int = 0) -> bool:
         """Return whether an input is due, so that it must arrive before the rank continues."""
-        return self.is_due(sight, ending_count + isinstance(sight, ReceivedByTask))
+        return self.is_due(pending, ending_count + isinstance(pending, ReceivedByTask))
 
-    def is_possible(self, sight: Sight) -> bool:
+    def is_possible(self, pending: RecordedInput) -> bool:
         """Return whether a recorded input can be delivered now: its messages have arrived, or its timer is set."""
-        match sight:
-            case Taken():
-                return not self.missing_sources(sight)
-            case Passed(what=what) | Left(what=what):
+        match pending:
+            case ReceivedMessages():
+                return not self.missing_sources(pending)
+            case DeadlineExpired(what=what) | CollectiveEnd(what=what):
                 return self._deadlines.has(what)
-            case Fired(what=what):
+            case TimerFired(what=what):
                 return self._timers.has(what)
             case _:
                 return True
 
-    def missing_sources(self, sight: Sight | None) -> set[int]:
+    def missing_sources(self, pending: RecordedInput | None) -> set[int]:
         """Return the sources of the recorded messages that have not arrived yet."""
-        if not isinstance(sight, Taken):
+        if not isinstance(pending, ReceivedMessages):
             return set()
-        return {key[0] for key, count in self._keys_with(sight).items() if self._mailbox.count(key) < count}
+        return {key[0] for key, count in self._keys_with(pending).items() if self._mailbox.count(key) < count}
 
-    def _keys_with(self, first: Taken) -> Counter[Key]:
+    def _keys_with(self, first: ReceivedMessages) -> Counter[Key]:
         """Count the messages, keyed by source and tag, in this input and in the tasks' direct receives after it."""
         keys = Counter(first.keys)
-        for sight in self.sights():
-            if isinstance(sight, ReceivedByTask) and sight is not first:
+        for pending in self.upcoming():
+            if isinstance(pending, ReceivedByTask) and pending is not first:
                 if (
-                    sight.sent_count > max(first.sent_count, self._sent_count)
-                    or sight.woken_count > first.woken_count + 1
+                    pending.sent_count > max(first.sent_count, self._sent_count)
+                    or pending.woken_count > first.woken_count + 1
                 ):
                     break
-                keys.update(sight.keys)
-            elif sight is not first:
+                keys.update(pending.keys)
+            elif pending is not first:
                 break
         return keys
 
@@ -284,12 +286,12 @@ class PendingInputs:
         return self._time_s
 
 
-def _may_bring(sight: Taken, left: Left) -> bool:
+def _may_have_caused(pending: ReceivedMessages, left: CollectiveEnd) -> bool:
     """Return whether these recorded messages may have caused ``left``, the end or failure of a collective."""
-    tags_of = [tag for _, tag in sight.keys if tag in COLLECTIVE_TAGS]
+    tags_of = [tag for _, tag in pending.keys if tag in COLLECTIVE_TAGS]
     return bool(tags_of) if left.what == FAILED else any(left.what == end_of_collective(tag) for tag in tags_of)
 
 
-def _all_of(log: RankLog) -> Iterator[Sight]:
+def _all_of(log: RankLog) -> Iterator[RecordedInput]:
     for entry in log.entries:
-        yield from entry.sights if isinstance(entry, SafePoint) else (entry,)
+        yield from entry.inputs if isinstance(entry, SafePoint) else (entry,)

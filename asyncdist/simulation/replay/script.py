@@ -1,7 +1,8 @@
-"""Replays a recorded script: the command ``asyncdist replay`` and the tests that it writes."""
+"""Implements ``asyncdist replay``, which replays a recorded script, and the function that its tests call."""
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import hashlib
 import logging
@@ -99,7 +100,6 @@ class _ReplayedScript(Script):
         known_torch_seed.set(opened.initial_seed())
 
     def on_world_opened(self, rank: int) -> None:
-        """Restore the random states that this rank had when it opened its world."""
         assert self.recording is not None
         known_torch_seed.set(None)
         draw_as(self.recording.ranks[rank].conditions())
@@ -145,7 +145,7 @@ def _script_of(
         words = words or recorded
     elif recorded and not words:  # somebody else may have chosen the recorded arguments
         logger.warning(
-            "%s runs without arguments, because it was named and they were not. The recorded ones are: %s",
+            "%s runs without arguments, because only the script was named. The recorded arguments are: %s",
             name,
             shlex.join(map(printable, recorded)),
         )
@@ -208,7 +208,7 @@ def run_command(
     """Replay a recording, print the result, and return the exit code.
 
     The code is 0 if the replay equals the recording, 1 if it differs or a rank fails as recorded, and 2 for wrong
-    input. pdb stops in ``rank``. ``to_test`` is the path of a test to write instead.
+    input. pdb stops in ``rank``. If ``to_test`` is a path, write a test there instead.
     """
     try:
         recording = read_recording(folder, job)
@@ -273,18 +273,22 @@ def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
         raise ScriptError(f"the path {str(path)!r} already exists; choose another path")
     folder = path.with_name(f"{path.stem}_recording")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()  # fails if the path is a link, which another user may have made
-        for each in recording.ranks:
-            shutil.copy(each.path, folder)
-        text = _TEST.format(
-            name=recording.job,
-            recordings=folder.name,
-            script=os.path.relpath(ran.path, path.parent).replace("\\", "/"),
-            arguments="".join(f", {word!r}" for word in ran.arguments),
-        )
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with contextlib.ExitStack() as undone:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()  # fails if the path is a link, which another user may have made
+            undone.callback(shutil.rmtree, folder, ignore_errors=True)
+            for each in recording.ranks:
+                shutil.copy(each.path, folder)
+            text = _TEST.format(
+                name=recording.job,
+                recordings=folder.name,
+                script=os.path.relpath(ran.path, path.parent).replace("\\", "/"),
+                arguments="".join(f", {word!r}" for word in ran.arguments),
+            )
+            with path.open("x", encoding="utf-8") as file:
+                undone.callback(path.unlink)
+                file.write(text)
+            undone.pop_all()
     except FileExistsError as error:
         raise ScriptError(f"the path {error.filename!r} already exists; choose another path") from error
     except OSError as error:

@@ -38,11 +38,9 @@ class _Timer:
         self.is_over = self._is_cancelled = True
 
     def cancelled(self) -> bool:
-        """Return whether the call was cancelled, like asyncio's handles."""
         return self._is_cancelled
 
     def when(self) -> float:
-        """Return the virtual time of the call, like asyncio's timer handles."""
         return self.when_s
 
     def fire(self) -> None:
@@ -108,11 +106,11 @@ class SleepTimers:
     """Wakes tasks after sleeps and work in threads, at the recorded points."""
 
     def __init__(
-        self, loop: RankLoop, timers: Timers, is_to_come: Callable[[WaitId], bool], look_soon: Callable[[], None]
+        self, loop: RankLoop, timers: Timers, remains_in_record: Callable[[WaitId], bool], look_soon: Callable[[], None]
     ) -> None:
         self._loop = loop
         self._timers = timers
-        self._is_to_come = is_to_come
+        self._remains_in_record = remains_in_record
         self._look_soon = look_soon
         self._engine: ObservedEngine
 
@@ -122,7 +120,7 @@ class SleepTimers:
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
         """Call ``wake`` at the point at which the task woke in the recorded run, or at once if none is recorded."""
-        if self._is_to_come(what):
+        if self._remains_in_record(what):
             self._keep(self._loop.time(), what, wake, None)
         else:
             wake()
@@ -168,7 +166,7 @@ class Deadlines:
 
     @contextlib.contextmanager
     def waiting(self, what: WaitId, when_s: float, on_passed: Callable[[], object]) -> Iterator[Deadline]:
-        """Store a deadline while the context is entered. ``on_passed`` is called when it expires, to wake the task."""
+        """Store a deadline until the context ends. ``on_passed`` is called when it expires, to wake the task."""
         deadline = Deadline(what, when_s, on_passed)
         self._waiting.append(deadline)
         try:

@@ -1,4 +1,4 @@
-"""Transports the messages of a replay. They arrive at once, but each rank's gate delays their receipt."""
+"""Transports the messages of a replay. They arrive at once, but a rank receives them only at the recorded points."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ReplayTransport(Transport):
         )
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
-        self._gate.see_losses()
+        self._gate.deliver_losses()
         if dest in self._own.lost:
             self._gate.note_sent(tag)
             return _SentToLost(dest)
@@ -72,8 +72,8 @@ class ReplayTransport(Transport):
         for rank in sorted(self._own.lost):
             listen(rank)
 
-    def set_doorbell(self, ring: Callable[[], None]) -> None:
-        self._gate.set_doorbell(ring)
+    def set_arrival_callback(self, ring: Callable[[], None]) -> None:
+        self._gate.set_arrival_callback(ring)
 
     @property
     def hostname(self) -> str:
@@ -127,7 +127,7 @@ class _SentToLost(_Sent):
 
 
 class _Receive:
-    """A receive that completes when a message is admitted, or fails when its rank is notified of a loss."""
+    """A receive that completes when the rank may receive its message, or fails when the rank is notified of a loss."""
 
     def __init__(self, admission: Admission, lost: Collection[int], buffer: memoryview, source: int, tag: int) -> None:
         self._admission = admission

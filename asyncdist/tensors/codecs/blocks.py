@@ -1,7 +1,7 @@
 """Base class and functions of the codecs that encode blocks of values with a scale in front of each block.
 
-A block with a NaN or an infinity has the scale NaN, so that all of its values are decoded to NaN. Finite garbage would
-pass every check of the receiver.
+A block with a NaN or an infinity has the scale NaN, so that all of its values are decoded to NaN. Otherwise, they could
+be decoded to wrong but finite values, which would pass every check of the receiver.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class BlockCodec(ABC):
 
 def write_scale(encoded: Tensor, scale: Tensor, largest: Tensor) -> None:
     """Write each block's scale in front of the block, or NaN if the block's largest magnitude is not finite."""
-    scale = scale + (largest - largest)  # adds 0 or NaN; `isfinite` and `where` would take ten operations
+    scale = scale + (largest - largest)  # Adds 0 or NaN. `isfinite` and `where` would take ten operations.
     encoded[:, :SCALE_NBYTES].copy_(scale.view(torch.uint8))
 
 

@@ -1,4 +1,4 @@
-"""Codecs that convert each value on its own: float32, which is a copy, and bfloat16."""
+"""Codecs that convert each value separately: float32, which is a copy, and bfloat16."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class BFloat16:
         """Write ``values``, rounded to bfloat16, into ``out``."""
         values, out = checked(self, values, out)
         for piece in torch.split(values, piece_count(1, values.device)):
-            # The excess over bfloat16's range is 0 for most values. If it is finite, 2^-126 of it vanishes by rounding.
-            # Otherwise it restores the value's infinity or NaN. `isinf` and `where` would take ten times as long.
+            # 2^-126 of a clamped value's excess is added to it. A finite excess vanishes by rounding, an infinite one
+            # restores the infinity, and NaN remains. `isinf` and `where` would take ten times as long.
             limited = piece.clamp(-_LARGEST, _LARGEST)
             rounded = limited.sub_(limited - piece, alpha=2.0**-126).to(torch.bfloat16)
             out[: 2 * len(piece)].copy_(rounded.view(torch.uint8))

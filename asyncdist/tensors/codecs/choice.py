@@ -20,7 +20,7 @@ def find_codec(wire: str | Codec) -> Codec:
     """Return the codec with this name, or ``wire`` itself if it is a codec, such as ``TopK(share=0.01)``.
 
     Raises:
-        ValueError: If ``wire`` is anything else.
+        ValueError: ``wire`` is neither a codec nor the name of one.
     """
     if isinstance(wire, str) and wire in _CODECS:
         return _CODECS[wire]
@@ -32,7 +32,7 @@ def find_codec(wire: str | Codec) -> Codec:
 def codec_of_means(codec: Codec, contribution_count: int, count: int) -> Codec:
     """Return the codec for the weighted mean of vectors that ``codec`` has decoded.
 
-    The mean of top-k vectors is sent without a further error, because its codec keeps the values of all vectors. With
+    The mean of top-k vectors is sent without a second error, because its codec keeps the values of all vectors. With
     the other codecs, the mean is encoded like a contribution, which adds the codec's error a second time.
 
     Args:

@@ -25,7 +25,7 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """The codec's name, as :func:`~asyncdist.tensors.codecs.find_codec` accepts it."""
+        """Name of the codec, as :func:`~asyncdist.tensors.codecs.find_codec` accepts it."""
 
     @property
     def for_states(self) -> bool:
@@ -42,22 +42,22 @@ class Codec(Protocol):
         """Encode ``values`` into ``out``.
 
         Args:
-            values: Contiguous 1-D tensor of float32; not changed.
+            values: Contiguous 1-D tensor of float32, not changed.
             out: Contiguous 1-D tensor of ``nbytes(len(values))`` uint8 on the device of ``values``, at any address.
 
         Raises:
-            ValueError: If a tensor has another dtype, shape, stride or device.
+            ValueError: A tensor has another dtype, shape, stride or device.
         """
 
     def decode(self, encoded: Tensor, out: Tensor) -> None:
         """Decode a vector into ``out``.
 
         Args:
-            encoded: Contiguous 1-D tensor of uint8 that :meth:`encode` has written; not changed.
+            encoded: Contiguous 1-D tensor of uint8 that :meth:`encode` has written, not changed.
             out: Contiguous 1-D tensor of float32, with the length of the vector, on the device of ``encoded``.
 
         Raises:
-            ValueError: If a tensor has another dtype, shape, stride or device.
+            ValueError: A tensor has another dtype, shape, stride or device.
         """
 
 
@@ -72,7 +72,7 @@ def checked(codec: Codec, values: Tensor, encoded: Tensor) -> tuple[Tensor, Tens
     if len(encoded) != codec.nbytes(len(values)):
         wanted = f"{codec.nbytes(len(values))} bytes for {len(values)} values encoded as {codec.name}"
         refuse("encoded", f"{len(encoded)} bytes", wanted)
-    # A view with another dtype needs stride 1. A contiguous tensor with at most one element may have any other stride.
+    # A view with another dtype needs stride 1. A contiguous tensor with at most one element may have any stride.
     return values.detach().as_strided((len(values),), (1,)), encoded.as_strided((len(encoded),), (1,))
 
 

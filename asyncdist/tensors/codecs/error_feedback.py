@@ -10,15 +10,15 @@ from asyncdist.tensors.codecs.codec import Codec, checked, piece_count
 
 
 class ErrorFeedback:
-    """Encodes the successive differences of one vector, and keeps their residual: the part that encoding has lost.
+    """Encodes the successive differences of one vector, and keeps the residual: the part that encoding has lost.
 
     This is EF14 (Seide et al. 2014; Karimireddy et al., 1901.09847). For the residual e and the difference D,
     :meth:`encode` encodes e + D, and sets e to ``decay`` * (e + D - decoded). With ``decay`` 1, the decoded
     differences and the residual add up to the sum of all differences, within rounding. MuLoCo and SparseLoCo
     (2508.15706) use a ``decay`` of 0.9 to 0.95.
 
-    An encoded difference is assumed to be received. To undo this when a round fails, save a clone of ``residual``
-    before the round, and copy it back. Do the same if a difference contained a NaN or an infinity, which makes the
+    An encoded difference is assumed to be received. To undo this after a failed send, copy back a clone of ``residual``
+    from before :meth:`encode`. Do the same if a difference contained a NaN or an infinity, because it makes the
     residual of its block NaN.
 
     Args:
@@ -38,11 +38,11 @@ class ErrorFeedback:
 
         Args:
             codec: Codec to use, which may differ between calls.
-            difference: Contiguous 1-D tensor of ``count`` float32 on the device of the residual; not changed.
+            difference: Contiguous 1-D tensor of ``count`` float32 on the device of the residual, not changed.
             out: Contiguous 1-D tensor of ``codec.nbytes(count)`` uint8 on the same device.
 
         Raises:
-            ValueError: If a tensor has another dtype, shape, stride or device. The residual is unchanged.
+            ValueError: A tensor has another dtype, shape, stride or device. The residual is unchanged.
         """
         count, residual = len(self.residual), self.residual
         if difference.shape != residual.shape:

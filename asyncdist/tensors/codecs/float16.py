@@ -14,7 +14,7 @@ from asyncdist.tensors.codecs.blocks import SCALE_NBYTES, BlockCodec, read_scale
 _FRACTION_BITS: Final = 23
 #: Largest biased exponent of a finite float32.
 _EXPONENT_MAX: Final = 254
-#: Exponent of a block's largest magnitude after scaling. The magnitude is below 2^15, and float16 ends at 65504.
+#: Exponent of a block's largest magnitude after scaling. The magnitude is then below 2^15, and float16 ends at 65504.
 _ROOM: Final = 14
 #: The largest float32 with the 11 significant bits of a float16. Larger values would round to infinity.
 _LARGEST: Final = torch.finfo(torch.float16).max * 2.0**112

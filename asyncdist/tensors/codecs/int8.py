@@ -38,7 +38,7 @@ class Int8(BlockCodec):
     def _encode_rows(self, values: Tensor, out: Tensor) -> None:
         scratch = values.abs()
         largest = scratch.amax(dim=1, keepdim=True)
-        # For a Python scalar, CUDA would multiply by the reciprocal instead.
+        # The divisor is a tensor, because CUDA would multiply by the reciprocal of a Python scalar.
         scale = largest.div(torch.full_like(largest, _LEVEL_MAX)).clamp_(_SCALE_MIN, _SCALE_MAX)
         write_scale(out, scale, largest)
         torch.div(values, scale, out=scratch).round_()

@@ -11,10 +11,10 @@ from torch import Tensor
 from asyncdist.tensors.codecs.blocks import SCALE_NBYTES, BlockCodec, read_scale, write_scale
 
 _LEVEL_MAX: Final = 7
-#: Adding this to a level gives the biased exponent of the level's float32.
+#: Adding this number to a level gives the biased exponent of the level's float32.
 _BIAS: Final = 127 - _LEVEL_MAX
 _FRACTION_BITS: Final = 23
-#: Smallest scale. It keeps the lowest level a normal float32, and blocks of zeros need no special case.
+#: Smallest scale. It keeps the lowest level a normal float32, so that blocks of zeros need no special case.
 _SCALE_MIN: Final = 2.0**-120
 
 

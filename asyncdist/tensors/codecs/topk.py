@@ -71,7 +71,7 @@ class TopK(BlockCodec):
         # Views with a wider dtype need aligned addresses, which copies have.
         values = encoded[:, :edge].clone(memory_format=torch.contiguous_format).view(torch.float32)
         places = encoded[:, edge:].clone(memory_format=torch.contiguous_format).view(torch.int16).long()
-        # Corrupted bytes may decode to wrong values, but on CUDA an index outside the row would end the process.
+        # Corrupted bytes may decode to wrong values. On CUDA, however, an index outside the row would end the process.
         places = places.bitwise_and_(_BLOCK_MAX - 1).clamp_(max=out.shape[1] - 1)
         out.zero_().scatter_(1, places, values)
 
@@ -81,7 +81,7 @@ class UnionOfTopK(TopK):
     """Encodes, without error, a sum or mean of vectors that a :class:`TopK` has decoded.
 
     A block of the sum has at most ``contribution_count`` times as many nonzero values as a block of one vector. All of
-    them are kept, while :class:`TopK` would drop most.
+    them are kept. :class:`TopK` would drop most of them.
 
     Args:
         contribution_count: Maximum number of added vectors.

@@ -1,7 +1,7 @@
 """Loads another rank's optimizer state without rounding it, and maps it to this rank's parameters by their names.
 
-torch numbers the parameters in a state by the order in which an optimizer lists them. Ranks may list them in different
-orders, so the model's names of the parameters travel with the state.
+torch numbers the parameters in a state in the order in which an optimizer lists them. Ranks may list them in different
+orders, so the model's names of the parameters are sent with the state.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from asyncdist.tensors.compiled_names import plain_name
 from asyncdist.tensors.model_tensors import is_sharded, local_part
 from asyncdist.tensors.optimizers.wrapped import class_name
 
@@ -25,8 +26,11 @@ _ALLOWED: Final = "the optimizer must have the same parameters in its groups as 
 
 
 def parameter_names(model: nn.Module, optimizer: Any) -> list[list[str]]:
-    """Return the model's names of an optimizer's parameters, by group; "" for a parameter that the model lacks."""
-    names = {id(each): name for name, each in model.named_parameters()}
+    """Return the model's names of an optimizer's parameters, by group, without the prefixes of ``torch.compile``.
+
+    The name is "" if the model lacks the parameter.
+    """
+    names = {id(each): plain_name(name) for name, each in model.named_parameters()}
     return [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
 
 
@@ -39,7 +43,10 @@ def named_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def load_named(model: nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Load another rank's :func:`named_state`. Raise ValueError if its optimizer has another class or parameters."""
+    """Load another rank's :func:`named_state`.
+
+    Raise ValueError if its optimizer has another class or other parameters.
+    """
     own, theirs = class_name(optimizer), saved["class"]
     if own != theirs:  # torch would load the state, and a later step would fail or compute something else
         raise ValueError(f"the optimizer must have the class {theirs} of the optimizer whose state it loads, got {own}")
@@ -56,7 +63,7 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 
 def _with_marked_shards(node: Any) -> Any:
-    """Replace each DTensor in an optimizer's state with this rank's shard, in a dict that marks it."""
+    """Replace each DTensor in an optimizer's state by this rank's shard, in a dict that marks it as a shard."""
     if isinstance(node, Tensor):
         return {_SHARD: local_part(node)} if is_sharded(node) else node
     if isinstance(node, Mapping):
@@ -89,8 +96,8 @@ def arranged(
             a warning is logged if a group has several.
 
     Raises:
-        ValueError: The groups have different parameters, or the state cannot be rearranged: it has entries that torch
-            does not define, or is one state for all parameters, as in LBFGS.
+        ValueError: The groups have different parameters. Also raised if the state must be rearranged, but has entries
+            that torch does not define, or is one state for all parameters, as in LBFGS.
     """
     if any(list(group).count("") > 1 for group in own):
         _warn_of_order()
@@ -166,12 +173,12 @@ def load_exactly(optimizer: Any, state: Mapping[str, Any]) -> None:
     optimizer.load_state_dict(dict(state))
     parameters = _parameters(optimizer)
     for place, entries in state["state"].items():
-        held = optimizer.state.get(parameters[place]) if isinstance(place, int) and place < len(parameters) else None
-        if not isinstance(held, dict) or not isinstance(entries, Mapping):
+        stored = optimizer.state.get(parameters[place]) if isinstance(place, int) and place < len(parameters) else None
+        if not isinstance(stored, dict) or not isinstance(entries, Mapping):
             continue
         for name, value in entries.items():
-            now = held.get(name)
+            now = stored.get(name)
             if name == "step" or not isinstance(value, Tensor) or not isinstance(now, Tensor):
                 continue  # load_state_dict keeps the dtype of step counts, or converts them as the GPU needs
             if now.dtype != value.dtype:
-                held[name] = value.to(now.device)
+                stored[name] = value.to(now.device)

@@ -1,8 +1,8 @@
 """Finds copies of the weights, by name and value, among the tensors that an optimizer stores.
 
 Mirrors, which equal the weights after each optimizer step, are recognised by their values. Slow weights, origins and
-compensations are recognised by their names. Any other tensor that closely resembles the weights is assumed to follow
-them in an unknown way.
+compensations are recognised by their names. Any other tensor that closely resembles the weights probably follows them
+in an unknown way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SLOW: Final = frozenset(
         "prev_param",
     )
 )
-#: Names of master weights, which are mirrors whatever their values.
+#: Names of master weights. They are mirrors even if their values differ.
 _MASTERS: Final = frozenset(
     (
         "master",
@@ -58,13 +58,13 @@ _COMPENSATIONS: Final = frozenset(("kahan_comp", "kahan_compensation", "compensa
 _LAGGING: Final = frozenset(("ema", "param_ema", "pbar"))
 #: Names of weights to leave unchanged: Prodigy's initial weights, and copies used only within one step.
 _KEPT: Final = frozenset(("p0", "param_init", "old_p", "backup_params", "param_buffer"))
-#: Names of moments and gradients, which equal the weights for some loss functions.
+#: Names of moments and gradients, which may equal the weights with some loss functions.
 _MOMENTS: Final = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "prev", "prev_grad", "previous_grad", "last_grad", "grad")
 )
 _SAMPLE_COUNT: Final = 2048
 _SAMPLE_TENSORS: Final = 64
-#: Minimum number of matching values. Fewer values may match by chance.
+#: Minimum number of matching values. Fewer may match by chance.
 PROOF_COUNT: Final = 16
 
 
@@ -92,7 +92,7 @@ def _is_untouched(tensor: Tensor, parameter: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class StoredTensor:
     """A floating-point tensor that an optimizer stores for a parameter, viewed in the parameter's shape."""
 
     parameter: Tensor
@@ -101,16 +101,16 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """A tensor that an optimizer stores, which must be updated according to ``kind`` when its parameter is replaced."""
+    """A tensor in an optimizer that must be updated, according to ``kind``, when its parameter is replaced."""
 
     parameter: Tensor
     tensor: Tensor
     kind: Kind
 
 
-def kind_of(key: str, held: Sequence[Held]) -> Kind | None:
-    """Return how an optimizer's tensors named ``key`` follow the weights, or None if this is unknown."""
-    if key in _MASTERS or (key not in _MOMENTS and _is_mirror(held)):
+def kind_of(key: str, stored: Sequence[StoredTensor]) -> Kind | None:
+    """Return how an optimizer's tensors named ``key`` follow the weights, or None if that is unknown."""
+    if key in _MASTERS or (key not in _MOMENTS and _is_mirror(stored)):
         return "mirror"
     if key in SLOW:
         return "slow"
@@ -119,15 +119,15 @@ def kind_of(key: str, held: Sequence[Held]) -> Kind | None:
     return "origin" if key in _ORIGINS else None
 
 
-def follows_unknown(key: str, held: Sequence[Held]) -> bool:
-    """Return whether the tensors named ``key``, for which :func:`kind_of` returns None, seem to follow the weights."""
-    return key in _LAGGING or (key not in _KEPT | _MOMENTS and _tracks(held))
+def follows_unknown(key: str, stored: Sequence[StoredTensor]) -> bool:
+    """Return whether the tensors named ``key``, whose kind is unknown, seem to follow the weights."""
+    return key in _LAGGING or (key not in _KEPT | _MOMENTS and _tracks(stored))
 
 
-def _is_mirror(held: Sequence[Held]) -> bool:
+def _is_mirror(stored: Sequence[StoredTensor]) -> bool:
     """Return whether all tensors equal their parameters, and at least one parameter is not constant."""
-    return all(_are_equal(each.tensor, local_part(each.parameter)) for each in held) and any(
-        _varies(local_part(each.parameter)) for each in held
+    return all(_are_equal(each.tensor, local_part(each.parameter)) for each in stored) and any(
+        _varies(local_part(each.parameter)) for each in stored
     )
 
 
@@ -143,23 +143,23 @@ def _varies(parameter: Tensor) -> bool:
     return values.numel() >= 2 and bool((values != values[0]).any())
 
 
-def _tracks(held: Sequence[Held]) -> bool:
+def _tracks(stored: Sequence[StoredTensor]) -> bool:
     """Return whether the RMS distance of all tensors to their parameters is below half of the parameters' spread."""
-    own = sample_of([local_part(each.parameter) for each in held])
-    other = sample_of([each.tensor for each in held])
+    own = sample_of([local_part(each.parameter) for each in stored])
+    other = sample_of([each.tensor for each in stored])
     if own.numel() < PROOF_COUNT or not (own.isfinite().all() and other.isfinite().all()):
         return False
     spread, distance = float(own.std()), float((own - other).square().mean().sqrt())
     return spread > 0.0 and distance < 0.5 * spread
 
 
-def held_by(optimizer: Any, model: nn.Module) -> Iterator[tuple[str, str, list[Held]]]:
+def stored_tensors(optimizer: Any, model: nn.Module) -> Iterator[tuple[str, str, list[StoredTensor]]]:
     """Yield (description, name, tensors) for the tensors that an optimizer and the optimizers inside it store."""
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     seen = set(parameters)
     for each in wrapped_optimizers(optimizer):
         kind = type(each).__name__
-        by_key: dict[str, list[Held]] = {}
+        by_key: dict[str, list[StoredTensor]] = {}
         for parameter, state in each.state.items():
             if id(parameter) not in parameters or not isinstance(state, Mapping):
                 continue
@@ -167,9 +167,9 @@ def held_by(optimizer: Any, model: nn.Module) -> Iterator[tuple[str, str, list[H
                 shaped = _shaped_as(value, local_part(parameter))
                 if shaped is not None and id(value) not in seen:
                     seen.add(id(value))
-                    by_key.setdefault(key, []).append(Held(parameter, shaped))
-        for key, held in by_key.items():
-            yield f"{key!r} in the state of {kind}", key, held
+                    by_key.setdefault(key, []).append(StoredTensor(parameter, shaped))
+        for key, stored in by_key.items():
+            yield f"{key!r} in the state of {kind}", key, stored
         for name, tensors in _tensor_attributes(each):
             found = _matched([tensor for tensor in tensors if id(tensor) not in seen], list(parameters.values()))
             if found:
@@ -184,15 +184,15 @@ def _tensor_attributes(optimizer: Any) -> Iterator[tuple[str, list[Tensor]]]:
     yield "param_groups", [each for group in optimizer.param_groups for each in group["params"]]
 
 
-def _matched(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Held]:
+def _matched(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[StoredTensor]:
     """Pair parameters with equal tensors. A flat tensor of all trained parameters is split into its parts."""
     left = [parameter for parameter in parameters if parameter.is_floating_point()]
-    found: list[Held] = []
+    found: list[StoredTensor] = []
     for tensor in tensors:
         for parameter in left:
             shaped = _shaped_as(tensor, local_part(parameter))
             if shaped is not None and _are_equal(shaped, local_part(parameter)):
-                found.append(Held(parameter, shaped))
+                found.append(StoredTensor(parameter, shaped))
                 left = [other for other in left if other is not parameter]
                 break
         else:
@@ -200,18 +200,18 @@ def _matched(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[He
     return found
 
 
-def _parts_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Held]:
-    """Return each parameter's view of a flat tensor; empty unless the tensor equals all parameters in order."""
+def _parts_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[StoredTensor]:
+    """Return each parameter's view of a flat tensor, or nothing unless the tensor equals all parameters in order."""
     locals_ = [local_part(parameter) for parameter in parameters]
     if flat.ndim != 1 or len(locals_) < 2 or flat.numel() != sum(each.numel() for each in locals_):
         return []
     views = torch.split(flat.detach(), [each.numel() for each in locals_])
-    held = [Held(p, view.view(each.shape)) for p, each, view in zip(parameters, locals_, views, strict=True)]
-    return held if _is_mirror(held) else []
+    stored = [StoredTensor(p, view.view(each.shape)) for p, each, view in zip(parameters, locals_, views, strict=True)]
+    return stored if _is_mirror(stored) else []
 
 
 def _shaped_as(value: Any, parameter: Tensor) -> Tensor | None:
-    """Return a dense floating-point tensor viewed with the parameter's shape; None if this is impossible."""
+    """Return a dense floating-point tensor viewed with the parameter's shape, or None if this is impossible."""
     if not isinstance(value, Tensor):
         return None
     tensor: Tensor = local_part(value).detach()

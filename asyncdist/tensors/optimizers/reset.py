@@ -1,19 +1,22 @@
 """Resets an optimizer's state after the weights that it describes were replaced."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 
 from asyncdist.tensors.optimizers.recognition import SLOW
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
+#: torch's optimizers with the option ``capturable`` whose first step begins with a state of zeros.
+_FROM_ZEROS: Final = (optim.Adadelta, optim.Adam, optim.AdamW, optim.Adamax, optim.RAdam, optim.RMSprop)
+
 
 def reset_optimizer_state(optimizer: Any) -> None:
-    """Clear the moments and step counts of an optimizer and of those that it wraps, in place.
+    """Clear the moments and step counts of an optimizer, and of the optimizers that it wraps, in place.
 
-    Parameter groups and hyperparameters are kept. A wrapper's slow weights are kept, because only its constructor
+    Parameter groups and hyperparameters are kept. A wrapper's slow weights are also kept, because only its constructor
     creates them.
     """
     states: list[Any] = []
@@ -28,9 +31,20 @@ def reset_optimizer_state(optimizer: Any) -> None:
                     if key not in SLOW and isinstance(value, Tensor):
                         value.zero_()
         else:  # some optimizers also store numbers under string keys, which are kept
+            captured = _captured(each)
             for parameter in [key for key in each.state if isinstance(key, Tensor)]:
-                _reset_entry(each.state, parameter)
+                if id(parameter) in captured:
+                    for value in each.state[parameter].values():
+                        value.zero_()
+                else:
+                    _reset_entry(each.state, parameter)
         states.append(each.state)
+
+
+def _captured(optimizer: Any) -> set[int]:
+    """Return the IDs of the parameters whose state a CUDA graph may read and write at its current addresses."""
+    groups = optimizer.param_groups if type(optimizer) in _FROM_ZEROS else ()
+    return {id(parameter) for group in groups if group.get("capturable") for parameter in group["params"]}
 
 
 def _reset_entry(states: Any, parameter: Tensor) -> None:

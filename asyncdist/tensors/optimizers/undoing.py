@@ -1,13 +1,13 @@
 """Detects an optimizer that undoes averages, because it keeps a copy of the weights that no search finds.
 
-If the optimizer keeps an average, its next step leads away from the average. If it undoes the average, its next step
-leads away from the old weights, so the weights first go back by the whole change. Both differ by exactly this change,
-even if a step is longer than the change. A test therefore projects the steps on the change. The step after the next one
-shows how far an ordinary step leads in this direction.
+If the optimizer keeps an average, its next step begins at the average. If it undoes the average, its next step begins
+at the old weights, so the weights first go back by the whole change. The two steps differ by exactly this change, even
+if a step is longer than the change. A test therefore projects the steps on the change. The second step shows how far an
+ordinary step leads in this direction.
 
-A first step that leads nearly exactly to the old weights is an exception: these may be the minimum of the rank's own
-loss, for example if it is quadratic and the optimizer is LBFGS or SGD with a suitable learning rate. So torch's own
-optimizers, which hide no weights, are not tested.
+A first step that leads nearly exactly to the old weights is ambiguous, because they may be the minimum of the rank's
+own loss. An example is a quadratic loss with LBFGS, or with SGD at a suitable learning rate. torch's own optimizers,
+which hide no weights, are therefore not tested.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from asyncdist.tensors.model_tensors import local_part
 from asyncdist.tensors.optimizers.recognition import PROOF_COUNT, sample_of
 
-#: Log-likelihood ratio that proves that an optimizer undoes averages.
+#: Log-likelihood ratio from which an optimizer is considered to undo averages.
 PROOF: Final = 20.0
 #: Projection of the first step on the change above which the optimizer has obviously kept the average.
 _KEPT: Final = -0.25
@@ -30,7 +30,7 @@ _ROUNDING: Final = 1e-5
 
 
 class Replaced:
-    """Samples the weights around a replacement by an average, to detect whether the optimizer undoes it.
+    """Samples the weights around a replacement by an average, to detect whether the optimizer undoes the average.
 
     A sample is taken before and after the replacement, and after each of the optimizer's next two steps.
     """
@@ -50,12 +50,12 @@ class Replaced:
         return not torch.equal(self._sample(), self._new)
 
     def evidence(self) -> float | None:
-        """Return how much the steps since :meth:`note_new` suggest that the optimizer undoes averages.
+        """Return how strongly the steps since :meth:`note_new` suggest that the optimizer undoes averages.
 
         Must be called after each step until the result is a number.
 
         Returns:
-            Log-likelihood ratio, negative if the average was kept; None if another step is necessary.
+            Log-likelihood ratio, negative if the average was kept, or None if another step is necessary.
         """
         now = self._sample()
         change = self._new - self._old
@@ -67,7 +67,7 @@ class Replaced:
         first = (now if self._next is None else self._next)[seen] - self._new[seen]
         projection = float(first @ change) / length**2
         if self._next is None:
-            if not projection < _KEPT:  # also if the weights are not finite
+            if not projection < _KEPT:  # true also if the weights are not finite
                 return -PROOF
             self._next = now
             return None
@@ -76,7 +76,8 @@ class Replaced:
         if not second.any():  # gradients are being accumulated
             return None
         excess = projection - float(second @ change) / length**2
-        # If ordinary steps have this length, the excess is normally distributed around -1 or 0.
+        # The excess is the first step's movement along the average's change, less an ordinary step's, in units of the
+        # change. It is -1 if the optimizer has undone the average, and 0 if not, plus normal noise of an ordinary step.
         ratio = (0.5 - abs(excess + 1.0)) * length**2 / (2.0 * step**2)
         return max(-PROOF, min(PROOF, ratio)) if ratio == ratio else 0.0
 

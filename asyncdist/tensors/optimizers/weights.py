@@ -6,13 +6,13 @@ An optimizer with its own copy of the weights would undo an average at its next 
 - **The z of schedule-free optimizers**, the point at which gradient steps are made. It is averaged with the weights, as
   a part of the flat state. (If z were set to the averaged weights, it would lose its lead over them. With an average
   every 10 steps, the loss of schedule-free SGD then ended at 0.084 instead of 0.020.)
-- **Mirrors**, which equal the weights after each step, such as float32 masters of a bfloat16 model. They become the new
-  weights but keep their additional precision, so that averages do not lose small updates.
-- **Slow weights** of Lookahead. They become the new weights.
+- **Mirrors**, which equal the weights after each step, such as float32 masters of a bfloat16 model. They are set to the
+  new weights but keep their additional precision, so that averages do not lose small updates.
+- **Slow weights** of Lookahead. They are set to the new weights.
 - **Origins**, from which the weights are recomputed (MADGRAD, D-Adaptation). They are shifted by the change of the
   weights.
-- **Compensations** of Kahan summation, the rounding errors of the old weights. They become zero.
-- **The z of FTRL**, from which each step computes the weights. It becomes the z that gives the new weights.
+- **Compensations** of Kahan summation, the rounding errors of the old weights. They are set to zero.
+- **The z of FTRL**, from which each step computes the weights. It is set to the z that gives the new weights.
 
 Any other tensor that follows the weights is logged once and left unchanged.
 """
@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from asyncdist.tensors.model_tensors import local_part
-from asyncdist.tensors.optimizers.recognition import Copy, follows_unknown, held_by, kind_of
+from asyncdist.tensors.optimizers.recognition import Copy, follows_unknown, kind_of, stored_tensors
 from asyncdist.tensors.optimizers.undoing import PROOF, Replaced
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
 #: Prefix of an averaged state's name, before the name of its parameter.
 STATE_PREFIX: Final = "optimizer's z of "
-#: Parameter group's options that, with the states z and n, show an optimizer that follows the regularized leader.
+#: Options of parameter groups that, with the states z and n, identify an optimizer that follows the regularized leader.
 _OF_FTRL: Final = ("lr", "beta", "lambda_1", "lambda_2", "lr_power")
 
 logger = logging.getLogger("asyncdist.optimizers")
@@ -83,7 +83,7 @@ class OptimizerWeights:
         is_reset: Whether the optimizer's state is cleared afterwards.
 
     Attributes:
-        is_watching: Whether :meth:`check_kept` has yet to determine whether the optimizer keeps the new weights.
+        is_watching: Whether :meth:`check_kept` must still find out whether the optimizer keeps the new weights.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, states: AveragedStates, *, is_reset: bool = False) -> None:
@@ -94,13 +94,13 @@ class OptimizerWeights:
         self._is_reset = is_reset
         self._reported: set[str] = set()
         self._replaced: Replaced | None = None
-        self._evidence = 0.0  # that the optimizer undoes averages
+        self._evidence = 0.0  # evidence that the optimizer undoes averages
         self._has_looked = False
         self._has_stepped = False
         self._hooks: list[RemovableHandle] = []
 
     def begin(self) -> None:
-        """Start to watch the steps of an optimizer that is reset, to detect that another optimizer trains the model."""
+        """If the optimizer is reset at averages, watch its steps, to detect that another optimizer trains the model."""
         if self._is_reset:
             self._replaced = self._replaced or self._sampled()
             self._hooks = [
@@ -141,7 +141,7 @@ class OptimizerWeights:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Update the weights inside the optimizer after the body of ``with`` has replaced the model's weights."""
+        """Update the weights inside the optimizer after the ``with`` block has replaced the model's weights."""
         self._warn_of_evaluation()
         self._warn_of_another()
         copies = self._copies()
@@ -185,15 +185,15 @@ class OptimizerWeights:
         return Replaced([each for each in self._model.parameters() if each.requires_grad])
 
     def _copies(self) -> list[Copy]:
-        """Return the copies of the weights to update, and warn of other tensors that seem to follow the weights."""
+        """Return the copies of the weights to update. Warn of other tensors that seem to follow the weights."""
         copies = []
-        for label, key, held in held_by(self.optimizer, self._model):
+        for label, key, stored in stored_tensors(self.optimizer, self._model):
             if key == "z" and self._states.names:
                 continue
-            kind = kind_of(key, held)
+            kind = kind_of(key, stored)
             if kind is not None:
-                copies += [Copy(each.parameter, each.tensor, kind) for each in held]
-            elif not self._is_reset and follows_unknown(key, held):
+                copies += [Copy(each.parameter, each.tensor, kind) for each in stored]
+            elif not self._is_reset and follows_unknown(key, stored):
                 self._report(
                     label,
                     "%s follows the weights but was not recognised: averages do not update it, and it may distort or "
@@ -262,7 +262,7 @@ def _set_leader(group: dict[str, Any], weights: Tensor, z: Tensor, n: Tensor) ->
 
 
 def _is_of_torch(optimizer: Any) -> bool:
-    """Return whether an optimizer and all that it wraps are torch's own, which hide no copies of the weights."""
+    """Return whether an optimizer and all that it wraps are torch's own. torch's own hide no weights."""
     return all(type(each).__module__.startswith("torch.optim.") for each in wrapped_optimizers(optimizer))
 
 
@@ -286,7 +286,7 @@ def _is_schedule_free(optimizer: Any) -> bool:
 
 @contextlib.contextmanager
 def kept_mode(optimizer: Any) -> Iterator[None]:
-    """Restore the train() or eval() mode, but not the weights, of schedule-free optimizers after the ``with`` block."""
+    """Restore the train() or eval() mode of schedule-free optimizers after the block, but not their weights."""
     wrapped = wrapped_optimizers(optimizer)
     groups = [group for each in wrapped for group in getattr(each, "param_groups", ()) if "train_mode" in group]
     modes = [group["train_mode"] for group in groups]

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-#: Attributes that :func:`attributes_of` leaves out.
+#: Attributes that :func:`attributes_of` omits.
 _OWN_ATTRIBUTES: Final = frozenset(("state", "param_groups", "defaults"))
-#: Packages whose wrappers of optimizers keep no weights.
+#: Packages whose wrappers of optimizers store no weights.
 _PREPARING: Final = frozenset(("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"))
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside a wrapper of Accelerate or Lightning; for any other optimizer, ``optimizer``.
+    """Return the optimizer inside a wrapper of Accelerate or Lightning, or ``optimizer`` itself if it is not wrapped.
 
-    Other wrappers, such as Lookahead, may keep copies of the weights, which must be averaged too.
+    Other wrappers, such as Lookahead, may store copies of the weights, which must also be averaged.
     """
     is_wrapper = type(optimizer).__module__.partition(".")[0] in _PREPARING
     return getattr(optimizer, "optimizer", optimizer) if is_wrapper else optimizer
@@ -54,8 +55,14 @@ def attributes_of(optimizer: Any) -> dict[str, Any]:
     return {name: value for name, value in own.items() if name not in _OWN_ATTRIBUTES and "hooks" not in name}
 
 
+def needs_closure(optimizer: Any) -> bool:
+    """Return whether the optimizer's ``step`` must be passed a closure that computes the loss, as LBFGS's must."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def items_of(value: Any) -> Iterable[Any]:
-    """Return the values of a list, tuple or mapping; for any other value, a tuple that contains only this value."""
+    """Return the values of a list, tuple or mapping, or a tuple with only ``value`` if it is something else."""
     if isinstance(value, Mapping):
         return list(value.values())
     return value if isinstance(value, (list, tuple)) else (value,)

@@ -42,7 +42,7 @@ def prove_connections(groups: Sequence[Any], rank: int, size: int, timeout: time
 
     Args:
         timeout: Timeout for all proofs together.
-        store: Part of the store through which the processes met, whose prefix identifies their connections.
+        store: Part of the store through which the processes connected. Its prefix identifies their connections.
 
     Raises:
         TransportError: A process, named in the message, did not send a valid proof.
@@ -78,7 +78,7 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 
 def make_gloo_groups(store: Any, rank: int, size: int, timeout: timedelta, *, is_loopback: bool = False) -> list[Any]:
-    """Make the groups for frames and for large messages, on the loopback interface if ``is_loopback`` is true."""
+    """Make the gloo groups for frames and large messages, on the loopback interface if ``is_loopback`` is true."""
     with probed_connections(), kept_from_children():
         return [
             make_gloo_group(store, name, rank, size, timeout, is_loopback=is_loopback) for name in ("control", "bulk")

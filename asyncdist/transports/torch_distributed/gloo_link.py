@@ -38,7 +38,7 @@ from asyncdist.errors import RankLostError
 from asyncdist.transports.base import Buffer
 from asyncdist.transports.matching import InlineMessage, Matcher, Receive, Send, end_process
 from asyncdist.transports.torch_distributed.failures import reason
-from asyncdist.transports.torch_distributed.gloo_streams import Passage
+from asyncdist.transports.torch_distributed.gloo_streams import StreamTransfers
 from asyncdist.transports.torch_distributed.gloo_transfers import (
     FOREVER,
     TRAILER_NBYTES,
@@ -55,7 +55,7 @@ _FRAME: Final = struct.Struct("<QQ")
 _ENTRY: Final = struct.Struct("<B3xIQQ")
 INLINE_NBYTES_MAX: Final = SLOT_NBYTES - _FRAME.size - _ENTRY.size
 WINDOW_COUNT: Final = 8
-#: Number of posted receives: twice the window, because some frames are sent even if the window is full.
+#: Number of posted receives. It is larger than ``WINDOW_COUNT``, because some frames are sent beyond this limit.
 _RING_COUNT: Final = 2 * WINDOW_COUNT
 _ACK_AFTER_COUNT: Final = WINDOW_COUNT // 2
 #: Number of frames after which receives are posted again and sends are waited for, in one batch. Each posted receive
@@ -115,7 +115,7 @@ class _Announced:
 
     __slots__ = ("_link", "_number", "nbytes", "source", "tag")
 
-    is_here: Final = False
+    has_left_sender: Final = False
 
     def __init__(self, link: Link, tag: int, number: int, nbytes: int) -> None:
         self._link = link
@@ -140,7 +140,7 @@ class Link:
 
     Attributes:
         error: Error that reports the loss of the peer, or None while it is connected.
-        said_goodbye: Whether the peer has announced that it closes.
+        has_sent_goodbye: Whether the peer has announced that it closes.
         is_replaced: Whether a restarted process has replaced the peer, so that late messages of the peer are dropped.
     """
 
@@ -156,7 +156,7 @@ class Link:
         self.peer = peer
         self._place = place
         self.error: RankLostError | None = None
-        self.said_goodbye = False
+        self.has_sent_goodbye = False
         self.is_replaced = False
         self._control = control
         self._bulk = bulk
@@ -174,7 +174,7 @@ class Link:
         self._transfer_count = 0
         self._uploads: dict[int, _Upload] = {}
         self._downloads: dict[int, _Download] = {}
-        self._passages: dict[int, Passage] = {}
+        self._stream_transfers: dict[int, StreamTransfers] = {}
         self._posting = threading.Lock()
         self._to_post: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._to_land: queue.SimpleQueue[_Download | None] = queue.SimpleQueue()
@@ -186,7 +186,7 @@ class Link:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def send(self, view: memoryview, tag: int) -> Send:
-        """Start sending a message. A small message is sent immediately if the window has room."""
+        """Start sending a message. A small message is sent immediately unless too many frames are unacknowledged."""
         send = Send(self._callbacks, view.nbytes)
         send.error = self.error
         if send.error is not None:
@@ -208,7 +208,7 @@ class Link:
     def send_granted(self, view: memoryview, tag: int) -> Send:
         """Start sending a message on a stream's tag, for which the peer posts a receive (see ``gloo_streams``)."""
         if self.error is None:
-            return self._passage(tag).send(view)
+            return self._transfers_of(tag).send(view)
         send = Send(self._callbacks, view.nbytes)
         send.error = self.error
         return send
@@ -239,7 +239,7 @@ class Link:
                     send.done = True
 
     def _post(self, entries: bytes | bytearray = b"") -> bool:
-        """Send a frame with these entries, even if the window is full. Return False if the connection is closed."""
+        """Send a frame with these entries, even beyond ``WINDOW_COUNT``. Return False if the connection is closed."""
         with self._posting:  # Frames must be recorded in the order in which they are sent.
             received_count = self._received_count
             nbytes = _FRAME.size + len(entries)
@@ -261,14 +261,14 @@ class Link:
     def receive_granted(self, buffer: Buffer, tag: int) -> Receive:
         """Post a receive on a stream's tag. The message must not be larger than ``buffer``."""
         if self.error is None:
-            return self._passage(tag).receive(buffer)
+            return self._transfers_of(tag).receive(buffer)
         receive = Receive(self._matcher, buffer, self.peer, tag)
         receive.error = self.error
         return receive
 
-    def _passage(self, tag: int) -> Passage:
-        if tag not in self._passages:
-            self._passages[tag] = Passage(
+    def _transfers_of(self, tag: int) -> StreamTransfers:
+        if tag not in self._stream_transfers:
+            self._stream_transfers[tag] = StreamTransfers(
                 tag,
                 self.peer,
                 self._place,
@@ -276,9 +276,9 @@ class Link:
                 self._matcher,
                 start=self._start,
                 acknowledge=lambda: self._post(_ENTRY.pack(_ACKNOWLEDGED, tag, 0, 0)),
-                ask_for_nothing=lambda number: self._queue(_ENTRY.pack(_UNWANTED, tag, number, 0)),
+                ask_for_empty_message=lambda number: self._queue(_ENTRY.pack(_UNWANTED, tag, number, 0)),
             )
-        return self._passages[tag]
+        return self._stream_transfers[tag]
 
     def fetch(self, download: _Download) -> None:
         """Start the transfer of an announced message to this rank."""
@@ -302,13 +302,13 @@ class Link:
             elif kind == _ANNOUNCE:
                 self._matcher.deliver(_Announced(self, tag, number, nbytes))
             elif kind == _LANDED:
-                self._on_taken(self._uploads.pop(number))
+                self._on_landed(self._uploads.pop(number))
             elif kind == _ACKNOWLEDGED:
-                self._passages[tag].on_acknowledged()
+                self._stream_transfers[tag].on_acknowledged()
             elif kind == _UNWANTED:
-                self._passage(tag).on_unwanted(number)
+                self._transfers_of(tag).on_receive_cancelled(number)
             elif kind == _GOODBYE:
-                self.said_goodbye = True
+                self.has_sent_goodbye = True
         if self._queued:
             self._post_queued()
         if self._received_count - self._reported_count >= _ACK_AFTER_COUNT:
@@ -327,13 +327,14 @@ class Link:
             if len(frame.data) == _SHORT_NBYTES:
                 self._spare.append(frame)
 
-    def _on_taken(self, upload: _Upload) -> None:
+    def _on_landed(self, upload: _Upload) -> None:
         """Complete the send, because the peer has received the whole message."""
         with contextlib.suppress(RuntimeError):
             upload.wait()
         upload.send.done = True
 
-    def _on_landed(self, download: _Download) -> None:
+    def _on_downloaded(self, download: _Download) -> None:
+        """Complete the receive of a large message that has arrived, and notify the sender."""
         if self.error is not None:
             return
         del self._downloads[download.number]
@@ -343,7 +344,7 @@ class Link:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def say_goodbye(self) -> None:
+    def send_goodbye(self) -> None:
         """Notify the peer that this rank will close the connections."""
         self._post(_ENTRY.pack(_GOODBYE, 0, 0, 0))
 
@@ -355,7 +356,7 @@ class Link:
         """Fail all requests that involve the lost peer. Handles and buffers are kept until the groups are closed."""
         if self.error is not None:
             return
-        how = "it has closed its connections" if self.said_goodbye else f"its connection was closed ({why})"
+        how = "it has closed its connections" if self.has_sent_goodbye else f"its connection was closed ({why})"
         self.error = RankLostError(f"rank {self.peer} is gone: {how}", rank=self.peer)
         for _, send in self._queued:
             if send is not None:
@@ -366,8 +367,8 @@ class Link:
         for download in self._downloads.values():
             if download.receive is not None:
                 download.receive.error = self.error
-        for passage in self._passages.values():
-            passage.lose(self.error)
+        for transfers in self._stream_transfers.values():
+            transfers.lose(self.error)
         self._matcher.lose(self.peer, self.error)
         self._on_lost(self.peer, self.error)
 
@@ -382,13 +383,21 @@ class Link:
         """End the threads that do not wait in gloo. The others end when the connections are closed."""
         self._to_post.put(None)
         self._to_land.put(None)
-        for passage in self._passages.values():
-            passage.stop()
+        for transfers in self._stream_transfers.values():
+            transfers.stop()
 
     @property
     def has_ended(self) -> bool:
         """Whether all threads of the link have ended, so that none still writes to a buffer."""
         return not any(thread.is_alive() for thread in self._threads.values())
+
+    def release(self) -> None:
+        """Drop the stream transfers of an ended link, which refer to the link.
+
+        Otherwise, gloo would keep its ports, connections and threads until the next full garbage collection, and ranks
+        that are often replaced would exhaust the file descriptors of the others.
+        """
+        self._stream_transfers.clear()
 
     # -- threads ----------------------------------------------------------------------------------------------------
 
@@ -458,5 +467,5 @@ class Link:
         with contextlib.suppress(RuntimeError):
             while (download := self._to_land.get()) is not None:
                 download.wait()
-                self._callbacks.put(self._on_landed, download)
+                self._callbacks.put(self._on_downloaded, download)
                 del download

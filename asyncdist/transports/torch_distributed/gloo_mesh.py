@@ -15,7 +15,7 @@ from asyncdist.errors import RankLostError
 from asyncdist.transports.matching import Matcher, Receive, Send
 from asyncdist.transports.torch_distributed import gloo_groups
 from asyncdist.transports.torch_distributed.gloo_link import Link
-from asyncdist.transports.torch_distributed.meeting.newcomers import Reception
+from asyncdist.transports.torch_distributed.meeting.newcomers import NewcomerConnector
 
 T = TypeVar("T", Send, Receive)
 
@@ -40,7 +40,7 @@ class Mesh:
     Args:
         groups: Groups for frames and for large messages of all ranks that began the world. Empty if this rank has no
             peers or joined later.
-        reception: Object that connects to ranks that join later or are restarted, or None if such ranks are not
+        connector: Object that connects to ranks that join later or are restarted, or None if such ranks are not
             allowed.
 
     Attributes:
@@ -53,12 +53,12 @@ class Mesh:
         rank: int,
         size: int,
         matcher: Matcher,
-        reception: Reception | None = None,
+        connector: NewcomerConnector | None = None,
     ) -> None:
         self._rank = rank
         self._matcher = matcher
         self._callbacks = matcher.callbacks
-        self._reception = reception
+        self._connector = connector
         self._listen: Callable[[int], None] = lambda _: None
         self._listen_to_returns: Callable[[int, int], None] | None = None
         self.lost: frozenset[int] = frozenset()
@@ -68,25 +68,25 @@ class Mesh:
         self._replaced: list[tuple[Link, list[Any]]] = []
         self._incarnations: dict[int, int] = {}  # incarnations of processes that joined later
         self._announced: dict[int, int] = {}
-        self._met: dict[int, tuple[int, list[Any]]] = {}  # connected processes that have not been accepted yet
+        self._connected: dict[int, tuple[int, list[Any]]] = {}  # connected processes that have not been accepted yet
         self.missed: frozenset[int] = frozenset()
         self.vacant: frozenset[int] = frozenset()
         self._switch_interval_s = sys.getswitchinterval()
         if size > 1:
             sys.setswitchinterval(min(self._switch_interval_s, _SWITCH_INTERVAL_S))
-        late_places = () if reception is None else reception.late_places
+        late_places = () if connector is None else connector.late_places
         if groups:
             control, bulk = groups
             peers = [peer for peer in range(size) if peer != rank and peer not in late_places]
             self.links = {peer: Link(peer, peer, control, bulk, matcher, self._on_lost) for peer in peers}
-        if reception is not None:
-            self.vacant = self.lost = reception.vacant
-            if reception.incarnation:
+        if connector is not None:
+            self.vacant = self.lost = connector.vacant
+            if connector.incarnation:
                 self.lost = frozenset(range(size)) - {rank}
                 for peer in self.lost.difference(late_places):
                     self._announced[peer] = 0
-                    reception.want(peer, 0, welcomes=False)
-            reception.start(self._on_announced, self._on_met, self._on_missed)
+                    connector.request(peer, 0, welcomes=False)
+            connector.start(self._on_announced, self._on_connected, self._on_missed)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
         """Call ``listen(rank)`` on the loop for each lost peer, immediately for peers that are already lost."""
@@ -106,10 +106,10 @@ class Mesh:
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
         """Call ``listen(rank, incarnation)`` on the loop when this rank has been connected to a new process."""
         self._listen_to_returns = listen
-        for rank, (incarnation, _) in self._met.items():
-            self._tell_return(rank, incarnation)
+        for rank, (incarnation, _) in self._connected.items():
+            self._notify_return(rank, incarnation)
 
-    def _tell_return(self, rank: int, incarnation: int) -> None:
+    def _notify_return(self, rank: int, incarnation: int) -> None:
         if self._listen_to_returns is not None:  # The listener polls, so it must not be called inside a poll.
             asyncio.get_running_loop().call_soon(self._listen_to_returns, rank, incarnation)
 
@@ -122,19 +122,19 @@ class Mesh:
                 self._want(rank)
 
     def _want(self, rank: int) -> None:
-        if self._reception is not None:
-            welcomes = rank in self.links or rank in self._reception.late_places
-            self._reception.want(rank, self._announced[rank], welcomes=welcomes)
+        if self._connector is not None:
+            welcomes = rank in self.links or rank in self._connector.late_places
+            self._connector.request(rank, self._announced[rank], welcomes=welcomes)
 
-    def _on_met(self, meeting: tuple[int, int, list[Any]]) -> None:
-        rank, incarnation, groups = meeting
-        if self._reception is None or self._announced.get(rank) != incarnation:
+    def _on_connected(self, connection: tuple[int, int, list[Any]]) -> None:
+        rank, incarnation, groups = connection
+        if self._connector is None or self._announced.get(rank) != incarnation:
             for group in groups:
                 gloo_groups.close_connections(group)
             return
-        self._met[rank] = incarnation, groups
+        self._connected[rank] = incarnation, groups
         self.missed -= {rank}
-        self._tell_return(rank, incarnation)
+        self._notify_return(rank, incarnation)
 
     def _on_missed(self, process: tuple[int, int]) -> None:
         rank, incarnation = process
@@ -142,15 +142,18 @@ class Mesh:
             self.missed |= {rank}
 
     def accept(self, rank: int, incarnation: int) -> bool:
-        """Replace the lost process of ``rank`` by the newly connected process. Return False if there is none."""
-        if rank not in self.lost or self._met.get(rank, (None,))[0] != incarnation:
+        """Replace the lost process of ``rank`` by its newly connected process. Return False if none is connected."""
+        if rank not in self.lost or self._connected.get(rank, (None,))[0] != incarnation:
             return False
-        _, (control, bulk) = self._met.pop(rank)
+        _, (control, bulk) = self._connected.pop(rank)
         earlier = self.links.get(rank)
         if earlier is not None:
             earlier.is_replaced = True
             earlier.stop()
             self._replaced.append((earlier, self._pairs.pop(rank, [])))
+        for link, _ in self._replaced:
+            if link.has_ended:
+                link.release()
         self._replaced = [each for each in self._replaced if not each[0].has_ended]
         self._matcher.admit(rank)
         self._pairs[rank] = [control, bulk]
@@ -179,25 +182,25 @@ class Mesh:
         """Exchange goodbyes with all peers, close the connections, and wait ``join_s`` seconds for the threads."""
         self._listen = lambda _: None
         self._listen_to_returns = None
-        if self._reception is not None:
-            self._reception.close()
+        if self._connector is not None:
+            self._connector.close()
         arrived = threading.Event()
         self._callbacks.set_bell(arrived.set)
         for link in self._live():
-            link.say_goodbye()
+            link.send_goodbye()
         deadline = time.monotonic() + _GOODBYE_S
-        while any(not link.said_goodbye for link in self._live()) and time.monotonic() < deadline:
+        while any(not link.has_sent_goodbye for link in self._live()) and time.monotonic() < deadline:
             arrived.wait(deadline - time.monotonic())
             arrived.clear()
             self._callbacks.empty()
-        pairs = [*self._pairs.values(), *(groups for _, groups in self._met.values())]
+        pairs = [*self._pairs.values(), *(groups for _, groups in self._connected.values())]
         for group in itertools.chain(self._groups, *pairs, *(groups for _, groups in self._replaced)):
             gloo_groups.close_connections(group)
         sys.setswitchinterval(self._switch_interval_s)
         closed_at = time.monotonic()
         alive = []
         for link in [*self.links.values(), *(link for link, _ in self._replaced)]:
-            is_lost = link.error is not None and not link.said_goodbye
+            is_lost = link.error is not None and not link.has_sent_goodbye
             alive += link.join(closed_at + (HOPELESS_JOIN_S if is_lost else join_s))
         if alive:
             logger.warning("threads that wait for gloo did not end: %s", ", ".join(alive))
@@ -205,7 +208,7 @@ class Mesh:
         self._groups = []
         self._pairs = {}
         self._replaced = []
-        self._met = {}
+        self._connected = {}
 
     def _live(self) -> list[Link]:
         return [link for link in self.links.values() if link.error is None]

@@ -24,72 +24,74 @@ from asyncdist.transports.matching import Matcher, Receive, Send
 from asyncdist.transports.torch_distributed.gloo_transfers import Transfer, bytes_tensor, readable
 
 #: Value of a trailer that answers a cancelled receive without a message.
-_NOTHING: Final = -1
-#: Lowest gloo tag of granted messages. Announced messages use the lower tags.
+_EMPTY: Final = -1
+#: Lowest gloo tag of stream messages. Other large messages, which are announced first, use lower tags.
 _FIRST_TAG: Final = 0x40000000
 
 
 class _GrantedReceive(Receive):
-    """Receive on a granted tag. ``number`` counts, from 1, the receives from this peer on the tag."""
+    """Receive on a stream's tag. ``number`` counts, from 1, the receives from this peer on the tag."""
 
-    __slots__ = ("_passage", "number", "transfer")
+    __slots__ = ("_transfers", "number", "transfer")
 
-    def __init__(self, passage: Passage, matcher: Matcher, buffer: Buffer, tag: int, source: int, number: int) -> None:
+    def __init__(
+        self, transfers: StreamTransfers, matcher: Matcher, buffer: Buffer, tag: int, source: int, number: int
+    ) -> None:
         super().__init__(matcher, buffer, source, tag)
-        self._passage = passage
+        self._transfers = transfers
         self.number = number
         self.transfer = Transfer(_FIRST_TAG + tag, bytes_tensor(self.view))
 
     def cancel(self) -> None:
         if not self.done and self.error is None:
-            self._passage.ask_for_nothing(self.number)
+            self._transfers.ask_for_empty_message(self.number)
 
 
-class Passage:
-    """Sends and receives messages on one granted tag between this rank and a peer.
+class StreamTransfers:
+    """Exchanges the messages of streams with one peer on one tag.
 
     Methods named ``_run_*`` run on threads, all others on the loop.
 
     Args:
-        place: Rank of the peer in gloo's group.
+        group_rank: Rank of the peer in gloo's group.
         start: Function that starts a thread with a given name and target, unless a thread of that name exists.
         acknowledge: Thread-safe function that notifies the peer that one of its messages has arrived.
-        ask_for_nothing: Function that takes a receive's number, and asks the peer to send an empty message for it.
+        ask_for_empty_message: Function that takes a receive's number, and asks the peer for an empty message for it.
     """
 
     def __init__(
         self,
         tag: int,
         peer: int,
-        place: int,
+        group_rank: int,
         bulk: Any,
         matcher: Matcher,
         *,
         start: Callable[[str, Callable[[], None]], None],
         acknowledge: Callable[[], object],
-        ask_for_nothing: Callable[[int], None],
+        ask_for_empty_message: Callable[[int], None],
     ) -> None:
         self._tag = tag
         self._peer = peer
-        self._place = place
+        self._group_rank = group_rank
         self._bulk = bulk
         self._matcher = matcher
         self._callbacks = matcher.callbacks
         self._start = start
         self._acknowledge = acknowledge
-        self.ask_for_nothing = ask_for_nothing
+        self.ask_for_empty_message = ask_for_empty_message
         self._uploads: deque[tuple[Transfer, Send]] = deque()
         self._receives: deque[_GrantedReceive] = deque()
         self._sent_count = 0
         self._received_count = 0
-        self._unwanted: set[int] = set()
+        self._cancelled: set[int] = set()
         self._to_send: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._to_land: queue.SimpleQueue[_GrantedReceive | None] = queue.SimpleQueue()
+        self._to_receive: queue.SimpleQueue[_GrantedReceive | None] = queue.SimpleQueue()
 
     def send(self, view: memoryview) -> Send:
         """Start sending the next message, for which the peer has posted a receive or will post one."""
         send = self._send(view, view.nbytes)
-        self._send_nothing()
+        self._send_empty_messages()
         return send
 
     def _send(self, view: memoryview, mark: int) -> Send:
@@ -101,17 +103,17 @@ class Passage:
         self._to_send.put(upload)
         return send
 
-    def _send_nothing(self) -> None:
+    def _send_empty_messages(self) -> None:
         """Send empty messages for the receives that the peer has cancelled, up to the first other receive."""
-        while self._sent_count + 1 in self._unwanted:
-            self._unwanted.remove(self._sent_count + 1)
-            self._send(memoryview(b""), _NOTHING)
+        while self._sent_count + 1 in self._cancelled:
+            self._cancelled.remove(self._sent_count + 1)
+            self._send(memoryview(b""), _EMPTY)
 
-    def on_unwanted(self, number: int) -> None:
+    def on_receive_cancelled(self, number: int) -> None:
         """Record that the peer has cancelled its receive of this number."""
         if number > self._sent_count:
-            self._unwanted.add(number)
-            self._send_nothing()
+            self._cancelled.add(number)
+            self._send_empty_messages()
 
     def on_acknowledged(self) -> None:
         """Complete the oldest send, whose message has arrived."""
@@ -125,18 +127,18 @@ class Passage:
         self._received_count += 1
         receive = _GrantedReceive(self, self._matcher, buffer, self._tag, self._peer, self._received_count)
         self._receives.append(receive)
-        self._start(f"land-{self._tag}", self._run_landings)
-        self._to_land.put(receive)
+        self._start(f"land-{self._tag}", self._run_receives)
+        self._to_receive.put(receive)
         return receive
 
-    def _on_landed(self, receive: _GrantedReceive) -> None:
+    def _on_received(self, receive: _GrantedReceive) -> None:
         if receive.error is not None:
             return
         self._receives.popleft()
         mark = receive.transfer.mark
         receive.source = self._peer
         receive.nbytes = max(0, mark)
-        receive.cancelled = mark == _NOTHING
+        receive.cancelled = mark == _EMPTY
         receive.complete()
 
     def lose(self, error: RankLostError) -> None:
@@ -149,7 +151,7 @@ class Passage:
     def stop(self) -> None:
         """End the threads. A thread that waits in gloo ends when its connections are closed."""
         self._to_send.put(None)
-        self._to_land.put(None)
+        self._to_receive.put(None)
 
     # -- threads ----------------------------------------------------------------------------------------------------
 
@@ -157,22 +159,22 @@ class Passage:
         """Pass messages to gloo. During each call, gloo writes as much as the connection accepts."""
         with contextlib.suppress(RuntimeError):  # Raised if the connection is closed, which the link's threads report.
             while (upload := self._to_send.get()) is not None:
-                upload.post(self._bulk.send, self._place)
+                upload.post(self._bulk.send, self._group_rank)
                 del upload  # Free the memory of an ended stream once its message has arrived.
 
-    def _run_landings(self) -> None:
+    def _run_receives(self) -> None:
         """Post all queued receives, and then wait for the oldest one, repeatedly."""
         posted: deque[_GrantedReceive] = deque()
         with contextlib.suppress(RuntimeError):
             while True:
-                while not posted or not self._to_land.empty():
-                    receive = self._to_land.get()
+                while not posted or not self._to_receive.empty():
+                    receive = self._to_receive.get()
                     if receive is None:
                         return
-                    receive.transfer.post(self._bulk.recv, self._place)
+                    receive.transfer.post(self._bulk.recv, self._group_rank)
                     posted.append(receive)
                 receive = posted.popleft()
                 receive.transfer.wait()
                 self._acknowledge()
-                self._callbacks.put(self._on_landed, receive)
+                self._callbacks.put(self._on_received, receive)
                 del receive

@@ -1,7 +1,7 @@
 """Keeps gloo's connections from the processes that a rank starts.
 
-gloo creates its sockets without close-on-exec. A child process that inherits a connection keeps it open when the rank
-is killed, so the other ranks would notice the loss only when the child ends.
+gloo creates its sockets without close-on-exec. When a rank is killed, a child process keeps the inherited connections
+open. The other ranks would notice the loss only when the child ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def kept_from_children() -> Iterator[None]:
     earlier = set(keepalive.open_descriptors())
     yield
     for descriptor in [each for each, known in list(_kept.items()) if _socket_at(each) != known]:
-        _kept.pop(descriptor, None)  # closed since
+        _kept.pop(descriptor, None)  # no longer open
     for descriptor in set(keepalive.open_descriptors()) - earlier:
         found = _socket_at(descriptor)
         # Another thread may have opened a socket, too. Python's sockets are not inheritable.

@@ -53,7 +53,7 @@ def probe(connection: socket.socket) -> None:
 def open_descriptors() -> list[int]:
     """Return the open descriptors of this process, or [] on systems other than Linux."""
     listed = map(int, os.listdir("/proc/self/fd")) if sys.platform == "linux" else ()
-    return [each for each in listed if _is_open(each)]  # the list includes the descriptor that was read for it
+    return [each for each in listed if _is_open(each)]  # listdir's own descriptor is listed, but is already closed
 
 
 def _is_open(descriptor: int) -> bool:

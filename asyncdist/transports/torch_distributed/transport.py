@@ -16,7 +16,7 @@ from asyncdist.launchers import detection
 from asyncdist.transports.base import Buffer, Capabilities, Request
 from asyncdist.transports.matching import CallbackQueue, MatchedTransport, Receive, Send
 from asyncdist.transports.torch_distributed import gloo_groups, gloo_mesh
-from asyncdist.transports.torch_distributed.meeting.newcomers import Entrance, Reception
+from asyncdist.transports.torch_distributed.meeting.newcomers import NewcomerConnector, WorldEntry
 from asyncdist.transports.torch_distributed.meeting.rendezvous import Rendezvous, join_store
 from asyncdist.trust.living_ranks import LivingRank
 from asyncdist.wording import plural
@@ -26,14 +26,14 @@ START_TIMEOUT_S = 300.0
 _GROUP_TIMEOUT: Final = timedelta(seconds=60)
 
 
-def _place(rendezvous: Rendezvous | None) -> tuple[int, int]:
+def _rank_and_size(rendezvous: Rendezvous | None) -> tuple[int, int]:
     if rendezvous is None:
         return dist.get_rank(), dist.get_world_size()
     return rendezvous.rank, rendezvous.size
 
 
 def _claim(rendezvous: Rendezvous | None) -> LivingRank | None:
-    """Register this process as its rank on this host. Raise TransportError if another process runs as this rank."""
+    """Register this process for its rank on this host. Raise TransportError if another process runs as this rank."""
     if rendezvous is None or rendezvous.size == 1:
         return None
     job = f"{rendezvous.address} {rendezvous.port} {rendezvous.job}"
@@ -53,7 +53,8 @@ class TorchTransport(MatchedTransport):
     """Sends messages between the ranks of a torch.distributed job, over gloo.
 
     Args:
-        rendezvous: Place where the ranks meet, or None if the user's process group defines the ranks.
+        rendezvous: Address and settings by which the ranks find each other, or None if the user's process group defines
+            the ranks.
         granted_tags: Stream tags, on which each receive names its source and is large enough for its message.
         start_timeout_s: Seconds to wait for the other ranks, by default 300.
 
@@ -70,26 +71,26 @@ class TorchTransport(MatchedTransport):
         granted_tags: range = range(0),
         start_timeout_s: float | None = None,
     ) -> None:
-        rank, size = _place(rendezvous)
+        rank, size = _rank_and_size(rendezvous)
         timeout_s = START_TIMEOUT_S if start_timeout_s is None else start_timeout_s
-        reception = None
+        connector = None
         callbacks = CallbackQueue()
         groups: Sequence[object] = ()
         trusts_network = False
         self._living = _claim(rendezvous)
         if size > 1 and rendezvous is not None and rendezvous.admits_restarted:
-            entrance = Entrance(rendezvous, timeout_s)
-            self.incarnation, self.job_nonce, groups = entrance.incarnation, entrance.nonce, entrance.groups
-            reception = Reception(
-                entrance.common,
-                entrance.store,
+            entry = WorldEntry(rendezvous, timeout_s)
+            self.incarnation, self.job_nonce, groups = entry.incarnation, entry.nonce, entry.groups
+            connector = NewcomerConnector(
+                entry.common,
+                entry.store,
                 rank,
-                entrance.incarnation,
-                entrance.process,
+                entry.incarnation,
+                entry.process,
                 callbacks,
-                running=entrance.running,
+                running=entry.running,
                 late_places=range(size - rendezvous.empty_count, size),
-                vacant=entrance.vacant,
+                vacant=entry.vacant,
                 is_loopback=rendezvous.is_loopback,
             )
         elif size > 1:
@@ -113,14 +114,14 @@ class TorchTransport(MatchedTransport):
         if self._living is not None:
             self._living.begin()
         self.trusts_network = trusts_network
-        self.may_return = reception is not None
+        self.may_return = connector is not None
         self._granted_tags = granted_tags
-        self._mesh = gloo_mesh.Mesh(groups, rank, size, self._matcher, reception)
+        self._mesh = gloo_mesh.Mesh(groups, rank, size, self._matcher, connector)
         self._is_closed = False
         # A thread that still waits in gloo when the interpreter exits would abort the process.
         atexit.register(self.close_failed)
 
-    def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
+    def _start_send(self, view: memoryview, dest: int, tag: int) -> Request:
         link = self._mesh.links.get(dest)
         if link is None:
             return self._mesh.unmet(Send(self._callbacks, view.nbytes), dest)
@@ -160,7 +161,7 @@ class TorchTransport(MatchedTransport):
             if self._living is not None:
                 self._living.end()
 
-    def set_doorbell(self, ring: Callable[[], None]) -> None:
+    def set_arrival_callback(self, ring: Callable[[], None]) -> None:
         self._callbacks.set_bell(ring)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:

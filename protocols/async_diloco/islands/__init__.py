@@ -1,1 +1,1 @@
-"""Regional servers of islands, which contribute to a global server."""
+"""Implements the regional servers of islands (groups of ranks), which contribute to a global server."""

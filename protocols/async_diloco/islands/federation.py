@@ -1,4 +1,4 @@
-"""Takes part in asynchronous DiLoCo with islands for one rank.
+"""Lets one rank take part in asynchronous DiLoCo with islands (groups of ranks).
 
 Each rank is a member of two groups: its island, and the group of all ranks, in which only the servers of islands
 contribute. The global server is the last rank, so that the loss of one rank does not affect a regional and the
@@ -13,9 +13,9 @@ from typing import Any
 
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.async_diloco.blocks import Layouts
-from asyncdist.protocols.async_diloco.holdings import Holdings
 from asyncdist.protocols.async_diloco.islands.regional import Regional
 from asyncdist.protocols.async_diloco.member import AsyncMember
+from asyncdist.protocols.async_diloco.member_store import MemberStore
 from asyncdist.protocols.async_diloco.options import ServerOptions
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics
 from asyncdist.protocols.joining.membership import Membership
@@ -29,15 +29,13 @@ class Federation:
     """Sends one rank's contributions to its island's server, and the island's contributions to the global server.
 
     Args:
-        scopes: Scopes of the policy among all ranks.
         everyone: Members of the policy, in the order in which they become the global server.
-        holdings: This rank's anchor and contribution in its island.
-        options: Options of the regional servers.
+        store: This rank's anchor (common weights) and contribution in its island.
 
     Attributes:
         member: This rank as a member of its island.
         membership: Members of the island.
-        holdings: This rank's global anchor and its island's contribution.
+        global_store: This rank's global anchor and its island's contribution.
     """
 
     def __init__(
@@ -47,31 +45,31 @@ class Federation:
         everyone: Membership,
         island: Island,
         layouts: Layouts,
-        holdings: Holdings,
-        upper_holdings: Holdings,
+        store: MemberStore,
+        global_store: MemberStore,
         options: ServerOptions,
     ) -> None:
         own, overlapped = options.own, options.own.late == "skip"
         assert own.global_every is not None and own.merge_weight is not None, "there are islands"
         self._island = island
-        self.holdings = upper_holdings
+        self.global_store = global_store
         islands = {rank: index for index in range(island.count) for rank in island.ranks_of(index)}
-        upper_options = replace(options, own=own.of_global_server(), islands=islands, mirror_every=island.count)
-        self._upper = AsyncMember(
+        global_options = replace(options, own=own.of_global_server(), islands=islands, mirror_every=island.count)
+        self._global_member = AsyncMember(
             services,
             scopes,
             everyone,
             layouts,
-            upper_holdings,
-            upper_options,
+            global_store,
+            global_options,
             is_overlapped=overlapped,
             name="the global server",
         )
         self.scopes = scopes.of_part(f"island {island.index}")
         self.membership = Membership(services, self.scopes, island.ranks)
         self._regional = Regional(
-            self._upper,
-            upper_holdings,
+            self._global_member,
+            global_store,
             layouts,
             island=island.index,
             every=own.global_every,
@@ -83,52 +81,52 @@ class Federation:
             self.scopes,
             self.membership,
             layouts,
-            holdings,
+            store,
             options,
             is_overlapped=overlapped,
             name=f"island {island.index}",
             regional=self._regional,
         )
-        upper_holdings.on_answer = self._on_answer
+        global_store.on_answer = self._on_answer
 
     def _on_answer(self) -> None:
         if self.member.server is not None:
             self.member.server.on_merge_due()
 
     async def settled(self, deadline: float) -> None:
-        """Wait until this rank may leave the group of all ranks, after it has settled in its island."""
-        self._upper.withdraw()
-        await self._upper.settled(deadline)
+        """Wait until this rank may leave the group of all ranks. It may already leave its island."""
+        self._global_member.withdraw()
+        await self._global_member.settled(deadline)
 
     def leave(self) -> None:
         """Leave the group of all ranks."""
-        self._upper.leave()
+        self._global_member.leave()
 
     async def freeze(self) -> None:
-        """Stop changing the global anchor until :meth:`thaw`."""
-        if self._upper.server is not None:
-            await self._upper.server.freeze()
+        """Stop changing the global anchor (the common weights of all islands) until :meth:`unfreeze`."""
+        if self._global_member.server is not None:
+            await self._global_member.server.freeze()
 
-    def thaw(self) -> None:
-        """Resume changing the global anchor."""
-        if self._upper.server is not None:
-            self._upper.server.thaw()
+    def unfreeze(self) -> None:
+        """Resume changing the global anchor after :meth:`freeze`."""
+        if self._global_member.server is not None:
+            self._global_member.server.unfreeze()
 
     def counted(self, found: AsyncDiLoCoStatistics) -> AsyncDiLoCoStatistics:
-        """Return ``found`` with this rank's counts as a regional and as the global server."""
-        upper = self._upper.server
+        """Return ``found``, completed with this rank's counts as a regional server and as the global server."""
+        global_server = self._global_member.server
         return replace(
             found,
             merge_count=self._regional.merge_count,
             lost_progress_count=self._regional.lost_count,
-            global_count=0 if upper is None else upper.applied_count,
-            global_version=self.holdings.base.version,
+            global_count=0 if global_server is None else global_server.applied_count,
+            global_version=self.global_store.base.version,
         )
 
     def state(self) -> dict[str, Any]:
-        """Return a copy of this rank's newest global anchor and, on the global server, of the outer state."""
-        upper = self._upper.server
-        if upper is None or not upper.has_begun:
-            return self.holdings.newest.state()
-        held, outer = upper.held()
+        """Return a copy of the newest global anchor and, on the global server, of the outer optimizer's state."""
+        global_server = self._global_member.server
+        if global_server is None or not global_server.has_begun:
+            return self.global_store.newest.state()
+        held, outer = global_server.held()
         return {**held.state(), "outer": outer}

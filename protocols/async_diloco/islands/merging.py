@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
+from asyncdist.protocols.exchange.wire_layout import Scratch
 
 
 @torch.no_grad()
 def encode_difference(layouts: Layouts, reference: Block, own: Block, encoded: Sequence[Tensor]) -> float:
-    """Write the encoded contribution of an island into ``encoded``, and return the L2 norm of its difference.
+    """Write the contribution of an island (group of ranks) into ``encoded``, and return its difference's L2 norm.
 
     Args:
         reference: The island's anchor after the last merge.
@@ -34,7 +35,7 @@ def encode_difference(layouts: Layouts, reference: Block, own: Block, encoded: S
     norm = 0.0
     vectors = zip(layouts.wire.vectors, reference[1], own[1], encoded, strict=True)
     for vector, before, now, into in vectors:
-        flat = vector.values_of(into)
+        flat = vector.values_of(into, Scratch())
         if vector.role != "stepped":
             flat.copy_(now)
             continue
@@ -66,7 +67,7 @@ def merge_into(layouts: Layouts, own: Sequence[Tensor], given: Sequence[Tensor],
 
 @torch.no_grad()
 def rebase(layouts: Layouts, own: Sequence[Tensor], captured: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
-    """Move an island's anchor by the change of a merge: own + (reference - captured).
+    """Move an island's anchor by the change that a merge has made: own + (reference - captured).
 
     Floating buffers are copied from the reference. Integer and bool buffers are unchanged.
 

@@ -1,7 +1,7 @@
 """Connects an island's server, the *regional* server, with the global server (HALoS, 2506.04531).
 
 The regional server applies its members' contributions. After every K versions it contributes the change of the island's
-anchor to the global server, and merges the global anchor that it receives as the answer
+anchor to the global server. It then merges the global anchor, which it receives as the answer
 (:mod:`~protocols.async_diloco.islands.merging`). To the global server, each island is one worker. The number of an
 island's contribution is the version of the island's anchor from which it was computed.
 
@@ -22,33 +22,33 @@ from typing import Any, Protocol
 
 from asyncdist.protocols.async_diloco.anchor import Anchor
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts, copy_all
-from asyncdist.protocols.async_diloco.holdings import HeldAnchor, Holdings
 from asyncdist.protocols.async_diloco.islands.merging import encode_difference, merge_into, rebase
+from asyncdist.protocols.async_diloco.member_store import HeldAnchor, MemberStore
 from asyncdist.protocols.async_diloco.messages import Arrived
 from asyncdist.protocols.joining.membership import Membership
 
 logger = logging.getLogger("protocols.async_diloco.islands")
 
 
-class Upper(Protocol):
+class GlobalClient(Protocol):
     """Interface through which this rank contributes to the global server."""
 
     async def registered(self) -> HeldAnchor:
         """Register this rank as its island's server, and return the global anchor."""
 
     def contribute(self, block: Block, report: Arrived, sequence: int) -> None:
-        """Offer a contribution. The caller must not change ``block`` afterwards."""
+        """Offer a contribution to the global server. The caller must not change ``block`` afterwards."""
 
     async def is_answered(self, deadline: float) -> bool:
-        """Wait for the answer to the contribution. Return False if the deadline passes first."""
+        """Wait until the global server has answered the contribution. Return False if the deadline passes first."""
 
 
 class Regional:
-    """Contributes an island's progress to the global server, and merges the global anchor into the island's.
+    """Contributes the progress of an island (group of ranks) to the global server, and merges the global anchor.
 
     Args:
-        upper: Interface through which this rank contributes to the global server.
-        holdings: This rank's global anchor and its island's contribution.
+        global_client: Interface through which this rank contributes to the global server.
+        store: This rank's global anchor and its island's contribution.
         every: Number K of versions between two contributions.
         weight: Weight alpha of the global anchor.
 
@@ -60,8 +60,8 @@ class Regional:
 
     def __init__(
         self,
-        upper: Upper,
-        holdings: Holdings,
+        global_client: GlobalClient,
+        store: MemberStore,
         layouts: Layouts,
         *,
         island: int,
@@ -69,20 +69,21 @@ class Regional:
         weight: float,
         membership: Membership,
     ) -> None:
-        self._upper = upper
-        self._holdings = holdings
+        self._global_client = global_client
+        self._store = store
         self._layouts = layouts
         self._island = island
         self._every = every
         self._weight = weight
         self._membership = membership
-        self._reference: Block | None = None  # None before this rank serves
-        self._measured_from = 0  # version of the island's anchor at the reference
+        self._reference: Block | None = None  # weights from which progress is measured; None before this rank serves
+        self._measured_from = 0  # version of the island's anchor that equals the reference
         self._captured: tuple[int, Block] | None = None  # version and anchor of the unmerged contribution
-        self._unsent: tuple[Block, Arrived] | None = None  # a captured contribution that is not sent yet
-        self._first = holdings.base  # the first anchor, equal on all ranks
-        self._is_mirrored = True  # whether another member has this server's state after the last merge
-        # Offers of this server's state: rank, and version of the anchor that was offered with the state.
+        self._unsent: tuple[Block, Arrived] | None = None  # a contribution that is ready but not sent yet
+        self._first = store.base
+        self._is_mirrored = True  # whether another member has a copy of this server's state
+        # Offers of this server's state: the receiving rank, and the version of the anchor that was offered with the
+        # state.
         self._mirrors: set[tuple[int, int]] = set()
         self.merged = 0
         self.merge_count = self.lost_count = 0
@@ -97,7 +98,7 @@ class Regional:
             state: Result of :meth:`state` of an earlier server, or None.
             sent: Sequence numbers of the members' unanswered contributions, by rank.
         """
-        given = await self._upper.registered()
+        given = await self._global_client.registered()
         applied = dict(given.applied).get(self._island, 0)
         if applied < held.merged:
             logger.warning(
@@ -133,9 +134,9 @@ class Regional:
         return self._restarted(held)
 
     def _merged_now(self, held: HeldAnchor, state: Mapping[str, Any] | None, given: Block, applied: int) -> HeldAnchor:
-        """Merge the global anchor, which contains the last contribution of the island's former server."""
+        """Merge the global anchor that contains the last contribution of the island's former server."""
         block = self._copied(held.block)
-        if state is None or state["captured_at"] != applied:  # merge into the newest anchor, as HALoS does
+        if state is None or state["captured_at"] != applied:
             if held.version > applied:
                 self._note_lost_progress()
             merge_into(self._layouts, block[1], given[1], self._weight)
@@ -165,7 +166,7 @@ class Regional:
         return copy
 
     def _restarted(self, held: HeldAnchor, reference: HeldAnchor | None = None) -> HeldAnchor:
-        """Measure the next contribution from ``reference``, or if None from ``held``, and return ``held``."""
+        """Measure the next contribution from ``reference`` (by default from ``held``), and return ``held``."""
         found = reference or held
         self._reference, self._measured_from, self.merged = found.block, found.version, held.merged
         self._is_mirrored = not found.version
@@ -185,17 +186,17 @@ class Regional:
 
     # -- contributions ----------------------------------------------------------------------------------------------
 
-    def look(self, anchor: Anchor) -> None:
-        """Capture a contribution if it is due and the answer to the previous contribution is merged."""
+    def contribute_if_due(self, anchor: Anchor) -> None:
+        """Make the next contribution if it is due and the answer to the previous contribution is merged."""
         if self._captured is None and anchor.version - self._measured_from >= self._every:
             self.capture(anchor)
 
     def capture(self, anchor: Anchor) -> None:
-        """Capture the island's progress as a contribution, and send it when another member has this server's state."""
+        """Make a contribution of the island's progress, and send it when another member has this server's state."""
         assert self._reference is not None, "the island's server has not begun"
         block, own = self._layouts.new_contribution(), anchor.copy_into(self._layouts.new_block())
         norm = encode_difference(self._layouts, self._reference, own, block[1])
-        report = Arrived(self._holdings.base.version, anchor.version - self._measured_from, 1.0, norm, 0.0)
+        report = Arrived(self._store.base.version, anchor.version - self._measured_from, 1.0, norm, 0.0)
         self._captured, self._unsent = (anchor.version, own), (block, report)
         self._forget_mirrors()
         self.release()
@@ -215,12 +216,12 @@ class Regional:
         return not self._is_mirrored
 
     def on_held(self, rank: int, version: int) -> None:
-        """Record that another member has received a version of the island's anchor."""
+        """Record that another member has received a version of the island's anchor (common weights)."""
         self._is_mirrored = self._is_mirrored or (rank, version) in self._mirrors
         self.release()
 
     def release(self) -> None:
-        """Send the captured contribution if another member has this server's state, or none is left."""
+        """Send the waiting contribution if another member has this server's state, or this member is alone."""
         if (
             self._unsent is None
             or self._captured is None
@@ -228,20 +229,20 @@ class Regional:
         ):
             return
         (block, report), self._unsent = self._unsent, None
-        self._upper.contribute(block, report, self._captured[0])
+        self._global_client.contribute(block, report, self._captured[0])
 
     # -- merges -----------------------------------------------------------------------------------------------------
 
     @property
     def has_answer(self) -> bool:
         """True if the global anchor has arrived and is not merged yet."""
-        return self._holdings.answer is not None
+        return self._store.answer is not None
 
     def merge(self, anchor: Anchor) -> None:
         """Merge the global anchor that contains this island's last contribution into ``anchor``."""
         assert self._captured is not None, "an answer belongs to a captured contribution"
         (captured_at, captured), self._captured = self._captured, None
-        answer, since = self._holdings.apply_answer(), anchor.version - captured_at
+        answer, since = self._store.apply_answer(), anchor.version - captured_at
         self._reference = self._copied(captured)
         merge_into(self._layouts, self._reference[1], answer.block[1], self._weight)
         anchor.merge(self._reference, captured if since else None)
@@ -252,15 +253,15 @@ class Regional:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def prepare_leaving(self, anchor: Anchor) -> None:
-        """Capture the rest of the island's progress, which :meth:`has_merged` contributes.
+        """Make a contribution of the rest of the island's progress, which :meth:`merge_last` sends.
 
-        The caller must send the state to the next server in between.
+        The caller must send this server's state to the next server between the two calls.
         """
         if self._captured is None and anchor.version > self._measured_from:
             self.capture(anchor)
 
-    async def has_merged(self, anchor: Anchor, deadline: float) -> bool:
-        """Contribute the captured progress, and merge the answer.
+    async def merge_last(self, anchor: Anchor, deadline: float) -> bool:
+        """Send the last contribution of the island to the global server, and merge the answer.
 
         Returns:
             False if there is nothing to contribute, or the deadline passed first.
@@ -269,7 +270,7 @@ class Regional:
             return False
         self._is_mirrored = True
         self.release()
-        if not await self._upper.is_answered(deadline):
+        if not await self._global_client.is_answered(deadline):
             return False
         self.merge(anchor)
         return True

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-#: Share g of the remaining time. The paper requires g < 1. The rest allows for steps of varying duration.
+#: Share g of the remaining time. The paper requires g < 1. The remaining 0.1 allows for steps of varying duration.
 SHARE: Final = 0.9
 
 
@@ -21,7 +21,7 @@ def grace_period(steps: float, step_s: float, quorum_s: float, sync_s: float, *,
     """Return the length of a grace period in seconds.
 
     Args:
-        steps: Number tau of training steps within which the workers should have the new anchor.
+        steps: Number tau of training steps within which the workers should have the new anchor (common weights).
         step_s: Duration of a training step of the fastest rank.
         quorum_s: Seconds between the first contribution and the quorum.
         sync_s: Seconds from the outer step until the workers have the new anchor.
@@ -31,7 +31,7 @@ def grace_period(steps: float, step_s: float, quorum_s: float, sync_s: float, *,
 
 
 class SyncTimes:
-    """Measures the time from the start of a version until each contributing rank has the new anchor."""
+    """Measures the time from the start of an anchor's version until each contributing rank has received it."""
 
     def __init__(self) -> None:
         # By rank: the last version that contains its contribution, and the start time of this version.
@@ -39,7 +39,7 @@ class SyncTimes:
         self._seconds: dict[int, float] = {}  # by rank: last measured time
 
     def on_decided(self, version: int, ranks: Iterable[int], now: float) -> None:
-        """Record that a version is being made of the contributions of ``ranks``."""
+        """Record that a version of the anchor is being made from the contributions of ``ranks``."""
         self._decided_at.update(dict.fromkeys(ranks, (version, now)))
 
     def on_taken(self, version: int, rank: int, now: float) -> None:
@@ -53,6 +53,6 @@ class SyncTimes:
         self._decided_at.pop(rank, None)
         self._seconds.pop(rank, None)
 
-    def longest(self, ranks: Iterable[int]) -> float:
-        """Return the longest of the ranks' newest times in seconds, or 0 if none is known."""
+    def longest_s(self, ranks: Iterable[int]) -> float:
+        """Return the longest of the ranks' last measured times in seconds, or 0 if no time is known."""
         return max((self._seconds.get(rank, 0.0) for rank in ranks), default=0.0)

@@ -23,38 +23,42 @@ from asyncdist.tensors.byte_views import new_memory
 logger = logging.getLogger("protocols.exchange.catching_up")
 
 
-class Shared(Protocol):
-    """Interface to a model fragment whose state is equal on all members after the same number of rounds."""
+class SharedFragment(Protocol):
+    """Interface to a fragment, a separately averaged part of the model.
+
+    Its state is equal on all members after the same number of rounds.
+    """
 
     layout: WireLayout
     version: int
 
     def shared_state(self) -> Any:
-        """Return the state as a tree that :func:`packed` can pack."""
+        """Return the fragment's state as a tree that :func:`packed` can pack."""
 
     def load_shared_state(self, state: Any) -> None:
-        """Load another member's state."""
+        """Load a model fragment's state from another member."""
 
 
-class Owner(Protocol):
+class CatchUpOwner(Protocol):
     """Interface to the exchange that owns a :class:`CatchUp`."""
 
     def post(self, message: ExchangeMessage, dest: int, number: int) -> None:
         """Send a message with a round number to ``dest``."""
 
     def note_caught_up(self, fragment: int) -> None:
-        """Resume a fragment's rounds after a request for its state has ended, with or without success."""
+        """Resume a model fragment's rounds after a request for its state has ended, with or without success."""
 
 
 class CatchUp:
-    """Requests fragments' newest states from other members, and sends them to members that have missed rounds.
+    """Requests the newest states of model fragments from other members, and sends them to members that missed rounds.
 
     Args:
-        owner: The member's exchange.
         offers: Offers for blocks of bytes, on a separate channel.
     """
 
-    def __init__(self, owner: Owner, services: Services, offers: Offers, fragments: Sequence[Shared]) -> None:
+    def __init__(
+        self, owner: CatchUpOwner, services: Services, offers: Offers, fragments: Sequence[SharedFragment]
+    ) -> None:
         self._owner = owner
         self._services = services
         self._fragments = fragments
@@ -62,7 +66,7 @@ class CatchUp:
         self._asked: dict[int, int] = {}  # by fragment: rank whose state was requested and has not arrived
 
     def ask(self, number: int, holder: int) -> None:
-        """Ask ``holder`` for a fragment's state after round ``number``, unless such a request is pending."""
+        """Ask ``holder`` for a model fragment's state after round ``number``, unless such a request is pending."""
         fragment = (number - 1) % len(self._fragments)
         if fragment not in self._asked:
             self._asked[fragment] = holder
@@ -93,7 +97,7 @@ class CatchUp:
         self._offers.admit(rank)
 
     def close(self) -> None:
-        """Stop all transfers."""
+        """Stop all transfers of states."""
         self._offers.close()
 
     async def _take(self, fragment: int, source: int, number: int, nbytes: int) -> None:

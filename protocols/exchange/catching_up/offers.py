@@ -31,10 +31,11 @@ class Offers:
     def __init__(self, services: Services, scope: int, *, is_overlapped: bool) -> None:
         self._services = services
         self._server = SnapshotServer(services, scope)
-        # A training rank sends one window of chunks per safe point, a waiting rank smaller chunks.
+        # A training rank sends one window of chunks per safe point (call that lets messages move). A waiting rank sends
+        # smaller chunks.
         self._chunk_count = WINDOW_COUNT if is_overlapped else PART_CHUNK_COUNT
         self._offered: dict[tuple[int, Part], tuple[Offer, set[int]]] = {}
-        self._last = 0  # largest number of any block
+        self._last = 0  # largest number of a block that was offered
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -43,7 +44,7 @@ class Offers:
         return not self._offered
 
     def offer(self, number: int, memory: Tensor, receiver: int, label: Part = FIRST) -> None:
-        """Offer ``memory`` to one more rank. The caller must not change its bytes afterwards."""
+        """Offer the bytes of ``memory`` to ``receiver``. The caller must not change them afterwards."""
         key, self._last = (number, label), max(self._last, number)
         if key not in self._offered:
             offer = self._server.offer(
@@ -65,7 +66,8 @@ class Offers:
                 if not receivers:
                     del self._offered[key]
                     self._server.withdraw(offer)
-        # Ranks request only offered blocks, so no request for a number before the first offered block can follow.
+        # Receivers request only offered blocks, so no request for a smaller number than that of the first offered block
+        # can follow.
         self._server.end_rounds(min((key[0] - 1 for key in self._offered), default=self._last))
         self._services.engine.recheck()
 
@@ -89,7 +91,7 @@ class Offers:
             fetch.close()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Start a service task, which :meth:`close` cancels."""
+        """Start a task of this object, which :meth:`close` cancels."""
         task = self._services.spawn_service(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,11 +1,11 @@
 """Lets an exchange decide on replicas of several ranks as a whole, and divides the model among a replica's ranks.
 
-Only counterparts exchange data (:mod:`protocols.joining.replicas`), but all ranks are members of one exchange. A
+Only counterparts (ranks with the same part of the model) exchange data, but all ranks are members of one exchange. A
 replica contributes all of its parts or none. A replica with a lost rank or a non-finite part is left out.
 
-A mean is merged when its round is retired, that is, when all members have received it. If a rank is lost before that,
-no member has merged any part, and the round is decided again for all parts. All parts of a round therefore have the
-same donors.
+A mean is added to the fragments' states only when all members have received it. If a rank is lost before that, no
+member has added any part, and the round is decided again for all parts. All parts of a round therefore have the same
+donors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from asyncdist.protocols.exchange.ledger import Report, Weighing
-from asyncdist.protocols.joining.replicas import Replicas
+from asyncdist.protocols.joining.replica_layout import Replicas
 from asyncdist.tensors.flat_state import Entry
 
 
@@ -31,10 +31,10 @@ def weighing_of(replicas: Replicas, weigh: Weighing) -> Weighing:
     def weigh_replicas(reports: Mapping[int, Report]) -> Mapping[int, float]:
         whole = {}
         for first in replicas.ranks[:: replicas.size]:
-            mates = replicas.mates(first)
-            if all(rank in reports for rank in mates):
-                whole[first] = _joint([reports[rank] for rank in mates])
-        return {rank: weight for first, weight in weigh(whole).items() for rank in replicas.mates(first)}
+            replica_ranks = replicas.replica_ranks(first)
+            if all(rank in reports for rank in replica_ranks):
+                whole[first] = _joint([reports[rank] for rank in replica_ranks])
+        return {rank: weight for first, weight in weigh(whole).items() for rank in replicas.replica_ranks(first)}
 
     return weigh_replicas
 

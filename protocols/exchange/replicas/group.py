@@ -19,7 +19,7 @@ from asyncdist import AsyncdistError, ClosedError, DisagreementError, Group, Wor
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.groups import free_all
 from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather
-from asyncdist.protocols.joining.replicas import Replicas
+from asyncdist.protocols.joining.replica_layout import Replicas
 from asyncdist.protocols.starting.differences import LEFT_OUT, explained
 from asyncdist.runtime.failing.replica_mates import ReplicaMates
 from asyncdist.tensors.flat_state import Fingerprint, FlatState
@@ -27,7 +27,8 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("protocols.exchange.replicas.group")
 
-#: Seconds until a leaving rank logs a warning if other ranks of its replica have not left. Allows for long steps.
+#: Seconds after which a leaving rank logs a warning because other ranks of its replica have not left. Allows for long
+#: steps.
 _LEAVING_WARNING_S: Final = 20.0
 
 
@@ -35,8 +36,7 @@ class Readiness(NamedTuple):
     """Report of one rank before it applies a mean, or the joint report of its replica's ranks.
 
     Attributes:
-        has_mean: Whether the mean has arrived.
-        trouble: Description of a part of the weights or of the optimizer that is not finite; "" if all is finite.
+        nonfinite: Description of a part of the weights or of the optimizer that is not finite; "" if all is finite.
         norm: L2 norm of the mean difference, or None if it is unknown.
         norms: L2 norms of the donors' contributions. Empty without a mean.
         has_cosine: Whether ``norms`` belong to the contributions that were sent, so that the cosine is known.
@@ -45,7 +45,7 @@ class Readiness(NamedTuple):
     """
 
     has_mean: bool
-    trouble: str
+    nonfinite: str
     norm: float | None = None
     norms: tuple[float, ...] = ()
     has_cosine: bool = False
@@ -65,7 +65,7 @@ class ReplicaGroup:
     def __init__(self, world: World, group: Group) -> None:
         self._world = world
         self._group = group
-        self._is_torn = False  # whether a step was interrupted, so that the ranks' weights may differ
+        self._may_be_unequal = False  # whether a step was interrupted, so that the ranks' weights may differ
 
     @property
     def group(self) -> Group:
@@ -90,42 +90,44 @@ class ReplicaGroup:
         Raises:
             ClosedError: An earlier step was interrupted.
         """
-        if self._is_torn:
+        if self._may_be_unequal:
             raise ClosedError(
                 "an earlier step was cancelled or failed, so the weights of this replica's ranks may be inconsistent; "
                 "leave the policy and load a checkpoint"
             )
-        self._is_torn = True
+        self._may_be_unequal = True
         yield
-        self._is_torn = False
+        self._may_be_unequal = False
 
     async def agree(self, own: Readiness) -> Readiness:
         """Exchange reports within the replica, and return the joint report.
 
-        The joint report has a mean only if all ranks have it, the first trouble that a rank has reported, and the norm
-        of all parts.
+        In the joint report, ``has_mean`` is true if all ranks have the mean, ``nonfinite`` is the first reported
+        description, and ``norm`` is the norm of all parts together.
 
         Raises:
             ValueError: The ranks have different weights.
         """
-        return Readiness(*await self._meet(lambda: tuple(own), self._joint))
+        return Readiness(*await self._combined(lambda: tuple(own), self._joint))
 
     async def smallest(self, own: int) -> int:
         """Return the smallest of the numbers that the replica's ranks pass."""
-        (found,) = await self._meet(lambda: (own,), lambda said: (min(each for (each,) in said),))
+        (found,) = await self._combined(lambda: (own,), lambda rows: (min(each for (each,) in rows),))
         return int(found)
 
     async def gathered(self, own: Any) -> tuple[Any, ...]:
         """Return the values that the replica's ranks pass: trees of tuples, lists, strings and numbers."""
-        return await self._meet(lambda: (own,), lambda said: tuple(each for (each,) in said))
+        return await self._combined(lambda: (own,), lambda rows: tuple(each for (each,) in rows))
 
     async def mean(self, fn: Callable[[], float]) -> float:
-        """Call ``fn`` on all ranks of the replica, and return the mean of their results.
+        """Call ``fn`` on all ranks of the replica at the same time, and return the mean of their results.
 
         Raises:
             RemoteError: ``fn`` has raised on another rank.
         """
-        (found,) = await self._meet(lambda: (fn(),), lambda said: (math.fsum(each for (each,) in said) / len(said),))
+        (found,) = await self._combined(
+            lambda: (fn(),), lambda rows: (math.fsum(each for (each,) in rows) / len(rows),)
+        )
         return float(found)
 
     async def share(
@@ -154,23 +156,21 @@ class ReplicaGroup:
     async def leave(self, step_count: int) -> None:
         """Wait until all ranks of the replica leave. Do not wait if a step of this rank was interrupted."""
         self._world.services.shared(ReplicaMates).ranks = frozenset()
-        if not self._is_torn:
-            await wait_until_all_leave(self._world, self._group, step_count, self._meet(tuple, self._joint))
+        if not self._may_be_unequal:
+            await wait_until_all_leave(self._world, self._group, step_count, self._combined(tuple, self._joint))
 
     async def free(self) -> None:
         """Free the group of the replica's ranks."""
         await free_all([self._group])
 
-    async def _meet(
+    async def _combined(
         self, report: Callable[[], tuple[Any, ...]], combine: Callable[[list[tuple[Any, ...]]], tuple[Any, ...]]
     ) -> tuple[Any, ...]:
-        """Exchange reports with the replica's other ranks (an empty report to leave), and combine them."""
-
-        def decide(said: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-            left = [rank for rank, each in zip(self._group.ranks, said, strict=True) if not each]
+        def decide(rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+            left = [rank for rank, each in zip(self._group.ranks, rows, strict=True) if not each]
             if not left:
-                return combine(said)
-            if len(left) < len(said):
+                return combine(rows)
+            if len(left) < len(rows):
                 raise ClosedError(
                     f"all ranks of a replica must make the same number of steps, but {ranks_in_words(left)} of the "
                     f"replica {list(self._group.ranks)} left the policy while another rank of it waits for an average"
@@ -179,8 +179,8 @@ class ReplicaGroup:
 
         return await reduce_and_broadcast(report, decide, group=self._group, world=self._world)
 
-    def _joint(self, said: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-        return _joint([Readiness(*each) for each in said], self._group.ranks)
+    def _joint(self, rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+        return _joint([Readiness(*each) for each in rows], self._group.ranks)
 
 
 def _joint(each: Sequence[Readiness], ranks: Sequence[int]) -> tuple[Any, ...]:
@@ -194,11 +194,11 @@ def _joint(each: Sequence[Readiness], ranks: Sequence[int]) -> tuple[Any, ...]:
             "model, or pass replica_size=1"
         )
     norms = [own.norm for own in each if own.norm is not None]
-    trouble = next(filter(None, (own.trouble for own in each)), "")
+    nonfinite = next(filter(None, (own.nonfinite for own in each)), "")
     whole = math.hypot(*norms) if norms else None
     of_donors = tuple(math.hypot(*parts) for parts in zip(*(own.norms for own in each), strict=False))
     has_mean, has_cosine = all(own.has_mean for own in each), any(own.has_cosine for own in each)
-    return has_mean, trouble, whole, of_donors, has_cosine, None, any(own.admits for own in each)
+    return has_mean, nonfinite, whole, of_donors, has_cosine, None, any(own.admits for own in each)
 
 
 async def joined_replica(
@@ -217,8 +217,8 @@ async def joined_replica(
         ranks: All ranks of the policy's group.
         first_weights: Values that must be equal on all ranks with the same part of the model.
     """
-    mates, counterparts = replicas.mates(world.rank), replicas.counterparts(world.rank)
-    replica = ReplicaGroup(world, await world.peers.groups.new_group(mates, timeout_s, part_of=start))
+    replica_ranks, counterparts = replicas.replica_ranks(world.rank), replicas.counterparts(world.rank)
+    replica = ReplicaGroup(world, await world.peers.groups.new_group(replica_ranks, timeout_s, part_of=start))
     try:
         if flat.mesh_ranks:
             await replica.check_sharding(flat.mesh_ranks, ranks)
@@ -229,7 +229,7 @@ async def joined_replica(
     except BaseException:
         await replica.free()
         raise
-    world.services.shared(ReplicaMates).ranks = frozenset(mates) - {world.rank}
+    world.services.shared(ReplicaMates).ranks = frozenset(replica_ranks) - {world.rank}
     return replica
 
 
@@ -241,8 +241,8 @@ async def rejoined_replica(
     Args:
         ranks: All ranks of the policy's group.
     """
-    mates, groups = replicas.mates(world.rank), world.peers.groups
-    replica = ReplicaGroup(world, await groups.replica_group(mates, timeout_s, subject="restarted replica"))
+    replica_ranks, groups = replicas.replica_ranks(world.rank), world.peers.groups
+    replica = ReplicaGroup(world, await groups.replica_group(replica_ranks, timeout_s, subject="restarted replica"))
     try:
         if flat.mesh_ranks:
             await replica.check_sharding(flat.mesh_ranks, ranks)

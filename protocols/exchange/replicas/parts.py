@@ -47,7 +47,7 @@ class ReplicaParts:
         return self._layouts[-1][self._index]
 
     def checksum(self, fragment: int, tensors: Sequence[Tensor]) -> int:
-        """Return a checksum of a fragment's parameters, which must be equal on all ranks of a replica."""
+        """Return a checksum of a model fragment's parameters, which must be equal on all ranks of a replica."""
         found = 0
         for vector in (vector for layout in self._layouts[fragment] for vector in layout.stepped):
             flat = vector.new_flat()

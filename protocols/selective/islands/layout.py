@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self, TypeAlias
 
 from asyncdist import StartTimeoutError, validation
-from asyncdist.protocols.declared import Options, one_of, option, or_none, whole
+from asyncdist.protocols.declared import Options, integer, one_of, option, or_none
 
 #: How to choose the island to which an island's best rank sends its weights.
 MigrationRoute: TypeAlias = Literal["ring", "random"]
@@ -27,20 +27,20 @@ class IslandOptions(Options):
 
     islands: int | None = option(
         "Number of islands, populations of equal size with separate coordinators, into which the ranks are divided.",
-        or_none(whole(1, " or None")),
+        or_none(integer(1, " or None")),
         default=None,
         group="islands",
     )
     island_size: int | None = option(
         "Number of ranks in each island, at least 2, instead of `islands`. A few dozen work best.",
-        or_none(whole(2, " or None")),
+        or_none(integer(2, " or None")),
         default=None,
         group="islands",
     )
     migrate_every: int | None = option(
         "Number of decisions after which an island's best rank becomes an additional donor (a migrant) in a round of "
         "another island; 10 by default.",
-        or_none(whole(1, " or None")),
+        or_none(integer(1, " or None")),
         default=None,
         group="islands",
     )
@@ -70,7 +70,7 @@ class IslandOptions(Options):
         """True if the ranks are divided into islands."""
         return self.islands is not None or self.island_size is not None
 
-    def check_beside(self, averaging_strategy: str, **ranks: object) -> None:
+    def check_combination(self, averaging_strategy: str, **ranks: object) -> None:
         """Raise ValueError if another option of the policy cannot be used with islands."""
         if not self.are_on:
             return
@@ -95,7 +95,7 @@ class IslandOptions(Options):
             raise StartTimeoutError(f"{error.message}; {hint}", **error.facts) from None
 
     def agreed(self) -> dict[str, Any]:
-        """Return the island options, which must be equal on all members, as JSON values. Empty without islands."""
+        """Return the island options, which the members compare when the policy starts. Empty without islands."""
         return asdict(self) if self.are_on else {}
 
     def island_of(self, rank: int, population: Sequence[int], hosts: Sequence[int] | None = None) -> "Island | None":
@@ -106,7 +106,8 @@ class IslandOptions(Options):
             hosts: Number that identifies the host of each rank of the world, or None if unknown.
 
         Raises:
-            ValueError: The ranks cannot be divided into such islands. The error lists the allowed numbers or sizes.
+            ValueError: The ranks cannot be divided as the options require. The error lists the allowed numbers or
+                sizes.
         """
         count = len(population)
         if not self.are_on or count < 2:
@@ -178,6 +179,6 @@ class Island:
         """Return the ranks of island number ``index``."""
         return tuple(self.population[index * self.size : (index + 1) * self.size])
 
-    def is_elsewhere(self, rank: int) -> bool:
+    def is_in_other_island(self, rank: int) -> bool:
         """Return whether ``rank`` is in another island."""
         return rank in self.population and rank not in self.ranks

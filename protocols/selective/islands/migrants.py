@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeVar
 from asyncdist.protocols.ranking import order_worst_first
 from asyncdist.protocols.selective.messages import End, Joined
 from asyncdist.protocols.selective.round.state import Member, ReportRecord, Send
-from asyncdist.protocols.selective.waiting import FREE_ROUNDS, NOISE_S, believed_s
+from asyncdist.protocols.selective.waiting import FREE_ROUNDS, NOISE_S, plausible_s
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ GUEST_COUNT_MAX: Final = 4
 
 
 class Guest(NamedTuple):
-    """A rank of another island that can send its weights here: its newest report and number of restarts."""
+    """Newest report and number of restarts of a rank of another island that can send its weights here."""
 
     report: ReportRecord
     incarnation: int
@@ -46,7 +46,7 @@ class Migrants:
         self.named: tuple[int, ...] = ()
 
     def on_decision(self, number: int, reports: Mapping[int, ReportRecord]) -> None:
-        """If weights must go to another island after this decision, choose the member with the best finite metric."""
+        """Choose the member with the best finite metric as a donor for another island, if such a donor is due."""
         if not self._every or number % self._every or not reports:
             return
         best = order_worst_first({rank: report.value for rank, report in reports.items()}, self._metric_mode)[-1]
@@ -55,7 +55,7 @@ class Migrants:
             self.emigrant_count += 1
 
     def take_emigrant(self) -> tuple[int, int] | None:
-        """Return the rank and number of restarts of a newly chosen emigrant, or None if there is no new one."""
+        """Return the rank and number of restarts of a newly chosen emigrant (donor for another island), or None."""
         rank, self._emigrant = self._emigrant, None
         return None if rank is None else (rank, self._members[rank].incarnation)
 
@@ -68,7 +68,7 @@ class Migrants:
         if self._invited.get(rank) != joined.incarnation:
             return False
         del self._invited[rank]
-        report = ReportRecord(joined.iteration, joined.value, believed_s(joined.step_time_s), now)
+        report = ReportRecord(joined.iteration, joined.value, plausible_s(joined.step_time_s), now)
         _put_newest(self._waiting, rank, Guest(report, joined.incarnation))
         return True
 
@@ -110,7 +110,7 @@ class Migrants:
         """Return all members of this island, without ranks of other islands that take part in a round."""
         return {rank: member for rank, member in self._members.items() if rank not in self.named}
 
-    def dismissals(self) -> list[Send]:
+    def end_messages(self) -> list[Send]:
         """Return messages that end the roles of other islands' ranks, because a new coordinator does not know them."""
         end = End("the coordinator is replaced")
         return [Send(rank, self._round, end) for rank in self.named if self._members[rank].live]

@@ -1,4 +1,4 @@
-"""Exchanges one rank's messages with the other islands of its policy.
+"""Sends and receives the messages between a rank and the other islands (groups of ranks that average separately).
 
 The coordinator of an island announces its best member, the emigrant, to the first live rank of another island. That
 rank forwards the announcement to its own coordinator, which invites the emigrant. The emigrant may then be a donor in
@@ -19,14 +19,14 @@ from typing import Final, NamedTuple, TypeAlias
 from asyncdist import World
 from asyncdist.collectives.agreement.messages import first_two
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.joining.board import Board, IslandMessage
+from asyncdist.protocols.joining.dispatcher import IslandMessage, PolicyDispatcher
 from asyncdist.protocols.joining.messages import Declined, Emigrant, Invitation
 from asyncdist.protocols.joining.newcomers import digest_of
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.misuse import warn_of_first_weights
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
 from asyncdist.protocols.selective.islands.visit import Visits
-from asyncdist.protocols.selective.roles.coordination import KnowsCoordinator
+from asyncdist.protocols.selective.roles.coordinator_tracking import CoordinatorView
 
 logger = logging.getLogger("protocols.selective.islands.migration")
 
@@ -52,7 +52,7 @@ GuestNews: TypeAlias = GuestArrived | GuestLeft
 
 
 class Migration:
-    """Exchanges one rank's messages with other islands.
+    """Sends and receives one rank's messages to other islands (groups of ranks that average separately).
 
     Args:
         draw: Random generator that chooses destination islands, or None for the ring.
@@ -68,7 +68,7 @@ class Migration:
         *,
         draw: random.Random | None,
         visits: Visits,
-        coordination: KnowsCoordinator,
+        coordinator_view: CoordinatorView,
     ) -> None:
         self._services = services
         self._island = island
@@ -77,12 +77,12 @@ class Migration:
         self._marks = marks
         self._draw = draw
         self._visits: Visits | None = visits
-        self._coordination = coordination
+        self._coordinator_view = coordinator_view
         self._absent: set[int] = set()  # ranks of other islands that have left the policy
-        self._sent: tuple[Emigrant, int] | None = None  # newest announcement and its receiver
+        self._sent: tuple[Emigrant, int] | None = None  # newest announcement of a member's weights, and its receiver
         self._has_warned = False
         self.is_first = island.index == 0
-        self._board = services.shared(Board)
+        self._dispatcher = services.shared(PolicyDispatcher)
 
     @classmethod
     def open(
@@ -92,7 +92,7 @@ class Migration:
         options: IslandOptions,
         scopes: PolicyScopes,
         visits: Visits,
-        coordination: KnowsCoordinator,
+        coordinator_view: CoordinatorView,
     ) -> Migration:
         """Create the object from the island options and channel numbers of a policy."""
         return cls(
@@ -103,7 +103,7 @@ class Migration:
             scopes.marks,
             draw=world.generator(f"migration {scopes.between}") if options.migration == "random" else None,
             visits=visits,
-            coordination=coordination,
+            coordinator_view=coordinator_view,
         )
 
     def leave(self) -> None:
@@ -120,7 +120,7 @@ class Migration:
         dest = next(self._dests(), None)
         self._sent = None if dest is None else (emigrant, dest)
         if dest is not None:
-            self._board.send(emigrant, dest)
+            self._dispatcher.send(emigrant, dest)
 
     def _dests(self) -> Iterator[int]:
         for index in self._targets():
@@ -134,13 +134,13 @@ class Migration:
 
     def invite(self, rank: int, to_members: int, to_coordinator: int, epoch: int) -> None:
         """Invite a rank of another island to send its weights to this island."""
-        self._board.send(Invitation(self._policy, to_members, to_coordinator, epoch), rank)
+        self._dispatcher.send(Invitation(self._policy, to_members, to_coordinator, epoch), rank)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def on_message(self, message: IslandMessage, source: int, *, is_serving: bool) -> GuestNews | None:
         """Handle a message from another island. Return an instruction for the coordinator if it runs on this rank."""
-        if not self._island.is_elsewhere(source) and not isinstance(message, Emigrant):
+        if not self._island.is_in_other_island(source) and not isinstance(message, Emigrant):
             logger.debug("rank %d, which is not in another island, sent a %s", source, type(message).__name__)
             return None
         match message:
@@ -148,14 +148,14 @@ class Migration:
                 return self._on_emigrant(message, is_serving)
             case Invitation():
                 if self._visits is None or not self._visits.on_invitation(message, source):
-                    self._board.send(Declined(self._policy), source)
+                    self._dispatcher.send(Declined(self._policy), source)
             case Declined():
                 return self._on_declined(source, is_serving)
         return None
 
     def _on_emigrant(self, emigrant: Emigrant, is_serving: bool) -> GuestArrived | None:
-        """Return an instruction to invite the emigrant if this rank coordinates. Otherwise forward the message once."""
-        if not self._island.is_elsewhere(emigrant.rank):
+        """If this rank coordinates, return an instruction to invite the emigrant. Otherwise forward the message."""
+        if not self._island.is_in_other_island(emigrant.rank):
             return None
         if emigrant.digest != self._digest:
             if not self._has_warned:
@@ -168,9 +168,9 @@ class Migration:
         self._note_marks(emigrant.marks, is_serving)
         if is_serving:
             return GuestArrived(emigrant.rank, emigrant.incarnation)
-        leader = self._coordination.coordinator
+        leader = self._coordinator_view.coordinator
         if leader not in (None, self._services.rank) and not emigrant.is_passed_on:
-            self._board.send(replace(emigrant, is_passed_on=True), leader)
+            self._dispatcher.send(replace(emigrant, is_passed_on=True), leader)
         return None
 
     def _note_marks(self, marks: tuple[int, ...], is_serving: bool) -> None:

@@ -16,7 +16,7 @@ from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.selective.islands.layout import Island
 from asyncdist.protocols.selective.member import RoundMember, State
 from asyncdist.protocols.selective.messages import DONOR, Assign, End, Leave, PackedAssign
-from asyncdist.protocols.selective.roles.coordination import Followed
+from asyncdist.protocols.selective.roles.coordinator_tracking import ReportedCoordinator
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 from asyncdist.protocols.selective.roles.resources import RoleResources
@@ -26,7 +26,7 @@ logger = logging.getLogger("protocols.selective.islands.visit")
 
 
 class Visit:
-    """Lets this rank send its weights to one other island."""
+    """Lets this rank send its weights to one other island (group of ranks that averages separately)."""
 
     def __init__(
         self,
@@ -41,17 +41,17 @@ class Visit:
         self._known = island.ranks_of(index), island.population
         self._own = own
         self._channels = MemberChannels(services, scopes)
-        self._coordination = Followed()
+        self._coordinator_view = ReportedCoordinator()
         self._member = RoundMember()
         self._roles = MemberRoles(
-            services, self._member, self._channels, self._coordination, resources, None, Journal(""), island=index
+            services, self._member, self._channels, self._coordinator_view, resources, None, Journal(""), island=index
         )
         services.on_gone(self._on_gone)
         services.spawn_service(self._listen(), name="visit to another island")
 
     def on_invitation(self, invitation: Invitation, coordinator: int) -> None:
         """Accept an invitation by sending this rank's newest report to the other island's coordinator."""
-        known = self._coordination
+        known = self._coordinator_view
         if invitation.epoch < known.epoch or coordinator in self._services.gone:
             return
         is_new = invitation.epoch > known.epoch
@@ -86,7 +86,7 @@ class Visit:
     @property
     def is_quiet(self) -> bool:
         """True if the other island does not currently use this rank's weights."""
-        return self._member.state is State.OUT or not self._roles.is_giving
+        return self._member.state is State.OUT or not self._roles.is_sending
 
     @property
     def snapshot_count(self) -> int:
@@ -99,31 +99,33 @@ class Visit:
         return self._channels.server.sent_nbytes
 
     def _on_gone(self, rank: int) -> None:
-        if rank == self._coordination.coordinator:
-            self._services.engine.loop.call_soon(self._lose, rank)
+        if rank == self._coordinator_view.coordinator:
+            self._services.engine.loop.call_soon(self._lose_coordinator, rank)
 
-    def _lose(self, rank: int) -> None:
+    def _lose_coordinator(self, rank: int) -> None:
         """End this rank's role in the other island if ``rank``, which is lost or has stopped, coordinates it."""
-        if rank == self._coordination.coordinator:
-            self._coordination.follow(self._coordination.epoch, None)
+        if rank == self._coordinator_view.coordinator:
+            self._coordinator_view.follow(self._coordinator_view.epoch, None)
             self._roles.lose_coordinator("is gone")
 
     async def _listen(self) -> None:
         async for envelope in self._channels.control:
-            if envelope.source != self._coordination.coordinator:
+            if envelope.source != self._coordinator_view.coordinator:
                 continue
             match envelope.message:
-                case PackedAssign() as told if (assign := told.opened(self._services.rank)) and self._is_given(assign):
-                    self._roles.take(replace(assign, part=-1, sources=()), envelope.round)
+                case PackedAssign() as packed if (assign := packed.opened(self._services.rank)) and self._is_donor_role(
+                    assign
+                ):
+                    self._roles.on_message(replace(assign, part=-1, sources=()), envelope.round)
                 case End() as end:
-                    self._roles.take(end, envelope.round)
+                    self._roles.on_message(end, envelope.round)
                 case Leave():
-                    self._lose(envelope.source)
+                    self._lose_coordinator(envelope.source)
                 case other:
                     logger.debug("a coordinator of another island sent a %s", type(other).__name__)
 
-    def _is_given(self, assign: Assign) -> bool:
-        """Return whether this rank can accept the role: it must be a donor's, and name only known ranks."""
+    def _is_donor_role(self, assign: Assign) -> bool:
+        """Return whether the assigned role is that of a donor, and the assignment names only known ranks."""
         return assign.role == DONOR and not assign.admits and assign.is_among(*self._known)
 
 
@@ -139,7 +141,7 @@ class Visits:
         self._visits: dict[int, Visit] = {}
 
     def located(self, info: StepInfo) -> StepInfo:
-        """Return a step's result, completed with this rank's island and the donors from other islands."""
+        """Return ``info`` with this rank's island and the donors from other islands filled in."""
         if info is NOTHING:
             return info
         members = self._island.ranks
@@ -161,7 +163,7 @@ class Visits:
     def _open_visit(self, index: int, invitation: Invitation) -> Visit:
         island = self._island
         assert index != island.index, f"island {index} invites a rank of its own, {island}"
-        scopes = PolicyScopes.elsewhere(invitation.to_members, invitation.to_coordinator)
+        scopes = PolicyScopes.of_numbers(invitation.to_members, invitation.to_coordinator)
         return Visit(self._services, scopes, island, index, self._own, self._resources)
 
     def on_step(self, iteration: int) -> None:

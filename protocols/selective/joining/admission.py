@@ -13,17 +13,18 @@ from typing import Final, NamedTuple
 from asyncdist.protocols.ranking import order_worst_first
 from asyncdist.protocols.selective.round.state import Member, ReportRecord
 from asyncdist.protocols.selective.selection import Decision, SelectiveRules
-from asyncdist.protocols.selective.waiting import HELD_SHARE
+from asyncdist.protocols.selective.waiting import DELAY_SHARE
 
 #: Maximum number of restarted ranks that are admitted in one round.
 NEWCOMER_COUNT_MAX: Final = 8
-#: Time limit of the first attempt: this many cadences (times between reports) or rounds, whichever is longer.
+#: Time limit of the first attempt to admit a restarted rank: this many cadences (times between reports) or rounds,
+#: whichever is longer.
 _FIRST_CADENCES: Final = 2.0
 _FIRST_ROUNDS: Final = 6.0
 
 
 class _Failures(NamedTuple):
-    """Number of failed attempts to admit a restarted rank, and the time and decision after which it may be repeated."""
+    """Counts failed attempts to admit a restarted rank, and defines the decision and the time after which to retry."""
 
     failed_count: int = 0
     after_decision: int = -1
@@ -59,7 +60,7 @@ class Newcomers:
         """
         for rank in ranks:
             if rank in self._failures:
-                next_at = now + held_s * (1 / HELD_SHARE - 1)
+                next_at = now + held_s * (1 / DELAY_SHARE - 1)
                 self._failures[rank] = _Failures(self._failures[rank].failed_count + 1, decision_count, next_at)
 
     def allowed_s(self, ranks: Sequence[int], cadence_s: float, round_s: float) -> float:

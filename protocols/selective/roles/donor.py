@@ -1,8 +1,8 @@
 """Copies a donor's weights inside a training step, and sends the copy to the ranks that adopt the average.
 
-A restarted rank, and a replacer that copies a donor's whole state (an *heir*), also receive the donor's optimizer and
-policy state. The donor copies this state in the same step as its weights, because a later copy would not match them.
-With Adam, the copies take three times the size of the model.
+A restarted rank, and a replacer that copies a donor's whole state, also receive the donor's optimizer and policy state.
+The donor copies this state in the same step as its weights, because a later copy would not match them. With Adam, the
+copies take three times the size of the model.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Donor:
         """
         began_at = self._services.time()
         snapshot = self._resources.snapshots.acquire()
-        with_state = with_state or (self._resources.heir is not None and self._states is not None)
+        with_state = with_state or (self._resources.adopter is not None and self._states is not None)
         state_safe_points = self._offer_state(round) if with_state else 0
         try:
             under_way = self._resources.flat.start_snapshot(snapshot)
         except ValueError:
-            self._give_nothing(round, snapshot)
+            self._offer_nothing(round, snapshot)
             raise
         return Copy(round, snapshot, iteration, began_at, state_safe_points, under_way)
 
@@ -97,22 +97,22 @@ class Donor:
 
     def fault_of(self, copy: Copy) -> str:
         """Return why a complete copy of the weights cannot be sent, or "" if it can."""
-        return "" if self._resources.own.may_be_given(copy.snapshot) else _UNSOUND
+        return "" if self._resources.own.can_be_sent(copy.snapshot) else _UNSOUND
 
     def keep(self, copy: Copy) -> None:
-        """Store a complete copy of the weights until :meth:`give` offers it."""
+        """Store a complete copy of the weights until `open_offer` offers it."""
         self._kept = copy
 
     def drop(self, copy: Copy) -> None:
         """Discard a copy, and the optimizer and policy state that belong to it."""
-        self._give_nothing(copy.round, copy.snapshot)
+        self._offer_nothing(copy.round, copy.snapshot)
 
-    def _give_nothing(self, round: int, snapshot: FlatBuffers) -> None:
+    def _offer_nothing(self, round: int, snapshot: FlatBuffers) -> None:
         self._resources.snapshots.release(snapshot)
         if self._states is not None:
             self._states.withdraw_up_to(round)
 
-    def give(self, round: int) -> None:
+    def open_offer(self, round: int) -> None:
         """Let the receiving ranks of ``round`` request the copy that :meth:`keep` has stored."""
         copy, self._kept = self._kept, None
         assert copy is not None, f"round {round} has no snapshot to give"
@@ -123,8 +123,8 @@ class Donor:
     def announce(self, copy: Copy) -> None:
         """Notify the user's ``on_event`` callback that this rank's weights were copied for a round."""
         events = self._resources.events
-        if events.are_wanted:
-            events.tell_now(SnapshotTaken(copy.round, copy.iteration, copy.snapshot.by_name(), self._island))
+        if events.has_callback:
+            events.deliver_now(SnapshotTaken(copy.round, copy.iteration, copy.snapshot.by_name(), self._island))
 
     def snapshot_of(self, round: int) -> FlatBuffers | None:
         """Return the copy of the weights that is offered in ``round``, or None if there is none."""

@@ -69,7 +69,11 @@ class Exchange:
 
     def ask_early(self, assign: Assign) -> None:
         """Request the snapshots while the round's donors can still change. :meth:`run` repeats failed requests."""
-        receiver = self._receive_means(assign) if assign.reducers else self._receive(assign.donors, assign.best)
+        receiver = (
+            self._new_mean_receiver(assign)
+            if assign.reducers
+            else self._new_snapshot_receiver(assign.donors, assign.best)
+        )
         try:
             receiver.ask()
         except AsyncdistError as error:
@@ -99,7 +103,7 @@ class Exchange:
             or receiver.best != frozen.best
         ):
             self.close()
-            receiver = self._receive(frozen.donors, frozen.best)
+            receiver = self._new_snapshot_receiver(frozen.donors, frozen.best)
         await receiver.run(frozen.weights, deadline=self.deadline)
         return receiver
 
@@ -132,7 +136,7 @@ class Exchange:
         """Mark the average as complete, so that :meth:`close` does not free the accumulator."""
         self.average = self._accumulator
 
-    def _receive(self, donors: tuple[int, ...], best: int) -> SnapshotReceiver:
+    def _new_snapshot_receiver(self, donors: tuple[int, ...], best: int) -> SnapshotReceiver:
         self._accumulator = accumulator = self._buffers.acquire()
         receiver = SnapshotReceiver(
             self._services,
@@ -147,7 +151,7 @@ class Exchange:
         self._started, self._receiver, self.route = receiver, receiver, "direct"
         return receiver
 
-    def _receive_means(self, assign: Assign) -> MeanReceiver:
+    def _new_mean_receiver(self, assign: Assign) -> MeanReceiver:
         self._accumulator = accumulator = self._buffers.acquire()
         receiver = MeanReceiver(
             self._services,

@@ -15,9 +15,9 @@ import logging
 from asyncdist import AsyncdistError, RankLostError
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream, StreamAborted
-from asyncdist.protocols.parameter_stream.landing import ChunkRing
 from asyncdist.protocols.parameter_stream.neighbours import PartReading
 from asyncdist.protocols.parameter_stream.parts import Part
+from asyncdist.protocols.parameter_stream.receive_layout import ChunkRing
 from asyncdist.protocols.parameter_stream.receiver import SnapshotReceiver, ask_for_part, cancel_stream
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.protocols.selective.messages import Frozen
@@ -170,7 +170,7 @@ class MeanReceiver:
         if not await self._services.engine.until(
             lambda: own.is_settled(number), WaitId(WaitKind.OWN_PART, number=number), deadline=deadline
         ):
-            raise TimeoutError("this rank did not sum its own part of the weights in time")
+            raise TimeoutError("this rank did not average its own part of the weights in time")
         mean = own.mean(number)
         if mean is not None:
             for dtype, tensor in self._place_of(self._services.rank).tensors.items():

@@ -47,7 +47,7 @@ class MemberChannels:
             return False
         return True
 
-    def tell(self, message: ControlMessage, coordinator: int, round: int) -> None:
+    def send_to_coordinator(self, message: ControlMessage, coordinator: int, round: int) -> None:
         """Send the coordinator a message about an averaging round, or drop the message if the job has failed."""
         if self._services.engine.failure is not None:
             return

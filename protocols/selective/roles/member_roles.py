@@ -35,7 +35,7 @@ from asyncdist.protocols.selective.member import (
     Withdraw,
 )
 from asyncdist.protocols.selective.messages import Assign, End, Frozen
-from asyncdist.protocols.selective.roles.coordination import KnowsCoordinator
+from asyncdist.protocols.selective.roles.coordinator_tracking import CoordinatorView
 from asyncdist.protocols.selective.roles.donor import Copy, Donor
 from asyncdist.protocols.selective.roles.exchange import Exchange
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
@@ -65,7 +65,7 @@ class MemberRoles:
         services: Services,
         member: RoundMember,
         channels: MemberChannels,
-        coordination: KnowsCoordinator,
+        coordinator_view: CoordinatorView,
         resources: RoleResources,
         states: StateTransfer | None,
         journal: Journal,
@@ -76,7 +76,7 @@ class MemberRoles:
         self._services = services
         self._member = member
         self._channels = channels
-        self._coordination = coordination
+        self._coordinator_view = coordinator_view
         self._states = states
         self._journal = journal
         self._user_events = resources.events
@@ -92,22 +92,19 @@ class MemberRoles:
 
     # -- the coordinator --------------------------------------------------------------------------------------------
 
-    def take(self, message: Assign | Frozen | End, round: int) -> None:
+    def on_message(self, message: Assign | Frozen | End, round: int) -> None:
         """Pass a coordinator's message about an averaging round to the state machine, and execute its instructions."""
         match message:
             case Assign():
                 for restarted in message.restarted:
                     self.admit(*restarted)
-                instructions = self._member.on_assign(message, round)
-                self._round_events.note(instructions, message, round)
+                self.carry_out(self._member.on_assign(message, round), message, round)
             case Frozen():
-                instructions = self._member.on_frozen(message, round)
+                self.carry_out(self._member.on_frozen(message, round))
             case End(reason):
-                instructions = self._member.on_end(reason, round)
-                self._round_events.note(instructions, reason=reason)
+                self.carry_out(self._member.on_end(reason, round), reason=reason)
             case unknown:
                 assert_never(unknown)
-        self._carry_out(instructions)
 
     def admit(self, rank: int, incarnation: int) -> None:
         """Allow messages to a restarted rank, unless it has been restarted again since its admission."""
@@ -122,9 +119,7 @@ class MemberRoles:
         Args:
             why: Reason for reports, such as "is gone".
         """
-        instructions = self._member.on_coordinator_gone(why)
-        self._round_events.note(instructions, reason=f"the coordinator {why}")
-        self._carry_out(instructions)
+        self.carry_out(self._member.on_coordinator_gone(why), reason=f"the coordinator {why}")
 
     def follow(self, epoch: int, rank: int) -> None:
         """End all roles assigned by the previous coordinator, and take part in rounds of the new one, ``rank``."""
@@ -141,7 +136,7 @@ class MemberRoles:
 
     def step(self, iteration: int) -> StepInfo:
         """In a training step, copy the weights or load an average if this is due, and return the step's result."""
-        given_up = self.replacer.take_given_up()
+        abandoned = self.replacer.take_abandoned()  # reported unless this step applies the average of a later round
         match self._member.on_step():
             case TakeSnapshot() as due:
                 self.take_snapshot(due, iteration)
@@ -149,7 +144,7 @@ class MemberRoles:
                 info = self.apply(due, iteration)
                 self.replacer.announce()
                 return info
-        return given_up
+        return abandoned
 
     def take_snapshot(self, due: TakeSnapshot, iteration: int) -> None:
         """Start to copy this rank's weights. Raise ValueError if the model has changed since the policy was created."""
@@ -164,13 +159,13 @@ class MemberRoles:
             waits = WaitId(WaitKind.ROUND_SNAPSHOT, number=copy.round)
             self._services.engine.watch(copy.under_way, waits, functools.partial(self._on_copied, copy))
 
-    def apply(self, due: Apply, iteration: int, trouble: str | None = None) -> StepInfo:
-        """Load the new weights into the model, without notifying the user.
+    def apply(self, due: Apply, iteration: int, nonfinite: str | None = None) -> StepInfo:
+        """Load the new weights into the model. The user's event follows in :meth:`Replacer.announce`.
 
         Args:
-            trouble: Description of this rank's non-finite state, or "" if there is none. None to check the state now.
+            nonfinite: Description of this rank's non-finite state, or "" if there is none. None to check the state now.
         """
-        info = self.replacer.put_in_place(due.frozen, iteration, trouble)
+        info = self.replacer.load_average(due.frozen, iteration, nonfinite)
         self.carry_out(self._member.on_applied(iteration))
         return info
 
@@ -184,13 +179,13 @@ class MemberRoles:
             self._end_copy(copy)
 
     async def fault_of_copy(self) -> str:
-        """Wait until a copy is complete, and return the reason why it cannot be sent, or "" if it can."""
+        """Wait until the copy of this rank's weights is complete. Return why it cannot be sent, or "" if it can."""
         await self._services.engine.until(lambda: self._held is not None, WaitId(WaitKind.COPY_OF_WEIGHTS))
         assert self._held is not None, "no copy is held"
         return self.donor.fault_of(self._held)
 
     def conclude(self, fault: str) -> None:
-        """Offer the complete copy that waits, or drop it if a shard of the model cannot be sent.
+        """Offer the finished copy of the weights to other ranks, or drop it if a shard of the model cannot be sent.
 
         Args:
             fault: Reason why a shard cannot be sent, or "" if all shards can.
@@ -200,7 +195,7 @@ class MemberRoles:
             self._end_copy(held, fault)
 
     def _end_copy(self, copy: Copy, fault: str | None = None) -> None:
-        """Offer a complete copy, or drop it if its round has ended or the copy cannot be sent.
+        """Offer a finished copy of the weights, or drop it if its round has ended or the copy cannot be sent.
 
         Args:
             fault: Reason why the copy cannot be sent, or "" if it can. None to check its values now.
@@ -208,17 +203,18 @@ class MemberRoles:
         is_wanted = self._member.awaits_copy(copy.round)
         if fault is None:
             fault = self.donor.fault_of(copy) if is_wanted else ""
-        is_given = is_wanted and not fault
-        if is_given:
+        is_offered = is_wanted and not fault
+        if is_offered:
             self.donor.keep(copy)
         else:
             self.donor.drop(copy)
         points = copy.state_safe_points
         self.carry_out(self._member.on_copied(copy.round, copy.iteration, fault=fault, state_safe_points=points))
-        if is_given:  # called last, since the user's callback may raise
+        if is_offered:  # called last, since the user's callback may raise
             self.donor.announce(copy)
 
     async def _take_average(self, exchange: Exchange, frozen: Frozen) -> None:
+        """Receive the average of a round. The next step applies it, unless the round has been abandoned meanwhile."""
         try:
             fault = await self.replacer.receive(exchange, frozen)
             if fault:
@@ -234,7 +230,7 @@ class MemberRoles:
             logger.info("round %d: abandoned, %s", round, reason)
         self.carry_out(instructions)
 
-    def give_up(self, round: int, reason: str) -> None:
+    def abandon(self, round: int, reason: str) -> None:
         """Abandon the average of ``round``, whether complete or not, for ``reason``."""
         self.carry_out(self._member.on_failed(round, reason) or self._member.on_refused(round, reason))
 
@@ -255,31 +251,34 @@ class MemberRoles:
         self.carry_out(self._member.on_left())
 
     @property
-    def is_giving(self) -> bool:
+    def is_sending(self) -> bool:
         """True if this rank is still sending its weights, or is leaving while they can still be requested."""
         return self._member.state is State.LASTING or not self._channels.server.is_idle
 
     # -- instructions -----------------------------------------------------------------------------------------------
 
-    def carry_out(self, instructions: Instructions) -> None:
-        """Execute the instructions of the state machine in order."""
-        self._round_events.note(instructions)
-        self._carry_out(instructions)
+    def carry_out(
+        self, instructions: Instructions, assign: Assign | None = None, round: int = 0, reason: str = ""
+    ) -> None:
+        """Execute the instructions of the state machine in order, and store the user's events that they imply.
 
-    def _carry_out(self, instructions: Instructions) -> None:
+        Args:
+            assign, round, reason: Cause of the instructions; see :meth:`RoundEvents.note`.
+        """
+        self._round_events.note(instructions, assign, round, reason)
         for instruction in instructions:
-            self._do(instruction)
+            self._execute(instruction)
         state = self._member.state
         if state is not self._noted_state:
             self._noted_state = state
             self._journal.note_role(self._member.round or self._member.last_round, state.name.lower())
 
-    def _do(self, instruction: Instruction) -> None:
+    def _execute(self, instruction: Instruction) -> None:
         match instruction:
             case SendToCoordinator(message, round):
-                coordinator = self._coordination.coordinator
+                coordinator = self._coordinator_view.coordinator
                 if coordinator is not None:
-                    self._channels.tell(message, coordinator, round)
+                    self._channels.send_to_coordinator(message, coordinator, round)
             case EnterEpoch(epoch):
                 self._channels.enter_epoch(epoch)
             case RefuseUpTo(round):
@@ -287,11 +286,11 @@ class MemberRoles:
             case RefuseMeans(round):
                 self._channels.server.end_means(round)
             case OfferSnapshot(round, _):
-                self.donor.give(round)
+                self.donor.open_offer(round)
             case Withdraw():
                 self.donor.withdraw()
             case RequestSnapshots(round, assign):
-                coordinator = self._coordination.coordinator
+                coordinator = self._coordinator_view.coordinator
                 assert coordinator is not None, f"round {round} has no coordinator"
                 self.replacer.ask(round, coordinator, assign)
             case ReceiveAverage(round, frozen):

@@ -110,9 +110,9 @@ class Reducer:
             if await self._make(state, frozen, offer):
                 state.mean = buffers.mean
                 self.reduction_count += 1
-                server.grow(offer, None)
+                server.mark_ready(offer, None)
         except AsyncdistError as error:
-            logger.info("round %d: part %d is not added up, %s", state.round, state.part.number, error)
+            logger.info("round %d: part %d was not averaged, %s", state.round, state.part.number, error)
         finally:
             if state.mean is None:
                 server.withdraw(offer)
@@ -124,7 +124,7 @@ class Reducer:
         Each complete chunk of an averaged tensor is offered immediately. Tensors copied from the best donor are last.
         """
         into, nbytes = state.buffers.mean, 0
-        given = {donor: await self._given(state, donor, exact=donor == frozen.best) for donor in frozen.donors}
+        given = {donor: await self._part_from(state, donor, exact=donor == frozen.best) for donor in frozen.donors}
         chunk_nbytes = part_chunk_nbytes(stream_nbytes(into, exact=True))
         for dtype, tensor in into.averaged().items():
             count = chunk_nbytes // tensor.itemsize
@@ -135,7 +135,7 @@ class Reducer:
                 parts = [given[donor].tensors[dtype][stretch] for donor in frozen.donors]
                 if not weighted_mean_into(tensor[stretch], parts, frozen.weights):
                     return False
-                self._server.grow(offer, (offer.ready_count or 0) + 1)
+                self._server.mark_ready(offer, (offer.ready_count or 0) + 1)
         exact = into.exact()
         await _arrival(state, frozen.best, nbytes + sum(tensor.nbytes for tensor in exact.values()))
         for dtype, tensor in exact.items():
@@ -144,13 +144,13 @@ class Reducer:
             self._finish(state, donor)
         return True
 
-    async def _given(self, state: _Sum, donor: int, *, exact: bool) -> FlatBuffers:
+    async def _part_from(self, state: _Sum, donor: int, *, exact: bool) -> FlatBuffers:
         if donor == self._services.rank:
             snapshot = self._donor.snapshot_of(state.round)
             if snapshot is None:
-                raise RemoteProtocolError(f"round {state.round} was fixed with donor {donor}, which has no snapshot")
+                raise RemoteProtocolError(f"round {state.round} includes donor {donor}, which has no snapshot")
             return state.part.of(snapshot)
-        if exact and donor != state.assign.best:  # the best donor was left out: this one sends the exact tensors
+        if exact and donor != state.assign.best:  # the best donor was left out, so this donor sends the exact tensors
             self._finish(state, donor)
             tensors = state.buffers.mean.tensors
             self._ask(state, donor, new_part({dtype: len(tensors[dtype]) for dtype in tensors}), exact=True)

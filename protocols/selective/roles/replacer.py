@@ -1,4 +1,15 @@
-"""Implements the replacer's role in a round: requests the donors' snapshots, averages them, and applies the average."""
+"""Implements the replacer's role in a round: requests the donors' snapshots, averages them, and applies the average.
+
+:class:`~protocols.selective.roles.member_roles.MemberRoles` calls the methods of :class:`Replacer` in this order:
+
+1. :meth:`Replacer.ask`, when the coordinator assigns the role.
+2. :meth:`Replacer.receive`, in a task, when the round's donors no longer change. Each snapshot arrives as a stream, or
+   is read from the donor's memory (:class:`~protocols.parameter_stream.receiver.SnapshotReceiver`). On the sharded
+   route, reducers send parts of the mean (:class:`~protocols.selective.roles.mean_receiver.MeanReceiver`).
+3. :meth:`Replacer.load_average` and :meth:`Replacer.announce`, in the next step.
+
+If the round is abandoned, :meth:`Replacer.discard` is called instead of the remaining methods.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +44,7 @@ class Replacer:
         self._reducer = reducer
         self._relay = relay
         self._states = states
-        self._given_up = NOTHING
+        self._abandoned_info = NOTHING
         self._unannounced: tuple[NewWeights, int, StepInfo] | None = None
         self.exchange: Exchange | None = None
         self.replacement_count = 0
@@ -42,7 +53,7 @@ class Replacer:
         """Begin to receive an average: request the weights from the donors or reducers, if there are any."""
         roles = self._reducer, self._relay
         self.exchange = Exchange(self._services, self._server, self._resources.buffers, *roles, round, coordinator)
-        self.exchange.takes_state = self._resources.heir is not None and not assign.admits
+        self.exchange.takes_state = self._resources.adopter is not None and not assign.admits
         if assign.donors:
             self.exchange.ask_early(assign)
 
@@ -76,7 +87,7 @@ class Replacer:
         exchange, self.exchange = self.exchange, None
         assert exchange is not None, f"round {round} is abandoned without an exchange"
         exchange.discard()
-        self._given_up = StepInfo(
+        self._abandoned_info = StepInfo(
             round=round,
             abandoned=reason,
             nbytes=exchange.nbytes,
@@ -84,23 +95,23 @@ class Replacer:
             route=exchange.route,
         )
 
-    def take_given_up(self) -> StepInfo:
+    def take_abandoned(self) -> StepInfo:
         """Return the step result that reports a round abandoned since the last call, or ``NOTHING`` without one."""
-        given_up, self._given_up = self._given_up, NOTHING
-        return given_up
+        abandoned, self._abandoned_info = self._abandoned_info, NOTHING
+        return abandoned
 
-    def put_in_place(self, frozen: Frozen, iteration: int, trouble: str | None = None) -> StepInfo:
+    def load_average(self, frozen: Frozen, iteration: int, nonfinite: str | None = None) -> StepInfo:
         """Load the new weights into this rank's model, and return the step's result.
 
         Args:
-            trouble: Description of this rank's non-finite state, or "" if there is none. None to check the state now.
+            nonfinite: Description of this rank's non-finite state, or "" if there is none. None to check the state now.
         """
-        exchange, heir = self.exchange, self._resources.heir
+        exchange, adopter = self.exchange, self._resources.adopter
         assert exchange is not None, "weights are to be applied without an exchange"
         began_at = self._services.time()
         prepared = None
-        if heir is not None and exchange.parts is not None:
-            prepared = heir.prepare(exchange.parts, frozen.donors[0], exchange.round)
+        if adopter is not None and exchange.parts is not None:
+            prepared = adopter.prepare(exchange.parts, frozen.donors[0], exchange.round)
         new = NewWeights(
             round=exchange.round,
             donors=frozen.donors,
@@ -113,9 +124,9 @@ class Replacer:
             coordinator=exchange.coordinator,
             route=exchange.route if frozen.donors else "",
         )
-        info = self._resources.applier.apply(new, iteration, self._services, trouble)
-        if heir is not None and prepared is not None:
-            info = heir.adopt(prepared, info)
+        info = self._resources.applier.apply(new, iteration, self._services, nonfinite)
+        if adopter is not None and prepared is not None:
+            info = adopter.adopt(prepared, info)
         if exchange.average is not None:
             exchange.average.release()
         self._resources.timing.add("apply", self._services.time() - began_at)
@@ -125,7 +136,7 @@ class Replacer:
         return info
 
     def announce(self) -> None:
-        """Notify the user's ``on_event`` callback of the weights that :meth:`put_in_place` has applied, if any."""
+        """Notify the user's ``on_event`` callback of the weights that :meth:`load_average` has applied, if any."""
         applied, self._unannounced = self._unannounced, None
         if applied is not None:
             self._resources.applier.announce(*applied)

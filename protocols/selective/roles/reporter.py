@@ -8,7 +8,7 @@ import zlib
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.selective.member import RoundMember
 from asyncdist.protocols.selective.messages import Report
-from asyncdist.protocols.selective.roles.coordination import Coordination
+from asyncdist.protocols.selective.roles.coordinator_tracking import CoordinatorTracker
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 
 
@@ -19,7 +19,7 @@ class Reporter:
         self,
         services: Services,
         channels: MemberChannels,
-        coordination: Coordination,
+        tracker: CoordinatorTracker,
         member: RoundMember,
         call: int,
         *,
@@ -27,7 +27,7 @@ class Reporter:
     ) -> None:
         self._services = services
         self._channels = channels
-        self._coordination = coordination
+        self._tracker = tracker
         self._member = member
         self._host = zlib.crc32(hostname.encode(errors="replace"))
         self.report_count = self.nonfinite_count = 0
@@ -43,10 +43,10 @@ class Reporter:
         interval_s = now - self._reported_at
         step_s = interval_s / max(1, call - self._reported_call)
         self._reported_at, self._reported_call = now, call
-        asks = self._coordination.on_report(call, interval_s)
+        asks = self._tracker.on_report(call, interval_s)
         self._member.newest = report = Report(iteration, value, step_s, interval_s, asks, self._host)
         self.report_count += 1
         self.nonfinite_count += not math.isfinite(value)
-        coordinator = self._coordination.coordinator
+        coordinator = self._tracker.coordinator
         if coordinator is not None:
             self._channels.report(report, coordinator)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncdist.protocols.applier import Applier
-from asyncdist.protocols.joining.state_transfer import Heir, WholeState
+from asyncdist.protocols.joining.state_transfer import StateAdopter, WholeState
 from asyncdist.protocols.options import Timing
 from asyncdist.protocols.own_state import OwnState
 from asyncdist.protocols.parameter_stream.parts import PartPool
@@ -21,7 +21,7 @@ class RoleResources:
     Attributes:
         own: Model and optimizer. They are checked before they are sent, and receive the averages.
         state: Optimizer and policy state, which is sent to ranks that adopt this rank's whole state.
-        heir: Adopts a donor's optimizer and policy state on a replacer. None if replacers receive only weights.
+        adopter: Adopts a donor's optimizer and policy state on a replacer. None if replacers receive only weights.
     """
 
     flat: FlatState
@@ -33,7 +33,7 @@ class RoleResources:
     timing: Timing
     events: UserEvents
     state: WholeState
-    heir: Heir | None = None
+    adopter: StateAdopter | None = None
 
     @classmethod
     def of(cls, flat: FlatState, own: OwnState, timing: Timing, events: UserEvents, state: WholeState) -> RoleResources:

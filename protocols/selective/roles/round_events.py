@@ -9,13 +9,13 @@ Invariant: Each :class:`RoleAssigned` is followed by an :class:`AverageApplied`,
 
 from __future__ import annotations
 
-from asyncdist.protocols.selective.member import GIVING_STATES, Discard, Instructions, RoundMember, SendToCoordinator
+from asyncdist.protocols.selective.member import DONOR_STATES, Discard, Instructions, RoundMember, SendToCoordinator
 from asyncdist.protocols.selective.messages import DONOR, Applied, Assign, Decline
 from asyncdist.protocols.step_info import RoleAssigned, RoundAbandoned, RoundEnded, UserEvents
 
 
 class RoundEvents:
-    """Creates the events of one member: it was assigned a role, or the role's round has ended or was abandoned.
+    """Creates a member's events: a role was assigned, or the role's round has ended or was abandoned.
 
     Args:
         island: Number of the other island that assigns the roles, or -1 for this rank's own island.
@@ -41,20 +41,20 @@ class RoundEvents:
                     declined[declined_round] = why_declined
                 case SendToCoordinator(Applied(), self._round):
                     self._role, self._round = "", 0  # the replacer itself creates the AverageApplied event
-        if self._role == DONOR and not self._gives() and self._round not in declined:
+        if self._role == DONOR and not self._is_donor() and self._round not in declined:
             why = reason or (f"round {round} began" if round else "the policy ended")
             self._end(RoundEnded(self._round, why, self._island))
         for discard in instructions:
             if isinstance(discard, Discard):
                 self._abandon(discard.round, discard.reason)
-        if assign is not None and not (assign.admits and assign.role != DONOR):  # a newcomer does not make steps yet
+        if assign is not None and not (assign.admits and assign.role != DONOR):  # a restarted rank makes no steps yet
             self._role, self._round = assign.role, round
             self._pending.add(RoleAssigned(round, assign.role, assign.donors, assign.replacers, self._island))
         for number, why in declined.items():
             self._abandon(number, why)
 
-    def _gives(self) -> bool:
-        return self._member.round == self._round and self._member.state in GIVING_STATES
+    def _is_donor(self) -> bool:
+        return self._member.round == self._round and self._member.state in DONOR_STATES
 
     def _abandon(self, round: int, reason: str) -> None:
         if self._role and round == self._round:

@@ -13,10 +13,11 @@ from asyncdist.protocols.selective.round.plan import Freeze, Plan
 from asyncdist.protocols.selective.selection import Decision
 from asyncdist.protocols.selective.waiting import Pace, as_pace
 
-#: Maximum accepted ratio of a donor's safe points for the optimizer and policy state to its safe points for the
-#: weights.
+#: Limit for the time to send a donor's optimizer and policy state, as a multiple of the time for its weights. Both are
+#: counted in safe points (calls in which training code lets messages move).
 STATE_STREAM_COUNT_MAX: Final = 20
-#: Number of safe points for the stream of one part: `PART_CHUNK_COUNT` chunks with `WINDOW_COUNT` chunks in flight.
+#: Number of safe points that the stream of one part takes: `PART_CHUNK_COUNT` chunks with `WINDOW_COUNT` chunks in
+#: flight.
 _PART_SAFE_POINTS: Final = 8
 
 
@@ -68,7 +69,7 @@ class Member:
             member's state. A donor from another island is never a member.
         report: Newest valid report, or None without one.
         applied_iteration: Iteration of the rank's last average, or None before the first.
-        heard_at: Arrival time of the newest report, or None before the first.
+        reported_at: Arrival time of the newest report, or None before the first.
         step_s, interval_s: Seconds per step, and seconds since the previous report, according to the newest report.
         last_step_s, last_interval_s: The same values from the previous report, or 0 without one.
     """
@@ -83,28 +84,28 @@ class Member:
     report_count: int = 0
     applied_count: int = 0
     decline_count: int = 0
-    heard_at: float | None = None
+    reported_at: float | None = None
     step_s: float = 0.0
     interval_s: float = 0.0
     last_step_s: float = 0.0
     last_interval_s: float = 0.0
 
     @property
-    def counts(self) -> bool:
+    def is_member(self) -> bool:
         """True if the rank is a live member: the coordinator judges its metric and waits for its reports."""
         return self.live and self.admitted
 
-    def hear(self, step_s: float, interval_s: float, now: float) -> None:
-        """Record the time of a member's new report, and the step and report times in it, which must be plausible."""
+    def record_report(self, step_s: float, interval_s: float, now: float) -> None:
+        """Record the arrival time of a member's report, and the plausible step and report times in the report."""
         self.last_step_s, self.last_interval_s = self.step_s, self.interval_s
-        self.step_s, self.interval_s, self.heard_at = step_s, interval_s, now
+        self.step_s, self.interval_s, self.reported_at = step_s, interval_s, now
 
     def pace(self, now: float) -> Pace:
         """Return the member's speed in its last two reports. A single long step does not make the member slow."""
         step_s, last_step_s, interval_s, last_s = self.step_s, self.last_step_s, self.interval_s, self.last_interval_s
         step_s = last_step_s if 0 < last_step_s < step_s else step_s
         interval_s = last_s if last_s < interval_s else interval_s
-        return as_pace((step_s, interval_s, math.inf if self.heard_at is None else now - self.heard_at))
+        return as_pace((step_s, interval_s, math.inf if self.reported_at is None else now - self.reported_at))
 
 
 @dataclass(slots=True)
@@ -136,7 +137,7 @@ class Round:
     limit_at: float = math.inf  # time limit of a round that admits restarted ranks
     state_safe_points: int = 0  # safe points to send a donor's optimizer and policy state
 
-    def openings(self, members: Mapping[int, Member]) -> list[Send]:
+    def start_messages(self, members: Mapping[int, Member]) -> list[Send]:
         """Return the messages that assign each rank its role in this round."""
         judged, named = self.judged, self.named
         iterations = tuple([judged[rank].iteration for rank in named])
@@ -148,7 +149,7 @@ class Round:
         of = {each: PackedAssign(plan, each) for each in {(), *self.sources.values()}}
         return [Send(rank, self.number, of[self.sources.get(rank, ())]) for rank in named]
 
-    def freezings(self, metric_mode: str, timeouts: Mapping[int, float]) -> list[Send]:
+    def freeze_messages(self, metric_mode: str, timeouts: Mapping[int, float]) -> list[Send]:
         """Return the messages that list the final donors, for the ranks that average or adopt their weights.
 
         A rank that is only a donor needs no message, because it answers every request.

@@ -26,7 +26,7 @@ from asyncdist.simulation import Fault, Kill, Network, Restart, simulate
 from protocols import AverageApplied, Contributed, GossipPolicy, StepInfo
 
 HAS_PARTNERS = True
-#: Options without additional state, for the runs of all simple policies; the first ones are those of exact runs.
+#: Options without additional state, for the runs of all simple policies; the first are for exact runs.
 OPTIONS: Final[list[dict[str, Any]]] = [
     {"average_every": 2},
     {"topology": "ring"},
@@ -125,15 +125,17 @@ def check(plan: Plan, record: Record, tolerance: float) -> int:
                     shares = shares_of(taken[rank][count], masses)
                     mixed = np.sum([share * sent[donor] for donor, share in shares.items()], axis=0)
                     total = sum(shares.values())
-                    assert abs(total - 1.0) < 1e-12 or own.is_push_sum, f"rank {rank}, round {count}: {shares}"
+                    assert abs(total - 1.0) < 1e-12 or own.is_push_sum, (
+                        f"rank {rank}, round {count}: the shares {shares} must add up to 1"
+                    )
                     own.take(mixed, sum(share * masses[donor] for donor, share in shares.items()), sent[rank])
                 else:
                     is_gone = rank in plan.killed | record.without or plan.steps[rank] <= step
-                    assert is_gone, f"rank {rank} took nothing in round {count}"
+                    assert is_gone, f"rank {rank} received nothing in round {count}"
         for rank, weights in record.weights.items():
             if step < len(weights):
                 error = np.abs(flat(weights[step]) - ranks[rank].theta).max()
-                assert error <= tolerance, f"rank {rank}, step {step}: {error} > {tolerance}"
+                assert error <= tolerance, f"rank {rank}, step {step}: the error is {error}, allowed {tolerance}"
     return count
 
 
@@ -201,7 +203,7 @@ async def mix(world: ad.World, options: Mapping[str, Any], rounds: int) -> list[
 def test_log2_rounds_without_training_give_the_exact_mean(topology: str, ranks: int) -> None:
     results = simulate(mix, {"topology": topology}, int(math.log2(ranks)), ranks=ranks).results
     assert {found[-1] for found in results} == {(ranks - 1) / 2}
-    assert ranks == 2 or len({found[-2] for found in results}) > 1, "not before"
+    assert ranks == 2 or len({found[-2] for found in results}) > 1, "the ranks must not agree before the last round"
 
 
 @pytest.mark.slow
@@ -234,18 +236,18 @@ def test_push_sum_loses_no_mass_at_any_moment() -> None:
     ranks, rounds, shares = 4, 40, np.array(DIRECTED)
     masses = dict.fromkeys(range(ranks), 1.0)
     xs: dict[int, Array] = {}
-    flight: dict[tuple[int, int, int], tuple[float, Array]] = {}  # by taker, giver and round
+    flight: dict[tuple[int, int, int], tuple[float, Array]] = {}  # by receiver, giver and round
     totals: list[tuple[float, Array]] = []
     ahead: list[int] = []
 
     def see(rank: int, model: nn.Module, event: Any) -> None:
         if isinstance(event, Contributed):
             mass, x = masses.pop(rank), xs.pop(rank)
-            for taker in np.flatnonzero(shares[:, rank]).tolist():
-                flight[taker, rank, event.round] = shares[taker, rank] * mass, shares[taker, rank] * x
+            for receiver in np.flatnonzero(shares[:, rank]).tolist():
+                flight[receiver, rank, event.round] = shares[receiver, rank] * mass, shares[receiver, rank] * x
         elif isinstance(event, AverageApplied):
             for donor, weight in zip(event.donors, event.weights, strict=True):
-                assert flight.pop((rank, donor, event.round))[0] == weight, "w travels with x"
+                assert flight.pop((rank, donor, event.round))[0] == weight, "the weight w must travel with its x"
             masses[rank] = sum(event.weights)
             xs[rank] = masses[rank] * flat(weights_of(model))
             ahead.append(max(number for *_, number in flight) - event.round if flight else 0)
@@ -266,7 +268,9 @@ def test_push_sum_loses_no_mass_at_any_moment() -> None:
                 await policy.step()
 
     simulate(main, ranks=ranks, seed=3)
-    assert len(totals) == 2 * ranks * rounds and max(ahead) >= 1, "some ranks were ahead"
+    assert len(totals) == 2 * ranks * rounds and max(ahead) >= 1, (
+        "no rank was ahead of the others, so the test tests nothing"
+    )
     first = totals[0][1]
     for mass, x in totals:
         assert mass == pytest.approx(ranks, rel=2e-15)
@@ -327,7 +331,9 @@ def test_a_lost_rank_comes_back(options: dict[str, Any]) -> None:
     faults: list[Fault] = [Kill(1, at_s=0.1), Restart(1, at_s=0.2)]
     results = simulate(main, ranks=4, faults=faults, until_s=100.0).results
     assert 5 < results[1][0] < 50
-    assert any(1 in info.donors for info in results[0][1][-4:] + results[2][1][-4:]), "it is a donor in the end"
+    assert any(1 in info.donors for info in results[0][1][-4:] + results[2][1][-4:]), (
+        "the rank must be a donor in the end"
+    )
     assert all(0.0 < weight < 3.0 for *_, weight in results)
 
 

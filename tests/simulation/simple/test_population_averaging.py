@@ -19,7 +19,7 @@ from asyncdist.simulation import Kill, Restart, simulate
 from protocols import AsyncPopulationAveragingPolicy, PopulationAveragingPolicy
 from protocols.simple.population_averaging import PullToMean
 
-#: Options of the simulated runs; the first ones are those of the exact runs.
+#: Options of the simulated runs; the first are for exact runs.
 OPTIONS: list[dict[str, Any]] = [
     {"average_every": 2, "pull": 0.25},
     {"pull": 1},
@@ -196,7 +196,7 @@ def test_a_saved_population_keeps_its_center_and_first_rate(option: str, tmp_pat
     straight = simulate(main, 0, 16, ranks=3, seed=1, strict=True).results
     simulate(main, 0, 9, ranks=3, seed=1, strict=True)
     assert simulate(main, 9, 16, ranks=3, seed=2, strict=True).results == straight
-    assert straight[0][0] == straight[1][0] == straight[2][0], "the center is equal on all ranks"
+    assert straight[0][0] == straight[1][0] == straight[2][0], "the center must be equal on all ranks"
 
 
 def test_a_diverged_rank_continues_from_the_center() -> None:
@@ -234,7 +234,7 @@ def test_a_restarted_rank_receives_the_center() -> None:
 
     faults = [Kill(1, at_s=0.1), Restart(1, at_s=0.15)]
     results = simulate(main, ranks=3, faults=faults, until_s=100.0).results
-    assert 5 < results[1][0] < 40, "it begins in the middle"
+    assert 5 < results[1][0] < 40, "the newcomer must begin in the middle of the training"
     assert results[0][1] == results[1][1] == results[2][1] != [1.0, 1.0]
 
 

@@ -19,7 +19,7 @@ from asyncdist.simulation import Kill, simulate
 from protocols import SparseAveragingPolicy
 from protocols.simple.sparse_averaging import RandomShare
 
-#: Options of the simulated runs; the first ones are those of the exact runs.
+#: Options of the simulated runs; the first are for exact runs.
 OPTIONS: Final[list[dict[str, Any]]] = [
     {"fraction": 0.2},
     {"fraction": 1},
@@ -161,7 +161,7 @@ def test_a_shuffle_keeps_the_values_of_each_index_to_the_bit(nan_rank: int, kill
     assert np.array_equal(np.sort(before, axis=0), np.sort(after, axis=0))
     assert 0.4 < (before != after).mean() < 0.9
     if nan_rank >= 0:
-        assert found[nan_rank][0] == found[nan_rank][1], "a rank that does not contribute keeps its values"
+        assert found[nan_rank][0] == found[nan_rank][1], "a rank that does not contribute must keep its values"
 
 
 def test_a_shuffle_receives_a_value_of_each_donor() -> None:

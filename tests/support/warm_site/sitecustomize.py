@@ -5,4 +5,4 @@ import os
 if "ASYNCDIST_TEST_WARM" in os.environ:
     import runpy
 
-    runpy.run_path(os.path.join(os.path.dirname(__file__), os.pardir, "warm.py"))["be_warm"]()
+    runpy.run_path(os.path.join(os.path.dirname(__file__), os.pardir, "warm_rank.py"))["be_warm"]()

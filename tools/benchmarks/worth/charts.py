@@ -129,6 +129,7 @@ def _label(axes: Any, ends: Mapping[str, float], at: float) -> None:
 def _draw_bytes(results: Results, plt: Any) -> Any:
     """Draw the quality at the end against the bytes that a rank sends."""
     panels = [name for name in ("gaussians, equal", "gaussians, links") if name in results]
+    named: list[tuple[Any, dict[str, tuple[float, float]]]] = []
     titles = {"gaussians, equal": "fast links", "gaussians, links": "50 Mbit/s, as if for 30 million parameters"}
     figure, all_axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 5.4), dpi=150, squeeze=False)
     for axes, name in zip(all_axes[0], panels, strict=True):
@@ -162,9 +163,11 @@ def _draw_bytes(results: Results, plt: Any) -> Any:
         axes.set_xlabel("models sent by a rank (bytes sent / bytes of the model)")
         _tidy(axes, "both")
         axes.set_ylim(0.9 * min(y for _, y in points.values()), min(1.45, 1.1 * max(y for _, y in points.values())))
-        _name_points(axes, points)
+        named.append((axes, points))
     all_axes[0][0].set_ylabel("test loss at the end (median and range of five seeds)")
     figure.tight_layout()
+    for axes, points in named:  # after the layout, which moves the points
+        _name_points(axes, points)
     return figure
 
 
@@ -172,43 +175,45 @@ def _draw_bytes(results: Results, plt: Any) -> Any:
 _PLACES: Final = (
     ((6, 0), "left"),
     ((-6, 0), "right"),
-    ((5, 9), "left"),
-    ((5, -9), "left"),
-    ((-5, 9), "right"),
-    ((-5, -9), "right"),
-    ((0, 16), "center"),
-    ((0, -16), "center"),
-    ((14, 18), "left"),
-    ((14, -18), "left"),
+    *(
+        ((sign * right, up), "left" if sign > 0 else "right")
+        for up in (9, -9, 18, -18, 28, -28)
+        for right in (5, 16)
+        for sign in (1, -1)
+    ),
 )
 
 
 def _name_points(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
-    """Write each point's name on the side with the most room."""
-    figure = axes.figure
-    figure.canvas.draw()
+    """Write each point's name where it covers no other name or point. A line leads from a distant name to its point."""
+    axes.figure.canvas.draw()
+    inside = axes.get_window_extent()
     taken: list[Any] = []
-    dots = [axes.transData.transform(point) for point in points.values()]
+    dots = {method: axes.transData.transform(point) for method, point in points.items()}
     for method, point in sorted(points.items(), key=lambda item: item[1][1]):
         best: tuple[float, Any] | None = None
-        for shift, side in _PLACES:
+        for place, (shift, side) in enumerate(_PLACES):
             text = axes.annotate(
                 method, point, xytext=shift, textcoords="offset points", ha=side, va="center",
                 fontsize=7.5, color=colour_of(method),
             )  # fmt: skip
             box = text.get_window_extent()
-            crossed = sum(box.overlaps(other) for other in taken) * 3.0
-            crossed += sum(box.contains(*dot) for dot in dots)
-            inside = axes.get_window_extent()
-            crossed += 5.0 * (box.x0 < inside.x0 or box.y0 < inside.y0 or box.y1 > inside.y1)
-            if best is None or crossed < best[0]:
+            cost = 3.0 * sum(box.overlaps(other) for other in taken) + 0.01 * place
+            cost += 3.0 * sum(box.padded(6).contains(*dot) for other, dot in dots.items() if other != method)
+            cost += 5.0 * (box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0 or box.y1 > inside.y1)
+            if best is None or cost < best[0]:
                 if best is not None:
                     best[1].remove()
-                best = crossed, text
+                best = cost, text
             else:
                 text.remove()
         assert best is not None
-        taken.append(best[1].get_window_extent())
+        box = best[1].get_window_extent()
+        taken.append(box)
+        x, y = dots[method]
+        if not box.y0 < y < box.y1:
+            end = axes.transData.inverted().transform((min(max(x, box.x0), box.x1), box.y0 if y < box.y0 else box.y1))
+            axes.plot(*zip(point, end, strict=True), color=colour_of(method), linewidth=0.6)
 
 
 # -- the share of good runs under failures ----------------------------------------------------------------------------

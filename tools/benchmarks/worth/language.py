@@ -1,4 +1,4 @@
-"""A language model of characters, trained on Python's manual, which comes with Python (``pydoc_data.topics``)."""
+"""A language model of characters, trained on Python's manual, which is part of Python (``pydoc_data.topics``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS: Final = 2
 HEADS: Final = 4
 BATCH_COUNT: Final = 4
 LR: Final = 4e-3
-#: Length in characters of a part of the text. Of 16 parts, one is held out, and one is the test set.
+#: Length in characters of a part of the text. One part in 16 is held out, and one is the test set.
 _PART: Final = 2048
 
 

@@ -2,7 +2,7 @@
 
     python tools/benchmarks/worth/tables.py
 
-writes the tables into docs/value.md, and draws the charts beside it, from ``RESULTS``: the file that ``./tools/bench
+writes the tables into docs/value.md, and draws the charts next to it, from ``RESULTS``: the file that ``./tools/bench
 value --json tools/benchmarks/worth/results.json`` has made.
 """
 

@@ -2,8 +2,8 @@
 
 A process is identified by its rank and its *incarnation*, the number of restarts of the rank. The world's key-value
 store contains a log of the processes that have arrived since the world began. A thread of each process reads the log
-several times a second. When two processes have recorded that they want to connect, each of them makes two gloo groups
-of these two processes in a thread, and retries after a failure.
+several times a second. When two processes have recorded that they want to connect, a thread of each makes two gloo
+groups of these two processes, and retries after a failure.
 
 - A process connects to a new process only after it considers the previous process of that rank lost. The first process
   to connect records a welcome, for which the new process waits before it opens its world.
@@ -12,8 +12,8 @@ of these two processes in a thread, and retries after a failure.
   raises an error.
 - If a world begins with fewer processes than ranks, the highest ranks are vacant. A process of such a rank always joins
   later. It may have no predecessor, so every process connects to it and welcomes it.
-- A rank that is restarted before its world has begun, or after the others have left their world, takes part in the
-  beginning of a world. If a rank is killed before all are connected, all ranks gather again.
+- A rank that is restarted before its world has begun, or after the others have left it, begins a world together with
+  other ranks. If a rank is killed before all are connected, all ranks start the handshake again.
 - If no process of the world is alive, no process can welcome a new process. The new processes then begin the next
   world.
 """
@@ -46,11 +46,12 @@ logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newco
 _PERIOD_S: Final = 0.1
 #: Number of reads of the log after which a process writes the name of the running world again, in case it was deleted.
 _LOOKS_PER_RENEWAL: Final = 10
-#: Seconds that a new process waits for its welcome. The loss of a process is detected within 1 s, and the loss of a
-#: host within 30 s.
+#: Seconds that a new process waits until a process of the world agrees to connect to it. The loss of a process is
+#: detected within 1 s, and the loss of a host within 30 s.
 _WELCOME_S: Final = 60.0
 #: Seconds that two processes have to arrive for an attempt to connect, and seconds for connecting in each attempt. If
-#: one process ends during an attempt, the other waits in gloo for five times as long. A lost packet costs 1 s.
+#: one process ends during an attempt, the other waits in gloo for five times the attempt's seconds. A lost packet costs
+#: 1 s.
 _PAIR_S: Final = 20.0
 _PAIR_CONNECT_S: Final = (0.5, 1.0, 2.0, 2.0)
 #: Base seconds and additional seconds per rank for connecting the first groups, and number of attempts. gloo detects
@@ -67,14 +68,14 @@ _OVER: Final = "over"
 _GONE: Final = "gone"
 
 
-class Entrance:
-    """Enters a world for this process. Joins the running world, or begins one together with the other ranks.
+class WorldEntry:
+    """Connects this process to a world. Joins the running world, or begins one together with the other ranks.
 
     Attributes:
         common: Part of the store that belongs to the job.
         store: Part of the store that belongs to the world.
         incarnation: Number of restarts of this rank since the world began, or 0 if this process began the world.
-        vacant: Ranks that had not had a process when this process entered the world.
+        vacant: Ranks for which no process had started when this process entered the world.
         nonce: Number that all processes of the world share.
         process: Launcher's name for this process: its rank and the number of restarts by the launcher.
         running: Value in the store from which later processes find this world.
@@ -115,7 +116,7 @@ class Entrance:
             self.common.set(_RUNNING, self.running)
         self.nonce = int(token[:8], 16)
         if rendezvous not in _entered:
-            atexit.register(_say_ended, self.common, rendezvous.rank)
+            atexit.register(_record_end, self.common, rendezvous.rank)
         _entered[rendezvous] = token
 
     def _open_store(self) -> SealedStore:
@@ -135,7 +136,7 @@ class Entrance:
     def _join(self, *, is_late: bool) -> str:
         """Join the running world and return its token, or "" if this process may begin the next world instead.
 
-        If ``is_late``, the rank was vacant at the beginning, and never begins a world.
+        If ``is_late``, this rank had no process when the job started, and never begins a world.
         """
         left = _entered.get(self._rendezvous, "")
         while True:
@@ -145,7 +146,7 @@ class Entrance:
             if token != left:
                 self.store = self.common.part(token)
                 timeout_s = min(self._deadline - time.monotonic(), _WELCOME_S)
-                newest = come(self.store, self._rendezvous, timeout_s, self._has_exited)
+                newest = request_welcome(self.store, self._rendezvous, timeout_s, self._has_exited)
                 if newest is not None:
                     self.incarnation = self._rendezvous.incarnation
                     self.vacant = frozenset(place for place in self.vacant if not newest[place])
@@ -161,7 +162,7 @@ class Entrance:
             time.sleep(_PERIOD_S)
 
     def _begin(self) -> str:
-        """Begin a world with all other ranks, and return its token. If a rank is killed before that, start again."""
+        """Begin a world with all other ranks, and return its token. Retry if a rank is killed before all connect."""
         attempt = 1
         while True:
             self.store, token = join_world(self._rendezvous, self._deadline - time.monotonic(), self._check_others)
@@ -177,7 +178,7 @@ class Entrance:
                 logger.info("rank %d starts the world again with the other ranks: %s", self._rendezvous.rank, error)
 
     def _make_groups(self) -> list[Any]:
-        """Make the groups of all ranks that begin the world. Raise TransportError if a rank cannot make them."""
+        """Make the gloo groups of all ranks that begin the world. Raise TransportError if a rank cannot make them."""
         rank, count = self._rendezvous.rank, self._first_count
         if count == 1:
             return []
@@ -214,8 +215,8 @@ class Entrance:
                 raise self._late("the job has ended")
 
 
-#: Token of the last world that this process has entered at each rendezvous. Unless its rank is vacant, the process
-#: takes part in the beginning of the next world.
+#: Token of the last world that this process has entered at each rendezvous. The process takes part in the beginning of
+#: the next world, unless its rank had no process when the job started.
 _entered: dict[Rendezvous, str] = {}
 
 
@@ -236,19 +237,19 @@ def _check_running(running: str, rendezvous: Rendezvous) -> str:
     return str(theirs["world"])
 
 
-def _say_ended(common: Any, rank: int) -> None:
+def _record_end(common: Any, rank: int) -> None:
     """Record that this process has ended normally, so that the launcher does not restart its rank."""
     with contextlib.suppress(RuntimeError):  # Raised if the store has already closed.
         common.set(f"ended/{rank}", "")
 
 
-def come(
+def request_welcome(
     store: Any,
     rendezvous: Rendezvous,
     timeout_s: float,
     has_exited: Callable[[int, int], bool] = lambda rank, incarnation: False,
 ) -> list[int] | None:
-    """Add this process to the log, and wait until another process welcomes it.
+    """Record this process in the world's log, and wait until a process of the world agrees to connect to it.
 
     ``has_exited`` returns, for a rank and an incarnation, whether the launcher has recorded the end of that process.
 
@@ -310,7 +311,7 @@ def _have_left(store: Any, newest: list[int], rank: int, first_count: int) -> bo
 def _have_died(
     store: Any, newest: list[int], rank: int, first_count: int, has_exited: Callable[[int, int], bool]
 ) -> bool:
-    """Return whether all processes of the world have ended, so that none can welcome a new process."""
+    """Return whether all processes of the world have ended, so that none can connect to a new process."""
     others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
     living = [process for process in others if not has_exited(*process)]
     return not any(not n or store.check([f"welcome/{other}.{n}"]) for other, n in living)
@@ -326,13 +327,13 @@ def _text(store: Any, key: str) -> str:
     return bytes(store.get(key)).decode()
 
 
-class Reception:
-    """Reads a world's log of new processes, and connects to the processes that :meth:`want` requests.
+class NewcomerConnector:
+    """Reads a world's log of new processes, and connects to the processes that :meth:`request` requests.
 
     Args:
         process: Launcher's name of this process.
-        late_places: Ranks that were vacant when the world began.
-        vacant: Ranks that had not had a process when this process arrived.
+        late_places: Ranks that had no process when the world began.
+        vacant: Ranks for which no process had started when this process arrived.
         is_loopback: Whether all ranks, including later ones, are on this host.
     """
 
@@ -360,39 +361,42 @@ class Reception:
         self._store = store
         self._rank = rank
         self._callbacks = callbacks
-        self._wanted: dict[int, tuple[int, bool]] = {}  # incarnation to connect to, and whether to welcome it, by rank
+        # Incarnation to connect to, and whether to welcome it, keyed by rank.
+        self._requested: dict[int, tuple[int, bool]] = {}
         self._guard = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="asyncdist-newcomers", daemon=True)
         self._on_announced: Callable[[tuple[int, int]], None]
-        self._on_met: Callable[[tuple[int, int, list[Any]]], None]
+        self._on_connected: Callable[[tuple[int, int, list[Any]]], None]
         self._on_missed: Callable[[tuple[int, int]], None]
 
     def start(
         self,
         on_announced: Callable[[tuple[int, int]], None],
-        on_met: Callable[[tuple[int, int, list[Any]]], None],
+        on_connected: Callable[[tuple[int, int, list[Any]]], None],
         on_missed: Callable[[tuple[int, int]], None],
     ) -> None:
         """Start reading the log. The functions are called on the loop.
 
         Args:
             on_announced: Function called with the rank and incarnation of each new process.
-            on_met: Function called with the rank, the incarnation and the two groups of a process when it is connected.
+            on_connected: Function called with the rank, the incarnation and the two groups of a process when it is
+                connected.
             on_missed: Function called with the rank and incarnation of a process that leaves before it is connected.
         """
         self._on_announced = on_announced
-        self._on_met = on_met
+        self._on_connected = on_connected
         self._on_missed = on_missed
         self._thread.start()
 
-    def want(self, rank: int, incarnation: int, *, welcomes: bool) -> None:
+    def request(self, rank: int, incarnation: int, *, welcomes: bool) -> None:
         """Request a connection to a process, instead of any earlier process of the same rank.
 
-        If ``welcomes`` is true, this rank considers the earlier process lost, and welcomes the new process.
+        If ``welcomes`` is true, this rank considers the earlier process lost, and records that it will connect to the
+        new process.
         """
         with self._guard:
-            self._wanted[rank] = incarnation, welcomes
+            self._requested[rank] = incarnation, welcomes
 
     def close(self) -> None:
         """Stop connecting to processes, and record that this process has left the world."""
@@ -407,13 +411,13 @@ class Reception:
         try:
             store, common = self._store.clone(), self._common.clone()
             number = 1
-            said: set[str] = set()
+            recorded: set[str] = set()
             for look in itertools.count():
                 try:
                     if look % _LOOKS_PER_RENEWAL == 0:  # Another user of this host may have deleted the name.
                         common.compare_set(_RUNNING, "", self._running)
                     number = self._read_log(store, number)
-                    self._look_for_wanted(store, said)
+                    self._connect_to_requested(store, recorded)
                 except RuntimeError as error:  # Another user may have deleted a value during the read.
                     common.check([_OVER])  # This raises an error if the store has closed.
                     logger.info("rank %d could not read the store, and tries again: %s", self._rank, reason(error))
@@ -438,14 +442,14 @@ class Reception:
                 store.set(f"lives/{rank}.{incarnation}", "")
         return number
 
-    def _look_for_wanted(self, store: Any, said: set[str]) -> None:
+    def _connect_to_requested(self, store: Any, recorded: set[str]) -> None:
         with self._guard:
-            wanted = dict(self._wanted)
-        for rank, (incarnation, welcomes) in wanted.items():
+            requested = dict(self._requested)
+        for rank, (incarnation, welcomes) in requested.items():
             names = sorted([(self._rank, self.incarnation), (rank, incarnation)])
             place = "meeting " + " ".join(f"{one}.{theirs}" for one, theirs in names)
-            if place not in said:
-                said.add(place)
+            if place not in recorded:
+                recorded.add(place)
                 store.set(f"{place}/{self._rank}", self._process)
                 if welcomes:
                     store.set(f"welcome/{rank}.{incarnation}", "")
@@ -454,24 +458,27 @@ class Reception:
             if not (has_closed or is_there):
                 continue
             with self._guard:
-                if self._wanted.get(rank) == (incarnation, welcomes):
-                    del self._wanted[rank]
+                if self._requested.get(rank) == (incarnation, welcomes):
+                    del self._requested[rank]
             if has_closed:
                 self._callbacks.put(self._on_missed, (rank, incarnation))
             else:
                 # Not a daemon thread, because a thread that is still in gloo when the interpreter exits would abort the
                 # process.
                 threading.Thread(
-                    target=self._meet, name=f"asyncdist-meeting-{rank}", args=(rank, incarnation, place), daemon=False
+                    target=self._connect_and_notify,
+                    name=f"asyncdist-meeting-{rank}",
+                    args=(rank, incarnation, place),
+                    daemon=False,
                 ).start()
 
-    def _meet(self, rank: int, incarnation: int, place: str) -> None:
+    def _connect_and_notify(self, rank: int, incarnation: int, place: str) -> None:
         try:
             groups = self._connect(rank, incarnation, place)
         except (RuntimeError, TransportError) as error:
             logger.info("rank %d did not connect to rank %d (restart %d): %s", self._rank, rank, incarnation, error)
         else:
-            self._callbacks.put(self._on_met, (rank, incarnation, groups))
+            self._callbacks.put(self._on_connected, (rank, incarnation, groups))
 
     def _connect(self, rank: int, incarnation: int, place: str) -> list[Any]:
         """Return new gloo groups of this rank and ``rank``. Raise TransportError if several attempts fail."""

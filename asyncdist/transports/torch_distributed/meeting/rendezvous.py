@@ -23,11 +23,9 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, Final, Protocol
 
 from torch import distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
 from asyncdist.launchers import detection, job_rendezvous
@@ -52,17 +50,9 @@ MISSING_NOTICE_S: Final = 30.0
 
 
 class Rendezvous(Protocol):
-    """Place where the ranks of a job meet. Objects for the same place are equal.
+    """Describes where and how the ranks of a job find each other. Objects for the same rendezvous are equal.
 
-    Attributes:
-        address: Address of the host that serves the store.
-        is_store_served: Whether another process, such as torchrun's agent, already serves the store.
-        incarnation: Number of restarts of this rank by its launcher.
-        admits_restarted: Whether restarted or new ranks may join the world later.
-        job: Launcher's name of the job.
-        empty_count: Number of ranks, the highest ones, that have no process when the world begins.
-        why_missing: Sentence for errors that explains why rank 0 may be at another address, or an empty string.
-        is_loopback: Whether all ranks, including later ones, are on this host.
+    :class:`asyncdist.launchers.variables.TorchRendezvous` describes the attributes.
     """
 
     @property
@@ -101,7 +91,7 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
     """Wait for all ranks of a world, and return the part of the store that only this world uses.
 
     Args:
-        rendezvous: Place where the ranks meet, or None to use the store of the user's process group.
+        rendezvous: Address of the store, or None to use the store of the user's process group.
         timeout_s: Seconds to wait for the other ranks.
 
     Raises:
@@ -111,10 +101,10 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
     if rendezvous is not None:
         return join_world(rendezvous, timeout_s)[0]
     of_group = dist.distributed_c10d._get_default_store()
-    store = SealedStore(of_group, job_rendezvous.secret_of_job(*_place_of_store(of_group), size))
+    store = SealedStore(of_group, job_rendezvous.secret_of_job(*_address_of(of_group), size))
     gathering = _Gathering(store, rank, size, time.monotonic() + timeout_s)
-    gathering.come()
-    gathering.let_go()
+    gathering.wait_for_all()
+    gathering.release_others()
     return gathering.world
 
 
@@ -126,22 +116,22 @@ def join_world(
     While waiting, ``check`` is called repeatedly. It raises an error to give up.
     """
     deadline = time.monotonic() + timeout_s
-    place = _place_of(rendezvous)
+    store = _store_of(rendezvous)
     try:
         first_count = rendezvous.size - rendezvous.empty_count
         hint = _loopback_hint(rendezvous)
-        gathering = _Gathering(place.open(deadline), rendezvous.rank, first_count, deadline, check, hint)
-        gathering.come()
+        gathering = _Gathering(store.open(deadline), rendezvous.rank, first_count, deadline, check, hint)
+        gathering.wait_for_all()
     except BaseException:
-        place.forget()
+        store.forget()
         raise
     finally:
-        place.free_port()  # The other ranks continue only afterwards.
-    gathering.let_go()
+        store.free_port()  # The other ranks continue only afterwards.
+    gathering.release_others()
     return gathering.world, gathering.token
 
 
-def _place_of_store(store: Any) -> tuple[str, int]:
+def _address_of(store: Any) -> tuple[str, int]:
     """Return the address and port at which the user's store is served, or "" and 0 for a file or an unknown store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -150,7 +140,7 @@ def _place_of_store(store: Any) -> tuple[str, int]:
 
 def open_store(rendezvous: Rendezvous, deadline: float) -> SealedStore:
     """Return the store through which the ranks find each other. Other worlds use it as well."""
-    return _place_of(rendezvous).open(deadline)
+    return _store_of(rendezvous).open(deadline)
 
 
 def _loopback_hint(rendezvous: Rendezvous) -> str:
@@ -175,8 +165,8 @@ class _Gathering:
         hint: Reason why ranks may be missing, for warnings and errors. Empty, or begins with a full stop.
 
     Attributes:
-        world: Part of the store that belongs to this world, set when this rank learns the token.
-        token: Token of this world, set when this rank learns it.
+        world, token: Part of the store that belongs to this world, and the world's token. Both are set when this rank
+            learns the token.
     """
 
     def __init__(
@@ -201,8 +191,8 @@ class _Gathering:
         self.world = self._store
         self.token = ""
 
-    def come(self) -> None:
-        """Wait until all ranks have arrived, on rank 0. On other ranks, wait until rank 0 lets this rank continue."""
+    def wait_for_all(self) -> None:
+        """On rank 0, wait until all ranks have arrived. On other ranks, wait until rank 0 lets this rank continue."""
         try:
             self._store.set(f"hello/{self._rank}", self._hello)
             if self._rank == 0:
@@ -216,10 +206,10 @@ class _Gathering:
         except RuntimeError as error:
             # The rank that served the store has ended, possibly because its deadline was slightly earlier.
             raise TransportError(
-                f"{self._who_is_missing()} before the store closed: {reason(error)}", missing=self._missing
+                f"{self._describe_missing()} before the store closed: {reason(error)}", missing=self._missing
             ) from error
 
-    def let_go(self) -> None:
+    def release_others(self) -> None:
         """On rank 0, let the other ranks continue."""
         if self._rank == 0:
             self.world.set("go", "")
@@ -229,9 +219,9 @@ class _Gathering:
         self.world = self._store.part(self.token)
         self.world.set("size", str(self._size))
         self.world.set("missing", _join(self._missing))
-        self._until(self._is_everybody_here)
+        self._until(self._have_all_arrived)
 
-    def _is_everybody_here(self) -> bool:
+    def _have_all_arrived(self) -> bool:
         self._answer()
         here = [peer for peer in (*self._missing, *self._strays) if self.world.check([f"rank {peer}"])]
         for peer in here:
@@ -259,10 +249,10 @@ class _Gathering:
 
     def _follow(self) -> None:
         self._until(self._is_answered)
-        self._come_to(_text(self._store, f"answer/{self._hello}"))
-        self._until(self._may_go)
+        self._use_token(_text(self._store, f"answer/{self._hello}"))
+        self._until(self._is_released)
 
-    def _come_to(self, token: str) -> None:
+    def _use_token(self, token: str) -> None:
         self.token = token
         self.world = self._store.part(token)
         self.world.set(f"rank {self._rank}", str(self._size))
@@ -275,7 +265,7 @@ class _Gathering:
         self._store.set(_UNANSWERED, f"{self._rank} {self._hello}")
         return False
 
-    def _may_go(self) -> bool:
+    def _is_released(self) -> bool:
         """Return whether rank 0 lets the ranks continue. If not, read the list of missing ranks.
 
         Only rank 0 looks for the missing ranks, because n ranks that look for each other would make n * n requests.
@@ -284,7 +274,7 @@ class _Gathering:
             return True
         newest = _text(self._store, f"answer/{self._hello}")
         if newest != self.token:
-            self._come_to(newest)
+            self._use_token(newest)
         missing = map(int, _text(self.world, "missing").split())
         self._missing = [peer for peer in missing if peer != self._rank] or [0]
         return False
@@ -297,13 +287,13 @@ class _Gathering:
             self._check()
             if time.monotonic() >= notice_at:
                 notice_at = math.inf
-                self._tell_who_is_missing()
+                self._log_missing_ranks()
             if time.monotonic() >= self._deadline:
-                raise TransportError(self._who_is_missing() + self._hint, missing=self._missing)
+                raise TransportError(self._describe_missing() + self._hint, missing=self._missing)
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, longest_s)
 
-    def _tell_who_is_missing(self) -> None:
+    def _log_missing_ranks(self) -> None:
         """Log the missing ranks on rank 0, or on one or two ranks of each host if rank 0 is missing."""
         if self._rank == 0 or (not self.token and detection.local_rank() in (None, 0, 1)):
             logger.warning(
@@ -316,7 +306,7 @@ class _Gathering:
             )
 
     def _check_alone(self) -> None:
-        """Raise an error if another process runs as this rank, unless that process has ended and been restarted."""
+        """Raise an error if another process has started as this rank. An ended process cannot detect its successor."""
         newest = _text(self._store, f"hello/{self._rank}")
         if newest != self._hello:
             self._store.set(f"twice/{newest}", "")
@@ -329,7 +319,7 @@ class _Gathering:
                 f"each rank must be started once, but two processes were started as rank {rank} (RANK)", rank=rank
             )
 
-    def _who_is_missing(self) -> str:
+    def _describe_missing(self) -> str:
         return f"rank {self._rank} waits for ranks {self._missing}, which did not arrive at the start of the world"
 
 
@@ -353,7 +343,7 @@ def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
 # -- the store --------------------------------------------------------------------------------------------------------
 
 
-class _Place:
+class _RendezvousStore:
     """Opens the store of a rendezvous, and keeps it open for the job's next worlds."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
@@ -388,7 +378,7 @@ class _Place:
 
 
 _PORT: Final = "asyncdist/port"
-_place_of = functools.cache(_Place)
+_store_of = functools.cache(_RendezvousStore)
 
 
 def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
@@ -406,14 +396,14 @@ def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
             cause = announcement.why_absent(_PORT)
         except (RuntimeError, ValueError, TransportError) as error:
             if time.monotonic() >= deadline:
-                raise TransportError(f"{_who_waits(rendezvous)}: {error}", missing=[0]) from error
+                raise TransportError(f"{_describe_wait(rendezvous)}: {error}", missing=[0]) from error
         if time.monotonic() >= deadline:
-            raise TransportError(f"{_who_waits(rendezvous)}, which has not arrived there{cause}", missing=[0])
+            raise TransportError(f"{_describe_wait(rendezvous)}, which has not arrived there{cause}", missing=[0])
         time.sleep(_PAUSE_S)
 
 
-def _who_waits(rendezvous: Rendezvous) -> str:
-    return f"rank {rendezvous.rank} waits for rank 0 at {_place(rendezvous, rendezvous.port)}"
+def _describe_wait(rendezvous: Rendezvous) -> str:
+    return f"rank {rendezvous.rank} waits for rank 0 at {_address_text(rendezvous, rendezvous.port)}"
 
 
 def _serve(rendezvous: Rendezvous, port: int) -> Any:
@@ -421,34 +411,43 @@ def _serve(rendezvous: Rendezvous, port: int) -> Any:
         return serving.serve(rendezvous.address, port, size=rendezvous.size)
     except RuntimeError as error:
         raise TransportError(
-            f"rank 0 cannot serve the job's store at {_place(rendezvous, port)}: {reason(error)}", port=port
+            f"rank 0 cannot serve the job's store at {_address_text(rendezvous, port)}: {reason(error)}", port=port
         ) from error
 
 
 def _reach(rendezvous: Rendezvous, port: int, deadline: float) -> Any:
-    """Connect to a store that was listening a moment ago. The timeout is short, in case the store has closed."""
-    connect_s = min(max(_SHORTEST_CONNECT_S, deadline - time.monotonic()), serving.TIMEOUT.total_seconds())
+    """Connect to a store that was listening a moment ago."""
+
+    def warn() -> None:
+        if detection.local_rank() in (None, 0, 1):  # rank 0 may be the process that serves the store
+            logger.warning(
+                "rank %d: the process that listens at %s does not answer yet, and may be another program; the rank "
+                "waits up to %.0f s longer",
+                rendezvous.rank,
+                _address_text(rendezvous, port),
+                max(0.0, deadline - time.monotonic()),
+            )
+
+    timeout_s = max(_SHORTEST_CONNECT_S, deadline - time.monotonic())
     try:
-        store = TCPStore(
-            rendezvous.address, port, rendezvous.size, False, timedelta(seconds=connect_s), wait_for_workers=False
-        )
+        store = serving.connect(rendezvous.address, port, rendezvous.size, timeout_s, notice_s=NOTICE_S, notice=warn)
     except RuntimeError as error:
         raise TransportError(
-            f"rank {rendezvous.rank} cannot use the job's store at {_place(rendezvous, port)}: {reason(error)}",
+            f"rank {rendezvous.rank} cannot use the job's store at {_address_text(rendezvous, port)}: {reason(error)}",
             port=port,
         ) from error
     store.set_timeout(serving.TIMEOUT)
     return store
 
 
-def _place(rendezvous: Rendezvous, port: int) -> str:
+def _address_text(rendezvous: Rendezvous, port: int) -> str:
     known = " (MASTER_ADDR, MASTER_PORT)" if port == rendezvous.port else ""
     return f"{rendezvous.address}:{port}{known}"
 
 
 def _await_server(rendezvous: Rendezvous, deadline: float, whose: str) -> None:
     waits = f"rank {rendezvous.rank} waits for {whose}"
-    place = f"no process serves the job's store at {_place(rendezvous, rendezvous.port)}"
+    place = f"no process serves the job's store at {_address_text(rendezvous, rendezvous.port)}"
     cause = f". {rendezvous.why_missing}" if rendezvous.why_missing else ""
     for until in (min(time.monotonic() + NOTICE_S, deadline), deadline):
         try:

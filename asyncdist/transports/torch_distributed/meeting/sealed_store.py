@@ -35,7 +35,7 @@ _ATTEMPT_COUNT: Final = 8
 
 
 class Refusals:
-    """Logs refused values: the first one immediately, and later ones as a count, at most once a minute."""
+    """Logs values without a valid seal: the first immediately, and later ones as a count, at most once a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -45,7 +45,7 @@ class Refusals:
         self._quiet_until = float("-inf")
 
     def note(self, key: str, value: bytes) -> None:
-        """Count a refused value, unless it is the same as the last refused value for this key."""
+        """Count a value without a valid seal, unless it equals the last such value for this key."""
         with self._guard:
             if self._seen.get(key) == value:
                 return
@@ -55,7 +55,8 @@ class Refusals:
             if now < self._quiet_until:
                 return
             count, self._count, self._quiet_until = self._count, 0, now + _REPORT_PERIOD_S
-        # One other rank warns too, because rank 0 refuses nothing if only the others cannot read its port.
+        # Local rank 1 logs a warning, too, because rank 0 may see no invalid value if only the other ranks have the
+        # wrong secret.
         level = logging.WARNING if detection.local_rank() in (None, 0, 1) else logging.INFO
         more = f" and {count - 1} more" if count > 1 else ""
         logger.log(
@@ -140,7 +141,7 @@ class SealedStore(Store):
             time.sleep(_PAUSE_S)
 
     def why_absent(self, key: str) -> str:
-        """Return a reason, for an error, why the key's value is ignored, or "" if the key has no value."""
+        """Return the reason why the key's value is ignored, as a sentence for errors, or "" if it is not ignored."""
         name = self.prefix + key
         if not self._inner.check([name]) or self._read(key) is not None:
             return ""

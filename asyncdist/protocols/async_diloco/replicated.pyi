@@ -1,0 +1,1 @@
+from protocols.async_diloco.replicated import *

@@ -1,0 +1,1 @@
+from protocols.diloco.foreign_options import *

@@ -1,0 +1,1 @@
+from protocols.exchange.pending_rounds import *

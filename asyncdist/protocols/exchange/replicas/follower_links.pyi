@@ -1,0 +1,1 @@
+from protocols.exchange.replicas.follower_links import *

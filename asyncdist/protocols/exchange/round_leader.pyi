@@ -1,0 +1,1 @@
+from protocols.exchange.round_leader import *

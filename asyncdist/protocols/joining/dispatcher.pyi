@@ -1,0 +1,1 @@
+from protocols.joining.dispatcher import *

@@ -1,0 +1,1 @@
+from protocols.joining.replica_layout import *

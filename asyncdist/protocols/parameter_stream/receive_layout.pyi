@@ -1,0 +1,1 @@
+from protocols.parameter_stream.receive_layout import *

@@ -1,0 +1,1 @@
+from protocols.replica_averaging import *

@@ -1,0 +1,1 @@
+from protocols.selective.joining.state_receiver import *

@@ -1,0 +1,1 @@
+from protocols.selective.roles.coordinator_tracking import *

@@ -1,0 +1,1 @@
+from protocols.selective.round.lifecycle import *

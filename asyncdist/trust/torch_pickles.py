@@ -1,0 +1,235 @@
+"""Checks which functions a pickle of an untrusted file of ``torch.save`` calls, and with which arguments.
+
+``torch.load(weights_only=True)`` allows only functions that run no code of the file. With chosen arguments, some of
+them nevertheless create large objects from a few bytes: ``torch.FloatTensor(1 << 40)`` is a tensor of 4 TiB, and
+nested calls of ``_codecs.encode(data, "hex")`` double a string each time. Computing the hash of a tuple takes years if
+both of its items are the same tuple, and so on sixty times. This module therefore follows a pickle's instructions
+without creating its objects, and allows only the calls that ``torch.save`` writes.
+"""
+
+from __future__ import annotations
+
+import _compat_pickle
+import pickletools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+#: Number of items that a tuple, and the tuples in it, may always have together. A larger number is allowed if the
+#: pickle contains that many items.
+_ITEM_COUNT_MAX: Final = 1_000_000
+_UNKNOWN: Final = "call of an unknown function"
+_REBUILD_FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """A function or class, by its full name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Tuple:
+    """A tuple. ``count`` is the number of items in it and in the tuples that it contains."""
+
+    items: tuple[Any, ...]
+    count: int
+
+
+@dataclass(slots=True)
+class _Container:
+    """A list or dictionary, and its number of items, or of keys and values."""
+
+    kind: str
+    count: int = 0
+
+
+# Strings on the stack are themselves, and all other values are None.
+_MARK: Final = object()
+
+
+def _copies_nothing(_: tuple[Any, ...]) -> int:
+    return 0
+
+
+def _copies(kind: str) -> Callable[[tuple[Any, ...]], int | None]:
+    def count(arguments: tuple[Any, ...]) -> int | None:
+        match arguments:
+            case ():
+                return 0
+            case (_Container(found, count),) if found == kind:
+                return count
+        return None
+
+    return count
+
+
+def _copies_tuple(arguments: tuple[Any, ...]) -> int | None:
+    match arguments:
+        case (_Tuple(_, count),):
+            return count
+    return None
+
+
+def _copies_latin_1(arguments: tuple[Any, ...]) -> int | None:
+    match arguments:
+        case (str(text), "latin1"):
+            return len(text)
+    return None
+
+
+#: Functions that ``torch.save`` calls. The values return the number of items or characters that a call with these
+#: arguments copies, or None if ``torch.save`` writes no such arguments.
+_CALLS: Final[Mapping[str, Callable[[tuple[Any, ...]], int | None]]] = MappingProxyType(
+    {
+        "torch._utils._rebuild_tensor": _copies_nothing,
+        "torch._utils._rebuild_tensor_v2": _copies_nothing,
+        "torch._utils._rebuild_tensor_v3": _copies_nothing,
+        "torch._utils._rebuild_parameter": _copies_nothing,
+        "torch._utils._rebuild_parameter_with_state": _copies_nothing,
+        "torch._utils._rebuild_qtensor": _copies_nothing,
+        "torch._utils._rebuild_sparse_tensor": _copies_nothing,
+        "torch._utils._rebuild_nested_tensor": _copies_nothing,
+        "torch._utils._rebuild_meta_tensor_no_storage": _copies_nothing,
+        "torch._utils._rebuild_wrapper_subclass": _copies_nothing,
+        "torch.serialization._get_layout": _copies_nothing,
+        "torch.device": _copies_nothing,
+        "torch.Size": _copies_tuple,
+        "collections.OrderedDict": _copies("list"),
+        "collections.Counter": _copies("dict"),
+        "builtins.set": _copies("list"),
+        "builtins.complex": _copies_nothing,
+        "_codecs.encode": _copies_latin_1,
+    }
+)
+
+#: Beginnings and ends of the names of other functions and classes that torch allows.
+_MODULES_OF_TORCH: Final = ("torch._utils.", "torch._tensor.", "torch.storage.", "torch.nn.parameter.", _UNKNOWN)
+_CLASSES_OF_TORCH: Final = ("Tensor", "Storage")
+
+
+def check(data: Any) -> None:
+    """Raise ValueError if a pickle makes a call that could take much memory or time.
+
+    Functions that torch refuses are not checked.
+
+    Args:
+        data: Binary file, which is read to the end of the pickle.
+    """
+    values = _Values()
+    for code, argument, _ in pickletools.genops(data):
+        values.follow(code.name, argument)
+
+
+class _Values:
+    """Follows the instructions that torch's unpickler knows, and keeps the kinds of the values on its stack."""
+
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+        self._count = 0  # number of instructions so far, and of characters in strings
+        self._copied_count = 0
+        self._users = set(map(_name_of, torch.serialization.get_safe_globals()))
+
+    def follow(self, name: str, argument: Any) -> None:
+        """Follow one instruction, by its name in :mod:`pickletools`."""
+        self._count += 1
+        if name in _CONSTANTS:
+            self._stack.append(_CONSTANTS[name])
+        elif name == "BINUNICODE":
+            self._count += len(argument)
+            self._stack.append(argument)
+        elif name in ("EMPTY_LIST", "EMPTY_DICT"):
+            self._stack.append(_Container("list" if name == "EMPTY_LIST" else "dict"))
+        elif name == "GLOBAL":
+            self._stack.append(_Function(_renamed(argument)))
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            self._memo[argument] = self._stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            self._stack.append(self._memo.get(argument))
+        elif name in _TUPLES:
+            self._make_tuple(self._popped(_TUPLES[name]))
+        elif name == "TUPLE":
+            self._make_tuple(self._popped_to_mark())
+        elif name in ("REDUCE", "NEWOBJ"):
+            function, arguments = self._popped(2)
+            self._check_call(function, arguments, is_new=name == "NEWOBJ")
+            self._stack.append(None)
+        elif name == "BINPERSID":
+            self._popped(1)
+            self._stack.append(None)
+        elif name in _POPPED:
+            self._add(self._popped(_POPPED[name]))
+        elif name in ("APPENDS", "SETITEMS"):
+            self._add(self._popped_to_mark())
+        elif name not in ("PROTO", "STOP"):
+            raise ValueError(f"it has the instruction {name}, which torch.save does not write")
+
+    def _popped(self, count: int) -> list[Any]:
+        if len(self._stack) < count:
+            raise ValueError("its pickle is invalid")
+        items = self._stack[len(self._stack) - count :]
+        del self._stack[len(self._stack) - count :]
+        return items
+
+    def _popped_to_mark(self) -> list[Any]:
+        for count, value in enumerate(reversed(self._stack)):
+            if value is _MARK:
+                return self._popped(count + 1)[1:]
+        raise ValueError("its pickle is invalid")
+
+    def _add(self, items: list[Any]) -> None:
+        if self._stack and isinstance(self._stack[-1], _Container):
+            self._stack[-1].count += len(items)
+
+    def _make_tuple(self, items: list[Any]) -> None:
+        count = 1 + sum(each.count if isinstance(each, _Tuple) else 1 for each in items)
+        if count > max(_ITEM_COUNT_MAX, self._count):
+            raise ValueError("it has tuples that contain each other too often")
+        self._stack.append(_Tuple(tuple(items), count))
+
+    def _check_call(self, function: Any, arguments: Any, *, is_new: bool) -> None:
+        name = function.name if isinstance(function, _Function) else _UNKNOWN
+        items = arguments.items if isinstance(arguments, _Tuple) else ()
+        if name in self._users:
+            return
+        if name == _REBUILD_FROM_TYPE and not is_new:  # calls its first argument with its third
+            self._check_call(items[0] if items else None, items[2] if len(items) > 2 else None, is_new=False)
+        elif name == "builtins.bytearray":
+            raise ValueError("it has a bytearray, which must be a tensor of uint8 or bytes")
+        elif name not in _CALLS:
+            if name.startswith(_MODULES_OF_TORCH) or name.endswith(_CLASSES_OF_TORCH):
+                raise ValueError(f"it has a {name}")
+        elif is_new or (count := _CALLS[name](items)) is None:
+            raise ValueError(f"it calls {name} in another way than torch.save does")
+        else:
+            self._copied_count += count
+            if self._copied_count > self._count:  # torch.save writes each value that it copies
+                raise ValueError(f"it calls {name} too often with the same arguments")
+
+
+_TUPLES: Final[Mapping[str, int]] = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+#: Instructions that remove values from the stack, and change the value below.
+_POPPED: Final[Mapping[str, int]] = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}
+_CONSTANTS: Final[Mapping[str, Any]] = {
+    "MARK": _MARK,
+    **dict.fromkeys(("NONE", "NEWTRUE", "NEWFALSE", "EMPTY_SET", "SHORT_BINSTRING"), None),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), None),
+}
+
+
+def _renamed(argument: str) -> str:
+    """Return the full name of a global in Python 3. ``argument`` is the module and the name, with a space between."""
+    module, _, name = argument.partition(" ")
+    if (module, name) in _compat_pickle.NAME_MAPPING:
+        module, name = _compat_pickle.NAME_MAPPING[module, name]
+    return f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
+
+
+def _name_of(safe: Any) -> str:
+    """Return the full name of a global that the user has declared as safe, alone or with another name."""
+    return str(safe[1]) if isinstance(safe, tuple) else f"{safe.__module__}.{safe.__qualname__}"

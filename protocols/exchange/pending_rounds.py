@@ -1,0 +1,128 @@
+"""Tracks on one member which parts of the model (fragments) are due for averaging, and when their means are applied.
+
+A fragment is *due* from the step that the schedule names until it is contributed. It is then *in flight* until its mean
+is applied. Members that have made the same number of steps have the same state, except with ``skips_late``. This module
+does not wait, send messages or read a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from asyncdist.protocols.exchange.schedule import Schedule
+
+
+class PendingRound(NamedTuple):
+    """An averaging round to which this member has contributed, and whose mean it has not applied yet.
+
+    Attributes:
+        base_version: Number of the fragment's means that this member had applied before the contribution.
+        waits: Whether the member waits for the mean in the step of the contribution, because it had missed means. It
+            sends its contribution while it waits, since sending takes several of its slow training steps.
+    """
+
+    number: int
+    captured_at: int
+    applied_at: int
+    base_version: int = 0
+    waits: bool = False
+
+
+class PendingRounds:
+    """Tracks which model fragments one member must contribute, and which means it must apply.
+
+    Args:
+        schedule: Steps in which the fragments are due.
+        skips_late: Whether a step skips a mean that is due but has not arrived. A fragment is then contributed again
+            only after its mean was applied.
+
+    Attributes:
+        in_any_order: Whether the fragments may be contributed in another order than that of the round numbers.
+        in_flight: Rounds to which this member has contributed but whose means it has not applied, by fragment.
+    """
+
+    def __init__(self, schedule: Schedule, *, skips_late: bool = False) -> None:
+        self._schedule = schedule
+        self.in_any_order = False
+        self.skips_late = skips_late
+        self.in_flight: dict[int, PendingRound] = {}
+        self._captured = [0] * schedule.fragment_count  # by fragment: number of contributions
+        self._uncontributed: list[int] = []  # due fragments, in the order in which they will be contributed
+
+    def note_step(self, step: int) -> None:
+        """Record that the model fragments scheduled for ``step`` must be contributed."""
+        for fragment in self._schedule.due(step):
+            if self._is_in_turn(fragment) and not (self.skips_late and fragment in self._uncontributed):
+                self._uncontributed.append(fragment)
+
+    def drop_uncontributed(self) -> None:
+        """Drop all model fragments that are due but not contributed."""
+        self._uncontributed.clear()
+
+    def can_begin(self) -> bool:
+        """Return whether a model fragment is due and can be contributed now."""
+        return bool(self._uncontributed) and self._uncontributed[0] not in self.in_flight
+
+    def next(self) -> tuple[int, int]:
+        """Return the next model fragment to contribute, and the number of its round. Requires :meth:`can_begin`."""
+        assert self.can_begin(), "no fragment can be captured"
+        fragment = self._uncontributed[0]
+        return fragment, self._captured[fragment] * len(self._captured) + fragment + 1
+
+    def last_number(self) -> int:
+        """Return the number of the last round to which this member has contributed, or 0 before the first."""
+        count = len(self._captured)
+        return max((each - 1) * count + place + 1 if each else 0 for place, each in enumerate(self._captured))
+
+    def begin(self, step: int, base_version: int = 0, *, waits: bool = False) -> tuple[int, int]:
+        """Record that the next due fragment is contributed in ``step``. Return the fragment and its round's number."""
+        fragment, number = self.next()
+        del self._uncontributed[0]
+        self._captured[fragment] += 1
+        applied_at = step if waits else self._schedule.applied_at(step)
+        self.in_flight[fragment] = PendingRound(number, step, applied_at, base_version, waits)
+        return fragment, number
+
+    def skip_to(self, number: int) -> None:
+        """Skip a model fragment's rounds before round ``number``, which are already decided."""
+        count = len(self._captured)
+        self._captured[(number - 1) % count] = (number - 1) // count
+
+    def move(self, fragment: int, number: int) -> PendingRound:
+        """Record that a model fragment's contribution counts in round ``number``. Return its changed record."""
+        self.in_flight[fragment] = pending = self.in_flight[fragment]._replace(number=number)
+        self._captured[fragment] = (number - 1) // len(self._captured) + 1
+        return pending
+
+    def due_means(self, step: int) -> list[tuple[int, PendingRound]]:
+        """Return the contributed model fragments whose means ``step`` should apply, each with its record."""
+        return sorted(each for each in self.in_flight.items() if each[1].applied_at <= step)
+
+    def end(self, fragment: int) -> None:
+        """Record that a model fragment's mean was applied."""
+        del self.in_flight[fragment]
+
+    def _is_in_turn(self, fragment: int) -> bool:
+        """Return whether a fragment's next round is the first round that is neither contributed to nor due.
+
+        Rounds end in the order of their numbers, so members must contribute in this order. Fragments can be due in
+        another order if their means are late, or if training was resumed with another schedule.
+        """
+        if self.in_any_order:
+            return fragment not in self._uncontributed
+        counts = [count + self._uncontributed.count(each) for each, count in enumerate(self._captured)]
+        return fragment == counts.index(min(counts))
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """Number of this member's contributions by model fragment."""
+        return tuple(self._captured)
+
+    def state(self) -> dict[str, Any]:
+        """Return the number of contributions by fragment, and the due fragments, for a checkpoint."""
+        return {"captured": list(self._captured), "owed": list(self._uncontributed)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load the result of :meth:`state`."""
+        self._captured, self._uncontributed = list(state["captured"]), list(state["owed"])
