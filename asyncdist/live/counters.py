@@ -115,7 +115,7 @@ def _counters_of(services: Services) -> RankCounters:
         rank=services.rank,
         size=services.size,
         incarnation=services.incarnation,
-        job=f"{services.nonce & 0xFFFFFFFF:08x}",
+        job=services.job,
         time_s=services.events.now(),  # this read of the clock is not recorded
         policies=policies,
         sent_count=of_channels.sent_count,

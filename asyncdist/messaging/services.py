@@ -70,6 +70,7 @@ class Services:
         is_admitted: Whether the failure of this rank ends the job. False after a restart until a policy or a group
             admits the rank.
         nonce: Number that identifies the job. Messages of other jobs are dropped.
+        job: Name of the job for people and files, equal on all ranks: eight hexadecimal digits of the nonce.
         hosts: Lowest rank on the host of each rank, indexed by rank. None if the hosts are unknown, or all ranks share
             one host. Equal on all ranks, unless a rank was lost while the ranks connected.
         slots: Slots of the streams that this rank receives, and byte counts of all its streams.
@@ -121,6 +122,7 @@ class Services:
         self._on_waited: Callable[[WaitId, float], None] | None = None
         self._loop = loop
         self.nonce = nonce
+        self.job = f"{nonce & 0xFFFFFFFF:08x}"
         self._returned = RankSet()  # ranks whose main has returned
         self._demultiplexers: dict[int, TagDemultiplexer] = {}
         self._credits: Channel[Credit] | None = None  # opened with the first channel of the user's program

@@ -59,7 +59,7 @@ class Recording:
         if writer is None or engine is None:
             return
         header = header_of(
-            job=f"{world.services.nonce & 0xFFFFFFFF:08x}",
+            job=world.services.job,
             rank=world.rank,
             size=world.size,
             incarnation=world.incarnation,

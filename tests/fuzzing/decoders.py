@@ -28,7 +28,7 @@ from asyncdist.collectives.error_exchange import Call, LocalResult, _pack_header
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.one_sided import OutdatedError, _SharedWindow
 from asyncdist.errors import RemoteProtocolError, TransportError
-from asyncdist.functional.checkpoints import checkpoint_files
+from asyncdist.functional.checkpoints import manifests
 from asyncdist.messaging import wire
 from asyncdist.tensors import pytrees, serialization
 from asyncdist.tensors.flat_state import Fingerprint
@@ -114,8 +114,8 @@ def _read_lines(data: bytes) -> object:
 def _read_manifest(data: bytes) -> object:
     with tempfile.TemporaryDirectory(prefix="fuzzed-") as folder:
         (Path(folder) / "manifest.json").write_bytes(data)
-        _, manifest = checkpoint_files.find_newest(Path(folder))
-    return [checkpoint_files.plan(manifest["files"], size) for size in (1, 2, 3)]
+        _, manifest = manifests.find_newest(Path(folder))
+    return [manifests.plan(manifest["files"], size) for size in (1, 2, 3)]
 
 
 def _read_window(data: bytes) -> object:
@@ -174,8 +174,8 @@ def _read_store(data: bytes) -> object:
 def _manifests() -> tuple[bytes, ...]:
     entry = {"nbytes": 1000, "crc32": 5, "metric": 0.5, "metric_mode": "min"}
     facts = {
-        "format": checkpoint_files._FORMAT,
-        "version": checkpoint_files._VERSION,
+        "format": manifests._FORMAT,
+        "version": manifests._VERSION,
         "asyncdist": "0",
         "files": [entry, {**entry, "metric": None}],
     }

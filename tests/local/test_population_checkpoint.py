@@ -22,7 +22,7 @@ from torch import nn
 import asyncdist as ad
 from asyncdist import World
 from asyncdist.errors import LocalProtocolError, RankLostError, RemoteError
-from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state
+from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, manifests
 from asyncdist.functional.checkpoints.checkpoint_files import ModelFormat
 from asyncdist.functional.soups.saved import uniform_soup
 from asyncdist.simulation import Fault, Kill, Restart
@@ -639,7 +639,7 @@ def test_a_compiled_model_fits_a_plain_one(
                 patched.setattr(checkpoint_state, "plain_state", lambda state: state)
                 patched.setattr(loading, "plain_name", lambda name: name)
             folder = await ad.save_population(tmp_path, model, optimizer, format=format)
-        saved = checkpoint_files.read_model(folder, 0, json.loads((folder / "manifest.json").read_text())["files"][0])
+        saved = checkpoint_files.read_model(folder, manifests.find_newest(folder)[1]["files"][0])
         assert any("_orig_mod" in name for name in saved) == (is_old and parts[0] != "")
         other, same = compiled(1, parts[1])
         await ad.load_population(tmp_path, other, same)
@@ -782,9 +782,12 @@ def test_checkpoints_go_on_after_all_ranks_were_restarted(ranks: int, saver: int
         return saved
 
     async def resumed(world: World) -> Any:
-        return (await ad.load_population(tmp_path, *made(1))).extra
+        found = await ad.load_population(tmp_path, *made(1))
+        return found.extra, found.source, found.is_copy
 
     faults: list[Fault] = [Kill(0, at_s=1.0), Restart(0, at_s=2.0), Kill(1, at_s=4.0), Restart(1, at_s=5.0)]
     results = ad.simulate(main, ranks=ranks, seed=1, faults=faults).results
-    assert [rank for rank, saved in enumerate(results) if 59 in saved] == [saver] and 69 in results[saver]
-    assert ad.simulate(resumed, ranks=ranks).results == (69,) * ranks
+    assert 59 in results[saver] and 69 in results[saver]
+    files = json.loads((manifests.find_newest(tmp_path)[0] / "manifest.json").read_text())["files"]
+    assert [entry["rank"] for entry in files] == [saver], "the others were restarted"
+    assert ad.simulate(resumed, ranks=ranks).results == tuple((69, rank, False) for rank in range(ranks))

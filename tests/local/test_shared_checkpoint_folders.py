@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import asyncdist as ad
-from asyncdist.functional.checkpoints import checkpoint_files
+from asyncdist.functional.checkpoints import checkpoint_files, manifests
 from asyncdist.functional.checkpoints.checkpoint_files import FolderLock
 
 
@@ -45,6 +45,6 @@ def test_a_save_locks_its_folder_until_it_ends(tmp_path: Path, monkeypatch: pyte
 
 def test_two_jobs_that_begin_together_take_different_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the second job ended with FileExistsError."""
-    monkeypatch.setattr(checkpoint_files, "_numbers", lambda place: [])
+    monkeypatch.setattr(manifests, "numbers", lambda place: [])
     names = [checkpoint_files.new_folder(tmp_path).name for _ in range(2)]
     assert names == ["checkpoint-000001", "checkpoint-000002"]

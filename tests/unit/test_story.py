@@ -391,11 +391,10 @@ class TestSockets:
 
     def test_a_socket_whose_folder_was_removed_is_made_anew(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Regression: asyncdist story found no job after its user's logout, which removes the folder of the sockets."""
-        monkeypatch.setattr(answering, "job_name", lambda _: "job")
         opened = sockets.listen("job", 0)
         assert opened is not None
         teller = object.__new__(answering.WaitReporter)
-        teller._world = cast("Any", SimpleNamespace(rank=0))
+        teller._world = cast("Any", SimpleNamespace(rank=0, services=SimpleNamespace(job="job")))
         teller._listener, teller._path = opened
         with selectors.DefaultSelector() as ready:
             ready.register(teller._listener, selectors.EVENT_READ)

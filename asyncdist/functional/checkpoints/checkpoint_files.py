@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
-import math
 import os
 import shutil
 import stat
@@ -19,46 +17,21 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
-import msgspec
 import torch
 
 from asyncdist import validation
-from asyncdist._version import __version__
-from asyncdist.functional.checkpoints import checkpoint_state, safetensors_model
+from asyncdist.functional.checkpoints import checkpoint_state, manifests, safetensors_model
+from asyncdist.functional.checkpoints.manifests import Moment
 from asyncdist.trust import new_files, torch_files
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
 ModelFormat: TypeAlias = Literal["torch", "safetensors"]
 
-_FORMAT: Final = "population checkpoint of asyncdist"
-_VERSION: Final = 1
-_MANIFEST: Final = "manifest.json"
-_PREFIX: Final = "checkpoint-"
 _PIECE_NBYTES: Final = 1 << 22
-#: Maximum size of a manifest in bytes. A rank's entry takes about 150 bytes.
-_MANIFEST_NBYTES_MAX: Final = 1 << 26
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class _FileEntry(msgspec.Struct, frozen=True):
-    nbytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
-    crc32: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-
-
-class _RankEntry(_FileEntry, frozen=True):
-    """Manifest entry of a rank: its file and, in the safetensors format, the file with its weights."""
-
-    metric: float | None
-    metric_mode: Literal["min", "max"]
-    safetensors: _FileEntry | None = None
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] | None = None
-    replica_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
-
-
-_RankEntries: TypeAlias = Annotated[list[_RankEntry], msgspec.Meta(min_length=1, max_length=1 << 16)]
 
 
 def check_format(format: ModelFormat) -> None:
@@ -72,10 +45,10 @@ def check_format(format: ModelFormat) -> None:
 def new_folder(place: Path) -> Path:
     """Create the folder of the next checkpoint in ``place``, and return its path."""
     place.mkdir(parents=True, exist_ok=True)
-    number = max(_numbers(place), default=0) + 1
+    number = max(manifests.numbers(place), default=0) + 1
     while True:
         with contextlib.suppress(FileExistsError):  # raised if another job has just created this folder
-            folder = place / _name(number)
+            folder = place / manifests.name_of(number)
             folder.mkdir()
             return folder
         number += 1
@@ -121,19 +94,23 @@ def _is_locked(folder: Path) -> bool:
     return False
 
 
-def finish(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None) -> None:
+def finish(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None, moment: Moment | None = None) -> None:
     """Write the manifest, which makes the checkpoint valid, and delete all but the newest ``keep`` checkpoints."""
-    manifest = {"format": _FORMAT, "version": _VERSION, "asyncdist": __version__, "files": entries}
-    with new_files.entered(folder, follows=False) as opened:
-        _write_atomically(opened, folder / _MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1)))
-    _sync(folder)
+    write_text(folder / manifests.MANIFEST, manifests.manifest_of(entries, moment))
     if keep is not None:
         _delete_old(folder, keep)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file of a checkpoint's folder. It exists completely, or not at all."""
+    with new_files.entered(path.parent, follows=False) as opened:
+        _write_atomically(opened, path, lambda written: written.write_text(text))
+    _sync(path.parent)
+
+
 def write_rank(folder: Path, index: int, state: Mapping[str, Any], format: ModelFormat) -> dict[str, Any]:
     """Write the files of the rank at position ``index`` of the population. Return its entry in the manifest."""
-    stem, entry = folder / f"rank-{index:05}", {}
+    stem, entry = folder / manifests.stem_of(index), {}
 
     def write_model(path: Path) -> None:
         nonlocal state
@@ -146,9 +123,9 @@ def write_rank(folder: Path, index: int, state: Mapping[str, Any], format: Model
         return {**_write_atomically(opened, stem.with_suffix(".pt"), lambda path: _save(state, path)), **entry}
 
 
-def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+def read_rank(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state written by :func:`write_rank`. Raise ValueError if a file is incomplete or damaged."""
-    stem = folder / f"rank-{index:05}"
+    stem: Path = folder / entry["stem"]
     path = stem.with_suffix(".pt")
     _check_whole(path, entry)
     with reading(path):
@@ -158,9 +135,16 @@ def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, A
     return state
 
 
-def read_model(folder: Path, index: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+def read_extra(folder: Path, entry: Mapping[str, Any]) -> Any:
+    """Return the ``extra`` of a file written by :func:`write_rank`, which is memory-mapped and not checked."""
+    path = folder / f"{entry['stem']}.pt"
+    with reading(path):
+        return torch_files.load(path, is_mapped=True)["extra"]
+
+
+def read_model(folder: Path, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the model's state written by :func:`write_rank`, memory-mapped. The optimizer's state is not read."""
-    stem = folder / f"rank-{index:05}"
+    stem: Path = folder / entry["stem"]
     path = stem.with_suffix(".pt")
     _check_whole(path, entry)
     with reading(path):
@@ -251,121 +235,19 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _name(number: int) -> str:
-    return f"{_PREFIX}{number:06}"
-
-
-def _numbers(place: Path) -> list[int]:
-    """Return the numbers of all checkpoint folders in ``place``, complete or not."""
-    ends = [entry.name.removeprefix(_PREFIX) for entry in place.glob(f"{_PREFIX}*") if entry.is_dir()]
-    return sorted(int(end) for end in ends if end.isdecimal() and _name(int(end)) == _PREFIX + end)
-
-
 def _delete_old(newest: Path, keep: int) -> None:
     """Delete unfinished checkpoints, and all complete checkpoints except the ``keep`` newest. Follow no symbolic links.
 
     A checkpoint that another job is writing is kept, and a warning is logged.
     """
-    older = [newest.parent / _name(number) for number in _numbers(newest.parent)]
+    older = [newest.parent / manifests.name_of(number) for number in manifests.numbers(newest.parent)]
     older = [folder for folder in older if folder.name < newest.name and not folder.is_symlink()]
-    whole = [folder for folder in older if (folder / _MANIFEST).is_file()]
+    whole = [folder for folder in older if (folder / manifests.MANIFEST).is_file()]
     for folder in older:
         if folder not in whole and _is_locked(folder):
             logger.warning("another job is writing %s, and both delete old checkpoints: give each job a folder", folder)
         elif folder not in whole[len(whole) - (keep - 1) :]:
             # The manifest is deleted first, so that a partly deleted checkpoint is not valid.
             with contextlib.suppress(FileNotFoundError), new_files.entered(folder, follows=False) as opened:
-                os.unlink(_MANIFEST, dir_fd=opened)
+                os.unlink(manifests.MANIFEST, dir_fd=opened)
             shutil.rmtree(folder, ignore_errors=True)  # rmtree does not follow links either
-
-
-def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the newest complete checkpoint in a folder and its manifest. Raise FileNotFoundError without one."""
-    if (path / _MANIFEST).is_file():
-        return path, _read_manifest(path)
-    folders = [path / _name(number) for number in reversed(_numbers(path))] if path.is_dir() else []
-    for folder in folders:
-        if (folder / _MANIFEST).is_file():
-            return folder, _read_manifest(folder)
-        logger.warning("%s is unfinished and is ignored", folder)
-    found = f"it contains only {len(folders)} unfinished checkpoints" if folders else "it contains no checkpoint"
-    if path.name.startswith(_PREFIX) and path.is_dir():
-        found = "it is an unfinished checkpoint"
-    raise FileNotFoundError(f"{path} must contain a complete population checkpoint, but {found}")
-
-
-def find_last(path: Path, count: int) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the newest ``count`` complete checkpoints in a folder and their manifests, oldest first."""
-    if (path / _MANIFEST).is_file():
-        return [find_newest(path)]
-    folders = [path / _name(number) for number in _numbers(path)]
-    found = [folder for folder in folders if (folder / _MANIFEST).is_file()][-count:]
-    return [(folder, _read_manifest(folder)) for folder in found] or [find_newest(path)]
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        with (folder / _MANIFEST).open("rb") as file:
-            data = file.read(_MANIFEST_NBYTES_MAX + 1)
-        manifest: Any = json.loads(data) if len(data) <= _MANIFEST_NBYTES_MAX else None
-    except (ValueError, RecursionError):
-        manifest = None
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise ValueError(
-            f"{folder / _MANIFEST} must be the manifest of a population checkpoint, but it has other content"
-        )
-    if manifest.get("version") != _VERSION:
-        raise ValueError(f"{folder} must have the checkpoint version {_VERSION}, got {manifest.get('version')!r:.80}")
-    try:
-        msgspec.convert(manifest.get("files"), _RankEntries)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{folder / _MANIFEST} must describe the file of each rank: {error}") from error
-    return manifest
-
-
-def saved_rank(entry: Mapping[str, Any], index: int) -> int:
-    """Return the rank that saved the file at position ``index``, which is ``index`` itself in older manifests."""
-    rank = entry.get("rank")
-    return index if rank is None else int(rank)
-
-
-def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
-    """Return, for each of ``size`` ranks, the saved rank whose file it loads.
-
-    The ranks with the best metrics are chosen, and repeated if there are too few. If the saved population had replicas
-    of several ranks, whole replicas are chosen by the mean metric of their ranks.
-    """
-    count: int = files[0].get("replica_size", 1)
-    if size == len(files):
-        return list(range(size))
-    if len(files) % count or size % count:
-        count = 1  # No whole replicas can be chosen, so choose single ranks.
-    units = [files[first : first + count] for first in range(0, len(files), count)]
-    return [unit * count + place for unit in _chosen(units, size // count) for place in range(count)]
-
-
-def _chosen(units: Sequence[Sequence[Mapping[str, Any]]], size: int) -> list[int]:
-    """Return, for each of ``size`` replicas, the saved replica that it loads.
-
-    A replica is a list of its ranks' entries.
-    """
-
-    def quality(source: int) -> tuple[bool, float]:
-        values = [each["metric"] for each in units[source]]
-        if any(value is None or not -math.inf < value < math.inf for value in values):
-            return False, 0.0
-        value = math.fsum(values) / len(values)
-        return True, -value if units[source][0]["metric_mode"] == "min" else value
-
-    best_first = sorted(range(len(units)), key=quality, reverse=True)
-    if size < len(units):
-        if not any(quality(source)[0] for source in best_first):
-            count = len(units[0])
-            logger.warning(
-                "the checkpoint has no finite metrics by which the best ranks could be chosen, so only the first %d of "
-                "its %d ranks are loaded",
-                size * count,
-                len(units) * count,
-            )
-        return sorted(best_first[:size])
-    return [*range(len(units)), *(best_first[i % len(units)] for i in range(size - len(units)))]

@@ -11,6 +11,8 @@ A folder looks like this::
             rank-00000.pt       a file for torch.load(..., weights_only=True): a dictionary with "model",
             rank-00001.pt       "optimizer", "optimizer_class", "optimizer_names",
                                 "policy", "extra" and "random"
+            restarted-rank-00002/   the state of a restarted rank, see
+                                    :mod:`asyncdist.functional.checkpoints.restarted_ranks`
 
 With ``format="safetensors"``, the weights are in ``rank-00000.safetensors``. "model" then has only the entries that
 this format does not support, and "tied" maps names to tensors that they share.
@@ -26,7 +28,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -34,9 +36,10 @@ from torch import nn
 from asyncdist import validation
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import RankLostError
-from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, shards
+from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, manifests, restarted_ranks, shards
 from asyncdist.functional.checkpoints.checkpoint_files import FolderLock, ModelFormat
 from asyncdist.functional.checkpoints.checkpoint_state import HasState, Stateful
+from asyncdist.functional.checkpoints.manifests import Moment
 from asyncdist.functional.collectives import resolve_group
 from asyncdist.functional.joint_work import JointWork
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
@@ -45,6 +48,8 @@ from asyncdist.runtime.world import World
 from asyncdist.tensors.compiled_names import state_for
 from asyncdist.tensors.optimizers.loading import load_exactly
 from asyncdist.tensors.trained_models import TrainedModels
+
+T = TypeVar("T")
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
@@ -100,14 +105,14 @@ async def save_population(
         keep: Number of newest checkpoints to keep, including this one, or None for all.
         format: ``"torch"``, or ``"safetensors"`` for a separate weights file per rank, which
             ``safetensors.torch.load_file`` opens. Requires ``pip install 'asyncdist[safetensors]'``.
-        group: Ranks to save, by default all ranks that were never lost. By default, a restarted rank saves nothing,
-            because it does not know which save the others reach next. It logs a warning and returns ``path``. If all
-            ranks were restarted, the first of them saves its own state, unless it belongs to a replica of several
-            ranks.
+        group: Ranks to save, by default all ranks. Then no rank waits for a restarted rank: its state becomes part of
+            the others' checkpoint with the same ``policy.iteration``, sooner or later. It is not saved, and a warning
+            is logged, without a policy, in a replica of several ranks, or if the others have no such checkpoint.
         world: World of the call, by default the current one.
 
     Returns:
-        Folder of this checkpoint, ``path/checkpoint-NNNNNN``.
+        Folder of this checkpoint, ``path/checkpoint-NNNNNN``. On a restarted rank ``path`` itself, if there is no such
+        checkpoint yet.
 
     Raises:
         TypeError: ``extra``, or the state of model, optimizer or policy, has a value that
@@ -119,9 +124,10 @@ async def save_population(
     **Cancellation**: before this rank's file is complete, the others get RemoteError, and the checkpoint is not valid.
     After that, the others complete the checkpoint. The cancellation is raised once this rank no longer writes a file.
     """
-    save, policy = _Save(path, model, keep, format, group, world), _without_wrapper(policy)
+    policy = _without_wrapper(policy)
+    save = _Save(path, model, keep, format, group, world, policy)
     await _settle(policy)
-    if save.is_left_out(policy):
+    if await save.is_left_out():
         return Path(path)
     await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return await save.joint.result_or_abandon()
@@ -173,9 +179,10 @@ async def async_save_population(
     **Cancellation**: unless the save is completed, the others get RemoteError, from this call or when they await the
     save.
     """
-    save, policy = _Save(path, model, keep, format, group, world, in_thread=True), _without_wrapper(policy)
+    policy = _without_wrapper(policy)
+    save = _Save(path, model, keep, format, group, world, policy, in_thread=True)
     await _settle(policy)
-    if save.is_left_out(policy):
+    if await save.is_left_out():
         return PendingSave(Path(path), None)
     name = await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return PendingSave(Path(path) / name, save.joint)
@@ -220,12 +227,16 @@ class _Save:
         format: ModelFormat,
         group: Group | None,
         world: World | None,
+        policy: HasState | None,
         *,
         in_thread: bool = False,
     ) -> None:
         self._world, self._group = resolve_group(world, group)
         self._is_default_group = group is None
-        self._is_alone = False  # all living ranks were restarted, and this one saves its own state
+        self._policy = policy
+        self._moment: Moment | None = None
+        self._is_alone = False  # all living ranks were restarted, and this one is the first of them
+        self._adds_itself = False  # it was restarted, and adds itself to a checkpoint of the others
         self._path = path
         self._model = model
         self._keep = keep
@@ -236,16 +247,28 @@ class _Save:
         self._is_writing = False
         self.joint: JointWork[Path] = JointWork(self._world, self._group, "save_population")
 
-    def is_left_out(self, policy: HasState | None) -> bool:
-        """Return whether this rank saves nothing, because it was restarted and no group was passed."""
+    async def is_left_out(self) -> bool:
+        """Decide how a restarted rank saves without a group. Return whether it saves nothing."""
         if not self._is_default_group or not self._world.incarnation:
             return False
-        self._is_alone = self._is_first_and_all_were_restarted() and checkpoint_state.replica_size_of(policy) == 1
-        text = "rank %d was restarted, so its state is not saved to %s; pass group= to save it"
-        if self._is_alone:
-            text = "all ranks were restarted, so only the state of rank %d is saved to %s; pass group= to save others"
-        logger.warning(text, self._world.rank, os.fspath(self._path))
-        return not self._is_alone
+        world, moment, position = self._world, restarted_ranks.moment_of(self._world, self._policy), "ahead"
+        if moment is not None:
+            position = await world.do_file_work(functools.partial(restarted_ranks.position, Path(self._path), moment))
+        if checkpoint_state.replica_size_of(self._policy) != 1:
+            reason = "its replica has several ranks"
+        elif position == "late":
+            reason = f"the other ranks have saved later, but not at policy.iteration {moment and moment.iteration}"
+        elif position == "ahead" and self._is_first_and_all_were_restarted():
+            self._is_alone = True
+            return False
+        elif moment is None:
+            reason = "without a policy, it is not known to which checkpoint of the other ranks it belongs"
+        else:
+            self._adds_itself = True
+            return False
+        text = "rank %d was restarted, and its state is not saved to %s, because %s; pass group= to save it"
+        logger.warning(text, world.rank, os.fspath(self._path), reason)
+        return True
 
     def _is_first_and_all_were_restarted(self) -> bool:
         """Return whether this rank is the first of the living ranks, and no other rank that was never lost may save.
@@ -267,7 +290,7 @@ class _Save:
         group of all ranks, gets RankLostError, and then joins the remaining ranks.
         """
         world = self._world
-        if self._is_alone or (self._is_default_group and world.peers.attendance.loss_count):
+        if self._is_alone or self._adds_itself or (self._is_default_group and world.peers.attendance.loss_count):
             await self._move_to_survivors()
         while True:
             try:
@@ -282,13 +305,13 @@ class _Save:
                 raise
 
     async def _move_to_survivors(self) -> None:
-        """Use the group of the ranks that were never lost, or of this rank if it saves alone.
+        """Use the group of the ranks that were never lost, or of this rank if it was restarted.
 
         The save still waits for earlier saves of the group of all ranks.
         """
         everyone = self._world.group
         groups = self._world.peers.groups
-        if self._is_alone:
+        if self._is_alone or self._adds_itself:
             self._group = await groups.new_group([self._world.rank], _SURVIVORS_TIMEOUT_S)
         else:
             self._group = await groups.surviving_group(everyone, _SURVIVORS_TIMEOUT_S)
@@ -306,10 +329,12 @@ class _Save:
                 validation.count("keep", self._keep, besides=" or None")
             checkpoint_files.check_format(self._format)
             self._state = take_state()
+            if self._is_default_group:
+                self._moment = restarted_ranks.moment_of(self._world, self._policy)
             if self._in_thread:
                 copy = functools.partial(checkpoint_state.copy_of, self._state)
                 self._state = await self._world.do_file_work(copy, model=self._model)
-            if self._group.index:
+            if self._group.index or self._adds_itself:
                 return ""
             folder = checkpoint_files.new_folder(Path(self._path))
             self._lock = FolderLock(folder)
@@ -332,6 +357,8 @@ class _Save:
         folder, world = Path(self._path) / name, self._world
         self._is_writing = True
         try:
+            if self._adds_itself:
+                return await self._add_itself(folder)
             entries = await gather_from_all_ranks(lambda: self._write(folder), group=own, world=world)
             await compute_and_broadcast(lambda: self._finish(folder, entries or []), group=own, world=world)
         except asyncio.CancelledError:
@@ -349,24 +376,44 @@ class _Save:
         return folder
 
     async def _write(self, folder: Path) -> dict[str, Any]:
-        self.joint.check()
-        entry = self._state.pop("entry")
+        entry = self._take_entry()
         write = functools.partial(checkpoint_files.write_rank, folder, self._group.index, self._state, self._format)
+        return {**await self._do_checked(write), **entry}
+
+    async def _add_itself(self, place: Path) -> Path:
+        assert self._moment is not None, "it was known before the save began"
+        entry = self._take_entry()
+        write = functools.partial(checkpoint_files.write_rank, index=0, state=self._state, format=self._format)
+        save = functools.partial(restarted_ranks.save, place, self._moment, entry, write)
+        return await self._do_checked(save) or place
+
+    def _take_entry(self) -> dict[str, Any]:
+        return {**self._state.pop("entry"), "rank": self._world.rank}
+
+    async def _do_checked(self, work: Callable[[], T]) -> T:
+        """Call a function that reads the state and writes files. Raise CancelledError if the caller was cancelled."""
+        self.joint.check()
         if self._in_thread:
-            written = await self._world.do_file_work(write)
+            done = await self._world.do_file_work(work)
         else:
             with self.joint.delayed_cancellation():
-                written = await self._world.do_file_work(write, model=self._model)
+                done = await self._world.do_file_work(work, model=self._model)
         self.joint.check()
-        return {**written, **entry, "rank": self._world.rank}
+        return done
 
     async def _finish(self, folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
         self.joint.check()
-        finish = functools.partial(checkpoint_files.finish, folder, entries, self._keep)
+        finish = functools.partial(_finish_files, folder, entries, self._keep, self._moment)
         if self._in_thread:
             await self._world.do_file_work(finish)
         else:
             finish()
+
+
+def _finish_files(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None, moment: Moment | None) -> None:
+    checkpoint_files.finish(folder, entries, keep, moment)
+    if moment is not None:
+        restarted_ranks.gather(folder, moment, deletes_others=keep is not None)
 
 
 async def load_population(
@@ -447,14 +494,17 @@ async def _load(
     folder, facts = Path(chosen[0]), json.loads(chosen[1])
     source, entry = facts["plan"][group.index], facts["files"][group.index]
     is_copy = source in facts["plan"][: group.index]
-    sources = dict(zip(group.ranks, map(checkpoint_files.saved_rank, facts["files"], facts["plan"]), strict=True))
+    sources = dict(zip(group.ranks, map(manifests.saved_rank, facts["files"], facts["plan"]), strict=True))
     loaded: dict[str, Any] = {}
 
     async def read() -> None:
         loading.check()
         with loading.delayed_cancellation():
-            read_rank = functools.partial(checkpoint_files.read_rank, folder, source, entry)
+            read_rank = functools.partial(checkpoint_files.read_rank, folder, entry)
             loaded.update(await world.do_file_work(read_rank))
+            if entry.get("was_restarted"):
+                read_extra = functools.partial(checkpoint_files.read_extra, folder, facts["first"])
+                loaded["extra"] = await world.do_file_work(read_extra)
         checkpoint_state.compare(model, optimizer, loaded)
         if optimizer is not None and group.index == 0 and loaded.get("optimizer_names") is None:
             logger.warning(
@@ -493,9 +543,11 @@ async def _load(
 
 def _choose(path: Path, size: int) -> tuple[str, str]:
     """Return the newest checkpoint's folder, and JSON with the saved rank and its entry for each loading rank."""
-    folder, manifest = checkpoint_files.find_newest(path)
-    plan, saved = checkpoint_files.plan(manifest["files"], size), len(manifest["files"])
+    folder, manifest = manifests.find_newest(path)
+    plan, saved = manifests.plan(manifest["files"], size), len(manifest["files"])
     if size > saved:
         text = "%s has the states of %d ranks, so %d of the %d ranks begin as copies of others"
         logger.warning(text, folder, saved, size - saved, size)
-    return str(folder), json.dumps({"plan": plan, "files": [manifest["files"][source] for source in plan]})
+    files = manifest["files"]
+    first = next(entry for entry in files if not entry.get("was_restarted"))
+    return str(folder), json.dumps({"plan": plan, "files": [files[source] for source in plan], "first": first})

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from asyncdist import validation
-from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, safetensors_model
+from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, manifests, safetensors_model
 from asyncdist.tensors.compiled_names import plain_name, plain_state
 from asyncdist.tensors.flat_state import Entry
 from asyncdist.trust import torch_files
@@ -101,7 +101,7 @@ def newest_sources(given: ModelSource | Iterable[ModelSource], last: int, rank: 
             raise ValueError(f"rank must be None unless the source is a folder of save_population, got {rank!r}")
         return sources_of(given)[-last:]
     found = []
-    for folder, manifest in checkpoint_files.find_last(Path(given), last):
+    for folder, manifest in manifests.find_last(Path(given), last):
         own = _of_checkpoint(folder, manifest)
         if rank is not None and not 0 <= rank < len(own):
             raise ValueError(f"rank must be from 0 to {len(own) - 1}, the ranks of {folder}, got {rank}")
@@ -111,7 +111,7 @@ def newest_sources(given: ModelSource | Iterable[ModelSource], last: int, rank: 
 
 def _at(path: Path) -> list[Source]:
     if path.is_dir():
-        return _of_checkpoint(*checkpoint_files.find_newest(path))
+        return _of_checkpoint(*manifests.find_newest(path))
     if not path.is_file():
         raise FileNotFoundError(f"{path} must be {_ALLOWED}, but it does not exist")
     return [Source(str(path), lambda: _read_file(path))]
@@ -120,8 +120,8 @@ def _at(path: Path) -> list[Source]:
 def _of_checkpoint(folder: Path, manifest: Mapping[str, Any]) -> list[Source]:
     def source(index: int, entry: Mapping[str, Any]) -> Source:
         return Source(
-            f"rank {checkpoint_files.saved_rank(entry, index)} of {folder}",
-            lambda: checkpoint_files.read_model(folder, index, entry),
+            f"rank {manifests.saved_rank(entry, index)} of {folder}",
+            lambda: checkpoint_files.read_model(folder, entry),
         )
 
     return [source(index, entry) for index, entry in enumerate(manifest["files"])]

@@ -21,7 +21,7 @@ from typing import Final
 from asyncdist import local_host
 from asyncdist.live import counters
 from asyncdist.runtime.story.activity import Activity
-from asyncdist.runtime.story.collecting import collect, job_name
+from asyncdist.runtime.story.collecting import collect
 from asyncdist.runtime.world import World
 from asyncdist.story import sockets
 from asyncdist.story.event_texts import ABORT
@@ -77,7 +77,7 @@ class WaitReporter:
 
     def begin(self) -> None:
         """Open a socket, if this host has a folder for sockets, and start the thread that answers on it."""
-        opened = sockets.listen(job_name(self._world), self._world.rank)
+        opened = sockets.listen(self._world.services.job, self._world.rank)
         if opened is None:
             return
         self._listener, self._path = opened
@@ -168,7 +168,7 @@ class WaitReporter:
         assert self._listener is not None and self._path is not None, "it has begun"
         if os.path.lexists(self._path):
             return
-        opened = sockets.listen(job_name(self._world), self._world.rank)
+        opened = sockets.listen(self._world.services.job, self._world.rank)
         if opened is not None:
             ready.unregister(self._listener)
             self._listener.close()

@@ -28,11 +28,6 @@ _LIBRARIES: Final = tuple(
 )
 
 
-def job_name(world: World) -> str:
-    """Return the name of the world's job, equal on all ranks: eight hexadecimal digits."""
-    return f"{world.services.nonce & 0xFFFFFFFF:08x}"
-
-
 def collect(
     world: World, main: asyncio.Task[Any], activity: Activity, frame: types.FrameType | None = None
 ) -> RankStory:
@@ -49,7 +44,7 @@ def collect(
         size=world.size,
         pid=os.getpid(),
         hostname=world.hostname,
-        job=job_name(world),
+        job=services.job,
         program=sys.argv[0] if sys.argv else "",
         state=state,
         line=line,

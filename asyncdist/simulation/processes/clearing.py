@@ -11,7 +11,6 @@ from typing import Final
 
 from asyncdist.recording.writer import RecordOptions, file_name, remove_earlier
 from asyncdist.runtime.stall_warnings import describe_task_wait, waiter_of
-from asyncdist.runtime.story.collecting import job_name
 from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.scheduler import Scheduler
@@ -61,7 +60,7 @@ def cancel_tasks_quietly(loops: Sequence[RankLoop], scheduler: Scheduler) -> Non
 def forget_earlier(world: World, options: RecordOptions | None) -> None:
     """Remove the recording of an earlier simulation with the same seed, except the new file of ``world``."""
     if options is not None:
-        job = job_name(world)
+        job = world.services.job
         remove_earlier(options.folder, job, file_name(job, world.rank, world.incarnation))
 
 

@@ -1,0 +1,275 @@
+"""Tests that the states of restarted ranks become part of the other ranks' checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist.functional.checkpoints import checkpoint_files, manifests, restarted_ranks
+from asyncdist.functional.checkpoints.manifests import Moment
+from asyncdist.simulation import Fault, Kill, Network, Restart, simulate
+from protocols import (
+    AsyncDiLoCoPolicy,
+    AsyncSelectiveAveragingPolicy,
+    DiLoCoPolicy,
+    GossipPolicy,
+    PopulationAveragingPolicy,
+)
+
+RANKS, LOST, END, SAVE_EVERY = 4, 2, 60, 10
+FAULTS: list[Fault] = [Kill(LOST, at_s=0.105), Restart(LOST, at_s=0.25)]
+POLICIES = (
+    AsyncDiLoCoPolicy,
+    AsyncSelectiveAveragingPolicy,
+    DiLoCoPolicy,
+    GossipPolicy,
+    PopulationAveragingPolicy,
+)
+JOB = "0000000a"
+
+
+def made(policy_class: Callable[..., Any]) -> tuple[torch.nn.Linear, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, policy_class(model, optimizer, average_every=5)
+
+
+async def train(
+    world: ad.World,
+    folder: Path,
+    policy_class: Callable[..., Any] = AsyncSelectiveAveragingPolicy,
+    pace: float = 1.0,
+    *,
+    save_beside: bool = False,
+    shift: int = 0,
+    keep: int | None = None,
+) -> list[float]:
+    """Train to step 60 and save every 10 steps. Return the weights at the last save.
+
+    Args:
+        pace: Duration of a restarted rank's step, in steps of the others.
+        shift: A restarted rank saves this number of steps later than the others.
+    """
+    model, optimizer, policy = made(policy_class)
+    save: Any = ad.async_save_population if save_beside else ad.save_population
+    shift = shift if world.incarnation else 0
+    weights: list[float] = []
+    async with policy:
+        while policy.iteration < END:
+            with torch.no_grad():
+                model.weight += 0.01 * (world.rank + 1)
+            await world.sleep(0.01 * (pace if world.incarnation else 1.0))
+            await (policy.step(float(world.rank)) if policy_class is AsyncSelectiveAveragingPolicy else policy.step())
+            if policy.iteration % SAVE_EVERY == shift:
+                extra = {"rank": world.rank, "iteration": policy.iteration}
+                await save(folder, model, optimizer, policy=policy, extra=extra, keep=keep)
+                weights = model.weight.flatten().tolist()
+    return weights
+
+
+async def load(world: ad.World, folder: Path, policy_class: Callable[..., Any]) -> tuple[Any, ...]:
+    model, optimizer, policy = made(policy_class)
+    found = await ad.load_population(folder, model, optimizer, policy=policy)
+    return found.source, found.is_copy, found.extra["rank"], policy.iteration, model.weight.flatten().tolist()
+
+
+def ranks_in(folder: Path) -> list[int]:
+    return [entry["rank"] for entry in manifests.find_newest(folder)[1]["files"]]
+
+
+@pytest.mark.parametrize("pace", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("policy_class", POLICIES)
+def test_a_restarted_rank_is_in_the_others_checkpoints(
+    policy_class: Callable[..., Any], pace: float, tmp_path: Path
+) -> None:
+    """Faster or slower than the others, it is loaded with its own state, and with the ``extra`` of the first rank."""
+    trained = simulate(train, tmp_path, policy_class, pace, ranks=RANKS, seed=1, faults=FAULTS, network=Network())
+    loaded = simulate(load, tmp_path, policy_class, ranks=RANKS, seed=2, strict=True).results
+    expected = [(rank, False, 0 if rank == LOST else rank, END, trained.results[rank]) for rank in range(RANKS)]
+    assert list(loaded) == expected
+    assert all(ranks_in(folder) == [0, 1, 2, 3] for folder in sorted(tmp_path.iterdir())[2:])
+    assert all(folder.name.startswith("checkpoint-") for folder in tmp_path.iterdir()), "nothing is left beside them"
+
+
+@pytest.mark.parametrize("pace", [0.3, 3.0])
+def test_saves_beside_training_contain_a_restarted_rank(pace: float, tmp_path: Path) -> None:
+    main = functools.partial(train, save_beside=True)
+    simulate(main, tmp_path, DiLoCoPolicy, pace, ranks=RANKS, seed=1, faults=FAULTS, network=Network())
+    assert ranks_in(tmp_path) == [0, 1, 2, 3]
+    assert simulate(load, tmp_path, DiLoCoPolicy, ranks=RANKS, seed=2, strict=True).results[LOST][0] == LOST
+
+
+def test_ranks_that_were_restarted_twice_train_on_together(tmp_path: Path) -> None:
+    """The resumed ranks make the same rounds: their models are equal after the last one."""
+    faults = [*FAULTS, Kill(0, at_s=0.32), Restart(0, at_s=0.4), Kill(LOST, at_s=0.42), Restart(LOST, at_s=0.5)]
+    simulate(train, tmp_path, DiLoCoPolicy, ranks=RANKS, seed=1, faults=faults, network=Network()).value()
+    assert ranks_in(tmp_path) == [0, 1, 2, 3]
+
+    async def resume(world: ad.World) -> list[float]:
+        model, optimizer, policy = made(DiLoCoPolicy)
+        await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        async with policy:
+            while policy.iteration < END + 10:
+                await policy.step()
+        return model.weight.flatten().tolist()
+
+    results = simulate(resume, ranks=RANKS, seed=2, strict=True).results
+    assert list(results) == [results[0]] * RANKS
+
+
+def test_a_soup_contains_a_restarted_rank(tmp_path: Path) -> None:
+    trained = simulate(
+        functools.partial(train, pace=3.0), tmp_path, ranks=RANKS, seed=1, faults=FAULTS, network=Network()
+    )
+    model = torch.nn.Linear(3, 1)
+    assert ad.uniform_soup(model, tmp_path).members == (0, 1, 2, 3)
+    mean = torch.tensor(trained.results, dtype=torch.float64).mean(0)
+    torch.testing.assert_close(model.weight.detach().double().flatten(), mean)
+
+
+def test_states_of_other_iterations_are_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A restarted rank that is ahead writes states, which the others' next checkpoint deletes."""
+    main = functools.partial(train, pace=0.5, shift=3)
+    simulate(main, tmp_path, ranks=RANKS, seed=1, faults=FAULTS, network=Network()).value()
+    assert ranks_in(tmp_path) == [0, 1, 3]
+    assert all(folder.name.startswith("checkpoint-") for folder in tmp_path.iterdir())
+    assert not caplog.records, "it was never late"
+
+
+def test_a_state_that_comes_too_late_is_not_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    main = functools.partial(train, pace=5.0, shift=3)
+    simulate(main, tmp_path, ranks=RANKS, seed=1, faults=FAULTS, network=Network()).value()
+    assert ranks_in(tmp_path) == [0, 1, 3] and not list(tmp_path.glob("*restarted*"))
+    texts = {record.getMessage() for record in caplog.records if record.levelno == logging.WARNING}
+    assert any("not at policy.iteration 53" in text for text in texts), texts
+
+
+def test_a_restarted_rank_without_a_policy_saves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: ad.World) -> Path:
+        model, optimizer, policy = made(DiLoCoPolicy)
+        async with policy:
+            while policy.iteration < END:
+                await world.sleep(0.01)
+                await policy.step()
+            return await ad.save_population(tmp_path, model, optimizer)
+
+    results = simulate(main, ranks=RANKS, seed=1, faults=FAULTS, network=Network()).results
+    assert results == tuple(tmp_path if rank == LOST else tmp_path / "checkpoint-000001" for rank in range(RANKS))
+    assert ranks_in(tmp_path) == [0, 1, 3]
+    assert [r.args[0] for r in caplog.records if r.args and "without a policy" in r.getMessage()] == [LOST]
+
+
+def write(folder: Path) -> dict[str, Any]:
+    return checkpoint_files.write_rank(folder, 0, {"model": {}, "extra": None}, "torch")
+
+
+def entry_of(rank: int) -> dict[str, Any]:
+    return {"metric": 1.0, "metric_mode": "max", "replica_size": 1, "rank": rank}
+
+
+def checkpoint(place: Path, moment: Moment | None, *, deletes_others: bool = False) -> Path:
+    """Write a checkpoint of rank 0."""
+    folder = checkpoint_files.new_folder(place)
+    checkpoint_files.finish(folder, [{**write(folder), **entry_of(0)}], None, moment)
+    if moment is not None:
+        restarted_ranks.gather(folder, moment, deletes_others=deletes_others)
+    return folder
+
+
+def test_a_state_moves_at_whichever_comes_later(tmp_path: Path) -> None:
+    first, second, third = (Moment(JOB, iteration) for iteration in (10, 20, 30))
+    early = checkpoint(tmp_path, first)
+    assert restarted_ranks.save(tmp_path, first, entry_of(3), write) == early
+    assert restarted_ranks.save(tmp_path, third, entry_of(3), write) is None
+    assert ranks_in(early) == [0, 3] and ranks_in(checkpoint(tmp_path, second)) == [0]
+    assert restarted_ranks.save(tmp_path, second, entry_of(3), write) == tmp_path / "checkpoint-000002"
+    assert ranks_in(checkpoint(tmp_path, third)) == [0, 3]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_checkpoint_that_ends_during_the_write_gets_the_state(tmp_path: Path, monkeypatch: Any) -> None:
+    """Its last look at the folder comes before the state is there, and the rank's first look before the manifest."""
+    moment = Moment(JOB, 10)
+    rename = Path.rename
+
+    def late(path: Path, target: Path) -> Path:
+        monkeypatch.undo()
+        checkpoint(tmp_path, moment)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    assert restarted_ranks.save(tmp_path, moment, entry_of(1), write) == tmp_path / "checkpoint-000001"
+    assert ranks_in(tmp_path) == [0, 1] and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_position_of_a_moment(tmp_path: Path) -> None:
+    position = functools.partial(restarted_ranks.position, tmp_path)
+    assert position(Moment(JOB, 10)) == "ahead", "no checkpoint was written yet"
+    for iteration in (10, 30):
+        checkpoint(tmp_path, Moment(JOB, iteration))
+    found = [position(Moment(JOB, iteration)) for iteration in (0, 10, 20, 30, 40)]
+    assert found == ["late", "at a checkpoint", "late", "at a checkpoint", "ahead"]
+    assert position(Moment("0000000b", 20)) == "ahead", "another job has no checkpoint yet"
+    checkpoint(tmp_path, None)
+    assert position(Moment(JOB, 20)) == "ahead", "it is not known what the newest checkpoint is"
+
+
+def test_the_state_of_another_process_of_the_rank_is_replaced(tmp_path: Path) -> None:
+    moment = Moment(JOB, 10)
+    for metric in (1.0, 2.0):
+        assert restarted_ranks.save(tmp_path, moment, {**entry_of(1), "metric": metric}, write) is None
+    checkpoint(tmp_path, moment)
+    assert [entry["metric"] for entry in manifests.find_newest(tmp_path)[1]["files"]] == [1.0, 2.0]
+
+
+def test_states_of_another_job_are_deleted_only_with_keep(tmp_path: Path) -> None:
+    restarted_ranks.save(tmp_path, Moment("0000000b", 10), entry_of(1), write)
+    assert ranks_in(checkpoint(tmp_path, Moment(JOB, 10))) == [0] and len(list(tmp_path.iterdir())) == 2
+    assert ranks_in(checkpoint(tmp_path, Moment(JOB, 20), deletes_others=True)) == [0]
+    assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["checkpoint-000001", "checkpoint-000002"]
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    def full(folder: Path) -> dict[str, Any]:
+        write(folder)
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        restarted_ranks.save(tmp_path, Moment(JOB, 10), entry_of(1), full)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["", "{}", '{"moment": 1}', "[" * 100_000])
+def test_a_damaged_entry_is_refused(damage: str, tmp_path: Path) -> None:
+    moment = Moment(JOB, 10)
+    folder = checkpoint(tmp_path, moment)
+    restarted_ranks.save(tmp_path, moment, entry_of(1), write)
+    path = folder / "restarted-rank-00001" / "entry.json"
+    path.write_text(damage)
+    with pytest.raises(ValueError, match=r"restarted-rank-00001/entry.json must describe"):
+        manifests.find_newest(tmp_path)
+
+
+def test_an_entry_of_another_moment_or_rank_is_ignored(tmp_path: Path) -> None:
+    """A rank of the manifest counts, and so does the moment, whoever has copied the folder."""
+    moment = Moment(JOB, 10)
+    folder = checkpoint(tmp_path, moment)
+    restarted_ranks.save(tmp_path, moment, entry_of(1), write)
+    path = folder / "restarted-rank-00001" / "entry.json"
+    facts = json.loads(path.read_text())
+    for changed in ({"moment": {"job": JOB, "iteration": 11}}, {"entry": {**facts["entry"], "rank": 0}}):
+        path.write_text(json.dumps({**facts, **changed}))
+        assert ranks_in(tmp_path) == [0]
+    with contextlib.suppress(FileNotFoundError):
+        path.write_text(json.dumps(facts))
+    assert ranks_in(tmp_path) == [0, 1]
