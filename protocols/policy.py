@@ -106,6 +106,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self.average_every = own.average_every
         self.name = own.name
         self.iteration = 0
+        self.start_number = 0  # equal on all ranks that train together; another one after each start
         self._call_count = 0  # steps in this process; `iteration` includes those before a restart
         self._is_due = False  # whether an average is due in the current step
         self._is_unawaited = True  # whether step was never called, or last without await

@@ -89,6 +89,7 @@ class JoinablePolicy(SpawnPolicy):
         # so all members see the same changes of the leader.
         members = [rank for rank in self._leading_order() if rank in meeting.ranks]
         scopes = PolicyScopes(meeting.ranks, agreed)
+        self.start_number = scopes.policy
         facts = self._services, scopes, members
         self._open(Membership(*facts, known=known, replaced=lost, replicas=self._replicas), scopes)
 
@@ -156,6 +157,7 @@ class JoinablePolicy(SpawnPolicy):
         self, welcome: Welcome, leader: int, deadline: float | None, values: Mapping[str, str], attempt: int
     ) -> bool:
         scopes = PolicyScopes.of_running(welcome, values)
+        self.start_number = scopes.policy
         members = [rank for rank, _ in welcome.members]
         membership = Membership(
             self._services,

@@ -271,6 +271,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
             replaced: Members that were lost before the start was agreed on, or were restarted since.
         """
         services, members = self._services, self._members
+        self.start_number = scopes.policy if self._island is None else scopes.between
         states = self._open_states(scopes)
         channels = MemberChannels(services, scopes)
         if epoch:

@@ -34,13 +34,13 @@ def test_a_save_locks_its_folder_until_it_ends(tmp_path: Path, monkeypatch: pyte
     finish = checkpoint_files.finish
 
     def watched(folder: Path, *arguments: object) -> None:
-        found.append(checkpoint_files._is_locked(folder))
+        found.append(checkpoint_files.is_locked(folder))
         finish(folder, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(checkpoint_files, "finish", watched)
     (name, _) = ad.run_local(save, tmp_path, ranks=2)
     assert found == [True]
-    assert not checkpoint_files._is_locked(tmp_path / name)
+    assert not checkpoint_files.is_locked(tmp_path / name)
 
 
 def test_two_jobs_that_begin_together_take_different_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

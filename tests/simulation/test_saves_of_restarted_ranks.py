@@ -34,7 +34,7 @@ POLICIES = (
     GossipPolicy,
     PopulationAveragingPolicy,
 )
-JOB = "0000000a"
+RUN, OTHER_RUN = "0000000a-1", "0000000a-2"
 
 
 def made(policy_class: Callable[..., Any]) -> tuple[torch.nn.Linear, torch.optim.Optimizer, Any]:
@@ -187,7 +187,7 @@ def checkpoint(place: Path, moment: Moment | None, *, deletes_others: bool = Fal
 
 
 def test_a_state_moves_at_whichever_comes_later(tmp_path: Path) -> None:
-    first, second, third = (Moment(JOB, iteration) for iteration in (10, 20, 30))
+    first, second, third = (Moment(RUN, iteration) for iteration in (10, 20, 30))
     early = checkpoint(tmp_path, first)
     assert restarted_ranks.save(tmp_path, first, entry_of(3), write) == early
     assert restarted_ranks.save(tmp_path, third, entry_of(3), write) is None
@@ -199,7 +199,7 @@ def test_a_state_moves_at_whichever_comes_later(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_ends_during_the_write_gets_the_state(tmp_path: Path, monkeypatch: Any) -> None:
     """Its last look at the folder comes before the state is there, and the rank's first look before the manifest."""
-    moment = Moment(JOB, 10)
+    moment = Moment(RUN, 10)
     rename = Path.rename
 
     def late(path: Path, target: Path) -> Path:
@@ -214,28 +214,28 @@ def test_a_checkpoint_that_ends_during_the_write_gets_the_state(tmp_path: Path, 
 
 def test_the_position_of_a_moment(tmp_path: Path) -> None:
     position = functools.partial(restarted_ranks.position, tmp_path)
-    assert position(Moment(JOB, 10)) == "ahead", "no checkpoint was written yet"
+    assert position(Moment(RUN, 10)) == "ahead", "no checkpoint was written yet"
     for iteration in (10, 30):
-        checkpoint(tmp_path, Moment(JOB, iteration))
-    found = [position(Moment(JOB, iteration)) for iteration in (0, 10, 20, 30, 40)]
+        checkpoint(tmp_path, Moment(RUN, iteration))
+    found = [position(Moment(RUN, iteration)) for iteration in (0, 10, 20, 30, 40)]
     assert found == ["late", "at a checkpoint", "late", "at a checkpoint", "ahead"]
-    assert position(Moment("0000000b", 20)) == "ahead", "another job has no checkpoint yet"
+    assert position(Moment(OTHER_RUN, 20)) == "ahead", "another run has no checkpoint yet"
     checkpoint(tmp_path, None)
-    assert position(Moment(JOB, 20)) == "ahead", "it is not known what the newest checkpoint is"
+    assert position(Moment(RUN, 20)) == "ahead", "it is not known what the newest checkpoint is"
 
 
 def test_the_state_of_another_process_of_the_rank_is_replaced(tmp_path: Path) -> None:
-    moment = Moment(JOB, 10)
+    moment = Moment(RUN, 10)
     for metric in (1.0, 2.0):
         assert restarted_ranks.save(tmp_path, moment, {**entry_of(1), "metric": metric}, write) is None
     checkpoint(tmp_path, moment)
     assert [entry["metric"] for entry in manifests.find_newest(tmp_path)[1]["files"]] == [1.0, 2.0]
 
 
-def test_states_of_another_job_are_deleted_only_with_keep(tmp_path: Path) -> None:
-    restarted_ranks.save(tmp_path, Moment("0000000b", 10), entry_of(1), write)
-    assert ranks_in(checkpoint(tmp_path, Moment(JOB, 10))) == [0] and len(list(tmp_path.iterdir())) == 2
-    assert ranks_in(checkpoint(tmp_path, Moment(JOB, 20), deletes_others=True)) == [0]
+def test_states_of_another_run_are_deleted_only_with_keep(tmp_path: Path) -> None:
+    restarted_ranks.save(tmp_path, Moment(OTHER_RUN, 10), entry_of(1), write)
+    assert ranks_in(checkpoint(tmp_path, Moment(RUN, 10))) == [0] and len(list(tmp_path.iterdir())) == 2
+    assert ranks_in(checkpoint(tmp_path, Moment(RUN, 20), deletes_others=True)) == [0]
     assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["checkpoint-000001", "checkpoint-000002"]
 
 
@@ -245,13 +245,13 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
         raise OSError("no space")
 
     with pytest.raises(OSError, match="no space"):
-        restarted_ranks.save(tmp_path, Moment(JOB, 10), entry_of(1), full)
+        restarted_ranks.save(tmp_path, Moment(RUN, 10), entry_of(1), full)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("damage", ["", "{}", '{"moment": 1}', "[" * 100_000])
 def test_a_damaged_entry_is_refused(damage: str, tmp_path: Path) -> None:
-    moment = Moment(JOB, 10)
+    moment = Moment(RUN, 10)
     folder = checkpoint(tmp_path, moment)
     restarted_ranks.save(tmp_path, moment, entry_of(1), write)
     path = folder / "restarted-rank-00001" / "entry.json"
@@ -262,14 +262,39 @@ def test_a_damaged_entry_is_refused(damage: str, tmp_path: Path) -> None:
 
 def test_an_entry_of_another_moment_or_rank_is_ignored(tmp_path: Path) -> None:
     """A rank of the manifest counts, and so does the moment, whoever has copied the folder."""
-    moment = Moment(JOB, 10)
+    moment = Moment(RUN, 10)
     folder = checkpoint(tmp_path, moment)
     restarted_ranks.save(tmp_path, moment, entry_of(1), write)
     path = folder / "restarted-rank-00001" / "entry.json"
     facts = json.loads(path.read_text())
-    for changed in ({"moment": {"job": JOB, "iteration": 11}}, {"entry": {**facts["entry"], "rank": 0}}):
+    for changed in ({"moment": {"run": RUN, "iteration": 11}}, {"entry": {**facts["entry"], "rank": 0}}):
         path.write_text(json.dumps({**facts, **changed}))
         assert ranks_in(tmp_path) == [0]
     with contextlib.suppress(FileNotFoundError):
         path.write_text(json.dumps(facts))
     assert ranks_in(tmp_path) == [0, 1]
+
+
+def test_successive_policies_reach_the_same_iterations(tmp_path: Path) -> None:
+    """The state of a rank that is restarted in the second epoch is not in the checkpoint of the first epoch."""
+
+    async def main(world: ad.World) -> list[int]:
+        model, optimizer, _ = made(AsyncSelectiveAveragingPolicy)
+        counts = []
+        for _ in range(3):
+            policy = AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5)
+            async with policy:
+                while policy.iteration < 20:
+                    await world.sleep(0.01 if world.incarnation else 0.02)
+                    await policy.step(1.0)
+                await ad.save_population(tmp_path, model, optimizer, policy=policy)
+            counts.append(policy.start_number)
+        return counts
+
+    faults: list[Fault] = [Kill(LOST, at_s=0.5), Restart(LOST, at_s=0.55)]
+    report = simulate(main, ranks=RANKS, seed=1, faults=faults, network=Network())
+    assert [ranks_in(tmp_path / f"checkpoint-00000{number}") for number in (1, 2, 3)] == [[0, 1, 2, 3]] * 3
+    numbers: Any = report.results[0]
+    assert len(set(numbers)) == 3 and report.results[1] == numbers
+    written = [json.loads((tmp_path / f"checkpoint-00000{number}/manifest.json").read_text()) for number in (2, 3)]
+    assert [manifest["moment"]["iteration"] for manifest in written] == [20, 20]

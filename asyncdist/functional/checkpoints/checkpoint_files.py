@@ -78,7 +78,8 @@ def _unlock(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def _is_locked(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
+    """Return whether a process is writing into a folder."""
     try:
         descriptor = os.open(folder, _FOLDER)
     except OSError:
@@ -244,7 +245,7 @@ def _delete_old(newest: Path, keep: int) -> None:
     older = [folder for folder in older if folder.name < newest.name and not folder.is_symlink()]
     whole = [folder for folder in older if (folder / manifests.MANIFEST).is_file()]
     for folder in older:
-        if folder not in whole and _is_locked(folder):
+        if folder not in whole and is_locked(folder):
             logger.warning("another job is writing %s, and both delete old checkpoints: give each job a folder", folder)
         elif folder not in whole[len(whole) - (keep - 1) :]:
             # The manifest is deleted first, so that a partly deleted checkpoint is not valid.

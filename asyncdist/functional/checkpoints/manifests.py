@@ -48,9 +48,13 @@ _RankEntries: TypeAlias = Annotated[list[_RankEntry], msgspec.Meta(min_length=1,
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """When a job saves: the job's identifier, and the number of steps of the rank's policy."""
+    """When a rank saves: during which run of a policy, after how many steps.
 
-    job: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8}$")]
+    Attributes:
+        run: The job's name, and the number of the policy's start, because a job may start several policies.
+    """
+
+    run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8}-[0-9a-f]+$", max_length=40)]
     iteration: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 
 

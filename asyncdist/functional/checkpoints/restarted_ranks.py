@@ -5,9 +5,9 @@ iteration of its policy long before them, long after them, or never. It saves al
 checkpoints::
 
     checkpoints/
-        restarted-rank-00002-1a2b3c4d-300/      rank, job, and iteration of the policy
-            rank-00000.pt                       its state
-            entry.json                          its moment, and its entry as in a manifest
+        restarted-rank-00002-1a2b3c4d-5e6f-300/     rank, job, start of the policy, and its iteration
+            rank-00000.pt                           its state
+            entry.json                              its moment, and its entry as in a manifest
 
 If the others' checkpoint of the same iteration exists, the rank moves its folder into it. Otherwise, the checkpoint's
 first rank moves the folder when it writes the manifest. The folder is then ``checkpoint-000003/restarted-rank-00002``.
@@ -33,12 +33,14 @@ _UNFINISHED: Final = ".part"
 def moment_of(world: World, policy: Any) -> Moment | None:
     """Return the present moment, or None if ``policy`` does not count iterations."""
     iteration = getattr(policy, "iteration", None)
-    return Moment(world.services.job, iteration) if isinstance(iteration, int) else None
+    if not isinstance(iteration, int):
+        return None
+    return Moment(f"{world.services.job}-{getattr(policy, 'start_number', 0):x}", iteration)
 
 
 def position(place: Path, moment: Moment) -> Literal["ahead", "at a checkpoint", "late"]:
-    """Return where a moment lies: after the job's newest checkpoint, at a checkpoint, or between older checkpoints."""
-    newest = next(_checkpoints(place, moment.job), None)
+    """Return where a moment lies: after the run's newest checkpoint, at a checkpoint, or between older checkpoints."""
+    newest = next(_checkpoints(place, moment.run), None)
     if newest is None or newest[1] < moment.iteration:
         return "ahead"
     return "late" if _checkpoint_of(place, moment) is None else "at a checkpoint"
@@ -54,12 +56,14 @@ def save(
         entry: The rank's entry in a manifest, without its files.
         write: Function that writes the state to the given folder, and returns the entry's part about the files.
     """
-    whole = place / f"{_name(entry['rank'])}-{moment.job}-{moment.iteration}"
+    name = _name(entry["rank"])
+    whole = place / f"{name}-{moment.run}-{moment.iteration}"
     folder = whole.with_name(whole.name + _UNFINISHED)
-    for old in (folder, whole):  # of an earlier process of this rank
+    for old in (whole, *place.glob(f"{name}-{moment.run}-*{_UNFINISHED}")):  # of earlier processes of this rank
         shutil.rmtree(old, ignore_errors=True)
     place.mkdir(parents=True, exist_ok=True)
     folder.mkdir()
+    lock = checkpoint_files.FolderLock(folder)
     try:
         files = write(folder)
         checkpoint_files.write_text(folder / manifests.ENTRY, manifests.restarted_text({**files, **entry}, moment))
@@ -73,34 +77,37 @@ def save(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    finally:
+        lock.release()
 
 
 def gather(checkpoint: Path, moment: Moment, *, deletes_others: bool) -> None:
     """Move the states of restarted ranks into a new checkpoint, and delete those that can belong to no checkpoint.
 
     Checkpoints of earlier iterations are complete, so that ranks move their states into them without help. If
-    ``deletes_others``, states of other jobs are also deleted.
+    ``deletes_others``, states of other runs are also deleted.
     """
-    for folder in checkpoint.parent.glob(f"{manifests.RESTARTED}*-{moment.job}-*"):
-        iteration = folder.name.rpartition("-")[2]
-        if iteration == str(moment.iteration):
-            _move(folder, checkpoint)
-        elif iteration.isdecimal() and int(iteration) < moment.iteration:
-            shutil.rmtree(folder, ignore_errors=True)
-    for folder in checkpoint.parent.glob(f"{manifests.RESTARTED}*") if deletes_others else ():
-        if f"-{moment.job}-" not in folder.name:
+    for folder in checkpoint.parent.glob(f"{manifests.RESTARTED}*"):
+        run, _, iteration = folder.name.split("-", 3)[-1].rpartition("-")
+        if run != moment.run:
+            is_useless = deletes_others and not checkpoint_files.is_locked(folder)
+        elif iteration == str(moment.iteration):
+            is_useless = not _move(folder, checkpoint)
+        else:
+            is_useless = iteration.isdecimal() and int(iteration) < moment.iteration
+        if is_useless:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _checkpoint_of(place: Path, moment: Moment) -> Path | None:
-    for folder, iteration in _checkpoints(place, moment.job):
+    for folder, iteration in _checkpoints(place, moment.run):
         if iteration <= moment.iteration:
             return folder if iteration == moment.iteration else None
     return None
 
 
-def _checkpoints(place: Path, job: str) -> Iterator[tuple[Path, int]]:
-    """Yield the newest complete checkpoints with the iterations of their first ranks, until one is of another job."""
+def _checkpoints(place: Path, run: str) -> Iterator[tuple[Path, int]]:
+    """Yield the newest complete checkpoints with the iterations of their first ranks, until one is of another run."""
     for number in reversed(manifests.numbers(place)):
         folder = place / manifests.name_of(number)
         try:
@@ -109,7 +116,7 @@ def _checkpoints(place: Path, job: str) -> Iterator[tuple[Path, int]]:
             continue
         except ValueError:
             return
-        if moment is None or moment.job != job:
+        if moment is None or moment.run != run:
             return
         yield folder, moment.iteration
 
