@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
-import os
 import random
-import zipfile
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.facts import names, naming
+from support.facts import names
+from support.saved_populations import load, made, put, save, weights_of
 from torch import nn
 
 import asyncdist as ad
@@ -27,16 +23,9 @@ from asyncdist.functional.checkpoints.checkpoint_files import ModelFormat
 from asyncdist.functional.soups.saved import uniform_soup
 from asyncdist.simulation import Fault, Kill, Restart
 from asyncdist.tensors.optimizers import loading
-from asyncdist.trust import torch_files
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
 
 KINDS = [AverageAllPolicy, AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy]
-
-
-def made(seed: int = 0, width: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.Linear(width, 1))
-    return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
@@ -47,10 +36,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     loss.backward()
     optimizer.step()
     return -float(loss.detach())
-
-
-def weights_of(model: nn.Module) -> list[list[float]]:
-    return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
 def average_all(model: nn.Module, optimizer: torch.optim.Optimizer) -> AverageAllPolicy:
@@ -173,22 +158,6 @@ def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], words: str
     assert policy.iteration == 0
 
 
-async def save(
-    world: World, path: Path, metrics: list[float | None], keep: int | None = None, extra: Any = None
-) -> Path:
-    model, optimizer = made(world.rank)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(world.rank)
-    return await ad.save_population(path, model, optimizer, metric=metrics[world.rank], keep=keep, extra=extra)
-
-
-async def load(world: World, path: Path, width: int = 3) -> tuple[int, bool, float]:
-    model, optimizer = made(width=width)
-    found = await ad.load_population(path, model, optimizer)
-    return found.source, found.is_copy, next(model.parameters()).mean().item()
-
-
 def test_fewer_ranks_go_on_with_the_best_and_more_with_copies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Regression: the warnings named a line of asyncdist as their place."""
     ad.simulate(save, tmp_path, [0.5, float("nan"), 2.0, 1.0], ranks=4, strict=True).value()
@@ -227,157 +196,6 @@ def test_a_checkpoint_behind_a_link_is_not_deleted(tmp_path: Path) -> None:
     assert ad.simulate(load, aside, ranks=1).results == ((0, False, 0.0),)
 
 
-def _without_state(state: dict[str, Any]) -> None:
-    state["optimizer"]["state"] = "none"
-
-
-def _with_number(state: dict[str, Any]) -> None:
-    state["model"][next(iter(state["model"]))] = 3
-
-
-def _with_sparse(state: dict[str, Any]) -> None:
-    name, weight = next(iter(state["model"].items()))
-    state["model"][name] = weight.to_sparse()
-
-
-def _with_meta(state: dict[str, Any]) -> None:
-    state["model"]["0.weight"] = torch.empty(3, 4, device="meta")
-
-
-def _with_state(**entries: Any) -> Callable[[dict[str, Any]], None]:
-    """Return a function that changes the optimizer's state of the first parameter."""
-    return lambda state: state["optimizer"]["state"].setdefault(0, {}).update(entries)
-
-
-def _with_option(**options: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda state: state["optimizer"]["param_groups"][0].update(options)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (_without_state, "reading it raised AttributeError"),
-        (_with_number, "is a Tensor in this model and a int in the checkpoint"),
-        (_with_sparse, "has the layout torch.strided in this model and torch.sparse_coo in the checkpoint"),
-        (_with_meta, r"'0.weight' has no values in the checkpoint \(device meta\)"),
-        (_with_state(exp_avg=torch.zeros(7)), r"'exp_avg' of parameter 0 must have the shape \(3, 4\), got \(7,\)"),
-        (_with_state(exp_avg=torch.zeros(1).expand(3, 10**7)), r"must have the shape \(3, 4\), got"),
-        (_with_state(exp_avg=torch.zeros(1).expand(3, 10**12)), "it has expanded tensors of 12000000000000 bytes"),
-        (_with_option(params=torch.zeros(1).expand(10**9)), "it has expanded tensors of 4000000000 bytes"),
-        (_with_option(params=torch.arange(4)), "the parameters of a group must be a list, got a Tensor"),
-        (
-            lambda state: state.update(extra=[torch.zeros(1).expand(3 << 26)] * 5 + [torch.ones(1).expand(3 << 26)]),
-            "it has expanded tensors of 1610612736 bytes",
-        ),
-        (_with_state(exp_avg=torch.zeros(3, 4, device="meta")), "'exp_avg' of parameter 0 has no values"),
-        (_with_state(exp_avg=torch.ones(3, 4, dtype=torch.int64)), "must have floating-point numbers, got torch.int64"),
-        (_with_state(exp_avg="x"), "must be a tensor or a number, got 'x'"),
-        (lambda state: state["optimizer"]["state"].update({0: "x"}), "of parameter 0 must be a dictionary, got 'x'"),
-        (
-            lambda state: state["optimizer"]["state"].update({4: {}}),
-            "has 4 parameters, but the checkpoint",
-        ),
-        (_with_option(lr="fast"), "'lr' must be like 0.1 of this optimizer, got 'fast'"),
-        (_with_option(lr=torch.zeros(2)), "'lr' must be like 0.1 of this optimizer"),
-        (_with_option(betas=(0.9,)), r"'betas' must be like \(0.9, 0.999\)"),
-        (_with_option(amsgrad="no"), "'amsgrad' must be like False"),
-        (lambda state: state["optimizer"]["param_groups"][0].pop("lr"), "group 0 of the optimizer has no 'lr'"),
-    ],
-)
-def test_a_whole_checkpoint_of_odd_content_changes_nothing(
-    change: Callable[[dict[str, Any]], None], words: str, tmp_path: Path
-) -> None:
-    """Regression: an invalid file was detected only after the model, or a part of it, had been loaded."""
-    folder = ad.simulate(save, tmp_path, [None], ranks=1).value()
-    path, manifest = folder / "rank-00000.pt", folder / "manifest.json"
-    state = torch.load(path, weights_only=True)
-    change(state)
-    torch.save(state, path)
-    told = json.loads(manifest.read_text())
-    told["files"][0] |= {"nbytes": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
-    manifest.write_text(json.dumps(told))
-
-    async def main(world: World) -> None:
-        model, optimizer = made(5)
-        before = [parameter.clone() for parameter in model.parameters()]
-        with pytest.raises(ValueError, match=words):
-            await ad.load_population(folder, model, optimizer)
-        assert all(map(torch.equal, before, model.parameters()))
-
-    ad.simulate(main, ranks=1).value()
-
-
-@pytest.mark.parametrize(
-    ("record", "words"),
-    [
-        ("compressed", "it has compressed records, which torch.save does not write"),
-        ("overlapping", "its records are larger than the file"),
-        ("bytearray", "it has a bytearray"),
-        ("BYTEARRAY", "it has a bytearray"),
-        ("hidden", "its list of records is not where torch.save writes it"),
-    ],
-)
-@pytest.mark.parametrize("read", [torch_files.load, lambda path: uniform_soup(nn.Linear(1, 1), path)])
-def test_a_file_that_would_fill_the_memory_is_not_read(
-    record: str, words: str, read: Callable[[Path], Any], tmp_path: Path
-) -> None:
-    """Regression: a file of 12 KB filled 6 GiB, and later one whose pickle's name had capitals, or with two lists."""
-    torch.save({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}, tmp_path / "good.pt")
-    path = tmp_path / "bad.pt"
-    large = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05" + (6 << 30).to_bytes(5, "little") + b"\x85R."
-    compression = zipfile.ZIP_DEFLATED if record == "compressed" else zipfile.ZIP_STORED
-    with zipfile.ZipFile(tmp_path / "good.pt") as good, zipfile.ZipFile(path, "w", compression) as bad:
-        for name in good.namelist():
-            is_changed = record.lower() == "bytearray" and name.endswith("data.pkl")
-            bad.writestr(name.upper() if record.isupper() else name, large if is_changed else good.read(name))
-        if record == "overlapping":
-            bad.writestr("data", bytes(9000))
-            bad.infolist().extend([bad.getinfo("data")] * 3)
-    if record == "hidden":
-        hide_records(path, tmp_path / "good.pt")
-    with pytest.raises(ValueError, match=words):
-        read(path)
-
-
-def hide_records(path: Path, good: Path) -> None:
-    """Write compressed records that only torch finds, where the archive's end says, and the records of ``good``."""
-    shown, hidden = io.BytesIO(), io.BytesIO()
-    for buffer, compression in ((shown, zipfile.ZIP_STORED), (hidden, zipfile.ZIP_DEFLATED)):
-        buffer.write(b"PK\x03\x04" + bytes(2000) if buffer is hidden else b"")
-        with zipfile.ZipFile(good) as source, zipfile.ZipFile(buffer, "w", compression) as target:
-            for name in source.namelist():
-                target.writestr(name, source.read(name))
-    start, end = zipfile.ZipFile(hidden).start_dir, hidden.getvalue().rindex(b"PK\x05\x06")
-    records, directory = shown.getvalue()[: (at := zipfile.ZipFile(shown).start_dir)], shown.getvalue()[at:-22]
-    assert len(directory) == end - start < len(records) < 2000
-    data = bytearray(hidden.getvalue()[:end] + directory + hidden.getvalue()[end:])
-    data[len(directory) : len(directory) + len(records)] = records  # Python adds the first list's size to offsets
-    path.write_bytes(data)
-
-
-def test_a_bytearray_in_an_old_file_is_refused(tmp_path: Path) -> None:
-    torch.save({"a": bytearray(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match="it has a bytearray"):
-        torch_files.load(tmp_path / "old.pt")
-    torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    assert torch.equal(torch_files.load(tmp_path / "old.pt", is_mapped=True)["a"], torch.ones(2))
-
-
-def test_what_no_load_would_accept_is_refused_in_extra(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"extra must have only tensors, numbers, strings, .* bytearray"):
-        ad.simulate(save, tmp_path, [1.0], None, bytearray(3), ranks=1, strict=True).value()
-    with pytest.raises(TypeError, match="the state cannot be saved: it has expanded tensors of 4294967296 bytes"):
-        ad.simulate(save, tmp_path, [1.0], None, torch.zeros(1).expand(1 << 30), ranks=1, strict=True).value()
-
-
-def test_a_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path: Path) -> None:
-    folder = ad.simulate(save, tmp_path, [None], ranks=1).value()
-    folder.joinpath("rank-00000.pt").unlink()
-    os.mkfifo(folder / "rank-00000.pt")
-    with pytest.raises(ValueError, match=r"rank-00000\.pt must be a regular file"):
-        ad.simulate(load, tmp_path, ranks=1).value()
-
-
 @pytest.mark.parametrize("is_old", [False, True])
 def test_the_optimizers_parameters_may_be_in_another_order(
     is_old: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -413,52 +231,6 @@ def test_files_open_with_torch_alone(tmp_path: Path) -> None:
     assert state["extra"][1] == {"a": (1, "b")}
 
 
-@pytest.mark.parametrize(
-    ("spoil", "kind", "words"),
-    [
-        (lambda folder: (folder / "manifest.json").write_text("{"), ValueError, "must be the manifest"),
-        (
-            lambda folder: (folder / "rank-00000.pt").write_bytes(b"abc"),
-            ValueError,
-            "must have the .* bytes and the checksum of its manifest, got 3 bytes",
-        ),
-        (lambda folder: (folder / "rank-00000.pt").unlink(), FileNotFoundError, "rank-00000.pt"),
-        (lambda folder: change_version(folder), ValueError, "must have the checkpoint version 1, got 2"),
-        (lambda folder: change_entries(folder, nbytes=-1), ValueError, r"Expected `int` >= 0 - at `\$\[0\].nbytes`"),
-        (lambda folder: change_entries(folder, safetensors="x"), ValueError, "Expected `object | null`, got `str`"),
-        (lambda folder: change_entries(folder, metric=10**400), ValueError, "must describe the file of each rank"),
-        (
-            lambda folder: put(folder, [1]),
-            ValueError,
-            "reading it raised ValueError: the part 'model'",
-        ),
-        (lambda folder: put(folder, {}, random={}), ValueError, "reading it raised KeyError: 'python'"),
-        (
-            lambda folder: put(folder, {}, random=RANDOM),
-            ValueError,
-            "position of numpy's generator must be from 0 to 624, got 625",
-        ),
-        (lambda folder: put(folder, {}, optimizer=[]), ValueError, "reading it raised TypeError"),
-        (lambda folder: put_bytes(folder, b"no archive"), ValueError, "rank-00000.pt must be the file of a rank"),
-    ],
-)
-def test_incomplete_checkpoint_is_refused_and_changes_nothing(
-    spoil: Any, kind: type[Exception], words: str, tmp_path: Path
-) -> None:
-    ad.simulate(save, tmp_path, [1.0, 2.0], ranks=2, strict=True).value()
-    spoil(tmp_path / "checkpoint-000001")
-
-    async def main(world: World) -> list[list[float]]:
-        model, optimizer = made()
-        before = weights_of(model)
-        with pytest.raises(kind if world.rank == 0 else RemoteError, match=words):
-            await ad.load_population(tmp_path, model, optimizer)
-        assert weights_of(model) == before
-        return before
-
-    ad.simulate(main, ranks=2, strict=True).value()
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_all_ranks_may_begin_anew_where_there_is_no_checkpoint(ranks: int, tmp_path: Path) -> None:
     async def main(world: World) -> int:
@@ -473,61 +245,6 @@ def test_all_ranks_may_begin_anew_where_there_is_no_checkpoint(ranks: int, tmp_p
 
     assert ad.simulate(main, ranks=ranks, strict=True).results == (0,) * ranks
     assert ad.simulate(main, ranks=ranks, strict=True).results == (1,) * ranks
-
-
-RANDOM = {
-    "python": random.getstate(),
-    "numpy": ("MT19937", torch.zeros(624, dtype=torch.int64), 625, 0, 0.0),
-    "torch": torch.get_rng_state(),
-    "cuda": [],
-}
-
-
-def change_entries(folder: Path, **fields: Any) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][0].update(fields)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def put(folder: Path, state: Any, **parts: Any) -> None:
-    """Replace rank 0's state by a different one, with the size and checksum of the manifest."""
-    path = folder / "rank-00000.pt"
-    whole = {**torch.load(path, weights_only=True), **state, **parts} if isinstance(state, dict) else state
-    buffer = io.BytesIO()
-    torch.save(whole, buffer)
-    put_bytes(folder, buffer.getvalue())
-
-
-def put_bytes(folder: Path, data: bytes) -> None:
-    (folder / "rank-00000.pt").write_bytes(data)
-    change_entries(folder, nbytes=len(data), crc32=zlib.crc32(data))
-
-
-def change_version(folder: Path) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 2}))
-
-
-def test_another_model_is_told_by_its_first_difference(tmp_path: Path) -> None:
-    ad.simulate(save, tmp_path, [1.0], ranks=1, strict=True).value()
-    with pytest.raises(
-        ValueError, match=r"same layout: '0.weight' has the shape \(5, 4\) in this model and \(3, 4\) in the checkpoint"
-    ):
-        ad.simulate(load, tmp_path, 5, ranks=1, strict=True).value()
-
-
-def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    async def main(world: World) -> None:
-        for unfit in (Path("x"), lambda: None):
-            extra = {"f": unfit} if world.rank == 1 else None
-            with pytest.raises(TypeError if world.rank == 1 else RemoteError, match="extra"):
-                await ad.save_population(tmp_path, *made(), extra=extra)
-        with pytest.raises(ValueError, match=naming("keep", 0)):
-            await ad.save_population(tmp_path, *made(), keep=0)
-        with pytest.raises(FileNotFoundError, match="only 2 unfinished checkpoints"):
-            await ad.load_population(tmp_path, *made())
-
-    ad.simulate(main, ranks=2, strict=True).value()
 
 
 def test_a_learning_rate_that_numpy_computed_is_loaded_again(tmp_path: Path) -> None:
@@ -548,33 +265,6 @@ def test_a_learning_rate_that_numpy_computed_is_loaded_again(tmp_path: Path) -> 
 
     ad.simulate(save_it, ranks=2, strict=True).value()
     ad.simulate(load_it, ranks=2, strict=True).value()
-
-
-def test_model_that_no_load_would_accept_is_refused_at_the_save(tmp_path: Path) -> None:
-    class Located(nn.Linear):
-        def get_extra_state(self) -> Path:
-            return tmp_path
-
-    async def main(world: World) -> None:
-        with pytest.raises(
-            TypeError, match=r"^model must have only .* torch.load\(weights_only=True\) refuses pathlib"
-        ):
-            await ad.save_population(tmp_path, Located(2, 1))
-
-    ad.simulate(main, ranks=1, strict=True).value()
-
-
-def test_checkpoint_of_another_optimizer_is_refused_unchanged(tmp_path: Path) -> None:
-    async def main(world: World) -> None:
-        model, optimizer = made()
-        await ad.save_population(tmp_path, model, optimizer)
-        other = made(seed=1)[0]
-        before = weights_of(other)
-        with pytest.raises(ValueError, match="an optimizer of the class SGD, got Adam"):
-            await ad.load_population(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.1))
-        assert weights_of(other) == before
-
-    ad.simulate(main, ranks=1, strict=True).value()
 
 
 class Prepared:

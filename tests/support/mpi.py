@@ -178,6 +178,11 @@ def base_environment() -> dict[str, str]:
     return {**inherited, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
+def warm_environment() -> dict[str, str]:
+    """Return the variables with which ranks start warm, with the training libraries imported."""
+    return warm.environment(base_environment(), *warm.LIBRARIES)
+
+
 def _await_end(process: subprocess.Popen[bytes], deadline: float, interrupt_when: str | None, stdout: Path) -> bool:
     """Return whether the job ended on its own; otherwise kill its processes."""
     finished = True
