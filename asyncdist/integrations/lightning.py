@@ -249,15 +249,24 @@ class Averaging(Callback, Generic[PolicyT]):
             self._training.forget_state()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the policy, together with all ranks, unless the strategy loads the checkpoint after this method."""
+        """Start the policy, together with all ranks, unless a checkpoint is loaded after this method."""
         self._trainer = trainer
         self._has_losses = self._has_warned = False
         self._loss.reset()
         self._example_count = 0
-        if not trainer.strategy.restore_checkpoint_after_setup:
+        if not self._begins_late(trainer):
             self._begin(trainer, pl_module)
         elif self._world.size > 1:
             seed_by_number(self._world.rank)  # the policy starts only after the loaders have seeded their workers
+
+    def _begins_late(self, trainer: pl.Trainer) -> bool:
+        """Return whether the policy starts in :meth:`on_train_start`, after the trainer has loaded its checkpoint.
+
+        Some strategies, like ModelParallelStrategy, load all of it then. Others load the states of optimizers and
+        schedulers, which must not replace the state that a restarted rank gets from a running policy.
+        """
+        is_restarted = self._world.incarnation > 0 and trainer.ckpt_path is not None
+        return is_restarted or bool(trainer.strategy.restore_checkpoint_after_setup)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._training.begin(pl_module, self._choose(trainer.optimizers))
@@ -292,9 +301,9 @@ class Averaging(Callback, Generic[PolicyT]):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the number of earlier optimizer steps, which is known only after a checkpoint has been loaded.
 
-        If the strategy loads checkpoints after :meth:`on_fit_start`, like ModelParallelStrategy, also start the policy.
+        If the policy begins late, also start it.
         """
-        if trainer.strategy.restore_checkpoint_after_setup:
+        if self._begins_late(trainer):
             self._begin(trainer, pl_module)
         self._steps = _steps_of(trainer)
         self._step_count = self._first_step_count = self._steps.completed

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import asyncdist as ad
+from asyncdist.simulation import Kill, Network, Restart, simulate
 from protocols import DiLoCoPolicy, GossipPolicy
 
 ROWS, BATCH, SAVED_AFTER = 16, 2, 3
@@ -138,6 +139,64 @@ def test_a_policy_begins_with_what_a_strategy_loads_late(tmp_path: Path) -> None
         return torch.equal(whole, resumed)
 
     assert ad.run_local(ad.blocking.hosted(train), ranks=2) == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_restarted_rank_keeps_the_leaders_optimizer_state(tmp_path: Path) -> None:
+    """Regression: the rank joined the policy, and then the trainer loaded its own old checkpoint of the optimizer."""
+    pl = pytest.importorskip("lightning.pytorch")
+
+    from asyncdist.integrations.lightning import Averaging
+
+    path, steps = tmp_path / "own.ckpt", 40
+
+    class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+    def train(world: ad.blocking.World) -> list[tuple[int, int]]:
+        seen: list[tuple[int, int]] = []
+        averaging = Averaging(DiLoCoPolicy, average_every=2)
+
+        class Watch(pl.Callback):  # type: ignore[name-defined,misc]
+            def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+                policy = averaging.policy
+                assert policy is not None
+                counts = {int(state["step"]) for state in trainer.optimizers[0].state.values()}
+                seen.append((policy.iteration, counts.pop() if counts else 0))
+                world.sleep(0.01)
+                if policy.iteration == 4 and world.rank == 1 and not world.incarnation:
+                    trainer.save_checkpoint(path)
+                trainer.should_stop = policy.iteration >= steps
+
+        torch.manual_seed(0)
+        trainer = pl.Trainer(
+            max_epochs=-1,
+            min_steps=1,
+            devices=1,
+            accelerator="cpu",
+            callbacks=[averaging, Watch()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        rows = torch.utils.data.DataLoader(TensorDataset(torch.ones(1000, 1)))
+        trainer.fit(Module(), rows, ckpt_path=path if world.incarnation else None)
+        return seen
+
+    faults = [Kill(1, at_s=0.1), Restart(1, at_s=0.15)]
+    report = simulate(ad.blocking.hosted(train), ranks=3, seed=1, faults=faults, network=Network())
+    seen: Any = report.results[1]
+    assert seen[0][0] > 10, "it joined the running policy"
+    assert all(iteration == count for iteration, count in seen), seen[:3]
 
 
 @pytest.mark.filterwarnings("ignore")

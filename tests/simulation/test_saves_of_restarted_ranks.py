@@ -249,13 +249,13 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("damage", ["", "{}", '{"moment": 1}', "[" * 100_000])
-def test_a_damaged_entry_is_refused(damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [None, "", "{}", '{"moment": 1}', "[" * 100_000])
+def test_a_damaged_entry_is_refused(damage: str | None, tmp_path: Path) -> None:
     moment = Moment(RUN, 10)
     folder = checkpoint(tmp_path, moment)
     restarted_ranks.save(tmp_path, moment, entry_of(1), write)
     path = folder / "restarted-rank-00001" / "entry.json"
-    path.write_text(damage)
+    path.unlink() if damage is None else path.write_text(damage)
     with pytest.raises(ValueError, match=r"restarted-rank-00001/entry.json must describe"):
         manifests.find_newest(tmp_path)
 

@@ -184,7 +184,7 @@ def _read_restarted(path: Path) -> _RestartedRank:
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(_NBYTES_MAX), type=_RestartedRank)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, FileNotFoundError) as error:  # without any manifest, a program begins anew
         raise ValueError(f"{path} must describe the file of a restarted rank: {error}") from error
 
 
