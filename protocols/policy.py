@@ -138,6 +138,11 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._joint_start: Start[None]
         self.is_alone: bool
 
+    @property
+    def completed_rounds(self) -> tuple[int, ...]:
+        """Numbers of rounds that must be equal on ranks which resume together. Empty if they need not be equal."""
+        return ()
+
     def __repr__(self) -> str:
         return f"<{self._journal.describe(self.iteration)}>"
 

@@ -69,8 +69,7 @@ class ExchangePolicy(ReplicatedPolicy):
         shared: Options that all exchange-based policies have.
         skips_late: Whether a step skips a mean that is due but has not arrived.
         replica_size: Number of consecutive ranks that train one replica of the model together.
-        quorum: Number of contributions for which a round waits, or None to wait for all members. Requires fragments
-            with anchors.
+        quorum: Number of contributions for which a round waits, or None for all. Requires fragments with anchors.
         grace_s: Seconds to wait for further contributions when the quorum is reached.
         options: Options of :class:`SpawnPolicy`.
     """
@@ -220,15 +219,18 @@ class ExchangePolicy(ReplicatedPolicy):
         rounds = "saved" if self._may_be_late() else str([fragment.version for fragment in self._fragments])
         return {**super()._agreed_values(), ROUNDS: rounds}
 
+    @property
+    def completed_rounds(self) -> tuple[int, ...]:
+        """Number of rounds of each fragment. Empty with a quorum, because late ranks receive the newest state."""
+        return () if self._quorum is not None else tuple(fragment.version for fragment in self._fragments)
+
     def _may_be_late(self) -> bool:
         """Return whether this rank's reference weights may differ from other ranks', as saved with a quorum."""
         return self._quorum is not None and self._was_loaded
 
     def _first_weights(self) -> dict[str, str]:
         """Return the checksum of this rank's anchors (reference weights), which must be equal on the other replicas."""
-        if self._may_be_late():
-            return {}
-        return {FIRST_WEIGHTS: f"{checksum_of_anchors(self._fragments):08x}"}
+        return {} if self._may_be_late() else {FIRST_WEIGHTS: f"{checksum_of_anchors(self._fragments):08x}"}
 
     async def _agree(self) -> Agreed:
         if not self.keeps_replicas:
@@ -247,13 +249,10 @@ class ExchangePolicy(ReplicatedPolicy):
         self._replica = await joined_replica(*facts, left_s)
 
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
-        is_overlapped = self._is_overlapped
+        facts = self._services, scopes, membership, self._exchanged()
         self._exchange = Exchange(
-            self._services,
-            scopes,
-            membership,
-            self._exchanged(),
-            is_overlapped=is_overlapped,
+            *facts,
+            is_overlapped=self._is_overlapped,
             weigh=self.weigh,
             partners=self.partners,
             replicas=self._replicas,

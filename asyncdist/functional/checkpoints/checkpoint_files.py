@@ -8,6 +8,7 @@ on disk I/O.
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import logging
 import os
@@ -137,10 +138,11 @@ def read_rank(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_extra(folder: Path, entry: Mapping[str, Any]) -> Any:
-    """Return the ``extra`` of a file written by :func:`write_rank`, which is memory-mapped and not checked."""
+    """Return the ``extra`` of a file written by :func:`write_rank`. Other parts of the file are not copied."""
     path = folder / f"{entry['stem']}.pt"
+    _check_whole(path, entry)
     with reading(path):
-        return torch_files.load(path, is_mapped=True)["extra"]
+        return copy.deepcopy(torch_files.load(path, is_mapped=True)["extra"])
 
 
 def read_model(folder: Path, entry: Mapping[str, Any]) -> Mapping[str, Any]:

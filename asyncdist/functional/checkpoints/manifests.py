@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -52,13 +53,27 @@ class Moment(msgspec.Struct, frozen=True):
 
     Attributes:
         run: The job's name, and the number of the policy's start, because a job may start several policies.
+        rounds: Numbers of completed rounds, which must be equal on ranks that continue together.
+        count: Number of earlier saves to the same path with the same other values.
     """
 
     run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8}-[0-9a-f]+$", max_length=40)]
     iteration: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+    rounds: tuple[int, ...] = ()
+    count: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
+
+    def with_count(self, count: int) -> Moment:
+        """Return the moment of another save at the same time."""
+        return Moment(self.run, self.iteration, self.rounds, count)
+
+    def is_before(self, other: Moment) -> bool:
+        """Return whether a rank saves at this moment before it can save at the other one, of the same run."""
+        return (self.iteration, self.count) < (other.iteration, other.count)
 
 
-class _RestartedRank(msgspec.Struct, frozen=True):
+class RestartedRank(msgspec.Struct, frozen=True):
+    """A restarted rank that saved alone: when it saved, and its entry as in a manifest."""
+
     moment: Moment
     entry: _RankEntry
 
@@ -168,24 +183,40 @@ def _with_restarted(folder: Path, files: list[dict[str, Any]], moment: Moment | 
     if moment is None or len(own) < len(files) or any(entry.get("replica_size", 1) != 1 for entry in files):
         return files
     for place in sorted(folder.glob(f"{RESTARTED}*")):
-        if place.is_dir() and not place.is_symlink():
-            found = _read_restarted(place / ENTRY)
-            rank = found.entry.rank
-            if found.moment == moment and rank is not None and rank not in own:
-                own[rank] = {
-                    **msgspec.to_builtins(found.entry),
-                    "stem": f"{place.name}/{stem_of(0)}",
-                    "was_restarted": True,
-                }
+        if place.is_symlink():
+            continue
+        try:
+            found = read_restarted(place)
+        except (OSError, ValueError) as error:
+            logger.warning("%s is damaged, so this restarted rank is ignored: %s", place, error)
+            continue
+        rank = found.entry.rank
+        if found.moment == moment and rank is not None and rank not in own:
+            added = {"stem": f"{place.name}/{stem_of(0)}", "was_restarted": True}
+            own[rank] = {**msgspec.to_builtins(found.entry), **added}
     return [own[rank] for rank in sorted(own)]
 
 
-def _read_restarted(path: Path) -> _RestartedRank:
+def read_restarted(folder: Path) -> RestartedRank:
+    """Return what a restarted rank has written into its folder.
+
+    Raises:
+        OSError: A file is missing.
+        ValueError: The entry is damaged, or a file has another size.
+    """
+    path = folder / ENTRY
+    if not path.is_file():  # opening a named pipe would block
+        raise FileNotFoundError(errno.ENOENT, "it must have a regular file", str(path))
     try:
         with path.open("rb") as file:
-            return msgspec.json.decode(file.read(_NBYTES_MAX), type=_RestartedRank)
-    except (ValueError, RecursionError, FileNotFoundError) as error:  # without any manifest, a program begins anew
-        raise ValueError(f"{path} must describe the file of a restarted rank: {error}") from error
+            found = msgspec.json.decode(file.read(_NBYTES_MAX), type=RestartedRank)
+    except RecursionError as error:
+        raise ValueError(f"{path}: {error}") from error
+    files = {".pt": found.entry, ".safetensors": found.entry.safetensors}
+    for ending, entry in files.items():
+        if entry is not None and (folder / f"{stem_of(0)}{ending}").stat().st_size != entry.nbytes:
+            raise ValueError(f"{stem_of(0)}{ending} must have {entry.nbytes} bytes")
+    return found
 
 
 def saved_rank(entry: Mapping[str, Any], index: int) -> int:

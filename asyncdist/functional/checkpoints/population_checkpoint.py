@@ -28,7 +28,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -53,6 +53,10 @@ T = TypeVar("T")
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
+#: How a rank saves: as a member of its group; or, after a restart, alone because all ranks were restarted and it is the
+#: first of them, by adding itself to a checkpoint of others, or not at all.
+_Role: TypeAlias = Literal["member", "alone", "adds itself", "nothing"]
+
 #: Seconds to wait for the group of the surviving ranks.
 _SURVIVORS_TIMEOUT_S: Final = 60.0
 
@@ -65,7 +69,8 @@ class LoadedPopulation:
         source: Saved rank whose file was loaded.
         is_copy: Whether another rank continues as ``source``. If so, this rank has kept its own random states.
         metric: Metric of the saved rank, or None.
-        extra: Value that the saved rank passed to :func:`save_population` as ``extra``.
+        extra: Value that the saved rank passed to :func:`save_population` as ``extra``. If that rank had been
+            restarted, the value of the first rank that had not, because a restarted program may count its epochs anew.
     """
 
     folder: Path
@@ -92,7 +97,7 @@ async def save_population(
 
     All ranks of ``group`` must call this function. A thread writes the files, while this rank continues to send weights
     to other ranks. Model and optimizer must not change before the call returns. If the call raises an error, the
-    checkpoint is not valid.
+    checkpoint is not valid, unless the rank was restarted.
 
     Args:
         path: Folder for all checkpoints, accessible to all ranks. It is created if it does not exist.
@@ -107,7 +112,8 @@ async def save_population(
             ``safetensors.torch.load_file`` opens. Requires ``pip install 'asyncdist[safetensors]'``.
         group: Ranks to save, by default all ranks. Then no rank waits for a restarted rank: its state becomes part of
             the others' checkpoint with the same ``policy.iteration``, sooner or later. It is not saved, and a warning
-            is logged, without a policy, in a replica of several ranks, or if the others have no such checkpoint.
+            is logged, without a policy, in a replica of several ranks, if the others have saved later but have no such
+            checkpoint, or if four of its earlier states still wait for one.
         world: World of the call, by default the current one.
 
     Returns:
@@ -122,12 +128,13 @@ async def save_population(
         ValueError, ModuleNotFoundError: ``keep`` or ``format`` is invalid, or the package safetensors is missing.
 
     **Cancellation**: before this rank's file is complete, the others get RemoteError, and the checkpoint is not valid.
-    After that, the others complete the checkpoint. The cancellation is raised once this rank no longer writes a file.
+    After that, or if this rank was restarted, the others complete the checkpoint. The cancellation is raised once this
+    rank no longer writes a file.
     """
     policy = _without_wrapper(policy)
     save = _Save(path, model, keep, format, group, world, policy)
     await _settle(policy)
-    if await save.is_left_out():
+    if await save.choose_role() == "nothing":
         return Path(path)
     await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return await save.joint.result_or_abandon()
@@ -182,7 +189,7 @@ async def async_save_population(
     policy = _without_wrapper(policy)
     save = _Save(path, model, keep, format, group, world, policy, in_thread=True)
     await _settle(policy)
-    if await save.is_left_out():
+    if await save.choose_role() == "nothing":
         return PendingSave(Path(path), None)
     name = await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return PendingSave(Path(path) / name, save.joint)
@@ -192,7 +199,7 @@ class PendingSave:
     """A save in progress, returned by :func:`async_save_population`. Await it to get the checkpoint's folder.
 
     In blocking code, call :meth:`wait` instead. The object may be awaited several times, or never. ``folder`` is not
-    valid before the save has ended.
+    valid before the save has ended. On a restarted rank, it is then known.
 
     **Cancellation**: the save continues.
     """
@@ -210,7 +217,9 @@ class PendingSave:
 
     async def wait(self) -> Path:
         """Wait until the save has ended, and return the checkpoint's folder, or raise the save's error."""
-        return self.folder if self._joint is None else await self._joint.result()
+        if self._joint is not None:
+            self.folder = await self._joint.result()
+        return self.folder
 
     def __repr__(self) -> str:
         return f"<PendingSave {self.folder}{' done' if self.done() else ''}>"
@@ -235,8 +244,7 @@ class _Save:
         self._is_default_group = group is None
         self._policy = policy
         self._moment: Moment | None = None
-        self._is_alone = False  # all living ranks were restarted, and this one is the first of them
-        self._adds_itself = False  # it was restarted, and adds itself to a checkpoint of the others
+        self._role: _Role = "member"
         self._path = path
         self._model = model
         self._keep = keep
@@ -247,28 +255,35 @@ class _Save:
         self._is_writing = False
         self.joint: JointWork[Path] = JointWork(self._world, self._group, "save_population")
 
-    async def is_left_out(self) -> bool:
-        """Decide how a restarted rank saves without a group. Return whether it saves nothing."""
-        if not self._is_default_group or not self._world.incarnation:
-            return False
-        world, moment, position = self._world, restarted_ranks.moment_of(self._world, self._policy), "ahead"
-        if moment is not None:
-            position = await world.do_file_work(functools.partial(restarted_ranks.position, Path(self._path), moment))
+    async def choose_role(self) -> _Role:
+        """Choose and return how this rank saves. If it saves nothing, log the reason as a warning."""
+        if not self._is_default_group:
+            return self._role
+        self._moment = restarted_ranks.moment_of(self._world, self._policy, Path(self._path))
+        if self._world.incarnation:
+            self._role, reason = await self._world.do_file_work(self._role_of_restarted)
+            text = "rank %d was restarted, and its state is not saved to %s, because %s; pass group= to save it"
+            if reason:
+                logger.warning(text, self._world.rank, os.fspath(self._path), reason)
+        return self._role
+
+    def _role_of_restarted(self) -> tuple[_Role, str]:
+        """Return the role of this restarted rank, and the reason if it saves nothing. May block on disk I/O."""
+        place, moment = Path(self._path), self._moment
+        position = "ahead" if moment is None else restarted_ranks.position(place, moment)
         if checkpoint_state.replica_size_of(self._policy) != 1:
-            reason = "its replica has several ranks"
-        elif position == "late":
-            reason = f"the other ranks have saved later, but not at policy.iteration {moment and moment.iteration}"
-        elif position == "ahead" and self._is_first_and_all_were_restarted():
-            self._is_alone = True
-            return False
-        elif moment is None:
-            reason = "without a policy, it is not known to which checkpoint of the other ranks it belongs"
-        else:
-            self._adds_itself = True
-            return False
-        text = "rank %d was restarted, and its state is not saved to %s, because %s; pass group= to save it"
-        logger.warning(text, world.rank, os.fspath(self._path), reason)
-        return True
+            return "nothing", "its replica has several ranks"
+        if position == "ahead" and self._is_first_and_all_were_restarted():
+            return "alone", ""
+        if moment is None:
+            return "nothing", "without a policy, it is not known to which checkpoint of the other ranks it belongs"
+        if position == "late":
+            text = "the other ranks have saved later, and have no checkpoint"
+            return "nothing", f"{text} of policy.iteration {moment.iteration} with the same completed rounds"
+        count = restarted_ranks.waiting_count(place, self._world.rank, moment)
+        if position == "ahead" and count >= restarted_ranks.WAITING_COUNT_MAX:
+            return "nothing", f"{count} of its earlier states still wait for checkpoints of the other ranks"
+        return "adds itself", ""
 
     def _is_first_and_all_were_restarted(self) -> bool:
         """Return whether this rank is the first of the living ranks, and no other rank that was never lost may save.
@@ -290,7 +305,7 @@ class _Save:
         group of all ranks, gets RankLostError, and then joins the remaining ranks.
         """
         world = self._world
-        if self._is_alone or self._adds_itself or (self._is_default_group and world.peers.attendance.loss_count):
+        if self._role != "member" or (self._is_default_group and world.peers.attendance.loss_count):
             await self._move_to_survivors()
         while True:
             try:
@@ -311,7 +326,7 @@ class _Save:
         """
         everyone = self._world.group
         groups = self._world.peers.groups
-        if self._is_alone or self._adds_itself:
+        if self._role != "member":
             self._group = await groups.new_group([self._world.rank], _SURVIVORS_TIMEOUT_S)
         else:
             self._group = await groups.surviving_group(everyone, _SURVIVORS_TIMEOUT_S)
@@ -329,12 +344,10 @@ class _Save:
                 validation.count("keep", self._keep, besides=" or None")
             checkpoint_files.check_format(self._format)
             self._state = take_state()
-            if self._is_default_group:
-                self._moment = restarted_ranks.moment_of(self._world, self._policy)
             if self._in_thread:
                 copy = functools.partial(checkpoint_state.copy_of, self._state)
                 self._state = await self._world.do_file_work(copy, model=self._model)
-            if self._group.index or self._adds_itself:
+            if self._group.index or self._role == "adds itself":
                 return ""
             folder = checkpoint_files.new_folder(Path(self._path))
             self._lock = FolderLock(folder)
@@ -357,7 +370,7 @@ class _Save:
         folder, world = Path(self._path) / name, self._world
         self._is_writing = True
         try:
-            if self._adds_itself:
+            if self._role == "adds itself":
                 return await self._add_itself(folder)
             entries = await gather_from_all_ranks(lambda: self._write(folder), group=own, world=world)
             await compute_and_broadcast(lambda: self._finish(folder, entries or []), group=own, world=world)
@@ -429,9 +442,9 @@ async def load_population(
 
     All ranks of ``group`` must call this function. Everything is read and compared before anything is changed. If one
     rank raises an error, all do, and no model has changed. With as many ranks as were saved, each gets its own state
-    and continues bitwise identically. With fewer ranks, the saved ranks (or whole replicas of several ranks) with the
-    best metrics are chosen, and assigned in rank order. With more ranks, some get copies and keep their own random
-    states, and a warning is logged.
+    and, if no rank had been restarted, continues bitwise identically. With fewer ranks, the saved ranks (or whole
+    replicas of several ranks) with the best metrics are chosen, and assigned in rank order. With more ranks, some get
+    copies and keep their own random states, and a warning is logged.
 
     Without ``group``, a restarted rank (``world.incarnation`` above 0) raises FileNotFoundError immediately, because
     the others are already training. The policy that it then enters gives it the state of another rank.
@@ -505,6 +518,8 @@ async def _load(
             if entry.get("was_restarted"):
                 read_extra = functools.partial(checkpoint_files.read_extra, folder, facts["first"])
                 loaded["extra"] = await world.do_file_work(read_extra)
+                text = "rank %d had been restarted when it was saved to %s, so found.extra is that of rank %d"
+                logger.warning(text, sources[world.rank], folder, facts["first"].get("rank", 0))
         checkpoint_state.compare(model, optimizer, loaded)
         if optimizer is not None and group.index == 0 and loaded.get("optimizer_names") is None:
             logger.warning(

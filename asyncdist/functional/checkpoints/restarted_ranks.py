@@ -1,24 +1,28 @@
 """Saves the state of a restarted rank, which becomes part of the other ranks' checkpoint without any messages.
 
 The ranks that were never lost save together. They do not wait for a restarted rank, because it may reach the same
-iteration of its policy long before them, long after them, or never. It saves alone, in a folder next to the
-checkpoints::
+moment of its policy long before them, long after them, or never. It saves alone, in a folder next to the checkpoints::
 
     checkpoints/
         restarted-rank-00002-1a2b3c4d-5e6f-300/     rank, job, start of the policy, and its iteration
             rank-00000.pt                           its state
             entry.json                              its moment, and its entry as in a manifest
 
-If the others' checkpoint of the same iteration exists, the rank moves its folder into it. Otherwise, the checkpoint's
+If the others' checkpoint of the same moment exists, the rank moves its folder into it. Otherwise, the checkpoint's
 first rank moves the folder when it writes the manifest. The folder is then ``checkpoint-000003/restarted-rank-00002``.
+On a network drive, both may look too early. Each therefore also moves folders that were left at earlier moments.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
+import logging
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -27,23 +31,74 @@ from asyncdist.functional.checkpoints.manifests import Moment
 from asyncdist.runtime.world import World
 from asyncdist.trust import new_files
 
-_UNFINISHED: Final = ".part"
+logger = logging.getLogger("asyncdist.population_checkpoint")
+
+#: Maximum number of a rank's states that wait for a checkpoint. A rank that is further ahead saves no more states.
+WAITING_COUNT_MAX: Final = 4
+_NAME: Final = re.compile(
+    rf"(?P<stem>{manifests.RESTARTED}\d{{5,}})-(?P<run>(?P<job>[0-9a-f]{{8}})-[0-9a-f]+)-(?P<iteration>\d+)"
+    r"(_(?P<count>\d+))?(?P<is_unfinished>\.[0-9a-f]+\.part)?"
+)
+#: Errors of a move whose source or target is gone, or that another rank has already made.
+_IS_MOOT: Final = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)
 
 
-def moment_of(world: World, policy: Any) -> Moment | None:
-    """Return the present moment, or None if ``policy`` does not count iterations."""
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """A restarted rank's folder that is not in a checkpoint, with the parts of its name."""
+
+    path: Path
+    stem: str
+    run: str
+    job: str
+    at: tuple[int, int]  # iteration, and number of earlier saves at this iteration
+    is_unfinished: bool
+
+
+class SaveCounts:
+    """Counts this rank's saves to each path at one moment, because a program may save twice at one iteration."""
+
+    def __init__(self, _: object) -> None:
+        self._last: dict[str, Moment] = {}
+
+    def counted(self, path: Path, moment: Moment) -> Moment:
+        """Return the moment with the number of earlier saves to ``path`` at this moment."""
+        key = os.path.abspath(path)
+        last = self._last.get(key)
+        if last is not None and last.with_count(0) == moment:
+            moment = moment.with_count(last.count + 1)
+        self._last[key] = moment
+        return moment
+
+
+def moment_of(world: World, policy: Any, path: Path) -> Moment | None:
+    """Return the moment of a save that begins now, or None if ``policy`` does not count iterations."""
     iteration = getattr(policy, "iteration", None)
     if not isinstance(iteration, int):
         return None
-    return Moment(f"{world.services.job}-{getattr(policy, 'start_number', 0):x}", iteration)
+    run = f"{world.services.job}-{getattr(policy, 'start_number', 0):x}"
+    rounds = getattr(policy, "completed_rounds", ())
+    return world.services.shared(SaveCounts).counted(path, Moment(run, iteration, tuple(rounds)))
 
 
 def position(place: Path, moment: Moment) -> Literal["ahead", "at a checkpoint", "late"]:
     """Return where a moment lies: after the run's newest checkpoint, at a checkpoint, or between older checkpoints."""
     newest = next(_checkpoints(place, moment.run), None)
-    if newest is None or newest[1] < moment.iteration:
+    if newest is None or newest[1].is_before(moment):
         return "ahead"
     return "late" if _checkpoint_of(place, moment) is None else "at a checkpoint"
+
+
+def waiting_count(place: Path, rank: int, moment: Moment) -> int:
+    """Return the number of the rank's states that wait for a checkpoint, after moving or deleting all that need not."""
+    count = 0
+    for folder in _folders(place):
+        if folder.stem == _stem(rank) and folder.job == moment.run.partition("-")[0] and not folder.is_unfinished:
+            is_waiting = folder.run == moment.run and not _settle(folder.path, place)
+            if folder.run != moment.run:  # of an earlier policy of the job, whose checkpoints are all written
+                shutil.rmtree(folder.path, ignore_errors=True)
+            count += is_waiting
+    return count
 
 
 def save(
@@ -56,12 +111,14 @@ def save(
         entry: The rank's entry in a manifest, without its files.
         write: Function that writes the state to the given folder, and returns the entry's part about the files.
     """
-    name = _name(entry["rank"])
-    whole = place / f"{name}-{moment.run}-{moment.iteration}"
-    folder = whole.with_name(whole.name + _UNFINISHED)
-    for old in (whole, *place.glob(f"{name}-{moment.run}-*{_UNFINISHED}")):  # of earlier processes of this rank
-        shutil.rmtree(old, ignore_errors=True)
+    count = f"_{moment.count}" if moment.count else ""
+    whole = place / f"{_stem(entry['rank'])}-{moment.run}-{moment.iteration}{count}"
+    for old in _folders(place):  # of an earlier process of this rank
+        is_same = old.stem == _stem(entry["rank"]) and old.run == moment.run
+        if is_same and (old.is_unfinished or old.path == whole):
+            shutil.rmtree(old.path, ignore_errors=True)
     place.mkdir(parents=True, exist_ok=True)
+    folder = whole.with_name(f"{whole.name}.{secrets.token_hex(4)}.part")
     folder.mkdir()
     lock = checkpoint_files.FolderLock(folder)
     try:
@@ -70,9 +127,7 @@ def save(
         checkpoint = _checkpoint_of(place, moment)
         if checkpoint is None or not _move(folder, checkpoint):
             folder.rename(whole)
-            checkpoint = _checkpoint_of(place, moment)  # It may have been completed before the folder was renamed.
-            if checkpoint is not None and not _move(whole, checkpoint):
-                checkpoint = None
+            checkpoint = _settle(whole, place)  # The checkpoint may have been completed before the folder was renamed.
         return checkpoint
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -84,50 +139,76 @@ def save(
 def gather(checkpoint: Path, moment: Moment, *, deletes_others: bool) -> None:
     """Move the states of restarted ranks into a new checkpoint, and delete those that can belong to no checkpoint.
 
-    Checkpoints of earlier iterations are complete, so that ranks move their states into them without help. If
-    ``deletes_others``, states of other runs are also deleted.
+    If ``deletes_others``, states of other jobs are also deleted, unless they are being written.
     """
-    for folder in checkpoint.parent.glob(f"{manifests.RESTARTED}*"):
-        run, _, iteration = folder.name.split("-", 3)[-1].rpartition("-")
-        if run != moment.run:
-            is_useless = deletes_others and not checkpoint_files.is_locked(folder)
-        elif iteration == str(moment.iteration):
-            is_useless = not _move(folder, checkpoint)
+    place = checkpoint.parent
+    for folder in _folders(place):
+        if folder.run == moment.run and not folder.is_unfinished and folder.at <= (moment.iteration, moment.count):
+            is_useless = _settle(folder.path, place) is None
         else:
-            is_useless = iteration.isdecimal() and int(iteration) < moment.iteration
+            is_foreign = folder.job != moment.run.partition("-")[0]
+            is_useless = deletes_others and is_foreign and not checkpoint_files.is_locked(folder.path)
         if is_useless:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _folders(place: Path) -> list[_Folder]:
+    found = []
+    for path in place.glob(f"{manifests.RESTARTED}*"):
+        match = _NAME.fullmatch(path.name)
+        if match is not None and not path.is_symlink():
+            at = int(match["iteration"]), int(match["count"] or 0)
+            found.append(_Folder(path, match["stem"], match["run"], match["job"], at, bool(match["is_unfinished"])))
+    return found
+
+
+def _settle(folder: Path, place: Path) -> Path | None:
+    """Move a restarted rank's folder into the checkpoint of its moment. Return the checkpoint, or None without one."""
+    try:
+        moment = manifests.read_restarted(folder).moment
+    except (OSError, ValueError):  # It is damaged, or was just moved.
+        return None
+    checkpoint = _checkpoint_of(place, moment)
+    return checkpoint if checkpoint is not None and _move(folder, checkpoint) else None
 
 
 def _checkpoint_of(place: Path, moment: Moment) -> Path | None:
-    for folder, iteration in _checkpoints(place, moment.run):
-        if iteration <= moment.iteration:
-            return folder if iteration == moment.iteration else None
+    for folder, other in _checkpoints(place, moment.run):
+        if other == moment:
+            return folder
+        if other.is_before(moment):
+            return None
     return None
 
 
-def _checkpoints(place: Path, run: str) -> Iterator[tuple[Path, int]]:
-    """Yield the newest complete checkpoints with the iterations of their first ranks, until one is of another run."""
+def _checkpoints(place: Path, run: str) -> Iterator[tuple[Path, Moment]]:
+    """Yield the newest complete checkpoints and their moments, until one is of another run."""
     for number in reversed(manifests.numbers(place)):
         folder = place / manifests.name_of(number)
         try:
             moment = manifests.read_moment(folder)
-        except FileNotFoundError:  # it is not complete, or was just deleted
+        except OSError:  # It is not complete, was just deleted, or cannot be read.
             continue
         except ValueError:
             return
         if moment is None or moment.run != run:
             return
-        yield folder, moment.iteration
+        yield folder, moment
 
 
 def _move(folder: Path, checkpoint: Path) -> bool:
-    """Move a restarted rank's folder into a checkpoint. Return False if it, or the checkpoint, no longer exists."""
-    with contextlib.suppress(OSError), new_files.entered(checkpoint, follows=False) as opened:
-        os.rename(folder, "-".join(folder.name.split("-")[:3]), dst_dir_fd=opened)
-        return True
-    return False
+    """Move a restarted rank's folder into a checkpoint, and return whether this rank has moved it."""
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None, "folders have such names"
+    try:
+        with new_files.entered(checkpoint, follows=False) as opened:
+            os.rename(folder, match["stem"], dst_dir_fd=opened)
+    except OSError as error:
+        if error.errno not in _IS_MOOT:
+            logger.warning("%s could not be moved to %s: %s", folder, checkpoint, error.strerror)
+        return False
+    return True
 
 
-def _name(rank: int) -> str:
+def _stem(rank: int) -> str:
     return f"{manifests.RESTARTED}{rank:05}"
