@@ -444,7 +444,7 @@ class Training(Generic[PolicyT]):
             self._saved = state
 
     def forget_state(self) -> None:
-        """Drop a loaded state that no policy has used."""
+        """Drop a loaded state that no policy has started from."""
         self._saved = None
 
     def step(self, metric: Any, tokens: float | None = None) -> StepInfo:

@@ -140,6 +140,7 @@ class Averaging(Callback, Generic[PolicyT]):
         self._spent: Any = None
         self._spent_value: float | None = None
         self._last_state: dict[str, Any] = {}
+        self._loads_states = True
         self._has_loaded_other = False  # whether this fit resumes from another rank's checkpoint
         self._world = join()
         self._folder = f"rank{self._world.rank}"
@@ -242,11 +243,15 @@ class Averaging(Callback, Generic[PolicyT]):
         )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Drop the states of earlier fits. Lightning calls this method before it loads a checkpoint."""
+        """Drop the state of the earlier fit. Lightning calls this method before it loads a checkpoint."""
+        self._loads_states = stage == "fit"
         if stage == "fit":
             self._last_state = {}
             self._has_loaded_other = False
-            self._training.forget_state()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Accept a state again, which a program may load before the next fit."""
+        self._loads_states = True
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the policy, together with all ranks, unless a checkpoint is loaded after this method."""
@@ -401,7 +406,9 @@ class Averaging(Callback, Generic[PolicyT]):
         return states_of_replica(self._world, self._replica, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a state from a checkpoint, for the start of this fit's policy. The next :meth:`setup` drops it."""
+        """Keep a state for the start of the next policy. Ignore states that Lightning loads for other than a fit."""
+        if not self._loads_states:
+            return
         if self._replica is not None and self._replica.size > 1:
             self._training.load_state_dict(state_of_rank(self._replica, state_dict))
         else:
@@ -429,6 +436,8 @@ class Averaging(Callback, Generic[PolicyT]):
                 "ranks of the replica may have ended"
             )
         self._training.end(exception)
+        self._training.forget_state()
+        self._loads_states = True
 
 
 class SelectiveAveraging(Averaging[Selective]):

@@ -129,7 +129,15 @@ class Computing:
             self._thread = threading.get_ident()
             return call()
 
-        return self._loop.run_in_executor(self._executor, call_here)
+        try:
+            return self._loop.run_in_executor(self._executor, call_here)
+        except RuntimeError as error:
+            if "cannot schedule new futures" not in str(error):
+                raise
+            # The program has ended, and Python starts no more threads. A save that was begun is completed here.
+            future: asyncio.Future[T] = self._loop.create_future()
+            future.set_result(call())
+            return future
 
     def close(self) -> None:
         """Start no more threads. A function that is still running continues in the background."""

@@ -127,14 +127,17 @@ class Quorum:
 
     @classmethod
     def of_members(cls, members: int, count: int | None, grace_s: float, members_wait: bool) -> Self | None:
-        """Return the quorum that a policy's options ask for, or None if a round waits for all ``members``.
+        """Return the quorum that a policy's options ask for, or None if ``count`` is None.
+
+        A quorum of all members is kept, because they may resume from a checkpoint of more members, some of which were
+        late.
 
         Raises:
             ValueError: ``count`` is larger than the number of members.
         """
         if count is not None and count > members:
             validation.refuse("quorum", count, f"None, or from 1 to the number of members ({members})")
-        return None if count is None or count == members else cls(count, grace_s, members_wait)
+        return None if count is None else cls(count, grace_s, members_wait)
 
     def must_abdicate(self, missed: int, members: int) -> bool:
         """Return whether a member that has missed this many rounds must make longer steps than the others.

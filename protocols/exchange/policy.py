@@ -101,7 +101,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._numbers_per_round = 1  # exchange rounds per fragment round; see _exchanged()
         self._fragments: list[Fragment] = []
         self._given_quorum, self._grace_s = quorum, grace_s
-        self._quorum: Quorum | None = None  # None if a round waits for all members
+        self._quorum: Quorum | None = None
         self._was_loaded = False  # whether a saved state was loaded; its versions may differ by rank
         self._is_compared = False  # whether the replica's ranks were found to have equal weights
         self._parts: ReplicaParts | None = None  # parts of the replica's ranks, under DDP

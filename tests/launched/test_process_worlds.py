@@ -171,3 +171,16 @@ def test_a_world_that_nobody_leaves_is_left_at_the_end_and_named(tmp_path: objec
         ended = torchrun.run_source(2, source.replace("REST", rest)).check()
         assert ended.stdout.count("end") == 2
         assert ("was never left" in ended.stderr) == (rest == "False"), ended.stderr
+
+
+def test_a_save_in_progress_is_completed_after_the_script(tmp_path: Path) -> None:
+    """Regression: "cannot schedule new futures after shutdown", and the process ended with code 0."""
+    program = """
+import sys, torch
+import asyncdist as ad
+ad.blocking.process_world()
+ad.blocking.async_save_population(sys.argv[1], torch.nn.Linear(100, 100))
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert (tmp_path / "checkpoint-000001" / "manifest.json").exists(), completed.stderr

@@ -200,6 +200,67 @@ def test_a_restarted_rank_keeps_the_leaders_optimizer_state(tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_state_that_is_loaded_before_a_fit_is_used(tmp_path: Path) -> None:
+    """Regression: ``load_population`` with the callback as the policy was undone by the fit, without a word.
+
+    A state that Lightning loads for a test is not used.
+    """
+    pl = pytest.importorskip("lightning.pytorch")
+
+    from asyncdist.integrations.lightning import Averaging
+
+    class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.net(batch[0]).square().mean()
+
+        def test_step(self, batch: Any, _: int) -> None:
+            pass
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def train(world: ad.blocking.World) -> list[int]:
+        averaging = Averaging(DiLoCoPolicy, average_every=2)
+        begun: list[int] = []
+
+        class Watch(pl.Callback):  # type: ignore[name-defined,misc]
+            def on_train_start(self, *_: Any) -> None:
+                assert averaging.policy is not None
+                begun.append(averaging.policy.iteration)
+
+            def on_train_end(self, _: Any, module: Any) -> None:
+                ad.blocking.save_population(tmp_path / "population", module, policy=averaging)
+
+        rows = torch.utils.data.DataLoader(TensorDataset(torch.ones(4, 1)))
+        for number in range(3):
+            torch.manual_seed(0)
+            module = Module()
+            if number == 1:
+                ad.blocking.load_population(tmp_path / "population", module, policy=averaging)
+            trainer = pl.Trainer(
+                max_epochs=1,
+                devices=1,
+                accelerator="cpu",
+                callbacks=[averaging, Watch()],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            trainer.fit(module, rows)
+            path = tmp_path / f"{world.rank}.ckpt"
+            trainer.save_checkpoint(path)
+            trainer.test(module, rows, ckpt_path=path, verbose=False)
+        return begun
+
+    assert ad.run_local(ad.blocking.hosted(train), ranks=2) == [[0, 4, 0], [0, 4, 0]]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_fast_dev_run_trains_on_each_rank(tmp_path: Path) -> None:
     """Regression: AttributeError, because the logger of fast_dev_run has every attribute."""
     pl = pytest.importorskip("lightning.pytorch")
