@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.seeds import seeds
 
 import asyncdist as ad
 from asyncdist.functional.checkpoints import checkpoint_files, manifests, restarted_ranks
@@ -26,6 +27,7 @@ from protocols import (
     GossipPolicy,
     PopulationAveragingPolicy,
 )
+from simulation.restarted_saves_scenarios import scenario
 
 RANKS, LOST, END, SAVE_EVERY = 4, 2, 60, 10
 FAULTS: list[Fault] = [Kill(LOST, at_s=0.105), Restart(LOST, at_s=0.25)]
@@ -127,6 +129,11 @@ def test_ranks_that_were_restarted_twice_train_on_together(tmp_path: Path) -> No
 
     results = simulate(resume, ranks=RANKS, seed=2, strict=True).results
     assert list(results) == [results[0]] * RANKS
+
+
+@pytest.mark.parametrize("seed", seeds(48))
+def test_jobs_resume_after_saves_among_restarts(seed: int, tmp_path: Path) -> None:
+    scenario(seed, tmp_path)
 
 
 def test_a_soup_contains_a_restarted_rank(tmp_path: Path) -> None:
