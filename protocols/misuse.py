@@ -92,8 +92,10 @@ def refuse_call(call: str, kind: str, stage: str, *, is_stepping: bool) -> NoRet
     )
 
 
-def warn_of_no_step(first_call: tuple[str, int]) -> None:
-    """Warn that ``step`` was never awaited, at the file and line of its first call."""
+def warn_of_no_step(first_call: tuple[str, int], step: UnawaitedStep | None) -> None:
+    """Warn that ``step`` was never awaited, at the file and line of its first call. Python then does not warn, too."""
+    if step is not None:
+        step.close()
     text = "no step() of this policy was awaited, so nothing was averaged: write await policy.step(...)"
     warnings.warn_explicit(text, RuntimeWarning, *first_call)
 
@@ -108,20 +110,32 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
 
     def __init__(self, step: Coroutine[Any, Any, StepInfo]) -> None:
         self._step = step
+        self._is_used = False
+
+    def check_used(self, first_call: tuple[str, int]) -> None:
+        """Raise TypeError if the step was never awaited, cancelled or closed. ``first_call`` is the caller's line."""
+        if not self._is_used:
+            self.close()
+            file, line = first_call
+            raise TypeError(f"step() must be awaited, otherwise it does nothing: write await at line {line} of {file}")
 
     def __await__(self) -> Generator[Any, Any, StepInfo]:
+        self._is_used = True
         return self._step.__await__()
 
     def send(self, value: Any, /) -> Any:
         """Resume the step's coroutine."""
+        self._is_used = True
         return self._step.send(value)
 
     def throw(self, *error: Any) -> Any:
         """Raise an exception inside the step's coroutine."""
+        self._is_used = True
         return self._step.throw(*error)
 
     def close(self) -> None:
         """Close the step's coroutine."""
+        self._is_used = True
         self._step.close()
 
     def __bool__(self) -> bool:
@@ -135,7 +149,7 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
         return getattr(self._step, name)  # such as the frame and name, for code that inspects tasks
 
     def _refusal(self) -> TypeError:
-        self._step.close()  # prevents Python's warning, which lacks the user's line
+        self.close()  # prevents Python's warning, which lacks the user's line
         return TypeError("step() must be awaited, otherwise it does nothing: write info = await policy.step(...)")
 
 

@@ -111,9 +111,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._is_due = False  # whether an average is due in the current step
         self._is_unawaited = True  # whether step was never called, or last without await
         self._first_call: tuple[str, int] | None = None
+        self._unawaited: UnawaitedStep | None = None  # the first step, and the last one after an unawaited step
         self._journal = Journal(own.name, type(self).__name__)
-        self._metric = own.metric
-        self._metric_mode = own.metric_mode
+        self._metric, self._metric_mode = own.metric, own.metric_mode
         # Name and value of an option in the metric's unit.
         self._limit: tuple[str, float | None] = ("threshold", None)
         states = AveragedStates(model, None if resets_optimizer else optimizer)
@@ -123,25 +123,16 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         check_not_wrapped(model, keeps_replicas=self.keeps_replicas)
         self._flat.check_optimizer(optimizer)
         self._weights = OptimizerWeights(model, optimizer, states, is_reset=resets_optimizer)
-        self._given_group = own.group
-        self._given_world = own.world
+        self._given_group, self._given_world = own.group, own.world
         self._start_timeout_s = own.start_timeout_s
         self._stage: _Stage = "new"
-        self._stepping = False
-        self._is_beginning = False
-        self.begins_again = False
-        self.has_loaded = False
+        self._stepping = self._is_beginning = self.begins_again = self.has_loaded = False
         self._world: World
         self._services: Services
         self._group: Group
         self._members: tuple[int, ...]  # ranks that start together, including this rank
         self._joint_start: Start[None]
         self.is_alone: bool
-
-    @property
-    def completed_rounds(self) -> tuple[int, ...]:
-        """Numbers of rounds that must be equal on ranks which resume together. Empty if they need not be equal."""
-        return ()
 
     def __repr__(self) -> str:
         return f"<{self._journal.describe(self.iteration)}>"
@@ -290,7 +281,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         if not self.is_alone:
             await self._stop(error)
         if error is None and self._first_call is not None and self._is_unawaited and not self._call_count:
-            warn_of_no_step(self._first_call)
+            warn_of_no_step(self._first_call, self._unawaited)
 
     def step(
         self, local_metric: MetricSource = None, *, loss: MetricSource = None, score: MetricSource = None
@@ -323,7 +314,10 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         if self._is_unawaited:
             if self._first_call is None:
                 self.note_call(line_of_caller())
-            return UnawaitedStep(self._guarded_step(local_metric))
+            elif self._unawaited is not None and not self._call_count:
+                self._unawaited.check_used(self._first_call)
+            self._unawaited = UnawaitedStep(self._guarded_step(local_metric))
+            return self._unawaited
         self._is_unawaited = True
         return self._guarded_step(local_metric)
 
