@@ -22,7 +22,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, Generic, Unpack
+from typing import Any, Final, Generic, NoReturn, Self, Unpack
 from urllib.parse import quote
 
 import torch
@@ -127,19 +127,22 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         return self._training.policy
 
     @property
-    def awaited(self) -> PolicyT | None:
-        """The open policy without its blocking methods, or None while this rank trains without averages.
+    def awaited(self) -> PolicyT | Self | None:
+        """The open policy without its blocking methods, None while this rank trains without averages, or this object.
 
-        :func:`asyncdist.save_population` reads it.
-
-        Raises:
-            ClosedError: Read while the trainer does not train.
+        :func:`asyncdist.save_population` and :func:`asyncdist.load_population` read it.
         """
         if self.policy is not None:
             return self.policy.awaited
-        if self._training.trains_alone:
-            return None
+        return None if self._training.trains_alone else self
+
+    def state_dict(self) -> NoReturn:
+        """Raise ClosedError: while the trainer does not train, there is no policy to save."""
         raise ClosedError("the trainer does not train, so no policy is open; save without policy=")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep a policy's state, as saved by :func:`asyncdist.save_population`, for the start of the next training."""
+        self._training.load_state_dict(state_dict)
 
     __copy__ = __deepcopy__ = __reduce_ex__ = refuse_copy
 
@@ -177,7 +180,6 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
     def _attached(self, trainer: Trainer) -> Iterator[None]:
         """Wrap methods of the trainer during a call of its ``train``. If the call raises an error, leave the policy."""
         self._prepare(trainer.args)  # on_init_end was not called if the callback was added later
-        self._training.forget_state()
         makers: dict[str, Callable[[Any], Any]] = {
             "training_step": self._seeing_batches,
             "log": self._adding_count,
@@ -196,6 +198,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
                 yield
             except BaseException as error:
                 self._training.end(error)
+                self._training.forget_state()
                 raise
 
     def _may_push(self) -> bool:

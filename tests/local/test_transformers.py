@@ -289,7 +289,7 @@ def test_a_callback_saves_an_averaging_like_its_policy(integration: Any, tmp_pat
         def on_step_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
             ad.blocking.save_population(tmp_path / "all", of["model"], of["optimizer"], policy=self.averaging)
 
-    def train(world: ad.blocking.World) -> int:
+    def train(world: ad.blocking.World) -> tuple[int, int]:
         averaging = integration.Averaging(DiLoCoPolicy, average_every=1, eager=True)
         saved_by(tmp_path, world.rank, [averaging, Saver(averaging)])
         other = Model()
@@ -298,9 +298,17 @@ def test_a_callback_saves_an_averaging_like_its_policy(integration: Any, tmp_pat
         ad.blocking.load_population(tmp_path / "all", other, optimizer, policy=policy)
         with pytest.raises(ad.ClosedError, match="the trainer does not train, so no policy is open"):
             ad.blocking.save_population(tmp_path / "all", other, optimizer, policy=averaging)
-        return policy.iteration
+        ad.blocking.load_population(tmp_path / "all", other, optimizer, policy=averaging)
+        begun: list[int] = []
 
-    assert ad.run_local(ad.blocking.hosted(train), ranks=2, strict=True) == [4, 4]
+        class Watch(transformers.TrainerCallback):
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                begun.append(averaging.policy.iteration)
+
+        saved_by(tmp_path, world.rank, [averaging, Watch()])
+        return policy.iteration, begun[0]
+
+    assert ad.run_local(ad.blocking.hosted(train), ranks=2, strict=True) == [(4, 4)] * 2
 
 
 @pytest.mark.slow

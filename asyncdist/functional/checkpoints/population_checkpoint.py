@@ -118,13 +118,14 @@ async def save_population(
 
     Returns:
         Folder of this checkpoint, ``path/checkpoint-NNNNNN``. On a restarted rank ``path`` itself, if there is no such
-        checkpoint yet.
+        checkpoint yet. Also ``path`` itself, after a warning, if a rank is lost while files are written, in a job that
+        survives losses.
 
     Raises:
         TypeError: ``extra``, or the state of model, optimizer or policy, has a value that
             ``torch.load(weights_only=True)`` refuses. The other ranks get RemoteError.
         OSError: A file cannot be written. The other ranks get RemoteError.
-        RankLostError: A rank was lost while files were written, or a member of ``group`` is lost.
+        RankLostError: In other jobs, or if a member of ``group`` is lost.
         ValueError, ModuleNotFoundError: ``keep`` or ``format`` is invalid, or the package safetensors is missing.
 
     **Cancellation**: before this rank's file is complete, the others get RemoteError, and the checkpoint is not valid.
@@ -312,7 +313,7 @@ class _Save:
                 return await self._begin_in_group(take_state)
             except RankLostError:
                 await self._free_survivors()
-                if not (self._is_default_group and world.services.survives_loss):
+                if not self._survives_loss():
                     raise
                 await self._move_to_survivors()
             except BaseException:
@@ -379,6 +380,9 @@ class _Save:
                 logger.warning("rank %d: the save of %s was abandoned", world.rank, folder)
             raise
         except Exception as error:
+            if isinstance(error, RankLostError) and self._survives_loss():
+                self._warn_of_loss(error, folder)
+                return Path(self._path)
             if self._in_thread:
                 logger.error("rank %d: %s was not saved: %r", world.rank, folder, error)
             raise
@@ -387,6 +391,19 @@ class _Save:
             self._unlock()
             await self._free_survivors()
         return folder
+
+    def _survives_loss(self) -> bool:
+        """Return whether this rank continues after a loss during the save. Others may have completed the save.
+
+        The save is not repeated, because ranks that have completed it would not take part.
+        """
+        return self._is_default_group and self._world.services.survives_loss
+
+    def _warn_of_loss(self, error: RankLostError, folder: Path) -> None:
+        world = self._world
+        if world.rank == next(rank for rank in self._group.ranks if rank not in world.services.gone):
+            text = "%s may be incomplete, and is then ignored, because rank %s was lost during the save"
+            logger.warning(text, folder, error.rank)
 
     async def _write(self, folder: Path) -> dict[str, Any]:
         entry = self._take_entry()

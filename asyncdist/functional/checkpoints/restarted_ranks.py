@@ -35,6 +35,8 @@ logger = logging.getLogger("asyncdist.population_checkpoint")
 
 #: Maximum number of a rank's states that wait for a checkpoint. A rank that is further ahead saves no more states.
 WAITING_COUNT_MAX: Final = 4
+#: Maximum number of checkpoints that are read to find the one of a moment. They may include those of other jobs.
+_SEEN_COUNT_MAX: Final = 64
 _NAME: Final = re.compile(
     rf"(?P<stem>{manifests.RESTARTED}\d{{5,}})-(?P<run>(?P<job>[0-9a-f]{{8}})-[0-9a-f]+)-(?P<iteration>\d+)"
     r"(_(?P<count>\d+))?(?P<is_unfinished>\.[0-9a-f]+\.part)?"
@@ -182,18 +184,15 @@ def _checkpoint_of(place: Path, moment: Moment) -> Path | None:
 
 
 def _checkpoints(place: Path, run: str) -> Iterator[tuple[Path, Moment]]:
-    """Yield the newest complete checkpoints and their moments, until one is of another run."""
-    for number in reversed(manifests.numbers(place)):
+    """Yield a run's newest complete checkpoints and their moments."""
+    for number in reversed(manifests.numbers(place)[-_SEEN_COUNT_MAX:]):
         folder = place / manifests.name_of(number)
         try:
             moment = manifests.read_moment(folder)
-        except OSError:  # It is not complete, was just deleted, or cannot be read.
+        except (OSError, ValueError):  # It is not complete, was just deleted, or cannot be read.
             continue
-        except ValueError:
-            return
-        if moment is None or moment.run != run:
-            return
-        yield folder, moment
+        if moment is not None and moment.run == run:
+            yield folder, moment
 
 
 def _move(folder: Path, checkpoint: Path) -> bool:
