@@ -17,8 +17,12 @@ from typing import Any, Final, NoReturn
 import asyncdist
 from asyncdist import BusyError, ClosedError
 from asyncdist.protocols.step_info import StepInfo
+from asyncdist.runtime.world import unlaunched
 
 logger = logging.getLogger("protocols.misuse")
+
+#: Warnings that this process has logged.
+_warned: Final[set[str]] = set()
 
 #: Words in variable names, with whether a larger value of the variable is better.
 _DIRECTIONS: Final = {"loss": False, "losses": False, "acc": True, "accuracy": True, "reward": True, "rewards": True}
@@ -90,6 +94,16 @@ def refuse_call(call: str, kind: str, stage: str, *, is_stepping: bool) -> NoRet
         f"{call} must not be called while world.compute(...) may change the weights or a save reads them; await the "
         "compute or the save first"
     )
+
+
+def warn_if_unlaunched(*, is_alone: bool) -> None:
+    """Warn once that nothing is averaged, if this process is the only rank because no launcher has started it."""
+    if is_alone and unlaunched.get() and "alone" not in _warned:
+        _warned.add("alone")
+        logger.warning(
+            "this process trains alone, so nothing is averaged; to start four ranks, use asyncdist run -n 4 %s",
+            sys.argv[0] or "script.py",
+        )
 
 
 def warn_of_no_step(first_call: tuple[str, int], step: UnawaitedStep | None) -> None:

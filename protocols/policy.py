@@ -30,6 +30,7 @@ from asyncdist.protocols.misuse import (
     UnawaitedStep,
     line_of_caller,
     refuse_call,
+    warn_if_unlaunched,
     warn_of_first_weights,
     warn_of_no_step,
     warn_of_opposite_metric,
@@ -73,10 +74,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     Attributes:
         optimizer: Current optimizer. Assign a different optimizer to train the model with it from now on.
-        is_alone: Whether this rank is the only participant; set by the start. A policy of one rank only checks its
-            arguments.
-        begins_again: Whether this rank starts the policy because it ran out of memory in an earlier policy. Set it
-            before the start. The start fails if the value differs between members.
+        is_alone: Whether this rank is the only participant, known after the start. The policy then averages nothing.
+        begins_again: Whether memory ran out in an earlier policy. Set before the start, and equal on all members.
         has_loaded: Whether :meth:`load_state_dict` has been called.
 
     Raises:
@@ -190,6 +189,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             )
         self._members = self._choose_members()
         self.is_alone = not self._has_other_ranks()
+        warn_if_unlaunched(is_alone=self.is_alone)
         self._prepare()
         if not self.is_alone:
             if not self.keeps_replicas:

@@ -33,7 +33,7 @@ from asyncdist.runtime.process import limit_threads, spare_collections
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.stall_warnings import WatchdogOptions
 from asyncdist.runtime.story.requests import StoryRequests
-from asyncdist.runtime.world import World, refuse_inside_a_world
+from asyncdist.runtime.world import World, refuse_inside_a_world, unlaunched
 from asyncdist.tensors import torch_modes
 from asyncdist.transports import select
 from asyncdist.transports.base import Transport
@@ -173,9 +173,14 @@ def run(
     if override is not None:
         return cast(T, override(main, args, strict))
     if opened is None:
-        if transport == "auto" and ranks is None and getattr(main, "__module__", None) == "__main__":
+        is_unlaunched = transport == "auto" and ranks is None and getattr(main, "__module__", None) == "__main__"
+        if is_unlaunched:
             _warn_if_alone(sys.argv)
-        return _run_local(main, args, ranks or 1, loop, options)[0]
+        token = unlaunched.set(is_unlaunched)
+        try:
+            return _run_local(main, args, ranks or 1, loop, options)[0]
+        finally:
+            unlaunched.reset(token)
     with Interrupts() as interrupts, _loop_of(loop) as event_loop:
         task = event_loop.create_task(host_rank(main, args, opened, interrupts, options))
         interrupts.cancel_on_first(event_loop, [task])

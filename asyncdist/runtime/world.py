@@ -65,6 +65,8 @@ class WorldStatistics:
 
 
 _current_world: ContextVar[World] = ContextVar("asyncdist_current_world")
+#: Whether ``asyncdist.run`` hosts the only rank of a program that no launcher has started.
+unlaunched: ContextVar[bool] = ContextVar("asyncdist_unlaunched", default=False)
 
 
 _FOR_ALL_CELLS: Final = (

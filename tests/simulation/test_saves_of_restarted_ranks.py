@@ -269,6 +269,18 @@ def test_two_saves_at_one_iteration(tmp_path: Path) -> None:
     assert counts.counted(tmp_path, Moment(RUN, 20)).count == 0
 
 
+def test_a_state_whose_checkpoint_was_abandoned_does_not_wait(tmp_path: Path) -> None:
+    """Regression: it was kept for ever, because the others' next checkpoint was complete before it was written."""
+    late, next_one = Moment(RUN, 10), Moment(RUN, 20)
+
+    def write_late(folder: Path) -> dict[str, Any]:
+        checkpoint(tmp_path, next_one)
+        return write(folder)
+
+    assert restarted_ranks.save(tmp_path, late, entry_of(1), write_late) is None
+    assert [folder.name for folder in tmp_path.iterdir()] == ["checkpoint-000001"]
+
+
 def test_the_number_of_waiting_states_is_limited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The other rank, which was never restarted, trains without saving."""
 

@@ -66,9 +66,10 @@ class Moment(msgspec.Struct, frozen=True):
         """Return the moment of another save at the same time."""
         return Moment(self.run, self.iteration, self.rounds, count)
 
-    def is_before(self, other: Moment) -> bool:
-        """Return whether a rank saves at this moment before it can save at the other one, of the same run."""
-        return (self.iteration, self.count) < (other.iteration, other.count)
+    @property
+    def at(self) -> tuple[int, int]:
+        """The iteration and the count. They increase from save to save of one run."""
+        return self.iteration, self.count
 
 
 class RestartedRank(msgspec.Struct, frozen=True):

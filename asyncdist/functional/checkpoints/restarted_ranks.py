@@ -85,8 +85,7 @@ def moment_of(world: World, policy: Any, path: Path) -> Moment | None:
 
 def position(place: Path, moment: Moment) -> Literal["ahead", "at a checkpoint", "late"]:
     """Return where a moment lies: after the run's newest checkpoint, at a checkpoint, or between older checkpoints."""
-    newest = next(_checkpoints(place, moment.run), None)
-    if newest is None or newest[1].is_before(moment):
+    if not _is_late(place, moment.run, moment.at):
         return "ahead"
     return "late" if _checkpoint_of(place, moment) is None else "at a checkpoint"
 
@@ -96,10 +95,15 @@ def waiting_count(place: Path, rank: int, moment: Moment) -> int:
     count = 0
     for folder in _folders(place):
         if folder.stem == _stem(rank) and folder.job == moment.run.partition("-")[0] and not folder.is_unfinished:
-            is_waiting = folder.run == moment.run and not _settle(folder.path, place)
-            if folder.run != moment.run:  # of an earlier policy of the job, whose checkpoints are all written
+            # All checkpoints of an earlier policy of the job are written.
+            if (
+                folder.run == moment.run
+                and not _settle(folder.path, place)
+                and not _is_late(place, folder.run, folder.at)
+            ):
+                count += 1
+            else:
                 shutil.rmtree(folder.path, ignore_errors=True)
-            count += is_waiting
     return count
 
 
@@ -130,6 +134,9 @@ def save(
         if checkpoint is None or not _move(folder, checkpoint):
             folder.rename(whole)
             checkpoint = _settle(whole, place)  # The checkpoint may have been completed before the folder was renamed.
+            if checkpoint is None and whole.exists() and _is_late(place, moment.run, moment.at):
+                logger.warning("%s is not saved: the other ranks have saved later, but not at this iteration", whole)
+                shutil.rmtree(whole, ignore_errors=True)
         return checkpoint
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -145,7 +152,7 @@ def gather(checkpoint: Path, moment: Moment, *, deletes_others: bool) -> None:
     """
     place = checkpoint.parent
     for folder in _folders(place):
-        if folder.run == moment.run and not folder.is_unfinished and folder.at <= (moment.iteration, moment.count):
+        if folder.run == moment.run and not folder.is_unfinished and folder.at <= moment.at:
             is_useless = _settle(folder.path, place) is None
         else:
             is_foreign = folder.job != moment.run.partition("-")[0]
@@ -174,11 +181,17 @@ def _settle(folder: Path, place: Path) -> Path | None:
     return checkpoint if checkpoint is not None and _move(folder, checkpoint) else None
 
 
+def _is_late(place: Path, run: str, at: tuple[int, int]) -> bool:
+    """Return whether a checkpoint of the run at this or a later iteration is complete."""
+    newest = next(_checkpoints(place, run), None)
+    return newest is not None and newest[1].at >= at
+
+
 def _checkpoint_of(place: Path, moment: Moment) -> Path | None:
     for folder, other in _checkpoints(place, moment.run):
         if other == moment:
             return folder
-        if other.is_before(moment):
+        if other.at < moment.at:
             return None
     return None
 
