@@ -82,6 +82,27 @@ def test_greedy_soups_are_never_worse_than_their_best_member(draw: int) -> None:
     assert soup.metric == -measured(model) >= max(soup.metrics.values())
 
 
+def test_a_metric_without_parameters_evaluates_the_given_model() -> None:
+    """Regression: TypeError after the training, because step() calls evaluate() and this function evaluate(model)."""
+    own = [vector_of(seed) for seed in range(5)]
+
+    async def main(world: ad.World) -> tuple[Any, Any]:
+        models = [model_with(own[world.rank]) for _ in range(2)]
+        of_model = await ad.best_of_population(models[0], loss=measured)
+        without = await ad.best_of_population(models[1], loss=lambda: measured(models[1]))
+        assert torch.equal(models[0].weight, models[1].weight)
+        return of_model, without
+
+    for of_model, without in ad.run_local(main, ranks=5, strict=True):
+        assert of_model == without
+
+
+def test_a_metric_with_other_parameters_is_refused() -> None:
+    model = model_with(vector_of(0))
+    with pytest.raises(TypeError, match=r"loss must be callable with the model .*\(a, b\)"):
+        ad.greedy_soup(model, [model.state_dict()] * 2, loss=lambda a, b: a + b)
+
+
 def test_the_models_own_weights_may_be_a_source() -> None:
     model = model_with(np.float32([1.0] * 8))
     other = model_with(np.float32([3.0] * 8)).state_dict()

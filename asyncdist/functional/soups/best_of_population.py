@@ -74,7 +74,8 @@ async def best_of_population(
     Args:
         model: Model with the same names, shapes, dtypes and tied weights on all members, changed in place.
         loss: Function or coroutine function that takes the model, in evaluation mode, and returns its loss, a number.
-            Smaller is better. It must use the same held-out data on every rank, and no collectives.
+            Smaller is better. It must use the same held-out data on every rank, and no collectives. A function without
+            parameters evaluates ``model``.
         score: Like ``loss``, but larger is better. Exactly one of the two must be passed.
         soups: Soups to try: ``"uniform"``, ``"greedy"``, both or none.
         loader: Batches of training data, equal on all ranks, from which a soup's BatchNorm statistics are recomputed

@@ -7,6 +7,7 @@ only if the metric becomes strictly better.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -136,7 +137,25 @@ def given_metric(
     name, function = ("score", score) if loss is None else ("loss", loss)
     if not callable(function):
         raise TypeError(f"{name} must be a function of the model, got {function!r:.80}")
-    return name, function, "min" if name == "loss" else "max"
+    return name, _of_model(name, function), "min" if name == "loss" else "max"
+
+
+def _of_model(name: str, function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return a function of the model. A function without parameters, as for ``step(loss=evaluate)``, is also accepted.
+
+    The weights to evaluate are in the caller's model, so that such a function sees them.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have no signature
+        return function
+    for arguments in ((None,), ()):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return function if arguments else lambda _: function()
+    raise TypeError(f"{name} must be callable with the model as its only argument, got {function!r:.80}{signature}")
 
 
 def as_number(name: str, value: Any) -> float:
