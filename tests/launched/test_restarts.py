@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 
 from asyncdist import cli
 from asyncdist.errors import TransportError
+from asyncdist.functional.checkpoints import checkpoint_files, manifests
 from asyncdist.launch.supervision.endings import describe_end
 from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.torch_distributed.meeting import newcomers
@@ -50,6 +51,18 @@ def test_ranks_killed_at_any_time_take_part_again(tmp_path: Path) -> None:
     assert all(result.reports[rank]["admitted_at"] > 0 for rank in (0, 2)), (
         "restarted ranks must continue with a member's iteration"
     )
+
+
+def test_a_rank_killed_in_a_save_is_in_later_checkpoints(tmp_path: Path) -> None:
+    """Regression: the others raised RankLostError, and restarted ranks were never saved."""
+    result = torchrun.run_jobs([(command(3, 1, "tests/scripts/restarted_saves.py", str(tmp_path)), {})], TIMEOUT_S)
+    reports = result.check().reports
+    assert {rank: found[0] for rank, found in reports.items()} == {0: 0, 1: 1, 2: 0}
+    assert "may be incomplete, and is then ignored, because rank 1 was lost during the save" in result.stderr
+    folder, manifest = manifests.find_newest(tmp_path / "saved")
+    assert [entry["rank"] for entry in manifest["files"]] == [0, 1, 2]
+    saved = [checkpoint_files.read_model(folder, entry)["weight"].item() for entry in manifest["files"]]
+    assert saved == [reports[rank][2] for rank in range(3)]
 
 
 @pytest.mark.long
