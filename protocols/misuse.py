@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import linecache
 import logging
+import multiprocessing
 import sys
 import warnings
 from collections.abc import Coroutine, Generator, Sequence
@@ -98,11 +99,12 @@ def refuse_call(call: str, kind: str, stage: str, *, is_stepping: bool) -> NoRet
 
 def warn_if_unlaunched(*, is_alone: bool) -> None:
     """Warn once that nothing is averaged, if this process is the only rank because no launcher has started it."""
-    if is_alone and unlaunched.get() and "alone" not in _warned:
+    if is_alone and unlaunched.get() and multiprocessing.parent_process() is None and "alone" not in _warned:
         _warned.add("alone")
+        is_script = sys.argv[0].endswith(".py") and "ipykernel" not in sys.argv[0]
         logger.warning(
             "this process trains alone, so nothing is averaged; to start four ranks, use asyncdist run -n 4 %s",
-            sys.argv[0] or "script.py",
+            sys.argv[0] if is_script else "script.py",
         )
 
 
@@ -122,16 +124,25 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
     which are faster.
     """
 
-    def __init__(self, step: Coroutine[Any, Any, StepInfo]) -> None:
+    def __init__(self, step: Coroutine[Any, Any, StepInfo], last: UnawaitedStep | None, call: tuple[str, int]) -> None:
+        """Note a step after the step ``last``.
+
+        Args:
+            call: File and line of the first call of ``step``.
+
+        Raises:
+            TypeError: Two steps were never awaited, cancelled or closed. An error may have prevented this once.
+        """
         self._step = step
         self._is_used = False
-
-    def check_used(self, first_call: tuple[str, int]) -> None:
-        """Raise TypeError if the step was never awaited, cancelled or closed. ``first_call`` is the caller's line."""
-        if not self._is_used:
-            self.close()
-            file, line = first_call
+        self._unused_count = 0 if last is None or last._is_used else last._unused_count + 1
+        if self._unused_count >= 2:
+            file, line = call
             raise TypeError(f"step() must be awaited, otherwise it does nothing: write await at line {line} of {file}")
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            self._step.close()  # prevents Python's warning, which lacks the user's line
 
     def __await__(self) -> Generator[Any, Any, StepInfo]:
         self._is_used = True

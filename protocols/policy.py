@@ -314,9 +314,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         if self._is_unawaited:
             if self._first_call is None:
                 self.note_call(line_of_caller())
-            elif self._unawaited is not None and not self._call_count:
-                self._unawaited.check_used(self._first_call)
-            self._unawaited = UnawaitedStep(self._guarded_step(local_metric))
+            assert self._first_call is not None, "it was noted"
+            last = None if self._call_count else self._unawaited
+            self._unawaited = UnawaitedStep(self._guarded_step(local_metric), last, self._first_call)
             return self._unawaited
         self._is_unawaited = True
         return self._guarded_step(local_metric)

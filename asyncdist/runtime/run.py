@@ -174,6 +174,7 @@ def run(
         return cast(T, override(main, args, strict))
     if opened is None:
         is_unlaunched = transport == "auto" and ranks is None and getattr(main, "__module__", None) == "__main__"
+        is_unlaunched = is_unlaunched and not environment.VARIABLES.get(environment.TRANSPORT_VARIABLE)
         if is_unlaunched:
             _warn_if_alone(sys.argv)
         token = unlaunched.set(is_unlaunched)
@@ -195,7 +196,7 @@ def run(
 def _warn_if_alone(words: Sequence[str]) -> None:
     """Log a warning if the script's arguments request several ranks although no launcher has started this process."""
     found = _RANKS_ASKED_FOR.search(" ".join(words[1:]))
-    if found is not None and int(found[2]) > 1 and not environment.VARIABLES.get(environment.TRANSPORT_VARIABLE):
+    if found is not None and int(found[2]) > 1:
         logger.warning(
             "this process is the only rank, since %s is an argument of the script; "
             "asyncdist run -n %s %s starts %s ranks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import pickle
 import weakref
@@ -141,13 +142,13 @@ def test_policy_whose_steps_are_never_awaited_reports_the_line(call: str) -> Non
     assert {(warning.filename, warning.lineno) for warning in caught} == {(__file__, line)}
 
 
-def test_a_second_step_without_await_is_refused(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_third_step_without_await_is_refused(recwarn: pytest.WarningsRecorder) -> None:
     """Regression: the whole training ran, and then Python warned of a coroutine of asyncdist."""
 
     async def main(world: ad.World) -> int:
         model = Mixed(float(world.rank))
         async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
-            for number in range(3):
+            for number in range(4):
                 try:
                     policy.step(1.0)  # type: ignore[unused-coroutine]
                 except TypeError as error:
@@ -157,7 +158,7 @@ def test_a_second_step_without_await_is_refused(recwarn: pytest.WarningsRecorder
 
     lines = Path(__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "unused-coroutine" in text)
-    assert ad.run_local(main, ranks=2) == [1, 1]
+    assert ad.run_local(main, ranks=2) == [2, 2]
     assert not [each for each in recwarn if "never awaited" in str(each.message)]
 
 
@@ -174,6 +175,20 @@ def test_a_step_that_is_cancelled_before_it_begins_was_used() -> None:
             return policy.iteration
 
     assert ad.run_local(main, ranks=2) == [1, 1]
+
+
+def test_one_step_may_fail_before_it_is_awaited() -> None:
+    """For example, another argument of ``asyncio.gather`` raises an error, and the program tries again."""
+
+    async def main(world: ad.World) -> int:
+        model = Mixed(float(world.rank))
+        async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
+            for number in range(3):
+                with contextlib.suppress(ZeroDivisionError):
+                    await asyncio.gather(policy.step(1.0), asyncio.sleep(1 / number))
+            return policy.iteration
+
+    assert ad.run_local(main, ranks=2) == [2, 2]
 
 
 def test_a_policy_without_any_step_warns_of_nothing() -> None:
