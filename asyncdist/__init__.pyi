@@ -26,11 +26,13 @@ from .functional.averaging import (
 )
 from .functional.calls import Calls as Calls
 from .functional.checkpoints.population_checkpoint import (
-    LoadedPopulation as LoadedPopulation,
     PendingSave as PendingSave,
     async_save_population as async_save_population,
-    load_population as load_population,
     save_population as save_population,
+)
+from .functional.checkpoints.population_loading import (
+    LoadedPopulation as LoadedPopulation,
+    load_population as load_population,
 )
 from .functional.collectives import (
     all_gather as all_gather,

@@ -135,7 +135,7 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
         """
         self._step = step
         self._is_used = False
-        self._unused_count = 0 if last is None or last._is_used else last._unused_count + 1
+        self._unused_count: int = 0 if last is None or last._is_used else last._unused_count + 1
         if self._unused_count >= 2:
             file, line = call
             raise TypeError(f"step() must be awaited, otherwise it does nothing: write await at line {line} of {file}")

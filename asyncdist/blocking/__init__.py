@@ -39,7 +39,10 @@ from asyncdist.functional import (
     ragged_gather as _ragged_gather,
     rank_layout as _rank_layout,
 )
-from asyncdist.functional.checkpoints import population_checkpoint as _population_checkpoint
+from asyncdist.functional.checkpoints import (
+    population_checkpoint as _population_checkpoint,
+    population_loading as _population_loading,
+)
 from asyncdist.functional.soups import best_of_population as _best
 from asyncdist.spmd import mesh as _mesh, tree_collectives as _tree_collectives
 
@@ -59,7 +62,7 @@ gather_from_all_ranks = _blocking(_main_process.gather_from_all_ranks)
 gather_scalar_from_all_ranks = _blocking(_main_process.gather_scalar_from_all_ranks)
 initialize_distributed_compute = _blocking(_rank_layout.initialize_distributed_compute)
 initialize_distributed_compute_mpi4py = _blocking(_rank_layout.initialize_distributed_compute_mpi4py)
-load_population = _blocking(_population_checkpoint.load_population)
+load_population = _blocking(_population_loading.load_population)
 new_group = _blocking(_collectives.new_group)
 new_mesh = _blocking(_mesh.new_mesh)
 new_parallel_groups = _blocking(_parallel_groups.new_parallel_groups)

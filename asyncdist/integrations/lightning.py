@@ -436,7 +436,8 @@ class Averaging(Callback, Generic[PolicyT]):
                 "ranks of the replica may have ended"
             )
         self._training.end(exception)
-        self._training.forget_state()
+        if self._loads_states:  # the fit may have loaded a state without starting a policy
+            self._training.forget_state()
         self._loads_states = True
 
 

@@ -70,6 +70,28 @@ def test_survivors_save_and_a_new_job_loads(tmp_path: Path, detection_s: float, 
     assert list(loaded) == [(each, STEPS, STEPS) for each in weights]
 
 
+@pytest.mark.parametrize("block", range(4))
+def test_survivors_load_whenever_a_rank_is_lost(block: int, tmp_path: Path) -> None:
+    """Regression: a loss before or during ``load_population`` ended the job. A rank is killed at each of 120 turns."""
+    simulate(train, tmp_path, ranks=RANKS, seed=1, strict=True).value()
+
+    async def resume(world: ad.World) -> tuple[int, int]:
+        model, optimizer, policy = made()
+        found = await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        async with policy:
+            while policy.iteration < STEPS + 10:
+                await policy.step()
+        return found.source, policy.iteration
+
+    for turn in range(1 + block, 121, 4):
+        lost = turn // 4 % RANKS
+        network = Network(loss_detection_s=0.0 if turn % 8 < 4 else 0.002)
+        report = simulate(resume, ranks=RANKS, seed=turn, faults=[Kill(lost, at_turn=turn)], network=network)
+        for rank, result in enumerate(report.results):
+            if rank != lost:
+                assert isinstance(result, tuple) and result[1] == STEPS + 10, (turn, report.results)
+
+
 def test_a_given_group_that_lost_a_member_is_refused(tmp_path: Path) -> None:
     async def main(world: ad.World) -> str:
         model, optimizer, _ = made()

@@ -39,6 +39,11 @@ class Stateful(HasState, Protocol):
         """Replace the state with a saved state."""
 
 
+def without_wrapper(policy: Any) -> Any:
+    """Return the policy of a blocking policy or of an integration's ``Averaging``, whose own methods would block."""
+    return getattr(policy, "awaited", policy)
+
+
 def state_of(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,

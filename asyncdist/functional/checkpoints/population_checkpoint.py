@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
@@ -36,18 +34,14 @@ from torch import nn
 from asyncdist import validation
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import RankLostError
-from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, manifests, restarted_ranks, shards
+from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, restarted_ranks
 from asyncdist.functional.checkpoints.checkpoint_files import FolderLock, ModelFormat
-from asyncdist.functional.checkpoints.checkpoint_state import HasState, Stateful
+from asyncdist.functional.checkpoints.checkpoint_state import HasState
 from asyncdist.functional.checkpoints.manifests import Moment
 from asyncdist.functional.collectives import resolve_group
 from asyncdist.functional.joint_work import JointWork
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
-from asyncdist.functional.seeding import RestoredNumbers
 from asyncdist.runtime.world import World
-from asyncdist.tensors.compiled_names import state_for
-from asyncdist.tensors.optimizers.loading import load_exactly
-from asyncdist.tensors.trained_models import TrainedModels
 
 T = TypeVar("T")
 
@@ -59,25 +53,6 @@ _Role: TypeAlias = Literal["member", "alone", "adds itself", "nothing"]
 
 #: Seconds to wait for the group of the surviving ranks.
 _SURVIVORS_TIMEOUT_S: Final = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedPopulation:
-    """Result of :func:`load_population` on this rank.
-
-    Attributes:
-        source: Saved rank whose file was loaded.
-        is_copy: Whether another rank continues as ``source``. If so, this rank has kept its own random states.
-        metric: Metric of the saved rank, or None.
-        extra: Value that the saved rank passed to :func:`save_population` as ``extra``. If that rank had been
-            restarted, the value of the first rank that had not, because a restarted program may count its epochs anew.
-    """
-
-    folder: Path
-    source: int
-    is_copy: bool
-    metric: float | None
-    extra: Any
 
 
 async def save_population(
@@ -132,18 +107,13 @@ async def save_population(
     After that, or if this rank was restarted, the others complete the checkpoint. The cancellation is raised once this
     rank no longer writes a file.
     """
-    policy = _without_wrapper(policy)
+    policy = checkpoint_state.without_wrapper(policy)
     save = _Save(path, model, keep, format, group, world, policy)
     await _settle(policy)
     if await save.choose_role() == "nothing":
         return Path(path)
     await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return await save.joint.result_or_abandon()
-
-
-def _without_wrapper(policy: Any) -> Any:
-    """Return the policy of a blocking policy or of an integration's ``Averaging``, whose own methods would block."""
-    return getattr(policy, "awaited", policy)
 
 
 async def _settle(policy: HasState | None) -> None:
@@ -187,7 +157,7 @@ async def async_save_population(
     **Cancellation**: unless the save is completed, the others get RemoteError, from this call or when they await the
     save.
     """
-    policy = _without_wrapper(policy)
+    policy = checkpoint_state.without_wrapper(policy)
     save = _Save(path, model, keep, format, group, world, policy, in_thread=True)
     await _settle(policy)
     if await save.choose_role() == "nothing":
@@ -444,142 +414,3 @@ def _finish_files(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int 
     checkpoint_files.finish(folder, entries, keep, moment)
     if moment is not None:
         restarted_ranks.gather(folder, moment, deletes_others=keep is not None)
-
-
-async def load_population(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    policy: Stateful | None = None,
-    group: Group | None = None,
-    world: World | None = None,
-) -> LoadedPopulation:
-    """Load the newest complete checkpoint in ``path``, or the checkpoint ``path`` itself.
-
-    All ranks of ``group`` must call this function. Everything is read and compared before anything is changed. If one
-    rank raises an error, all do, and no model has changed. With as many ranks as were saved, each gets its own state
-    and, if no rank had been restarted, continues bitwise identically. With fewer ranks, the saved ranks (or whole
-    replicas of several ranks) with the best metrics are chosen, and assigned in rank order. With more ranks, some get
-    copies and keep their own random states, and a warning is logged.
-
-    Without ``group``, a restarted rank (``world.incarnation`` above 0) raises FileNotFoundError immediately, because
-    the others are already training. The policy that it then enters gives it the state of another rank.
-
-    Args:
-        path: Path passed to :func:`save_population`, or returned by it.
-        model, optimizer: Model and optimizer with the same layout as the saved model and optimizer, changed in place.
-        policy: Policy of the same class, not yet entered with ``async with``.
-        group: Ranks that load, by default all.
-        world: World of the call, by default the current one.
-
-    Raises:
-        FileNotFoundError: There is no complete checkpoint. All members raise this error, so each may catch it and start
-            from the beginning. Also raised on a restarted rank without ``group``.
-        ValueError: The checkpoint has a different model (the error names the first difference), optimizer, policy or
-            version, or a damaged file.
-        LocalProtocolError: The policy was already entered.
-        RemoteError: Another member raised one of the other errors.
-
-    **Cancellation**: before all ranks have read and compared their files, the others get RemoteError, and no model
-    changes. After that, all ranks apply the loaded state, and then the cancellation is raised.
-    """
-    is_default_group, policy = group is None, _without_wrapper(policy)
-    world, group = resolve_group(world, group)
-    if is_default_group and world.incarnation:
-        raise FileNotFoundError(
-            f"rank {world.rank} was restarted, so it loads no checkpoint from {os.fspath(path)}: the other ranks do "
-            "not load one now. Enter a policy to get another rank's state, or pass a group of ranks that load together"
-        )
-    loading: JointWork[LoadedPopulation] = JointWork(world, group, "load_population")
-
-    async def prepare() -> tuple[str, str]:
-        try:
-            return _choose(Path(path), group.size) if group.index == 0 else ("", "")
-        except FileNotFoundError as error:  # Every rank raises this error, so that all may start anew.
-            return "", str(error)
-
-    async def work(own: Group, chosen: tuple[str, str]) -> LoadedPopulation:
-        if not chosen[0]:
-            raise FileNotFoundError(chosen[1])
-        return await _load(world, own, loading, chosen, model, optimizer, policy)
-
-    await loading.begin(prepare, work)
-    return await loading.result_or_abandon()
-
-
-async def _load(
-    world: World,
-    group: Group,
-    loading: JointWork[LoadedPopulation],
-    chosen: tuple[str, str],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    policy: Stateful | None,
-) -> LoadedPopulation:
-    """Read this rank's file, check that it fits, and apply it.
-
-    All members complete a step before the next one begins.
-    """
-    folder, facts = Path(chosen[0]), json.loads(chosen[1])
-    source, entry = facts["plan"][group.index], facts["files"][group.index]
-    is_copy = source in facts["plan"][: group.index]
-    sources = dict(zip(group.ranks, map(manifests.saved_rank, facts["files"], facts["plan"]), strict=True))
-    loaded: dict[str, Any] = {}
-
-    async def read() -> None:
-        loading.check()
-        with loading.delayed_cancellation():
-            read_rank = functools.partial(checkpoint_files.read_rank, folder, entry)
-            loaded.update(await world.do_file_work(read_rank))
-            if entry.get("was_restarted"):
-                read_extra = functools.partial(checkpoint_files.read_extra, folder, facts["first"])
-                loaded["extra"] = await world.do_file_work(read_extra)
-                text = "rank %d had been restarted when it was saved to %s, so found.extra is that of rank %d"
-                logger.warning(text, sources[world.rank], folder, facts["first"].get("rank", 0))
-        checkpoint_state.compare(model, optimizer, loaded)
-        if optimizer is not None and group.index == 0 and loaded.get("optimizer_names") is None:
-            logger.warning(
-                "%s was saved by an earlier version, without the names of the optimizer's parameters: list them in the "
-                "same order as in the program that saved it",
-                folder,
-            )
-        if policy is not None and not isinstance(loaded["policy"], Mapping):
-            raise ValueError(
-                f"{folder} must have a policy's state, but it was saved without a policy; pass policy=None"
-            )
-        loading.check()
-
-    def load_policy() -> None:
-        loading.check()
-        loading.delay_cancellation()  # From now on, all ranks must complete the work.
-        if policy is not None:
-            policy.load_state_dict(checkpoint_state.policy_state(loaded["policy"], sources, is_copy=is_copy))
-
-    def apply() -> None:
-        model.load_state_dict(shards.moved_model(model.state_dict(), state_for(model, loaded["model"])))
-        world.services.shared(TrainedModels).models.add(model)
-        if optimizer is not None:
-            state = checkpoint_state.arranged_optimizer(model, optimizer, loaded)
-            shards.move_optimizer(optimizer, state["state"])
-            load_exactly(optimizer, state)
-
-    await gather_from_all_ranks(read, group=group, world=world)
-    await gather_from_all_ranks(load_policy, group=group, world=world)  # raises on all ranks if any policy differs
-    await gather_from_all_ranks(apply, group=group, world=world)
-    if not is_copy:
-        checkpoint_state.set_random_states(loaded["random"])
-        world.services.shared(RestoredNumbers).note()
-    return LoadedPopulation(folder, source, is_copy, entry["metric"], loaded["extra"])
-
-
-def _choose(path: Path, size: int) -> tuple[str, str]:
-    """Return the newest checkpoint's folder, and JSON with the saved rank and its entry for each loading rank."""
-    folder, manifest = manifests.find_newest(path)
-    plan, saved = manifests.plan(manifest["files"], size), len(manifest["files"])
-    if size > saved:
-        text = "%s has the states of %d ranks, so %d of the %d ranks begin as copies of others"
-        logger.warning(text, folder, saved, size - saved, size)
-    files = manifest["files"]
-    first = next(entry for entry in files if not entry.get("was_restarted"))
-    return str(folder), json.dumps({"plan": plan, "files": [files[source] for source in plan], "first": first})
