@@ -185,13 +185,6 @@ def _mpi_problems(facts: Facts) -> list[Problem]:
                 f"start with asyncdist run, which selects the matching one, or with {own}",
             )
         )
-    if facts.is_unallowed_root and library == "openmpi" and facts.started.source not in _STARTERS:
-        problems.append(
-            Problem(
-                "this user is root, and Open MPI's mpirun refuses root by default",
-                "start with asyncdist run, which allows it, or set " + " and ".join(mpirun.ROOT_VARIABLES) + " to 1",
-            )
-        )
     if facts.mpi.error is not None and library is not None:
         cure = "start with the mpirun of the library that mpi4py loads: asyncdist run finds it"
         if not facts.has_home:
@@ -220,6 +213,17 @@ def _thread_problems(facts: Facts) -> list[Problem]:
             f"set OMP_NUM_THREADS={facts.threads}, or unset it",
         )
     ]
+
+
+def _root_note(facts: Facts) -> str | None:
+    """Return a note for root about a plain mpirun, or None. ``asyncdist run`` works, so this is not a problem."""
+    may_use_mpirun = facts.may_use_mpi and facts.override != "local" and facts.started.source not in _STARTERS
+    if not (facts.is_unallowed_root and may_use_mpirun and facts.installation.library == "openmpi"):
+        return None
+    variables = " and ".join(mpirun.ROOT_VARIABLES)
+    return (
+        f"note: Open MPI's mpirun refuses root, and asyncdist run allows it. For a plain mpirun, set {variables} to 1"
+    )
 
 
 def describe(facts: Facts) -> list[tuple[str, str]]:
@@ -271,12 +275,14 @@ def _describe_death(facts: Facts) -> str:
 
 
 def _describe_users(facts: Facts) -> str:
-    """Describe the access that the job's transport gives to other users of this host (docs/trust.md)."""
+    """Describe the access that the job's transport gives to other users of this host."""
     if not facts.may_use_mpi or facts.installation.library is None:
-        return "cannot run programs as you through a job"
-    if mpirun.can_survive(facts.installation):
-        return "can run programs as you while a job of Open MPI 5 runs here; --transport torch prevents this"
-    return "may be able to run programs as you through a job on this MPI, which was not examined"
+        access = "cannot run programs as you through a job"
+    elif mpirun.can_survive(facts.installation):
+        access = "can run programs as you while a job of Open MPI 5 runs here; --transport torch prevents this"
+    else:
+        access = "may be able to run programs as you through a job on this MPI, which was not examined"
+    return f"{access} (docs/trust.md)"
 
 
 def _describe_streams(facts: Facts) -> str:
@@ -316,8 +322,9 @@ def _describe_mpirun(facts: Facts) -> str:
 
 
 def format_report(facts: Facts, problems: Sequence[Problem]) -> str:
-    """Format the facts and the problems for a terminal."""
-    return "\n".join([aligned(describe(facts)), "", *format_problems(problems)])
+    """Format the facts, the note for root and the problems for a terminal."""
+    note = _root_note(facts)
+    return "\n".join([aligned(describe(facts)), "", *([note, ""] if note else []), *format_problems(problems)])
 
 
 def format_problems(problems: Sequence[Problem]) -> list[str]:
