@@ -10,12 +10,14 @@ import argparse
 import functools
 import itertools
 import os
+import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from asyncdist import local_host
+from asyncdist import local_host, rank_program
 from asyncdist._version import __version__
 from asyncdist.argument_types import count, folder, port, seconds, split_words, whole
 from asyncdist.launch import run_command
@@ -28,6 +30,8 @@ _REPLAY_OPTIONS: Final = ("--job", "--rank", "--to-test")
 _ANYWHERE: Final = ("doctor", "plan", "story", "top")
 #: Scripts that ``asyncdist init`` writes.
 _STARTERS: Final = ("plain", "lightning", "transformers", "protocol")
+#: Names of Python interpreters.
+_INTERPRETER: Final = re.compile(r"python[\d.]*")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -182,6 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if options.command not in _ANYWHERE and not local_host.has_working_directory():
         deleted = "the working directory has been deleted: cd to an existing directory"
         _Parser(prog=f"asyncdist {options.command}").error(deleted)
+    if options.command in ("run", "sim") and options.script is not None:
+        _check_interpreter(options.command, options.script, own, rest)
     if options.command in ("sim", "replay") and arguments is None:  # this process can be restarted with sys.argv
         from asyncdist import environment
 
@@ -227,6 +233,26 @@ def _check_names(words: Sequence[str]) -> None:
 
             cure = validation.meant(option, list(known), f"asyncdist {name} --help lists the options")
             _Parser(prog=f"asyncdist {name}").error(f"there is no option {option}; {cure}")
+        if option.startswith("-np") and name in ("run", "sim"):  # argparse would read it as -n p
+            cure = f"write -n RANKS, as in asyncdist {name} -n 2 script.py"
+            _Parser(prog=f"asyncdist {name}").error(f"there is no option -np; {cure}")
+
+
+def _check_interpreter(command: str, script: str, own: Sequence[str], rest: Sequence[str]) -> None:
+    """Exit with an error if ``script`` is a Python interpreter, as in ``asyncdist run -n 2 python script.py``.
+
+    Args:
+        own: Words of the command and the script's name.
+        rest: Words after the script's name.
+    """
+    if not _INTERPRETER.fullmatch(os.path.basename(script)):
+        return
+    if os.path.isfile(script) and rank_program.find_syntax_error(script) is None:  # a Python script of this name
+        return
+    options = [word for word in own if word != script]
+    program = list(itertools.dropwhile(lambda word: word.startswith("-") and word != "-m", rest)) or ["script.py"]
+    right = shlex.join(["asyncdist", command, *options, *program])
+    _Parser(prog=f"asyncdist {command}").error(f"omit {script!r}, which asyncdist {command} starts: {right}")
 
 
 def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -274,7 +300,6 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def _init(flavour: str, path: Path) -> int:
-    import re
     from importlib import resources
 
     text = resources.files("asyncdist.starters").joinpath(f"{flavour}.py").read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ import io
 import itertools
 import os
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -174,6 +175,20 @@ def test_a_job_that_goes_on_is_started_otherwise() -> None:
         (["run", "--recrod=x", "-n", "2", "s.py"], "no option --recrod; did you mean --record?\n"),
         (["sim", "--rank", "2", "s.py"], "asyncdist sim: there is no option --rank; did you mean --ranks?\n"),
         (["rn", "-n", "2", "s.py"], "asyncdist: there is no command 'rn'; did you mean run?\n"),
+        *(
+            ([command, option, "2", "s.py"], f"asyncdist {command}: there is no option -np; write -n RANKS, as in ")
+            for command in ("run", "sim")
+            for option in ("-np", "-np2")
+        ),
+        (
+            ["run", "-n", "2", "--transport", "torch", "python", "s.py", "-v"],
+            "asyncdist run: omit 'python', which asyncdist run starts: asyncdist run -n 2 --transport torch s.py -v\n",
+        ),
+        (["run", "-n", "2", "python3.11", "-u", "s.py"], "starts: asyncdist run -n 2 s.py\n"),
+        (["run", "-n", "2", "python", "-m", "m"], "starts: asyncdist run -n 2 -m m\n"),
+        (["run", "-n", "2", "python"], "starts: asyncdist run -n 2 script.py\n"),
+        (["run", "-n", "2", sys.executable, "s.py"], "starts: asyncdist run -n 2 s.py\n"),
+        (["sim", "python", "s.py", "-n", "2"], "starts: asyncdist sim s.py -n 2\n"),
         (["frobnicate"], "there is no command 'frobnicate'; the names are doctor, export, init"),
         (["run", "script.py"], "required before the script: -n/--ranks\n"),
         (
