@@ -261,7 +261,11 @@ def main_function(main: Any, args: Sequence[Any]) -> None:
     """Raise TypeError if ``main`` is not a coroutine function that accepts a world and ``args``."""
     what = _place_of(main)
     if not inspect.iscoroutinefunction(main):
-        raise TypeError(f"main must be a coroutine function (async def), got {what}")
+        cure = (
+            ": if it has no await, call asyncdist.blocking.run(main), or pass asyncdist.blocking.hosted(main) to "
+            "simulate or run_local"
+        )
+        raise TypeError(f"main must be a coroutine function (async def), got {what}{cure if callable(main) else ''}")
     try:
         signature = inspect.signature(main)
     except ValueError:  # main has no signature, so only its call can raise an error

@@ -524,9 +524,9 @@ def line_of(function: Any) -> str:
             (1,),
             rf"the world and 1 more argument, got {line_of(configured)}: too many",
         ),
-        (plain, (), line_of(plain)),
+        (plain, (), rf"{line_of(plain)}: if .* call asyncdist\.blocking\.run\(main\), .*asyncdist\.blocking\.hosted"),
         (functools.partial(plain), (), line_of(plain)),
-        (3, (), r"main must be a coroutine function \(async def\), got 3"),
+        (3, (), r"main must be a coroutine function \(async def\), got 3$"),
     ],
 )
 def test_a_main_that_cannot_be_called_is_named_with_its_line(start: Any, main: Any, args: Any, words: str) -> None:
