@@ -109,7 +109,7 @@ def _describe_main(story: RankStory, stories: Mapping[int, RankStory]) -> str:
     if story.state in ("computes", "blocks"):
         since = f" for {seconds_in_words(story.still_s)}" if story.still_s else ""
         inner = f", there in {story.inner_line}" if story.inner_line else ""
-        return f"{story.state}{since} in {story.line}{inner}: its loop does not run"
+        return f"{story.state}{since} in {story.line}{inner}: its event loop does not run"
     if story.state == "returned":
         others = [rank for rank, its in stories.items() if its.state != "returned"]
         rest = f"; {ranks_in_words(others)} {'has' if len(others) == 1 else 'have'} not" if others else ""

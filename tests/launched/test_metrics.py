@@ -13,7 +13,7 @@ from support import mpi, torchrun
 
 from asyncdist.launchers import addresses
 
-#: Each rank requests the other rank's counters while that rank computes and its loop does not run.
+#: Each rank requests the other rank's counters while that rank computes and its event loop does not run.
 ASKED = """
     import os, time, torch, urllib.request
     import asyncdist as ad

@@ -23,7 +23,7 @@ from asyncdist.story.finding import job_of_process
 
 pytest.importorskip("rich", reason="rich is not installed")
 
-#: Trains until the file ``stop`` exists; rank 1 computes from its 20th step on, and its loop does not run.
+#: Trains until the file ``stop`` exists; rank 1 computes from its 20th step on, and its event loop does not run.
 TRAINS = """
     import os, signal, sys, time, torch
     import asyncdist as ad

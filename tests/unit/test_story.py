@@ -151,7 +151,7 @@ class TestWords:
         blocked = replace(blocked, policies=(policy,))
         returned = [story(rank, Wait("main", "the end"), state="returned") for rank in (1, 2)]
         assert describe_job(of(blocked, *returned)).splitlines()[1:] == [
-            "  rank 0 blocks for 60 s in load (data.py:3), there in read (io.py:9): its loop does not run",
+            "  rank 0 blocks for 60 s in load (data.py:3), there in read (io.py:9): its event loop does not run",
             "    policy: 12 steps, metric 0.5, reporting in round 3, it coordinates",
             "  ranks 1, 2 have returned from main; rank 0 has not",
         ]
