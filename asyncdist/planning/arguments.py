@@ -1,4 +1,4 @@
-"""Declares the arguments of ``asyncdist plan``, and converts quantities such as ``7B`` or ``1gbit``."""
+"""Declares the arguments of ``asyncdist plan``, and converts quantities such as ``7B``, ``1gbit`` or ``300ms``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="bandwidth of a host's network in each direction: 50mbit, 1gbit, 12.5MB/s",
     )
     plan.add_argument(
-        "--step", type=_step_seconds, required=True, metavar="SECONDS", help="time in which a rank computes one step"
+        "--step", type=_step_seconds, required=True, metavar="SECONDS", help="time of a rank's step: 0.3, 300ms"
     )
     plan.add_argument(
         "--every",
@@ -82,7 +82,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         type=_latency_seconds,
         default=1e-3,
         metavar="SECONDS",
-        help="time until a message's first byte arrives on another host (default: 0.001)",
+        help="time until a message's first byte arrives on another host: 0.02, 20ms (default: 0.001)",
     )
     plan.add_argument(
         "--slowest",
@@ -144,13 +144,15 @@ def _speed_ratio(text: str) -> float:
 
 
 def _seconds(text: str, least: float) -> float:
+    """Convert a duration, such as ``0.3``, ``0.3s`` or ``300ms``, to seconds."""
+    is_ms = text.endswith("ms")
     try:
-        number = float(text)
+        number = float(text.removesuffix("ms" if is_ms else "s")) / (1e3 if is_ms else 1.0)
     except ValueError:
         number = math.nan
     if not least <= number <= _SECONDS_MAX:
         raise argparse.ArgumentTypeError(
-            f"must be a number of seconds without a unit, from {least:g} to {_SECONDS_MAX:g}, got {text!r}"
+            f"must be a time from {least:g} to {_SECONDS_MAX:g} seconds, such as 0.3, 0.3s or 300ms, got {text!r}"
         )
     return number
 

@@ -93,6 +93,11 @@ def test_values_are_converted() -> None:
                 "3 kB/s": 3e3,
             }.items()
         ),
+        *(
+            (convert, text, value)
+            for convert in (arguments._step_seconds, arguments._latency_seconds)
+            for text, value in {"300ms": 0.3, "300 ms": 0.3, "0.3": 0.3, "0.3s": 0.3, "1e3ms": 1.0, ".5 s": 0.5}.items()
+        ),
     ],
 )
 def test_quantities_have_their_usual_units(convert: Callable[[str], float], text: str, value: float) -> None:
@@ -111,8 +116,11 @@ def test_quantities_have_their_usual_units(convert: Callable[[str], float], text
             for value in ("x", "1000", "1gb", "1Gb/s", "1GB", "12.5mb/s", "0gbit", "0.1bit", "1e99gbit", "-1gbit")
         ),
         *(("--ranks", value, (2,)) for value in ("1", "x", "0")),
-        *(("--step", value, ("1e-09",)) for value in ("0", "x", "nan", "inf", "-1")),
-        *(("--latency", value, ("from 0 to",)) for value in ("x", "nan", "inf", "-1")),
+        *(
+            ("--step", value, ("1e-09", "0.3", "0.3s", "300ms"))
+            for value in ("0", "x", "nan", "inf", "-1", "0ms", "s", "ms", "300 m", "3us", "3MS", "nans")
+        ),
+        *(("--latency", value, ("from 0 to",)) for value in ("x", "nan", "inf", "-1", "-1ms")),
         *(("--every", value, ("30,128",)) for value in ("x", "0", "", "30,", "1.5")),
         *(("--fragments", value, (1,)) for value in ("0", "x")),
         *(("--overlap", value, (0,)) for value in ("-1", "x")),
