@@ -2,6 +2,8 @@
 
 ``asyncdist run`` first blocks SIGUSR1, the signal that requests a report from ranks. Otherwise an early signal would
 end the launcher while it is importing. The launcher unblocks the signal in the processes that it starts.
+
+Ctrl-C ends each command silently while its parser is imported, and ``asyncdist run`` until its ranks are started.
 """
 
 from __future__ import annotations
@@ -13,11 +15,22 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     """Run the command line of this process, and exit."""
-    if sys.argv[1:2] == ["run"]:
+    is_run = sys.argv[1:2] == ["run"]
+    if is_run:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # otherwise Ctrl-C is ignored, as after nohup
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would print a traceback of these imports
     from asyncdist import cli
 
-    cli.main()
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, handler)
+    try:
+        cli.main()
+    except KeyboardInterrupt:
+        if not is_run:
+            raise
+        sys.exit(130)
 
 
 if __name__ == "__main__":

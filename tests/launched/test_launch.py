@@ -49,6 +49,29 @@ def test_a_deleted_directory_is_refused_in_one_line(tmp_path: Path, words: tuple
     assert (ended.returncode, ended.stderr) == (2, said)
 
 
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+from asyncdist.__main__ import main
+
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["asyncdist.cli", "asyncdist.launch.hosts.remote_hosts", "asyncdist.launch.mpirun"])
+def test_ctrl_c_during_the_imports_of_the_launcher_is_silent(tmp_path: Path, module: str) -> None:
+    """Regression: Ctrl-C in the first 0.3 s of ``asyncdist run`` printed a traceback of 20 lines."""
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT.format(module=module), "run", "-n", "2", "no_script.py"]
+    environ = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1])}
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert ended.returncode in (-signal.SIGINT, 130) and (ended.stdout, ended.stderr) == ("", "")
+
+
 def test_a_job_runs_with_its_standard_files_closed(tmp_path: Path) -> None:
     """Regression: with stdout closed, the launcher failed with an AttributeError before it had started anything."""
     (tmp_path / "script.py").write_text("import sys; print('words'); sys.exit(7)")
