@@ -48,17 +48,35 @@ def check_script(script: str) -> None:
 
 
 @contextlib.contextmanager
-def printed_errors_variables() -> Iterator[dict[str, str]]:
-    """Yield variables through which this host's ranks share a file of printed errors, so that each is printed once."""
-    try:
-        descriptor = os.memfd_create("asyncdist-printed-errors")
-    except (AttributeError, OSError):  # this system has no anonymous files, or the container forbids them
-        yield {}
-        return
-    try:
-        yield {rank_program.PRINTED_ERRORS_VARIABLE: f"{os.getpid()} {descriptor}"}
-    finally:
-        os.close(descriptor)
+def shared_file_variables() -> Iterator[dict[str, str]]:
+    """Yield variables through which this host's ranks share anonymous files with the launcher.
+
+    In one file, ranks record printed errors, so that each is printed once. In the other, ranks record that they have
+    run alone (:func:`report_lone_ranks`).
+    """
+    variables: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        for name in (rank_program.PRINTED_ERRORS_VARIABLE, rank_program.LONE_VARIABLE):
+            # This system may have no anonymous files, or the container may forbid them.
+            with contextlib.suppress(AttributeError, OSError):
+                descriptor = os.memfd_create(name)
+                stack.callback(os.close, descriptor)
+                variables[name] = f"{os.getpid()} {descriptor}"
+        yield variables
+
+
+def report_lone_ranks(variables: dict[str, str], ranks: int) -> None:
+    """Print a line if several ranks, which have all succeeded, have each run alone.
+
+    Args:
+        variables: Variables of :func:`shared_file_variables`.
+    """
+    _, _, descriptor = variables.get(rank_program.LONE_VARIABLE, "").partition(" ")
+    if descriptor and os.fstat(int(descriptor)).st_size == ranks > 1:
+        print_line(
+            "asyncdist run: no rank opened a world, so each rank ran alone: call asyncdist.run(main), or, without "
+            "async def, asyncdist.blocking.run(main)"
+        )
 
 
 def check_ranks(ranks: int) -> None:

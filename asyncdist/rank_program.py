@@ -10,10 +10,12 @@ import array
 import atexit
 import contextlib
 import fcntl
+import gc
 import importlib.util
 import io
 import json
 import os
+import resource
 import signal
 import stat
 import sys
@@ -56,6 +58,8 @@ TERMINAL: Final = "/dev/tty"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 #: Variable with the launcher's pid, and its descriptor of the file in which ranks record the errors that they print.
 PRINTED_ERRORS_VARIABLE: Final = "ASYNCDIST_TOLD"
+#: Variable with the launcher's pid, and its descriptor of a file that gets one byte from each rank that has run alone.
+LONE_VARIABLE: Final = "ASYNCDIST_ALONE"
 #: Note added to a debugger's error if the rank has no input.
 _NO_INPUT: Final = (
     "This rank has an empty standard input, so a debugger cannot be used. In a job on one host, rank 0 shares the "
@@ -129,6 +133,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     _prefix_output()
     sys.excepthook = _PrintOnce(os.environ.pop(PRINTED_ERRORS_VARIABLE, ""))
+    lone_path = _launchers_file(os.environ.pop(LONE_VARIABLE, ""))
     heed_story_requests()
     sys.argv = [script, *arguments]
     module = os.environ.pop(MODULE_VARIABLE, "")
@@ -149,6 +154,9 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     process_id = os.getpid()
     try:
         exec(_compiled(script), main.__dict__)
+        if lone_path and os.getpid() == process_id and _has_run_alone():
+            with contextlib.suppress(OSError), open(lone_path, "ab") as lone_ranks:  # the launcher may have just ended
+                lone_ranks.write(b".")
     except SystemExit as error:
         code = error.code
         if code is not None and not isinstance(code, int):  # the argument of sys.exit was a message
@@ -192,6 +200,25 @@ def _open_input() -> None:
             return
 
 
+def _launchers_file(variable: str) -> str:
+    """Return the path of the launcher's file that ``variable`` names, or "" if the launcher is on another host."""
+    pid, _, descriptor = variable.partition(" ")
+    return f"/proc/{pid}/fd/{descriptor}" if pid.isdecimal() and int(pid) in ancestors() else ""
+
+
+def _has_run_alone() -> bool:
+    """Return whether this script has used torch, and has certainly not communicated with other ranks.
+
+    A world, and a simulation, would have frozen the objects of the garbage collector
+    (:func:`asyncdist.runtime.process.spare_collections`). ``init_process_group`` would have replaced the
+    ``sys.excepthook``. A child process might have opened a world.
+    """
+    has_children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0
+    may_have_world = gc.get_freeze_count() > 0 or "asyncdist.simulation.simulate" in sys.modules
+    may_use_mpi, may_use_torch = "mpi4py.MPI" in sys.modules, not isinstance(sys.excepthook, _PrintOnce)
+    return "torch" in sys.modules and not (has_children or may_have_world or may_use_mpi or may_use_torch)
+
+
 class _PrintOnce:
     """A :data:`sys.excepthook` that prints equal tracebacks of this host's ranks only once.
 
@@ -202,8 +229,7 @@ class _PrintOnce:
     """
 
     def __init__(self, variable: str) -> None:
-        pid, _, descriptor = variable.partition(" ")
-        self._path = f"/proc/{pid}/fd/{descriptor}" if pid.isdecimal() and int(pid) in ancestors() else ""
+        self._path = _launchers_file(variable)
         self._process_id = os.getpid()
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

@@ -147,7 +147,7 @@ def run_ranks(
         return start(command, own, rank=rank, ended=lambda: events.put(("ended", rank)))
 
     with (
-        local_host.printed_errors_variables() as shared,
+        local_host.shared_file_variables() as shared,
         signals_as_events(events),
         store or contextlib.nullcontext() as server,
     ):
@@ -159,7 +159,10 @@ def run_ranks(
                 awaiting = threading.Thread(target=lambda: events.put(("store", server.wait())), daemon=True)
                 awaiting.start()
             at_terminal = (0,) if os.isatty(0) and not have_joined else ()
-            return supervise(processes, events, restarter, at_terminal)
+            code = supervise(processes, events, restarter, at_terminal)
+            if code == 0:
+                local_host.report_lone_ranks(shared, len(environments))
+            return code
         finally:
             for process in processes.values():
                 process.end()

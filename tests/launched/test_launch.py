@@ -199,6 +199,50 @@ def test_ranks_belong_to_the_innermost_launcher(tmp_path: Path) -> None:
     assert (code, output.splitlines(), error) == (0, ["3 mpi"] * 3, "")
 
 
+#: The line about ranks that have each run alone.
+LONE = (
+    "asyncdist run: no rank opened a world, so each rank ran alone: call asyncdist.run(main), or, without async def, "
+    "asyncdist.blocking.run(main)\n"
+)
+
+
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+def test_ranks_that_train_alone_are_reported(tmp_path: Path, transport: str) -> None:
+    """Regression: a script without a world ended with 0 and without a word, as if its ranks had trained together."""
+    (tmp_path / "torch.py").write_text("")
+    assert finish(start(tmp_path, "import torch", options=["--transport", transport])) == (0, "", LONE)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nif os.environ['RANK'] == '0': import torch",
+        "import torch, sys; sys.exit()",  # as argparse ends --help
+        "import torch, os\nif os.fork() == 0: os._exit(0)\nos.wait()",
+    ],
+)
+def test_no_rank_is_reported_as_alone_if_one_may_not_be(tmp_path: Path, source: str) -> None:
+    (tmp_path / "torch.py").write_text("")
+    assert finish(start(tmp_path, source, ranks=2, options=["--transport", "torch"])) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "async def main(world): pass\nimport asyncdist; asyncdist.run(main)",
+        "import asyncdist\nwith asyncdist.blocking.open_world(): pass",
+        "import torch.distributed as dist; dist.init_process_group('gloo'); dist.destroy_process_group()",
+    ],
+)
+def test_ranks_that_communicate_are_not_reported_as_alone(tmp_path: Path, source: str) -> None:
+    assert finish(start(tmp_path, source, ranks=2, options=["--transport", "torch"])) == (0, "", "")
+
+
+def test_a_single_rank_is_not_reported_as_alone(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("")
+    assert finish(start(tmp_path, "import torch", ranks=1, options=["--transport", "torch"])) == (0, "", "")
+
+
 BEFORE_MPI = """
 import os, sys, time
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])

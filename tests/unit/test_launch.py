@@ -9,8 +9,9 @@ import itertools
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -319,7 +320,7 @@ def test_a_rank_that_fails_like_another_one_prints_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rank_program, "ancestors", lambda: [os.getpid()])
-    with local_host.printed_errors_variables() as variables:
+    with local_host.shared_file_variables() as variables:
         tell = rank_program._PrintOnce(variables[rank_program.PRINTED_ERRORS_VARIABLE])
         for rank, error in ((2, ValueError("one\ntwo")), (0, ValueError("one\ntwo")), (1, ValueError("another"))):
             monkeypatch.setenv("RANK", str(rank))
@@ -334,6 +335,28 @@ def test_a_rank_that_fails_like_another_one_prints_a_line(
     assert capsys.readouterr().err == "ValueError: one\n"
 
 
+def test_a_rank_that_may_have_communicated_has_not_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    for name in ("mpi4py.MPI", "asyncdist.simulation.simulate"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(rank_program.gc, "get_freeze_count", lambda: 0)
+    monkeypatch.setattr(rank_program.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=0))
+    monkeypatch.setattr("sys.excepthook", rank_program._PrintOnce(""))
+    assert rank_program._has_run_alone()
+    changes: list[Callable[[pytest.MonkeyPatch], None]] = [
+        lambda patched: patched.delitem(sys.modules, "torch"),
+        lambda patched: patched.setitem(sys.modules, "mpi4py.MPI", ModuleType("MPI")),
+        lambda patched: patched.setitem(sys.modules, "asyncdist.simulation.simulate", ModuleType("simulate")),
+        lambda patched: patched.setattr("sys.excepthook", sys.__excepthook__),  # as init_process_group does
+        lambda patched: patched.setattr(rank_program.gc, "get_freeze_count", lambda: 9),  # as a world does
+        lambda patched: patched.setattr(rank_program.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=9)),
+    ]
+    for change in changes:
+        with monkeypatch.context() as patched:
+            change(patched)
+            assert not rank_program._has_run_alone()
+
+
 def test_ranks_need_no_anonymous_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: in a container that forbids memfd_create, each job ended with OSError."""
 
@@ -341,7 +364,7 @@ def test_ranks_need_no_anonymous_files(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
-    with local_host.printed_errors_variables() as variables:
+    with local_host.shared_file_variables() as variables:
         assert variables == {}
 
 

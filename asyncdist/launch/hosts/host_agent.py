@@ -65,7 +65,7 @@ class _Agent:
 
     def run(self) -> None:
         threading.Thread(target=self._read, name="launcher", daemon=True).start()
-        with local_host.printed_errors_variables() as self._rank_variables:
+        with local_host.shared_file_variables() as self._rank_variables:
             self._handle_events()
 
     def _handle_events(self) -> None:

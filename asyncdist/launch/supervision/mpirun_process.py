@@ -67,10 +67,13 @@ def run(
         agents: Connections to the agents on the ranks' hosts; empty if the ranks are on this host.
     """
     with (
-        local_host.printed_errors_variables() as variables,
+        local_host.shared_file_variables() as variables,
         _Job(mpirun, command, {**environ, **variables}, ends, token or secrets.token_hex(8), agents) as job,
     ):
-        return job.supervise()
+        code = job.supervise()
+        if code == 0:
+            local_host.report_lone_ranks(variables, ends.ranks)
+        return code
 
 
 class _Job:
