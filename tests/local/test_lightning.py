@@ -67,6 +67,44 @@ def rows_read(folder: Path, checkpoint: Path | None) -> list[int]:
     return read
 
 
+def linear(optimizer_class: Any = torch.optim.SGD) -> Any:
+    """Return a module of Lightning with one weight, which is the same at each call."""
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.net(batch[0]).square().mean()
+
+        def test_step(self, batch: Any, _: int) -> None:
+            pass
+
+        def configure_optimizers(self) -> Any:
+            return optimizer_class(self.net.parameters(), lr=0.1)
+
+    torch.manual_seed(0)
+    return Module()
+
+
+def quiet_trainer(callbacks: list[Any], **options: Any) -> Any:
+    """Return a trainer that writes and prints nothing."""
+    import lightning.pytorch as pl
+
+    return pl.Trainer(
+        devices=1,
+        accelerator="cpu",
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning and torchdata warn of their own calls
 def test_only_the_own_checkpoint_has_the_order_of_rows(tmp_path: Path) -> None:
     """Regression: ranks that resumed from one checkpoint read the same rows, with StatefulDataLoader."""
@@ -102,31 +140,9 @@ def test_a_policy_begins_with_what_a_strategy_loads_late(tmp_path: Path) -> None
     class LateStrategy(SingleDeviceStrategy):
         restore_checkpoint_after_setup = True
 
-    class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch: Any, _: int) -> Any:
-            return self.net(batch[0]).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     def fit(epochs: int, rank: int, strategy: Any, checkpoint: Path | None) -> tuple[torch.Tensor, pl.Trainer]:
-        torch.manual_seed(0)
-        module = Module()
-        trainer = pl.Trainer(
-            max_epochs=epochs,
-            devices=1,
-            accelerator="cpu",
-            strategy=strategy,
-            callbacks=[Averaging(DiLoCoPolicy, average_every=3)],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        module = linear()
+        trainer = quiet_trainer([Averaging(DiLoCoPolicy, average_every=3)], max_epochs=epochs, strategy=strategy)
         rows = torch.arange(1.0, 5.0)[:, None] + rank
         trainer.fit(module, torch.utils.data.DataLoader(TensorDataset(rows)), ckpt_path=checkpoint)
         return module.net.weight.detach(), trainer
@@ -150,17 +166,6 @@ def test_a_restarted_rank_keeps_the_leaders_optimizer_state(tmp_path: Path) -> N
 
     path, steps = tmp_path / "own.ckpt", 40
 
-    class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch: Any, _: int) -> Any:
-            return self.net(batch[0]).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.parameters(), lr=1e-3)
-
     def train(world: ad.blocking.World) -> list[tuple[int, int]]:
         seen: list[tuple[int, int]] = []
         averaging = Averaging(DiLoCoPolicy, average_every=2)
@@ -176,20 +181,9 @@ def test_a_restarted_rank_keeps_the_leaders_optimizer_state(tmp_path: Path) -> N
                     trainer.save_checkpoint(path)
                 trainer.should_stop = policy.iteration >= steps
 
-        torch.manual_seed(0)
-        trainer = pl.Trainer(
-            max_epochs=-1,
-            min_steps=1,
-            devices=1,
-            accelerator="cpu",
-            callbacks=[averaging, Watch()],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer([averaging, Watch()], max_epochs=-1, min_steps=1)
         rows = torch.utils.data.DataLoader(TensorDataset(torch.ones(1000, 1)))
-        trainer.fit(Module(), rows, ckpt_path=path if world.incarnation else None)
+        trainer.fit(linear(torch.optim.Adam), rows, ckpt_path=path if world.incarnation else None)
         return seen
 
     faults = [Kill(1, at_s=0.1), Restart(1, at_s=0.15)]
@@ -209,20 +203,6 @@ def test_a_state_that_is_loaded_before_a_fit_is_used(tmp_path: Path) -> None:
 
     from asyncdist.integrations.lightning import Averaging
 
-    class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch: Any, _: int) -> Any:
-            return self.net(batch[0]).square().mean()
-
-        def test_step(self, batch: Any, _: int) -> None:
-            pass
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.net.parameters(), lr=0.1)
-
     def train(world: ad.blocking.World) -> list[int]:
         averaging = Averaging(DiLoCoPolicy, average_every=2)
         begun: list[int] = []
@@ -237,20 +217,10 @@ def test_a_state_that_is_loaded_before_a_fit_is_used(tmp_path: Path) -> None:
 
         rows = torch.utils.data.DataLoader(TensorDataset(torch.ones(4, 1)))
         for number in range(3):
-            torch.manual_seed(0)
-            module = Module()
+            module = linear()
             if number == 1:
                 ad.blocking.load_population(tmp_path / "population", module, policy=averaging)
-            trainer = pl.Trainer(
-                max_epochs=1,
-                devices=1,
-                accelerator="cpu",
-                callbacks=[averaging, Watch()],
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
+            trainer = quiet_trainer([averaging, Watch()], max_epochs=1)
             trainer.fit(module, rows)
             path = tmp_path / f"{world.rank}.ckpt"
             trainer.save_checkpoint(path)
