@@ -89,7 +89,7 @@ def test_a_metric_without_parameters_evaluates_the_given_model() -> None:
     async def main(world: ad.World) -> tuple[Any, Any]:
         models = [model_with(own[world.rank]) for _ in range(2)]
         of_model = await ad.best_of_population(models[0], loss=measured)
-        without = await ad.best_of_population(models[1], loss=lambda: measured(models[1]))
+        without = await ad.best_of_population(models[1], loss=lambda scale=1.0: scale * measured(models[1]))
         assert torch.equal(models[0].weight, models[1].weight)
         return of_model, without
 

@@ -141,21 +141,23 @@ def given_metric(
 
 
 def _of_model(name: str, function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return a function of the model. A function without parameters, as for ``step(loss=evaluate)``, is also accepted.
+    """Return a function of the model. A function without arguments, as for ``step(loss=evaluate)``, is also accepted.
 
-    The weights to evaluate are in the caller's model, so that such a function sees them.
+    The weights to evaluate are in the caller's model, so that such a function sees them. If the first parameter has a
+    default, it is taken for another value than the model.
     """
     try:
         signature = inspect.signature(function)
     except ValueError:  # some builtins have no signature
         return function
-    for arguments in ((None,), ()):
-        try:
-            signature.bind(*arguments)
-        except TypeError:
-            continue
-        return function if arguments else lambda _: function()
-    raise TypeError(f"{name} must be callable with the model as its only argument, got {function!r:.80}{signature}")
+    first = next(iter(signature.parameters.values()), None)
+    takes_model = first is not None and first.default is first.empty and first.kind is not first.KEYWORD_ONLY
+    try:
+        signature.bind(*(None,) * takes_model)
+    except TypeError:
+        text = f"{name} must be callable with the model as its only argument, got {function!r:.80}{signature}"
+        raise TypeError(text) from None
+    return function if takes_model else lambda _: function()
 
 
 def as_number(name: str, value: Any) -> float:
