@@ -109,7 +109,7 @@ def warn_if_unlaunched(*, is_alone: bool) -> None:
 
 
 def warn_of_no_step(first_call: tuple[str, int], step: UnawaitedStep | None) -> None:
-    """Warn that ``step`` was never awaited, at the file and line of its first call. Python then does not warn, too."""
+    """Warn that ``step`` was never awaited, at the line of its first call. Close it, so that Python does not warn."""
     if step is not None:
         step.close()
     text = "no step() of this policy was awaited, so nothing was averaged: write await policy.step(...)"
@@ -125,13 +125,13 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
     """
 
     def __init__(self, step: Coroutine[Any, Any, StepInfo], last: UnawaitedStep | None, call: tuple[str, int]) -> None:
-        """Note a step after the step ``last``.
+        """Wrap ``step``, and count the steps without ``await`` since ``last``.
 
         Args:
             call: File and line of the first call of ``step``.
 
         Raises:
-            TypeError: Two steps were never awaited, cancelled or closed. An error may have prevented this once.
+            TypeError: The two steps before were not awaited. One is allowed: an error may have prevented its await.
         """
         self._step = step
         self._is_used = False

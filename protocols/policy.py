@@ -75,7 +75,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     Attributes:
         optimizer: Current optimizer. Assign a different optimizer to train the model with it from now on.
         is_alone: Whether this rank is the only participant, known after the start. The policy then averages nothing.
-        begins_again: Whether memory ran out in an earlier policy. Set before the start, and equal on all members.
+        begins_again: Whether memory ran out in an earlier policy. Set it before the start, equally on all members.
         has_loaded: Whether :meth:`load_state_dict` has been called.
 
     Raises:
@@ -105,7 +105,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self.average_every = own.average_every
         self.name = own.name
         self.iteration = 0
-        self.start_number = 0  # equal on all ranks that train together; another one after each start
+        self.start_number = 0  # equal on all ranks that train together; different for each start
         self._call_count = 0  # steps in this process; `iteration` includes those before a restart
         self._is_due = False  # whether an average is due in the current step
         self._is_unawaited = True  # whether step was never called, or last without await

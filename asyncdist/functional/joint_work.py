@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 #: Seconds to wait for the work's group. All members have joined the work, but a member may block its event loop.
 _GROUP_TIMEOUT_S: Final = 600.0
+#: Seconds that functions wait for the group of the surviving ranks, if they use this group by default.
+SURVIVORS_TIMEOUT_S: Final = 60.0
 
 
 class JointWork(Generic[T]):

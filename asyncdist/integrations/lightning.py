@@ -250,7 +250,9 @@ class Averaging(Callback, Generic[PolicyT]):
             self._has_loaded_other = False
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Accept a state again, which a program may load before the next fit."""
+        """Drop a state with which no policy has started, and accept one that a program loads before the next fit."""
+        if stage == "fit":
+            self._training.forget_state()
         self._loads_states = True
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -406,7 +408,7 @@ class Averaging(Callback, Generic[PolicyT]):
         return states_of_replica(self._world, self._replica, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a state for the start of the next policy. Ignore states that Lightning loads for other than a fit."""
+        """Keep a state for the next policy's start. Ignore one that Lightning loads to validate, test or predict."""
         if not self._loads_states:
             return
         if self._replica is not None and self._replica.size > 1:

@@ -128,7 +128,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
     @property
     def awaited(self) -> PolicyT | Self | None:
-        """The open policy without its blocking methods, None while this rank trains without averages, or this object.
+        """The open policy without its blocking methods, None if this rank trains without averages, or this callback.
 
         :func:`asyncdist.save_population` and :func:`asyncdist.load_population` read it.
         """

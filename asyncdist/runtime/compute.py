@@ -49,6 +49,7 @@ class Computing:
         self._loop = loop
         self._wake = wake
         self._executor: ThreadPoolExecutor | None = None
+        self._is_closed = False
         self._awaited: tuple[object, ...] = ()
         self._waiter: asyncio.Future[None]
         self._turn = asyncio.Lock()
@@ -132,7 +133,7 @@ class Computing:
         try:
             return self._loop.run_in_executor(self._executor, call_here)
         except RuntimeError as error:
-            if "cannot schedule new futures" not in str(error):
+            if self._is_closed or "cannot schedule new futures" not in str(error):
                 raise
             # The program has ended, and Python starts no more threads. A save that was begun is completed here.
             future: asyncio.Future[T] = self._loop.create_future()
@@ -141,6 +142,7 @@ class Computing:
 
     def close(self) -> None:
         """Start no more threads. A function that is still running continues in the background."""
+        self._is_closed = True
         if self._executor is not None:
             self._executor.shutdown(wait=False)
 

@@ -175,9 +175,8 @@ def run(
     if opened is None:
         is_unlaunched = transport == "auto" and ranks is None and getattr(main, "__module__", None) == "__main__"
         is_unlaunched = is_unlaunched and not environment.VARIABLES.get(environment.TRANSPORT_VARIABLE)
-        if is_unlaunched:
-            _warn_if_alone(sys.argv)
-        token = unlaunched.set(is_unlaunched)
+        has_warned = is_unlaunched and _warn_if_alone(sys.argv)
+        token = unlaunched.set(is_unlaunched and not has_warned)
         try:
             return _run_local(main, args, ranks or 1, loop, options)[0]
         finally:
@@ -193,18 +192,19 @@ def run(
     return cast(T, outcome.value)
 
 
-def _warn_if_alone(words: Sequence[str]) -> None:
-    """Log a warning if the script's arguments request several ranks although no launcher has started this process."""
+def _warn_if_alone(words: Sequence[str]) -> bool:
+    """Log a warning, and return True, if the script's arguments request several ranks, which need a launcher."""
     found = _RANKS_ASKED_FOR.search(" ".join(words[1:]))
-    if found is not None and int(found[2]) > 1:
-        logger.warning(
-            "this process is the only rank, since %s is an argument of the script; "
-            "asyncdist run -n %s %s starts %s ranks",
-            found[1],
-            found[2],
-            words[0],
-            found[2],
-        )
+    if found is None or int(found[2]) < 2:
+        return False
+    logger.warning(
+        "this process is the only rank, since %s is an argument of the script; asyncdist run -n %s %s starts %s ranks",
+        found[1],
+        found[2],
+        words[0],
+        found[2],
+    )
+    return True
 
 
 def _open_here(transport: TransportName, ranks: int | None) -> Transport | None:

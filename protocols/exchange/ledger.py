@@ -129,7 +129,7 @@ class Quorum:
     def of_members(cls, members: int, count: int | None, grace_s: float, members_wait: bool) -> Self | None:
         """Return the quorum that a policy's options ask for, or None if ``count`` is None.
 
-        A quorum of all members is kept, because they may resume from a checkpoint of more members, some of which were
+        A quorum equal to the number of members is not dropped: the saved job may have had more members, some of them
         late.
 
         Raises:

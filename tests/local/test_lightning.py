@@ -164,7 +164,7 @@ def test_a_restarted_rank_keeps_the_leaders_optimizer_state(tmp_path: Path) -> N
 
     from asyncdist.integrations.lightning import Averaging
 
-    path, steps = tmp_path / "own.ckpt", 40
+    path, steps = tmp_path / "own.ckpt", 24
 
     def train(world: ad.blocking.World) -> list[tuple[int, int]]:
         seen: list[tuple[int, int]] = []
@@ -189,7 +189,7 @@ def test_a_restarted_rank_keeps_the_leaders_optimizer_state(tmp_path: Path) -> N
     faults = [Kill(1, at_s=0.1), Restart(1, at_s=0.15)]
     report = simulate(ad.blocking.hosted(train), ranks=3, seed=1, faults=faults, network=Network())
     seen: Any = report.results[1]
-    assert seen[0][0] > 10, "it joined the running policy"
+    assert seen[0][0] > 8, "it joined the running policy"
     assert all(iteration == count for iteration, count in seen), seen[:3]
 
 

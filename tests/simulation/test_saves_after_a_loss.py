@@ -70,7 +70,7 @@ def test_survivors_save_and_a_new_job_loads(tmp_path: Path, detection_s: float, 
     assert list(loaded) == [(each, STEPS, STEPS) for each in weights]
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.long) for block in (1, 2, 3))])
 def test_survivors_load_whenever_a_rank_is_lost(block: int, tmp_path: Path) -> None:
     """Regression: a loss before or during ``load_population`` ended the job. A rank is killed at each of 120 turns."""
     simulate(train, tmp_path, ranks=RANKS, seed=1, strict=True).value()

@@ -159,6 +159,9 @@ def test_a_state_that_comes_too_late_is_not_written(tmp_path: Path, caplog: pyte
     main = functools.partial(train, pace=5.0, shift=3)
     simulate(main, tmp_path, ranks=RANKS, seed=1, faults=FAULTS, network=Network()).value()
     assert ranks_in(tmp_path) == [0, 1, 3] and not list(tmp_path.glob("*restarted*"))
+    assert ad.lawa(torch.nn.Linear(3, 1), tmp_path, last=2, rank=3).members == (0, 1)
+    with pytest.raises(ValueError, match=r"rank must be one of \[0, 1, 3\], .* got 2"):
+        ad.lawa(torch.nn.Linear(3, 1), tmp_path, last=2, rank=2)
     texts = {record.getMessage() for record in caplog.records if record.levelno == logging.WARNING}
     assert any("no checkpoint of policy.iteration 53" in text for text in texts), texts
 
@@ -191,7 +194,7 @@ def checkpoint(place: Path, moment: Moment | None, *, deletes_others: bool = Fal
     folder = checkpoint_files.new_folder(place)
     checkpoint_files.finish(folder, [{**write(folder), **entry_of(0)}], None, moment)
     if moment is not None:
-        restarted_ranks.gather(folder, moment, deletes_others=deletes_others)
+        restarted_ranks.collect_states(folder, moment, deletes_others=deletes_others)
     return folder
 
 
@@ -230,7 +233,7 @@ def test_a_state_that_both_have_missed_is_moved_later(
     """As on a network drive, where a folder's new entries are seen late."""
     first, second = Moment(RUN, 10), Moment(RUN, 20)
     with monkeypatch.context() as patched:
-        patched.setattr(restarted_ranks, "_checkpoint_of", lambda *_: None)
+        patched.setattr(restarted_ranks, "_find", lambda *_: (None, False))
         assert restarted_ranks.save(tmp_path, first, entry_of(1), write) is None
         folder = checkpoint_files.new_folder(tmp_path)
         checkpoint_files.finish(folder, [{**write(folder), **entry_of(0)}], None, first)

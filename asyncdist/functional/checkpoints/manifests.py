@@ -63,11 +63,11 @@ class Moment(msgspec.Struct, frozen=True):
     count: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
 
     def with_count(self, count: int) -> Moment:
-        """Return the moment of another save at the same time."""
+        """Return this moment with another ``count``."""
         return Moment(self.run, self.iteration, self.rounds, count)
 
     @property
-    def at(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int]:
         """The iteration and the count. They increase from save to save of one run."""
         return self.iteration, self.count
 

@@ -26,7 +26,7 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ from asyncdist.functional.checkpoints.checkpoint_files import FolderLock, ModelF
 from asyncdist.functional.checkpoints.checkpoint_state import HasState
 from asyncdist.functional.checkpoints.manifests import Moment
 from asyncdist.functional.collectives import resolve_group
-from asyncdist.functional.joint_work import JointWork
+from asyncdist.functional.joint_work import SURVIVORS_TIMEOUT_S, JointWork
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
 from asyncdist.runtime.world import World
 
@@ -50,9 +50,6 @@ logger = logging.getLogger("asyncdist.population_checkpoint")
 #: How a rank saves: as a member of its group; or, after a restart, alone because all ranks were restarted and it is the
 #: first of them, by adding itself to a checkpoint of others, or not at all.
 _Role: TypeAlias = Literal["member", "alone", "adds itself", "nothing"]
-
-#: Seconds to wait for the group of the surviving ranks.
-_SURVIVORS_TIMEOUT_S: Final = 60.0
 
 
 async def save_population(
@@ -71,8 +68,8 @@ async def save_population(
     """Save the state that each rank needs to continue: model, optimizer, policy, random states and ``extra``.
 
     All ranks of ``group`` must call this function. A thread writes the files, while this rank continues to send weights
-    to other ranks. Model and optimizer must not change before the call returns. If the call raises an error, the
-    checkpoint is not valid, unless the rank was restarted.
+    to other ranks. Model and optimizer must not change before the call returns. If the call raises an error on a
+    rank that was never restarted, the checkpoint is not valid.
 
     Args:
         path: Folder for all checkpoints, accessible to all ranks. It is created if it does not exist.
@@ -86,9 +83,9 @@ async def save_population(
         format: ``"torch"``, or ``"safetensors"`` for a separate weights file per rank, which
             ``safetensors.torch.load_file`` opens. Requires ``pip install 'asyncdist[safetensors]'``.
         group: Ranks to save, by default all ranks. Then no rank waits for a restarted rank: its state becomes part of
-            the others' checkpoint with the same ``policy.iteration``, sooner or later. It is not saved, and a warning
-            is logged, without a policy, in a replica of several ranks, if the others have saved later but have no such
-            checkpoint, or if four of its earlier states still wait for one.
+            the others' checkpoint with the same ``policy.iteration``, sooner or later. In these cases the state is not
+            saved, and a warning is logged: there is no policy; the replica has several ranks; the others have a later
+            checkpoint but none of this iteration; or four earlier states of the rank still wait for a checkpoint.
         world: World of the call, by default the current one.
 
     Returns:
@@ -100,7 +97,7 @@ async def save_population(
         TypeError: ``extra``, or the state of model, optimizer or policy, has a value that
             ``torch.load(weights_only=True)`` refuses. The other ranks get RemoteError.
         OSError: A file cannot be written. The other ranks get RemoteError.
-        RankLostError: In other jobs, or if a member of ``group`` is lost.
+        RankLostError: A rank was lost, in a job that does not survive losses, or ``group`` was passed.
         ValueError, ModuleNotFoundError: ``keep`` or ``format`` is invalid, or the package safetensors is missing.
 
     **Cancellation**: before this rank's file is complete, the others get RemoteError, and the checkpoint is not valid.
@@ -169,8 +166,8 @@ async def async_save_population(
 class PendingSave:
     """A save in progress, returned by :func:`async_save_population`. Await it to get the checkpoint's folder.
 
-    In blocking code, call :meth:`wait` instead. The object may be awaited several times, or never. ``folder`` is not
-    valid before the save has ended. On a restarted rank, it is then known.
+    In blocking code, call :meth:`wait` instead. The object may be awaited several times, or never. Before the
+    save has ended, ``folder`` is incomplete. On a restarted rank, it is the path of all checkpoints until then.
 
     **Cancellation**: the save continues.
     """
@@ -298,9 +295,9 @@ class _Save:
         everyone = self._world.group
         groups = self._world.peers.groups
         if self._role != "member":
-            self._group = await groups.new_group([self._world.rank], _SURVIVORS_TIMEOUT_S)
+            self._group = await groups.new_group([self._world.rank], SURVIVORS_TIMEOUT_S)
         else:
-            self._group = await groups.surviving_group(everyone, _SURVIVORS_TIMEOUT_S)
+            self._group = await groups.surviving_group(everyone, SURVIVORS_TIMEOUT_S)
         self.joint = JointWork(self._world, self._group, "save_population")
         # A later save in a new group of survivors must wait for this save.
         self._group.lease.joint_work, everyone.lease.joint_work = everyone.lease.joint_work, self.joint
@@ -413,4 +410,4 @@ class _Save:
 def _finish_files(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None, moment: Moment | None) -> None:
     checkpoint_files.finish(folder, entries, keep, moment)
     if moment is not None:
-        restarted_ranks.gather(folder, moment, deletes_others=keep is not None)
+        restarted_ranks.collect_states(folder, moment, deletes_others=keep is not None)

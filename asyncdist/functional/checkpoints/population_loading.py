@@ -13,7 +13,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from asyncdist.errors import RankLostError
 from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, manifests, shards
 from asyncdist.functional.checkpoints.checkpoint_state import Stateful
 from asyncdist.functional.collectives import resolve_group
-from asyncdist.functional.joint_work import JointWork
+from asyncdist.functional.joint_work import SURVIVORS_TIMEOUT_S, JointWork
 from asyncdist.functional.main_process import gather_from_all_ranks
 from asyncdist.functional.seeding import RestoredNumbers
 from asyncdist.runtime.world import World
@@ -32,9 +32,6 @@ from asyncdist.tensors.optimizers.loading import load_exactly
 from asyncdist.tensors.trained_models import TrainedModels
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
-
-#: Seconds to wait for the group of the surviving ranks.
-_SURVIVORS_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,8 @@ class LoadedPopulation:
         is_copy: Whether another rank continues as ``source``. If so, this rank has kept its own random states.
         metric: Metric of the saved rank, or None.
         extra: Value that the saved rank passed to :func:`save_population` as ``extra``. If that rank had been
-            restarted, the value of the first rank that had not, because a restarted program may count its epochs anew.
+            restarted, this is the value of the first rank that was never restarted: a restarted program may count its
+            epochs from 0.
     """
 
     folder: Path
@@ -68,10 +66,11 @@ async def load_population(
     """Load the newest complete checkpoint in ``path``, or the checkpoint ``path`` itself.
 
     All ranks of ``group`` must call this function. Everything is read and compared before anything is changed. If one
-    rank raises an error, all do, and no model has changed. With as many ranks as were saved, each gets its own state
-    and, if no rank had been restarted, continues bitwise identically. With fewer ranks, the saved ranks (or whole
-    replicas of several ranks) with the best metrics are chosen, and assigned in rank order. With more ranks, some get
-    copies and keep their own random states, and a warning is logged.
+    rank raises an error, all do, and no model has changed. But if a rank is lost, in a job that survives losses, each
+    rank loads alone. With as many ranks as were saved, each gets its own state and, if no rank had been restarted,
+    continues bitwise identically. With fewer ranks, the saved ranks (or whole replicas of several ranks) with the best
+    metrics are chosen, and assigned in rank order. With more ranks, some get copies and keep their own random states,
+    and a warning is logged.
 
     Without ``group``, a restarted rank (``world.incarnation`` above 0) raises FileNotFoundError immediately, because
     the others are already training. The policy that it then enters gives it the state of another rank.
@@ -120,7 +119,7 @@ async def load_population(
     while True:
         async with contextlib.AsyncExitStack() as stack:
             if is_incomplete:
-                members = await world.peers.groups.surviving_group(world.group, _SURVIVORS_TIMEOUT_S)
+                members = await world.peers.groups.surviving_group(world.group, SURVIVORS_TIMEOUT_S)
                 stack.push_async_callback(members.free)
             loading = JointWork(world, members, "load_population")
             try:
@@ -147,7 +146,7 @@ async def _load(
     """Read this rank's file, check that it fits, and apply it.
 
     All members complete a step before the next one begins. If ``survives`` and a member is lost, the others do the
-    remaining steps without waiting for each other, because some of them may have done all.
+    remaining steps without waiting for each other, because some of them may already have finished.
     """
     folder, facts = Path(chosen[0]), json.loads(chosen[1])
     source, entry = facts["plan"][group.index], facts["files"][group.index]
@@ -163,7 +162,7 @@ async def _load(
             if entry.get("was_restarted"):
                 read_extra = functools.partial(checkpoint_files.read_extra, folder, facts["first"])
                 loaded["extra"] = await world.do_file_work(read_extra)
-                text = "rank %d had been restarted when it was saved to %s, so found.extra is that of rank %d"
+                text = "rank %d had been restarted when it was saved to %s: load_population returns rank %d's extra"
                 logger.warning(text, sources[world.rank], folder, facts["first"].get("rank", 0))
         checkpoint_state.compare(model, optimizer, loaded)
         if optimizer is not None and group.index == 0 and loaded.get("optimizer_names") is None:

@@ -42,7 +42,7 @@ _NAME: Final = re.compile(
     r"(_(?P<count>\d+))?(?P<is_unfinished>\.[0-9a-f]+\.part)?"
 )
 #: Errors of a move whose source or target is gone, or that another rank has already made.
-_IS_MOOT: Final = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)
+_MOOT_ERRNOS: Final = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Folder:
     stem: str
     run: str
     job: str
-    at: tuple[int, int]  # iteration, and number of earlier saves at this iteration
+    order: tuple[int, int]  # iteration, and number of earlier saves at this iteration
     is_unfinished: bool
 
 
@@ -85,25 +85,20 @@ def moment_of(world: World, policy: Any, path: Path) -> Moment | None:
 
 def position(place: Path, moment: Moment) -> Literal["ahead", "at a checkpoint", "late"]:
     """Return where a moment lies: after the run's newest checkpoint, at a checkpoint, or between older checkpoints."""
-    if not _is_late(place, moment.run, moment.at):
-        return "ahead"
-    return "late" if _checkpoint_of(place, moment) is None else "at a checkpoint"
+    checkpoint, is_late = _find(place, moment)
+    return "at a checkpoint" if checkpoint is not None else "late" if is_late else "ahead"
 
 
 def waiting_count(place: Path, rank: int, moment: Moment) -> int:
-    """Return the number of the rank's states that wait for a checkpoint, after moving or deleting all that need not."""
+    """Return the number of the rank's states that wait for a checkpoint, after the others were moved or deleted."""
     count = 0
     for folder in _folders(place):
         if folder.stem == _stem(rank) and folder.job == moment.run.partition("-")[0] and not folder.is_unfinished:
             # All checkpoints of an earlier policy of the job are written.
-            if (
-                folder.run == moment.run
-                and not _settle(folder.path, place)
-                and not _is_late(place, folder.run, folder.at)
-            ):
-                count += 1
-            else:
+            if folder.run != moment.run or _move_to_its_checkpoint(folder.path, place) != "it waits":
                 shutil.rmtree(folder.path, ignore_errors=True)
+            else:
+                count += 1
     return count
 
 
@@ -119,7 +114,8 @@ def save(
     """
     count = f"_{moment.count}" if moment.count else ""
     whole = place / f"{_stem(entry['rank'])}-{moment.run}-{moment.iteration}{count}"
-    for old in _folders(place):  # of an earlier process of this rank
+    # Delete the leftovers of an earlier process of this rank.
+    for old in _folders(place):
         is_same = old.stem == _stem(entry["rank"]) and old.run == moment.run
         if is_same and (old.is_unfinished or old.path == whole):
             shutil.rmtree(old.path, ignore_errors=True)
@@ -130,14 +126,16 @@ def save(
     try:
         files = write(folder)
         checkpoint_files.write_text(folder / manifests.ENTRY, manifests.restarted_text({**files, **entry}, moment))
-        checkpoint = _checkpoint_of(place, moment)
-        if checkpoint is None or not _move(folder, checkpoint):
-            folder.rename(whole)
-            checkpoint = _settle(whole, place)  # The checkpoint may have been completed before the folder was renamed.
-            if checkpoint is None and whole.exists() and _is_late(place, moment.run, moment.at):
-                logger.warning("%s is not saved: the other ranks have saved later, but not at this iteration", whole)
-                shutil.rmtree(whole, ignore_errors=True)
-        return checkpoint
+        checkpoint, _ = _find(place, moment)
+        if checkpoint is not None and _move(folder, checkpoint):
+            return checkpoint
+        folder.rename(whole)
+        # The checkpoint may have been completed before the folder was renamed.
+        found = _move_to_its_checkpoint(whole, place)
+        if found == "too late":
+            logger.warning("%s is not saved: the other ranks have saved later, but not at this iteration", whole)
+            shutil.rmtree(whole, ignore_errors=True)
+        return found if isinstance(found, Path) else None
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -145,15 +143,15 @@ def save(
         lock.release()
 
 
-def gather(checkpoint: Path, moment: Moment, *, deletes_others: bool) -> None:
+def collect_states(checkpoint: Path, moment: Moment, *, deletes_others: bool) -> None:
     """Move the states of restarted ranks into a new checkpoint, and delete those that can belong to no checkpoint.
 
     If ``deletes_others``, states of other jobs are also deleted, unless they are being written.
     """
     place = checkpoint.parent
     for folder in _folders(place):
-        if folder.run == moment.run and not folder.is_unfinished and folder.at <= moment.at:
-            is_useless = _settle(folder.path, place) is None
+        if folder.run == moment.run and not folder.is_unfinished and folder.order <= moment.order:
+            is_useless = not isinstance(_move_to_its_checkpoint(folder.path, place), Path)
         else:
             is_foreign = folder.job != moment.run.partition("-")[0]
             is_useless = deletes_others and is_foreign and not checkpoint_files.is_locked(folder.path)
@@ -166,34 +164,37 @@ def _folders(place: Path) -> list[_Folder]:
     for path in place.glob(f"{manifests.RESTARTED}*"):
         match = _NAME.fullmatch(path.name)
         if match is not None and not path.is_symlink():
-            at = int(match["iteration"]), int(match["count"] or 0)
-            found.append(_Folder(path, match["stem"], match["run"], match["job"], at, bool(match["is_unfinished"])))
+            order = int(match["iteration"]), int(match["count"] or 0)
+            is_unfinished = match["is_unfinished"] is not None
+            found.append(_Folder(path, match["stem"], match["run"], match["job"], order, is_unfinished))
     return found
 
 
-def _settle(folder: Path, place: Path) -> Path | None:
-    """Move a restarted rank's folder into the checkpoint of its moment. Return the checkpoint, or None without one."""
+def _move_to_its_checkpoint(folder: Path, place: Path) -> Path | Literal["it waits", "too late", "it is gone"]:
+    """Move a restarted rank's folder into the checkpoint of its moment, and return the checkpoint.
+
+    Without a checkpoint, return whether the folder can still get one. It is gone if it is damaged or was just moved.
+    """
     try:
         moment = manifests.read_restarted(folder).moment
-    except (OSError, ValueError):  # It is damaged, or was just moved.
-        return None
-    checkpoint = _checkpoint_of(place, moment)
-    return checkpoint if checkpoint is not None and _move(folder, checkpoint) else None
+    except (OSError, ValueError):
+        return "it is gone"
+    checkpoint, is_late = _find(place, moment)
+    if checkpoint is None:
+        return "too late" if is_late else "it waits"
+    return checkpoint if _move(folder, checkpoint) else "it is gone"
 
 
-def _is_late(place: Path, run: str, at: tuple[int, int]) -> bool:
-    """Return whether a checkpoint of the run at this or a later iteration is complete."""
-    newest = next(_checkpoints(place, run), None)
-    return newest is not None and newest[1].at >= at
-
-
-def _checkpoint_of(place: Path, moment: Moment) -> Path | None:
+def _find(place: Path, moment: Moment) -> tuple[Path | None, bool]:
+    """Return the checkpoint of a moment, if any, and whether the run has one of this or a later iteration."""
+    is_late = False
     for folder, other in _checkpoints(place, moment.run):
         if other == moment:
-            return folder
-        if other.at < moment.at:
-            return None
-    return None
+            return folder, True
+        if other.order < moment.order:
+            break
+        is_late = True
+    return None, is_late
 
 
 def _checkpoints(place: Path, run: str) -> Iterator[tuple[Path, Moment]]:
@@ -216,7 +217,7 @@ def _move(folder: Path, checkpoint: Path) -> bool:
         with new_files.entered(checkpoint, follows=False) as opened:
             os.rename(folder, match["stem"], dst_dir_fd=opened)
     except OSError as error:
-        if error.errno not in _IS_MOOT:
+        if error.errno not in _MOOT_ERRNOS:
             logger.warning("%s could not be moved to %s: %s", folder, checkpoint, error.strerror)
         return False
     return True

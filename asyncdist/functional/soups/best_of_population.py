@@ -24,7 +24,7 @@ from asyncdist import validation
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import DisagreementError, LocalProtocolError
 from asyncdist.functional.collectives import resolve_group
-from asyncdist.functional.joint_work import JointWork
+from asyncdist.functional.joint_work import SURVIVORS_TIMEOUT_S, JointWork
 from asyncdist.functional.main_process import reduce_and_broadcast
 from asyncdist.functional.soups.choosing import SOUP_KINDS, GreedyChoice, Soup, given_metric
 from asyncdist.functional.soups.trial import (
@@ -47,8 +47,6 @@ logger = logging.getLogger("asyncdist.soups")
 _PIECE_COUNT: Final = 1 << 22
 #: Relative and absolute difference between the ranks' metrics of equal weights above which a warning is logged.
 _TOLERANCE: Final = (1e-2, 1e-8)
-#: Seconds to wait for the group of the ranks that were never lost.
-_SURVIVORS_TIMEOUT_S: Final = 60.0
 
 
 async def best_of_population(
@@ -105,7 +103,7 @@ async def best_of_population(
                 "example a new_group of all ranks, on every rank"
             )
         if world.peers.attendance.loss_count:
-            group = await world.peers.groups.surviving_group(world.group, _SURVIVORS_TIMEOUT_S)
+            group = await world.peers.groups.surviving_group(world.group, SURVIVORS_TIMEOUT_S)
     try:
         return await search.run(world, group)
     finally:

@@ -144,7 +144,7 @@ def _of_model(name: str, function: Callable[..., Any]) -> Callable[[Any], Any]:
     """Return a function of the model. A function without arguments, as for ``step(loss=evaluate)``, is also accepted.
 
     The weights to evaluate are in the caller's model, so that such a function sees them. If the first parameter has a
-    default, it is taken for another value than the model.
+    default, it is assumed to be another option, so the function is called without the model.
     """
     try:
         signature = inspect.signature(function)
@@ -155,8 +155,8 @@ def _of_model(name: str, function: Callable[..., Any]) -> Callable[[Any], Any]:
     try:
         signature.bind(*(None,) * takes_model)
     except TypeError:
-        text = f"{name} must be callable with the model as its only argument, got {function!r:.80}{signature}"
-        raise TypeError(text) from None
+        allowed = "callable with the model as its only argument, or without arguments"
+        raise TypeError(f"{name} must be {allowed}, got {function!r:.80}{signature}") from None
     return function if takes_model else lambda _: function()
 
 

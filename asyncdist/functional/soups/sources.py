@@ -94,7 +94,7 @@ def newest_sources(given: ModelSource | Iterable[ModelSource], last: int, rank: 
 
     Args:
         given: The folder. Of other sources, which must be oldest first, the last ``last`` are returned.
-        rank: Index of the rank whose models are returned, or None for all ranks.
+        rank: Rank whose models are returned, or None for all ranks.
     """
     if not isinstance(given, (str, os.PathLike)) or not Path(given).is_dir():
         if rank is not None:
@@ -103,9 +103,13 @@ def newest_sources(given: ModelSource | Iterable[ModelSource], last: int, rank: 
     found = []
     for folder, manifest in manifests.find_last(Path(given), last):
         own = _of_checkpoint(folder, manifest)
-        if rank is not None and not 0 <= rank < len(own):
-            raise ValueError(f"rank must be from 0 to {len(own) - 1}, the ranks of {folder}, got {rank}")
-        found += own if rank is None else [own[rank]]
+        if rank is None:
+            found += own
+            continue
+        ranks = [manifests.saved_rank(entry, index) for index, entry in enumerate(manifest["files"])]
+        if rank not in ranks:
+            raise ValueError(f"rank must be one of {ranks}, the ranks of {folder}, got {rank}")
+        found.append(own[ranks.index(rank)])
     return found
 
 
