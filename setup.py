@@ -1,12 +1,14 @@
 """Compiles the modules that carry every small message, where that can be done; see asyncdist/compiled.py.
 
-What cannot be compiled is left out, and runs interpreted: an installation never fails for want of a compiler.
+What cannot be compiled is left out, and runs interpreted: an installation never fails for want of a compiler. The stubs
+of ``asyncdist.protocols`` are written here, too.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 import shutil
 import sys
 import tempfile
@@ -126,6 +128,7 @@ def long_description(readme: str) -> str:
 
 
 if __name__ == "__main__":
+    runpy.run_path(str(TOP / "tools" / "stubs"), run_name="__main__")
     Path("build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir="build") as scratch:  # setuptools accepts only relative paths
         setup(

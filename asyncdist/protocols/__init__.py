@@ -3,7 +3,7 @@
 The files are in the folder ``protocols`` next to the folder ``asyncdist``, and are found even if another package named
 ``protocols`` hides them. asyncdist and pickles use only the names ``asyncdist.protocols...``. If a user's ``from
 protocols import ...`` finds this distribution, ``protocols.x`` is the same module as ``asyncdist.protocols.x``. The
-``.pyi`` files, written by ``tools/stubs``, tell type checkers the same.
+``.pyi`` files, which ``setup.py`` writes, tell type checkers the same.
 """
 
 import importlib

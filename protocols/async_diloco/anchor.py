@@ -22,8 +22,9 @@ from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
 from asyncdist.protocols.diloco.outer_step import OuterStep
 from asyncdist.protocols.diloco.radial import radial_mean_into
 from asyncdist.protocols.exchange.fragment import mean_cosine
+from asyncdist.protocols.exchange.layout.copies import norm_of
+from asyncdist.protocols.exchange.layout.wire_layout import average_into
 from asyncdist.protocols.exchange.messages import Verdict
-from asyncdist.protocols.exchange.wire_layout import average_into, norm_of
 
 _YIELD_NBYTES: Final = 4 << 20  # number of bytes of a mean that are computed before other tasks run
 

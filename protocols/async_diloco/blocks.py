@@ -6,7 +6,6 @@ the worker's anchor.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
@@ -14,10 +13,12 @@ import torch
 from torch import Tensor
 
 from asyncdist import RemoteProtocolError
-from asyncdist.protocols.exchange.wire_layout import Scratch, WireLayout, gather, norm_of, scatter, subtract
+from asyncdist.protocols.exchange.layout.copies import gather, scatter
+from asyncdist.protocols.exchange.layout.encoder import Encoder
+from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.joining.state_transfer import state_nbytes_max
 from asyncdist.tensors.byte_views import new_memory
-from asyncdist.tensors.codecs import Codec, ErrorFeedback, find_codec
+from asyncdist.tensors.codecs import Codec, find_codec
 from asyncdist.tensors.flat_state import Entry
 
 #: Memory for all vectors of a model, and a view of each vector.
@@ -95,15 +96,8 @@ class Captures:
 
     def __init__(self, layouts: Layouts, decay: float | None) -> None:
         self._layouts = layouts
-        self._scratch = Scratch()
         self._captured = [vector.new_flat() for vector in layouts.exact.stepped]
-        self._residuals: dict[int, ErrorFeedback] = {}  # by index of the vector
-        if decay is not None:
-            self._residuals = {
-                place: ErrorFeedback(vector.count, decay=decay)
-                for place, vector in enumerate(layouts.wire.vectors)
-                if vector.codec is not None
-            }
+        self._encoder = Encoder(layouts.wire, decay)
 
     @torch.no_grad()
     def capture(self, base: Block, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
@@ -116,21 +110,10 @@ class Captures:
         """
         for vector, captured in zip(self._layouts.exact.stepped, self._captured, strict=True):
             gather(vector, tensors, captured)
-        vectors, norm = self._layouts.wire.vectors, 0.0
-        flats = [vector.values_of(each, self._scratch) for vector, each in zip(vectors, encoded, strict=True)]
-        for vector, flat, anchor in zip(vectors, flats, base[1], strict=True):
-            if vector.role == "stepped":
-                subtract(vector, anchor, tensors, flat)
-                norm = math.hypot(norm, norm_of(flat))
-            else:
-                gather(vector, tensors, flat)
-        if math.isfinite(norm):
-            for place, (vector, flat, each) in enumerate(zip(vectors, flats, encoded, strict=True)):
-                if place in self._residuals and vector.codec is not None:
-                    self._residuals[place].encode(vector.codec, flat, each)
-                elif vector.codec is not None:
-                    vector.codec.encode(flat, each)
-        return norm
+        anchors = [
+            base[1][place] for place, vector in enumerate(self._layouts.wire.vectors) if vector.role == "stepped"
+        ]
+        return self._encoder.encode(tensors, encoded, anchors)
 
     @torch.no_grad()
     def apply(self, anchor: Block, tensors: Sequence[Tensor], *, keeps_progress: bool) -> None:
@@ -164,20 +147,20 @@ class Captures:
 
     def clear_residuals(self) -> None:
         """Set the encoding errors to zero, because the copied state contains another worker's errors."""
-        for each in self._residuals.values():
-            each.residual.zero_()
+        for each in self._encoder.residuals:
+            each.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the parameters of the last contribution, and of the encoding errors."""
         return {
             "captured": [flat.clone() for flat in self._captured],
-            "residuals": [each.residual.clone() for each in self._residuals.values()],
+            "residuals": [each.clone() for each in self._encoder.residuals],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a result of :meth:`state_dict` of a worker with the same layout and options."""
         copy_all(state["captured"], self._captured)
-        copy_all(state["residuals"], [each.residual for each in self._residuals.values()])
+        copy_all(state["residuals"], self._encoder.residuals)
 
 
 def copy_all(saved: Sequence[Tensor], own: Sequence[Tensor]) -> None:

@@ -21,13 +21,13 @@ from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
 from asyncdist.protocols.async_diloco.progress import Progress
 from asyncdist.protocols.diloco.anchored import AnchoredPolicy
+from asyncdist.protocols.exchange.layout.copies import checksum_of_parameters
 from asyncdist.protocols.exchange.replicas.follower_links import (
     FollowerLinks,
     joined_follower_links,
     rejoined_follower_links,
 )
 from asyncdist.protocols.exchange.replicas.group import Readiness
-from asyncdist.protocols.exchange.wire_layout import checksum_of_parameters
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.policy import NO_POLICY, REFUSED
 from asyncdist.protocols.joining.state_transfer import cloned, copied, packed, unpacked

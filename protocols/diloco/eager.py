@@ -21,17 +21,9 @@ from torch import Tensor
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.outer_step import OuterFactory
 from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.layout.copies import gather, norm_of, scatter, subtract, values_of, write
+from asyncdist.protocols.exchange.layout.wire_layout import Scratch, WireLayout
 from asyncdist.protocols.exchange.messages import Verdict
-from asyncdist.protocols.exchange.wire_layout import (
-    Scratch,
-    WireLayout,
-    gather,
-    norm_of,
-    scatter,
-    subtract,
-    values_of,
-    write,
-)
 
 
 class EagerFragment(FragmentState):

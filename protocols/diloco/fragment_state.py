@@ -15,9 +15,10 @@ from torch import Tensor
 from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep
 from asyncdist.protocols.diloco.radial import radial_mean_into
 from asyncdist.protocols.exchange.fragment import Fragment, Mean, mean_cosine
+from asyncdist.protocols.exchange.layout.copies import gather, norm_of, scatter
+from asyncdist.protocols.exchange.layout.encoder import Encoder
+from asyncdist.protocols.exchange.layout.wire_layout import Scratch, Slice, WireLayout
 from asyncdist.protocols.exchange.messages import Verdict
-from asyncdist.protocols.exchange.wire_layout import Scratch, Slice, WireLayout, gather, norm_of, scatter, subtract
-from asyncdist.tensors.codecs import ErrorFeedback
 
 
 class FragmentState(Fragment):
@@ -58,18 +59,12 @@ class FragmentState(Fragment):
         for vector, captured in zip(layout.stepped, self._captured, strict=bool(self._captured)):
             gather(vector, tensors, captured)  # needed if the mean of a loaded contribution is still missing
         self._outer: OuterStep | None = None
-        self._residuals: dict[int, ErrorFeedback] = {}  # by index of the vector
+        self._encoder = Encoder(layout, decay, scratch)
         if factory is not None:
             anchors = [vector.new_flat() for vector in layout.stepped]
             for vector, anchor in zip(layout.stepped, anchors, strict=True):
                 gather(vector, tensors, anchor)
             self._outer = OuterStep(factory, anchors)
-        if decay is not None:
-            self._residuals = {
-                place: ErrorFeedback(vector.count, decay=decay)
-                for place, vector in enumerate(layout.vectors)
-                if vector.codec is not None
-            }
 
     @torch.no_grad()
     def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
@@ -79,25 +74,7 @@ class FragmentState(Fragment):
         """
         for vector, captured in zip(self.layout.stepped, self._captured, strict=bool(self._captured)):
             gather(vector, tensors, captured)
-        anchors = iter(self.bases)
-        norm = 0.0
-        flats = [
-            vector.values_of(each, self._scratch) for vector, each in zip(self.layout.vectors, encoded, strict=True)
-        ]
-        for vector, flat in zip(self.layout.vectors, flats, strict=True):
-            anchor = next(anchors, None) if vector.role == "stepped" else None
-            if anchor is None:
-                gather(vector, tensors, flat)
-            else:
-                subtract(vector, anchor, tensors, flat)
-            if vector.role == "stepped":
-                norm = math.hypot(norm, norm_of(flat))
-        if math.isfinite(norm):
-            for place, vector in enumerate(self.layout.vectors):
-                if place in self._residuals and vector.codec is not None:
-                    self._residuals[place].encode(vector.codec, flats[place], encoded[place])
-                elif vector.codec is not None:
-                    vector.codec.encode(flats[place], encoded[place])
+        norm = self._encoder.encode(tensors, encoded, self.bases)
         self._base, self._is_in_flight = [], True
         return norm
 
@@ -138,7 +115,7 @@ class FragmentState(Fragment):
             norm = math.hypot(*map(norm_of, differences))
             # mean_cosine() compares the norms of the ranks' differences with the norm of their mean. It cannot be used
             # if other values than these differences were sent, or if they were combined otherwise than by a mean.
-            is_other = bool(self._residuals) or self.layout.codec.name == "topk" or not self.layout.is_cut
+            is_other = bool(self._encoder.residuals) or self.layout.codec.name == "topk" or not self.layout.is_cut
             cosine = None if is_other else mean_cosine(verdict, norm)
             self._keep_base()
             self._take(differences)
@@ -240,7 +217,7 @@ class FragmentState(Fragment):
             "is_in_flight": self._is_in_flight,
             "anchors": [] if outer is None else [anchor.clone() for anchor in outer.anchors],
             "outer": None if outer is None else outer.state_dict(),
-            "residuals": [each.residual.clone() for each in self._residuals.values()],
+            "residuals": [each.clone() for each in self._encoder.residuals],
         }
 
     def shared_state(self) -> dict[str, Any]:
@@ -260,15 +237,15 @@ class FragmentState(Fragment):
 
     def forget_own(self) -> None:
         """Set the encoding errors to zero, because a state copied from another rank contains that rank's errors."""
-        for each in self._residuals.values():
-            each.residual.zero_()
+        for each in self._encoder.residuals:
+            each.zero_()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a result of :meth:`state_dict` of a fragment with the same layout and options."""
-        anchors, residuals = list(state["anchors"]), list(self._residuals.values())
+        anchors, residuals = list(state["anchors"]), self._encoder.residuals
         own_anchors = self.anchors
         shapes = [anchor.shape for anchor in anchors], [each.shape for each in state["residuals"]]
-        if shapes != ([anchor.shape for anchor in own_anchors], [each.residual.shape for each in residuals]):
+        if shapes != ([anchor.shape for anchor in own_anchors], [each.shape for each in residuals]):
             raise ValueError(
                 "the state's anchors and residuals must have the shapes of this policy's; use the model, "
                 "outer_optimizer, fragments and error_feedback of the run that saved it, and with error_feedback its "
@@ -283,6 +260,6 @@ class FragmentState(Fragment):
         for anchor, saved in zip(own_anchors, anchors, strict=True):
             anchor.copy_(saved)
         for each, saved in zip(residuals, state["residuals"], strict=True):
-            each.residual.copy_(saved)
+            each.copy_(saved)
         if self._outer is not None:
             self._outer.load_state_dict(state["outer"])

@@ -38,12 +38,12 @@ from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions,
 from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.diloco.step_tokens import LEAST_TOKENS, StepTokens
 from asyncdist.protocols.exchange.fragment import Mean
+from asyncdist.protocols.exchange.layout.wire_layout import Scratch
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.pending_rounds import PendingRound
 from asyncdist.protocols.exchange.policy import ExchangePolicy
 from asyncdist.protocols.exchange.rounds import Exchanged
 from asyncdist.protocols.exchange.schedule import Schedule
-from asyncdist.protocols.exchange.wire_layout import Scratch
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions

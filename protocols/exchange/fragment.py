@@ -16,9 +16,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from asyncdist.protocols.exchange.layout.copies import scatter
+from asyncdist.protocols.exchange.layout.encoder import Encoder
+from asyncdist.protocols.exchange.layout.wire_layout import Slice, WireLayout
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.pending_rounds import PendingRound, PendingRounds
-from asyncdist.protocols.exchange.wire_layout import Scratch, Slice, WireLayout, gather, norm_of, scatter
 from asyncdist.tensors.byte_views import byte_view
 
 #: Names of the entries of a policy's saved state that belong to the exchange.
@@ -93,15 +95,7 @@ class Fragment:
 
         If the norm is not finite, the contribution is not used.
         """
-        norm = 0.0
-        for vector, into in zip(self.layout.vectors, encoded, strict=True):
-            flat = vector.values_of(into, Scratch())
-            gather(vector, tensors, flat)
-            if vector.role == "stepped":
-                norm = math.hypot(norm, norm_of(flat))
-            if vector.codec is not None:
-                vector.codec.encode(flat, into)
-        return norm
+        return Encoder(self.layout).encode(tensors, encoded)
 
     def takes(self, number: int) -> bool:
         """Return whether this member uses the mean of averaging round ``number``."""

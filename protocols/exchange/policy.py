@@ -26,6 +26,7 @@ from asyncdist import BusyError, validation
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.exchange.exchange import Exchange
 from asyncdist.protocols.exchange.fragment import ENTRIES, Fragment, Mean, checksum_of_anchors, restore, state_of
+from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.exchange.ledger import Chosen, Quorum, Report, reported_weights, verdict_alone
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.options import ExchangeOptions
@@ -35,7 +36,6 @@ from asyncdist.protocols.exchange.replicas.parts import ReplicaParts, write_part
 from asyncdist.protocols.exchange.rounds import Exchanged, copy_encoded, has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.exchange.statistics import ExchangeStatistics, in_round, result_of, statistics_of
-from asyncdist.protocols.exchange.wire_layout import WireLayout
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.replica_layout import SINGLE, Replicas

@@ -22,8 +22,8 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from asyncdist.protocols.exchange.fetch import REQUEST_COUNT_MAX, Fetch, as_buffers
+from asyncdist.protocols.exchange.layout.wire_layout import Slice, WireLayout
 from asyncdist.protocols.exchange.messages import RoundState, Verdict
-from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout
 from asyncdist.protocols.parameter_stream import neighbours
 from asyncdist.protocols.parameter_stream.messages import PART_CHUNK_COUNT
 from asyncdist.protocols.parameter_stream.parts import Part

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncdist.protocols.diloco.anchored import restored
 from asyncdist.protocols.exchange.fragment import Fragment
-from asyncdist.protocols.exchange.wire_layout import gather, scatter
+from asyncdist.protocols.exchange.layout.copies import gather, scatter
 
 
 async def measure(

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncdist.protocols.exchange.layout.copies import gather, scatter
+from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.exchange.messages import Verdict
-from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter
 from asyncdist.protocols.simple.policy import RuleFragment
 from asyncdist.protocols.simple.rule import Rule
 

@@ -32,8 +32,8 @@ from torch import nn
 from asyncdist import validation
 from asyncdist.protocols.declared import boolean, integer, number, option, with_options
 from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.exchange.options import ExchangeOptionNames
-from asyncdist.protocols.exchange.wire_layout import WireLayout
 from asyncdist.protocols.options import CommonOptions
 from asyncdist.protocols.simple.gossip_state import GossipFragment, OuterStep
 from asyncdist.protocols.simple.policy import SimplePolicy

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, norm_of
+from asyncdist.protocols.exchange.layout.copies import gather, norm_of
+from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.simple.policy import RuleFragment
 from asyncdist.protocols.simple.rule import Rule
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from asyncdist.protocols.declared import among
 from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.layout.copies import values_of, write
+from asyncdist.protocols.exchange.layout.wire_layout import Slice, WireLayout
 from asyncdist.protocols.exchange.ledger import Chosen, Report
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.policy import ExchangePolicy
 from asyncdist.protocols.exchange.schedule import Schedule
-from asyncdist.protocols.exchange.wire_layout import Slice, WireLayout, values_of, write
 from asyncdist.protocols.options import MemberOptions
 from asyncdist.protocols.simple.rule import Rule
 from asyncdist.protocols.simple.share import Share

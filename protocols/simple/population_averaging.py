@@ -29,9 +29,9 @@ from asyncdist import LocalProtocolError, validation
 from asyncdist.protocols.declared import boolean, integer, like, number, one_of, option, with_options
 from asyncdist.protocols.diloco.anchored import AnchoredPolicy
 from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.exchange.options import ExchangeOptionNames
 from asyncdist.protocols.exchange.replicas.group import Readiness
-from asyncdist.protocols.exchange.wire_layout import WireLayout
 from asyncdist.protocols.options import CommonOptions
 from asyncdist.protocols.simple.center import CenterFragment
 from asyncdist.protocols.simple.policy import RuleFragment, SimplePolicy

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout
+from asyncdist.protocols.exchange.layout.wire_layout import Vector, WireLayout
 from asyncdist.protocols.simple.rule import Rule
 from asyncdist.tensors.flat_state import Entry
 

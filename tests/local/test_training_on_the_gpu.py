@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch._inductor import config as inductor
 
 import asyncdist as ad
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
-from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, AverageApplied, PolicyEvent
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, AverageApplied, DiLoCoPolicy, PolicyEvent
 
 pytestmark = pytest.mark.cuda
 
@@ -43,6 +45,31 @@ def test_a_part_of_the_own_weights_is_kept_as_on_the_host() -> None:
 
     here, there = trained("cuda"), trained("cpu")
     assert here and there and torch.equal(here[0], there[0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"wire": "int8"}, {"wire": "topk", "error_feedback": 0.9}, {"wire": "q4"}], ids=str
+)
+def test_contributions_encoded_on_the_gpu_have_the_bits_of_the_host(options: dict[str, Any]) -> None:
+    def trained(device: str) -> list[torch.Tensor]:
+        ended: list[torch.Tensor] = []
+
+        async def main(world: ad.World) -> None:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(1300, 5000), nn.BatchNorm1d(5000), nn.Linear(5000, 3)).to(device)
+            noise = torch.Generator().manual_seed(world.rank)
+            async with DiLoCoPolicy(model, torch.optim.SGD(model.parameters()), average_every=2, **options) as policy:
+                for _ in range(8):
+                    with torch.no_grad():
+                        for each in model.parameters():
+                            each.add_(torch.randn(each.shape, generator=noise).to(device))
+                    await policy.step()
+            ended.extend(each.detach().cpu() for each in model.parameters())
+
+        ad.run_local(main, ranks=2, strict=True)
+        return ended
+
+    assert all(torch.equal(one, two) for one, two in zip(trained("cuda"), trained("cpu"), strict=True))
 
 
 @pytest.mark.parametrize("state", ["keep", "reset"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist.protocols.diloco.radial import embeddings_of, radial_mean_into
-from asyncdist.protocols.exchange.wire_layout import Scratch, WireLayout
+from asyncdist.protocols.exchange.layout.wire_layout import Scratch, WireLayout
 from asyncdist.tensors.codecs import Codec, TopK, find_codec
 from asyncdist.tensors.flat_state import FlatState
 

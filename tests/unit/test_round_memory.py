@@ -9,8 +9,8 @@ from torch import nn
 
 from asyncdist.tensors.codecs.casts import Float32
 from asyncdist.tensors.flat_state import FlatState
+from protocols.exchange.layout.wire_layout import WireLayout
 from protocols.exchange.rounds import MemberRound, RoundTransfers
-from protocols.exchange.wire_layout import WireLayout
 
 
 class Server:

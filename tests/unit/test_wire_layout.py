@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncdist.protocols.exchange.wire_layout import Scratch, Vector, WireLayout, gather, norm_of, scatter, subtract
+from asyncdist.protocols.exchange.layout.copies import gather, norm_of, scatter, subtract
+from asyncdist.protocols.exchange.layout.wire_layout import Scratch, Vector, WireLayout
 from asyncdist.tensors.codecs import Codec, TopK, find_codec
 from asyncdist.tensors.flat_state import FlatState
 from asyncdist.tensors.means import weighted_mean_into

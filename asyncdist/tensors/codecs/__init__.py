@@ -29,8 +29,8 @@ others   as a contribution       as a contribution, relative to the mean
 """
 
 from asyncdist.tensors.codecs.choice import codec_of_means, find_codec
-from asyncdist.tensors.codecs.codec import Codec
+from asyncdist.tensors.codecs.codec import Codec, piece_count
 from asyncdist.tensors.codecs.error_feedback import ErrorFeedback
 from asyncdist.tensors.codecs.topk import TopK
 
-__all__ = ["Codec", "ErrorFeedback", "TopK", "codec_of_means", "find_codec"]
+__all__ = ["Codec", "ErrorFeedback", "TopK", "codec_of_means", "find_codec", "piece_count"]

@@ -33,31 +33,36 @@ class ErrorFeedback:
         self.decay = validation.fraction("decay", decay)
         self.residual = torch.zeros(validation.count("count", count, least=0), dtype=torch.float32, device=device)
 
-    def encode(self, codec: Codec, difference: Tensor, out: Tensor) -> None:
+    def encode(self, codec: Codec, difference: Tensor, out: Tensor, start: int = 0) -> None:
         """Encode the sum of the residual and a difference into ``out``, and update the residual.
 
         Args:
             codec: Codec to use, which may differ between calls.
-            difference: Contiguous 1-D tensor of ``count`` float32 on the device of the residual, not changed.
-            out: Contiguous 1-D tensor of ``codec.nbytes(count)`` uint8 on the same device.
+            difference: Contiguous 1-D tensor of float32, not changed: the whole vector, or a part of it. If it is on
+                another device than the residual, it is encoded there, and the residual is copied piece by piece.
+            out: Contiguous 1-D tensor of ``codec.nbytes(len(difference))`` uint8 on the device of ``difference``.
+            start: Index of the part's first value, the first of a codec block.
 
         Raises:
             ValueError: A tensor has another dtype, shape, stride or device. The residual is unchanged.
         """
-        count, residual = len(self.residual), self.residual
-        if difference.shape != residual.shape:
-            validation.refuse("difference", f"shape {tuple(difference.shape)}", f"of shape {tuple(residual.shape)}")
-        if difference.device != residual.device:
-            validation.refuse("difference", f"a tensor on {difference.device}", f"on {residual.device}")
+        count = len(self.residual)
+        if difference.ndim != 1 or not start + len(difference) <= count:
+            allowed = f"1-D, with at most {count - start} values from index {start}"
+            validation.refuse("difference", f"shape {tuple(difference.shape)}", allowed)
         difference, out = checked(codec, difference, out)
-        step = piece_count(codec.block, residual.device)
-        decoded = residual.new_empty(min(step, count))
-        for start in range(0, count, step):
-            stop = min(count, start + step)
-            its_bytes, error = out[codec.nbytes(start) : codec.nbytes(stop)], residual[start:stop]
-            error += difference[start:stop]
+        residual = self.residual[start : start + len(difference)]
+        step = piece_count(codec.block, difference.device)
+        decoded = difference.new_empty(min(step, len(difference)))
+        for first in range(0, len(difference), step):
+            end = min(len(difference), first + step)
+            its_bytes, kept = out[codec.nbytes(first) : codec.nbytes(end)], residual[first:end]
+            error = kept.to(difference.device)  # the residual's own memory, if it is on this device
+            error += difference[first:end]
             codec.encode(error, its_bytes)
-            codec.decode(its_bytes, decoded[: stop - start])
-            error -= decoded[: stop - start]
+            codec.decode(its_bytes, decoded[: end - first])
+            error -= decoded[: end - first]
             if self.decay != 1.0:
                 error *= self.decay
+            if error is not kept:
+                kept.copy_(error)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
-from asyncdist.protocols.exchange.wire_layout import Scratch
+from asyncdist.protocols.exchange.layout.wire_layout import Scratch
 
 
 @torch.no_grad()

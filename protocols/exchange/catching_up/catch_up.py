@@ -15,8 +15,8 @@ from asyncdist import RankLostError, RemoteProtocolError
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.exchange.catching_up.offers import Offers
+from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.exchange.messages import ExchangeMessage, StateOffer, StateRequest, StateTaken
-from asyncdist.protocols.exchange.wire_layout import WireLayout
 from asyncdist.protocols.joining.state_transfer import packed, state_nbytes_max, unpacked
 from asyncdist.tensors.byte_views import new_memory
 

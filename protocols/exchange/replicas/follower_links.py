@@ -20,8 +20,9 @@ from torch import Tensor
 from asyncdist import Group, World
 from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.groups import free_all
+from asyncdist.protocols.exchange.layout.copies import gather, scatter
+from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.exchange.replicas.group import ReplicaGroup, joined_replica, rejoined_replica
-from asyncdist.protocols.exchange.wire_layout import WireLayout, gather, scatter
 from asyncdist.protocols.joining.replica_layout import Replicas
 from asyncdist.protocols.joining.state_transfer import broadcast_bytes
 from asyncdist.tensors.byte_views import new_memory

@@ -18,7 +18,8 @@ from torch import Tensor
 from asyncdist import AsyncdistError, ClosedError, DisagreementError, Group, World, reduce_and_broadcast, validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.groups import free_all
-from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather
+from asyncdist.protocols.exchange.layout.copies import gather
+from asyncdist.protocols.exchange.layout.wire_layout import Vector, WireLayout
 from asyncdist.protocols.joining.replica_layout import Replicas
 from asyncdist.protocols.starting.differences import LEFT_OUT, explained
 from asyncdist.runtime.failing.replica_mates import ReplicaMates

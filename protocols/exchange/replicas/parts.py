@@ -11,9 +11,10 @@ from collections.abc import Sequence, Set
 import torch
 from torch import Tensor
 
+from asyncdist.protocols.exchange.layout.copies import gather, scatter
+from asyncdist.protocols.exchange.layout.wire_layout import Vector, WireLayout
 from asyncdist.protocols.exchange.replicas.division import parts_of
 from asyncdist.protocols.exchange.replicas.group import ReplicaGroup
-from asyncdist.protocols.exchange.wire_layout import Vector, WireLayout, gather, scatter
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.codecs import Codec
 from asyncdist.tensors.flat_state import Entry

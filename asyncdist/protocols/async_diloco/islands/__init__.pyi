@@ -1,1 +1,0 @@
-from protocols.async_diloco.islands import *

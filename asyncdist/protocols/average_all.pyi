@@ -1,1 +1,0 @@
-from protocols.average_all import *

@@ -1,1 +1,0 @@
-from protocols.diloco.foreign_options import *

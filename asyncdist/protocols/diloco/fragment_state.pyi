@@ -1,1 +1,0 @@
-from protocols.diloco.fragment_state import *

@@ -1,1 +1,0 @@
-from protocols.diloco.fragments import *

@@ -1,1 +1,0 @@
-from protocols.diloco.outer_optimizers import *

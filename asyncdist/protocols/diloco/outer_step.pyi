@@ -1,1 +1,0 @@
-from protocols.diloco.outer_step import *

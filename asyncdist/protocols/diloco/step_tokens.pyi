@@ -1,1 +1,0 @@
-from protocols.diloco.step_tokens import *

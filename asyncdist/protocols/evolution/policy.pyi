@@ -1,1 +1,0 @@
-from protocols.evolution.policy import *

@@ -1,1 +1,0 @@
-from protocols.exchange.catching_up.offers import *

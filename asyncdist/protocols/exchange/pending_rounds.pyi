@@ -1,1 +1,0 @@
-from protocols.exchange.pending_rounds import *

@@ -1,1 +1,0 @@
-from protocols.exchange.round_leader import *

@@ -1,1 +1,0 @@
-from protocols.exchange.schedule import *

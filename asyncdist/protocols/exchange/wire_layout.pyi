@@ -1,1 +1,0 @@
-from protocols.exchange.wire_layout import *

@@ -1,1 +1,0 @@
-from protocols.joining.newcomers import *

@@ -1,1 +1,0 @@
-from protocols.joining.replica_layout import *

@@ -1,1 +1,0 @@
-from protocols.joining.state_transfer import *

@@ -1,1 +1,0 @@
-from protocols.metric_trend import *

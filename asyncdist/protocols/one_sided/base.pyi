@@ -1,1 +1,0 @@
-from protocols.one_sided.base import *

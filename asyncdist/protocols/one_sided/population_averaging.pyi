@@ -1,1 +1,0 @@
-from protocols.one_sided.population_averaging import *

@@ -1,1 +1,0 @@
-from protocols.own_state import *

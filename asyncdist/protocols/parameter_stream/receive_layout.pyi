@@ -1,1 +1,0 @@
-from protocols.parameter_stream.receive_layout import *

@@ -1,1 +1,0 @@
-from protocols.parameter_stream.receiver import *

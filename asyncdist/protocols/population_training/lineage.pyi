@@ -1,1 +1,0 @@
-from protocols.population_training.lineage import *

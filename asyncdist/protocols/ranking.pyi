@@ -1,1 +1,0 @@
-from protocols.ranking import *

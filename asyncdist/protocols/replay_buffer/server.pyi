@@ -1,1 +1,0 @@
-from protocols.replay_buffer.server import *

@@ -1,1 +1,0 @@
-from protocols.replica_averaging.members import *

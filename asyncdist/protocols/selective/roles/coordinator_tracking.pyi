@@ -1,1 +1,0 @@
-from protocols.selective.roles.coordinator_tracking import *

@@ -1,1 +1,0 @@
-from protocols.selective.roles.mean_receiver import *

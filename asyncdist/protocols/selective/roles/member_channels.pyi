@@ -1,1 +1,0 @@
-from protocols.selective.roles.member_channels import *

@@ -1,1 +1,0 @@
-from protocols.selective.roles.round_events import *

@@ -1,1 +1,0 @@
-from protocols.selective.sub_populations import *

@@ -1,1 +1,0 @@
-from protocols.selective_diloco.trials import *

@@ -1,1 +1,0 @@
-from protocols.simple.gossip import *

@@ -1,1 +1,0 @@
-from protocols.starting.without_lost import *

@@ -1,1 +1,0 @@
-from protocols.step_info import *

@@ -1,0 +1,135 @@
+"""Encodes a rank's contributions: a fragment's values, or their differences from reference weights (an anchor).
+
+If all parameters of a vector with a codec are on one CUDA device, their values are computed and encoded there, piece by
+piece, and only encoded bytes are copied to the host. The pieces limit the additional memory on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from asyncdist.protocols.exchange.layout.copies import gather, norm_of, subtract, values_of
+from asyncdist.protocols.exchange.layout.wire_layout import Scratch, Vector, WireLayout
+from asyncdist.tensors.codecs import Codec, ErrorFeedback, piece_count
+
+#: Types of devices on which contributions are encoded. On others, codecs are not known to give the same bytes.
+_DEVICE_TYPES: Final = ("cuda",)
+
+
+class Encoder:
+    """Encodes the contributions of one fragment, and keeps their encoding errors.
+
+    Args:
+        decay: Decay of the error feedback; None for no error feedback.
+        scratch: Memory for values before they are encoded.
+    """
+
+    def __init__(self, layout: WireLayout, decay: float | None = None, scratch: Scratch | None = None) -> None:
+        self._layout = layout
+        self._scratch = Scratch() if scratch is None else scratch
+        self._feedback: dict[int, ErrorFeedback] = {}  # by index of the vector
+        if decay is not None:
+            self._feedback = {
+                place: ErrorFeedback(vector.count, decay=decay)
+                for place, vector in enumerate(layout.vectors)
+                if vector.codec is not None
+            }
+
+    @property
+    def residuals(self) -> list[Tensor]:
+        """Encoding errors, one flat tensor in host memory for each vector with a codec. Empty without feedback."""
+        return [each.residual for each in self._feedback.values()]
+
+    @torch.no_grad()
+    def encode(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor], anchors: Sequence[Tensor] = ()) -> float:
+        """Write a contribution into ``encoded``, one tensor for each vector, and return its L2 norm.
+
+        If the norm is not finite, the contribution must not be used. The encoding errors are then unchanged.
+
+        Args:
+            tensors: The model's tensors.
+            anchors: Reference weights for each vector of parameters, from which the differences are measured. Empty to
+                encode the parameters themselves.
+        """
+        norm, given = 0.0, iter(anchors)
+        coded: list[tuple[int, Codec, Iterable[tuple[int, Tensor]]]] = []
+        for place, (vector, into) in enumerate(zip(self._layout.vectors, encoded, strict=True)):
+            anchor = next(given, None) if vector.role == "stepped" else None
+            pieces = self._pieces(vector, tensors, anchor, into)
+            if vector.role == "stepped":
+                norm = math.hypot(norm, *(norm_of(values) for _, values in pieces))
+            if vector.codec is not None:
+                coded.append((place, vector.codec, pieces))
+        if math.isfinite(norm):
+            for place, codec, pieces in coded:
+                for start, values in pieces:
+                    self._encode(place, codec, start, values, encoded[place])
+        return norm
+
+    def _pieces(
+        self, vector: Vector, tensors: Sequence[Tensor], anchor: Tensor | None, into: Tensor
+    ) -> Iterable[tuple[int, Tensor]]:
+        """Return the first index and the values of each piece. On the host, all values are one piece."""
+        device = _common_device(vector, tensors)
+        if vector.codec is not None and device is not None and device.type in _DEVICE_TYPES:
+            return _DevicePieces(vector, vector.codec, tensors, anchor, device)
+        flat = vector.values_of(into, self._scratch)
+        if anchor is None:
+            gather(vector, tensors, flat)
+        else:
+            subtract(vector, anchor, tensors, flat)
+        return [(0, flat)]
+
+    def _encode(self, place: int, codec: Codec, start: int, values: Tensor, encoded: Tensor) -> None:
+        """Encode the values from index ``start`` of a vector into their part of the encoded vector."""
+        into = encoded[codec.nbytes(start) : codec.nbytes(start + len(values))]
+        out = into if values.is_cpu else torch.empty(len(into), dtype=into.dtype, device=values.device)
+        if place in self._feedback:
+            self._feedback[place].encode(codec, values, out, start)
+        else:
+            codec.encode(values, out)
+        if out is not into:
+            into.copy_(out)
+
+
+@dataclass(frozen=True, slots=True)
+class _DevicePieces:
+    """Computes the values of a vector on the device of the model's tensors, anew in each iteration."""
+
+    vector: Vector
+    codec: Codec
+    tensors: Sequence[Tensor]
+    anchor: Tensor | None
+    device: torch.device
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        step, count = piece_count(self.codec.block, self.device), self.vector.count
+        for start in range(0, count, step):
+            yield start, self._values(start, min(start + step, count))
+
+    def _values(self, start: int, stop: int) -> Tensor:
+        flat = torch.zeros(stop - start, dtype=self.vector.dtype, device=self.device)  # gaps between entries stay 0
+        if self.anchor is not None:
+            flat.copy_(self.anchor[start:stop])
+        for index, first, end in self.vector.places:
+            low, high = max(first, start), min(end, stop)
+            if low < high:
+                own = values_of(self.vector, self.tensors[index])[low - first : high - first]
+                into = flat[low - start : high - start]
+                if self.anchor is None:
+                    into.copy_(own)
+                else:
+                    into.sub_(own.to(flat.dtype))
+        return flat
+
+
+def _common_device(vector: Vector, tensors: Sequence[Tensor]) -> torch.device | None:
+    """Return the device of all tensors of a vector, or None if they are on several devices."""
+    devices = {tensors[index].device for index, *_ in vector.places}
+    return devices.pop() if len(devices) == 1 else None
