@@ -9,7 +9,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent.parent
 
 
-def test_contributions_are_encoded_on_the_device_with_the_bits_of_the_host() -> None:
+def test_contributions_encoded_on_a_device_have_equal_bits() -> None:
     command = [sys.executable, "scripts/encoding_on_a_device.py"]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=170, check=False)
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr

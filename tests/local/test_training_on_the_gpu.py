@@ -50,7 +50,7 @@ def test_a_part_of_the_own_weights_is_kept_as_on_the_host() -> None:
 @pytest.mark.parametrize(
     "options", [{"wire": "int8"}, {"wire": "topk", "error_feedback": 0.9}, {"wire": "q4"}], ids=str
 )
-def test_contributions_encoded_on_the_gpu_have_the_bits_of_the_host(options: dict[str, Any]) -> None:
+def test_contributions_encoded_there_have_the_same_bits(options: dict[str, Any]) -> None:
     def trained(device: str) -> list[torch.Tensor]:
         ended: list[torch.Tensor] = []
 
