@@ -91,16 +91,16 @@ def _inner(value: Any) -> Any:
 
 
 def contributions(name: str, decay: float | None, on_device: bool) -> tuple[list[list[Tensor]], list[Tensor], Device]:
-    """Return the encoded contributions of three rounds, the last residuals and the device with its counts."""
+    """Return the encoded contributions of two rounds, the last residuals and the device with its counts."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 300), nn.Linear(300, 31), nn.BatchNorm1d(31))
+    model = nn.Sequential(nn.Linear(40, 90), nn.Linear(90, 31), nn.BatchNorm1d(31))
     entries, names = FlatState(model).entries, set(dict(model.named_parameters()))
     layout = WireLayout(entries, range(len(entries)), names, 3, find_codec(name))
     own = [torch.randn(entry.shape).to(entry.dtype) for entry in entries]
     anchors = [torch.randn(vector.count) for vector in layout.stepped]
     tested, device, sent = Encoder(layout, decay), Device(), []
     with device:
-        for number in range(3):
+        for number in range(2):
             tensors = [OnDevice(each) if on_device else each for each in own]
             encoded = layout.new_encoded()
             norm = tested.encode(tensors, encoded, anchors if number != 1 else ())
@@ -141,12 +141,12 @@ def check_not_finite() -> None:
 
 
 def trained(options: Mapping[str, Any], on_device: bool) -> tuple[list[Tensor], Device]:
-    """Return the weights of both ranks after four rounds of DiLoCo, and the device with its counts."""
+    """Return the weights of both ranks after two rounds of DiLoCo, and the device with its counts."""
     device, ended = Device(), list[Tensor]()
 
     async def main(world: ad.World) -> None:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(40, 300), nn.Linear(300, 31), nn.BatchNorm1d(31))
+        model = nn.Sequential(nn.Linear(40, 90), nn.Linear(90, 31), nn.BatchNorm1d(31))
         if on_device:
             for module in model.modules():
                 for name, own in list(module.named_parameters(recurse=False)):
@@ -155,7 +155,7 @@ def trained(options: Mapping[str, Any], on_device: bool) -> tuple[list[Tensor], 
                     setattr(module, name, OnDevice(buffer))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         async with DiLoCoPolicy(model, optimizer, average_every=2, **options) as policy:
-            for step in range(8):
+            for step in range(4):
                 with torch.no_grad():
                     for place, each in enumerate(model.parameters()):
                         each.add_(0.01 * (world.rank + 1) * (step + 1) * (place - 2))
@@ -192,15 +192,15 @@ def accept_stand_in() -> None:
     )
 
 
-PIECE = 4096
+PIECE = 2048
 if __name__ == "__main__":
     accept_stand_in()
     for name in ("bfloat16", "float16", "int8", "q4", "topk"):
-        for decay in (None, 1.0, 0.9):
+        for decay in (None, 0.9):
             check(name, decay)
     check_not_finite()
     plain, short = check_training(), check_training(wire="int8")
-    assert short.to_host < plain.to_host / 2, (short.to_host, plain.to_host)
+    # Two ranks contribute 6,573 values twice, each as 1.016 bytes in place of 4.
+    assert plain.to_host - short.to_host > 4 * 6_573 * 2.9, (plain.to_host, short.to_host)
     check_training(wire="int8", error_feedback=0.9, fragments=2, fragment_pattern="balanced")
-    check_training(wire="q4", late="skip")
     print("equal")
