@@ -13,8 +13,8 @@ from asyncdist.functional.checkpoints import checkpoint_files, manifests
 from asyncdist.functional.checkpoints.checkpoint_files import FolderLock
 
 
-async def save(world: ad.World, path: Path) -> str:
-    return (await ad.save_population(path, torch.nn.Linear(2, 1), keep=1)).name
+async def save(world: ad.World, path: Path, keep: int = 1) -> str:
+    return (await ad.save_population(path, torch.nn.Linear(2, 1), keep=keep)).name
 
 
 def test_a_checkpoint_that_another_job_writes_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -48,3 +48,30 @@ def test_two_jobs_that_begin_together_take_different_names(tmp_path: Path, monke
     monkeypatch.setattr(manifests, "numbers", lambda place: [])
     names = [checkpoint_files.new_folder(tmp_path).name for _ in range(2)]
     assert names == ["checkpoint-000001", "checkpoint-000002"]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 4, 5, 9])
+def test_keep_leaves_that_many_checkpoints(tmp_path: Path, keep: int) -> None:
+    """Regression: from 4 on, good checkpoints were deleted while there were fewer than ``keep``."""
+    names = [f"checkpoint-{number:06}" for number in range(1, 12)]
+    for number, name in enumerate(names, 1):
+        assert ad.run_local(save, tmp_path, keep, ranks=1) == [name]
+        assert sorted(os.listdir(tmp_path)) == names[max(0, number - keep) : number]
+
+
+def test_an_old_checkpoint_that_may_not_be_deleted_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: the job ended with PermissionError, although its new checkpoint was complete."""
+    (old, *_) = ad.run_local(save, tmp_path, ranks=1)
+    unlink = os.unlink
+
+    def refuse(path: str, *, dir_fd: int | None = None) -> None:
+        if path == manifests.MANIFEST:
+            raise PermissionError(13, "Permission denied", path)
+        unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    (new, *_) = ad.run_local(save, tmp_path, ranks=1)
+    assert sorted(os.listdir(tmp_path)) == [old, new]
+    assert f"cannot delete the old checkpoint {tmp_path / old} (Permission denied)" in caplog.text

@@ -243,14 +243,21 @@ def _delete_old(newest: Path, keep: int) -> None:
 
     A checkpoint that another job is writing is kept, and a warning is logged.
     """
-    older = [newest.parent / manifests.name_of(number) for number in manifests.numbers(newest.parent)]
-    older = [folder for folder in older if folder.name < newest.name and not folder.is_symlink()]
+    folders = [newest.parent / manifests.name_of(number) for number in manifests.numbers(newest.parent)]
+    older = [folder for folder in folders[: folders.index(newest)] if not folder.is_symlink()]
     whole = [folder for folder in older if (folder / manifests.MANIFEST).is_file()]
+    outdated = whole[: max(0, len(whole) - (keep - 1))]
     for folder in older:
+        if folder in whole and folder not in outdated:
+            continue
         if folder not in whole and is_locked(folder):
             logger.warning("another job is writing %s, and both delete old checkpoints: give each job a folder", folder)
-        elif folder not in whole[len(whole) - (keep - 1) :]:
+            continue
+        try:
             # The manifest is deleted first, so that a partly deleted checkpoint is not valid.
             with contextlib.suppress(FileNotFoundError), new_files.entered(folder, follows=False) as opened:
                 os.unlink(manifests.MANIFEST, dir_fd=opened)
-            shutil.rmtree(folder, ignore_errors=True)  # rmtree does not follow links either
+        except PermissionError as error:
+            logger.warning("cannot delete the old checkpoint %s (%s); delete it yourself", folder, error.strerror)
+            continue
+        shutil.rmtree(folder, ignore_errors=True)  # rmtree does not follow links either
