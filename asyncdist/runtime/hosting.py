@@ -19,7 +19,7 @@ from asyncdist.live.exporting import Exporter
 from asyncdist.messaging.engine import Engine
 from asyncdist.recording.writer import RecordOptions
 from asyncdist.runtime import handshake
-from asyncdist.runtime.failing.failure import FailureMonitor, fail, fail_alone, own_error
+from asyncdist.runtime.failing.failure import FailureMonitor, fail, fail_alone, own_error, uncancel
 from asyncdist.runtime.failing.process_ends import (
     ForkedChildError,
     abandoned_in_children,
@@ -159,10 +159,13 @@ async def hosted(
                 async with _task_group(world, monitor, options.watchdogs, reporter):
                     with ending_forked_children():
                         yield world
-            except SystemExit as caught:
-                if caught.code or world.services.engine.failure is not None:
+            except (SystemExit, asyncio.CancelledError) as caught:
+                ended_by = interrupts.raised or caught
+                failed = world.services.engine.failure is not None
+                if not isinstance(ended_by, SystemExit) or ended_by.code or failed:
                     raise
-                success = caught
+                uncancel()
+                success = ended_by
             recording.note_end(None)
             _leave_counters(world, options)
             leftovers = await leave(world, transport)

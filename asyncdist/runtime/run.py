@@ -7,7 +7,6 @@ task group. After main has returned, it waits until all ranks have ended, and cl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import importlib.util
 import logging
@@ -184,7 +183,7 @@ def run(
     with Interrupts() as interrupts, _loop_of(loop) as event_loop:
         task = event_loop.create_task(host_rank(main, args, opened, interrupts, options))
         interrupts.cancel_on_first(event_loop, [task])
-        outcome = _complete(event_loop, [task])[0]
+        outcome = _complete(event_loop, [task], interrupts)[0]
         if isinstance(outcome.error, LateError):
             end_late(outcome.error)
         if outcome.error is not None:  # A later Ctrl-C has this error as its context.
@@ -327,7 +326,7 @@ def _host_locally(
             for rank, context in enumerate(contexts)
         ]
         interrupts.cancel_on_first(event_loop, tasks)
-        return _complete(event_loop, tasks)
+        return _complete(event_loop, tasks, interrupts)
 
 
 @asynccontextmanager
@@ -403,11 +402,16 @@ def prepare_rank(
 # -- a process --------------------------------------------------------------------------------------------------------
 
 
-def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[RankResult]]) -> list[RankResult]:
-    """Run the loop until all tasks have ended, even if a task raises SystemExit or KeyboardInterrupt."""
+def _complete(
+    loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[RankResult]], interrupts: Interrupts
+) -> list[RankResult]:
+    """Run the loop until all ranks have ended. A SystemExit or KeyboardInterrupt of other code ends the ranks."""
     while pending := [task for task in tasks if not task.done()]:
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+        try:
             loop.run_until_complete(asyncio.wait(pending))
+        except (SystemExit, KeyboardInterrupt) as error:
+            # If a task of a rank's task group has raised it, the group is the first to know, and ends its rank.
+            loop.call_soon(interrupts.end_with, error)
     return [task.result() for task in tasks]
 
 

@@ -58,12 +58,14 @@ class Interrupts:
 
     Attributes:
         received: Number of the first received signal, or None.
+        raised: The exception of :meth:`end_with`, or None.
         raises_at_once: Whether the first signal raises immediately, because there is no task to cancel.
     """
 
     def __init__(self, *, spares_process: bool = False) -> None:
         self._spares_process = spares_process
         self.received: int | None = None
+        self.raised: BaseException | None = None
         self.raises_at_once = False
         self._request = StopRequest()
         self._is_pending = False  # a signal was received, but has not cancelled the tasks yet
@@ -85,9 +87,12 @@ class Interrupts:
         self._are_ending[task] = is_ending
 
     def error(self, rank: int) -> BaseException | None:
-        """Return the exception for the received signal, with a note that describes the wait of ``rank``, or None."""
+        """Return the exception that ends ``rank``, with a note that describes the wait of ``rank``, or None.
+
+        It is the exception for the received signal, or that of :meth:`end_with`.
+        """
         if self.received is None:
-            return None
+            return self.raised
         error = interrupt_error(self.received)
         if waited := self._waited.get(rank):
             error.add_note(f"rank {rank} was waiting for {waited}")
@@ -98,6 +103,15 @@ class Interrupts:
         self._loop, self._tasks = loop, tasks
         if self.received is not None:
             self._cancel(loop)
+
+    def end_with(self, error: BaseException) -> None:
+        """End the tasks with ``error``, which has stopped their loop, unless a task is already being cancelled.
+
+        A callback, a signal handler of the program, or another task of the loop has raised it.
+        """
+        if not any(task.cancelling() for task in self._tasks):
+            self.raised = error
+            self._stop()
 
     def check(self) -> None:
         """Raise KeyboardInterrupt or SystemExit if a signal was received."""

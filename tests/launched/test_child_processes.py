@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -13,6 +14,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
+import asyncdist as ad
+from asyncdist.runtime.run import LoopName
 from asyncdist.transports.torch_distributed.gloo_groups import make_gloo_groups
 from asyncdist.transports.torch_distributed.inheritance import kept_from_children
 from asyncdist.transports.torch_distributed.keepalive import open_descriptors
@@ -90,3 +93,29 @@ def test_the_groups_of_a_rank_have_no_inheritable_descriptors() -> None:
 
 def is_socket(descriptor: int) -> bool:
     return os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_child_in_the_loop_of_a_rank_takes_no_wakeup(loop: LoopName, capfd: pytest.CaptureFixture[str]) -> None:
+    """Regression: it read the byte that was to wake the rank, which then slept for ever."""
+
+    async def main(world: ad.World) -> bytes:
+        seen, rung = os.pipe2(os.O_NONBLOCK)
+        turning = asyncio.get_running_loop()
+        turning.add_reader(seen, os.read, seen, 1)
+        await asyncio.sleep(0.01)
+        os.write(rung, b"1")
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            await asyncio.sleep(0)
+            os._exit(7)
+        status = os.waitpid(child, 0)[1]  # noqa: ASYNC222 - the rank's loop must not run meanwhile
+        turning.remove_reader(seen)
+        unread = os.read(seen, 1)
+        os.close(seen), os.close(rung)
+        assert os.waitstatus_to_exitcode(status) == 1
+        return unread
+
+    assert ad.run_local(main, ranks=1, loop=loop) == [b"1"]
+    assert "has awaited in the rank's event loop" in capfd.readouterr().err

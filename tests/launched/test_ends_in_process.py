@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from support import mpi, torchrun
 
 import asyncdist as ad
 from asyncdist.runtime import run as runtime
+from asyncdist.runtime.run import LoopName
 
 
 class Boom(Exception):
@@ -69,6 +71,38 @@ def test_local_exit_with_success_is_leaving_early() -> None:
     with pytest.raises(SystemExit) as caught:
         ad.run_local(main, ranks=2)
     assert not caught.value.code and len(steps) == 50
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+@pytest.mark.parametrize("how", ["task", "callback", "signal"])
+@pytest.mark.parametrize("error", [SystemExit(3), SystemExit(0), KeyboardInterrupt()], ids=["3", "0", "interrupt"])
+def test_an_exit_outside_main_ends_the_rank(error: BaseException, how: str, loop: LoopName) -> None:
+    """Regression: it was ignored, and the rank trained on."""
+
+    def end(*_: object) -> None:
+        raise error
+
+    async def exit_later() -> None:
+        end()
+
+    others: list[asyncio.Task[None]] = []
+
+    async def main(world: ad.World) -> None:
+        if how == "task":
+            others.append(asyncio.create_task(exit_later()))
+        elif how == "callback":
+            asyncio.get_running_loop().call_soon(end)
+        else:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        await world.sleep(60)
+
+    before = signal.signal(signal.SIGUSR2, end)
+    try:
+        with pytest.raises(type(error)) as caught:
+            ad.run_local(main, ranks=1, loop=loop)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert caught.value is error
 
 
 def test_local_background_tasks_are_awaited_and_fail_as_a_group() -> None:

@@ -148,7 +148,7 @@ async def fail(
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.05)
         except asyncio.CancelledError:  # A signal requests the end, which is already in progress.
-            _uncancel()
+            uncancel()
     if not settled() and not in_process:
         transport.abort(1)
         exit_immediately(1)
@@ -211,7 +211,7 @@ async def _wait_for_end_reason(world: World, seconds: float) -> None:
             ):
                 return
         except asyncio.CancelledError:  # A signal requests the end, which is already in progress.
-            _uncancel()
+            uncancel()
         except Exception:
             if engine.failure is None:
                 raise
@@ -275,13 +275,14 @@ def own_error(
     cause = monitor.error if monitor is not None and not has_cause_here(caught) else None
     cause = interrupts.error(rank) or cause
     if cause is not None:
-        _uncancel()
+        uncancel()
     elif isinstance(caught, SystemExit) and isinstance(caught.code, int):
         caught.code = rank_program.exit_code(caught.code)
     return cause or caught
 
 
-def _uncancel() -> None:
+def uncancel() -> None:
+    """Withdraw all requests to cancel the current task."""
     task = asyncio.current_task()
     while task is not None and task.uncancel():
         pass

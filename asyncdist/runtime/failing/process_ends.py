@@ -14,6 +14,7 @@ import contextlib
 import functools
 import opcode
 import os
+import select
 import sys
 import threading
 import traceback
@@ -135,6 +136,21 @@ def end_at_next_turn(loop: asyncio.AbstractEventLoop, rank: int) -> None:
     """End this forked child of ``rank`` as soon as it awaits anything in the rank's loop."""
     with contextlib.suppress(RuntimeError):  # Raised if the loop is closed.
         loop.call_soon(_end_in_loop, rank)
+        _watch_nothing(loop)
+
+
+def _watch_nothing(loop: asyncio.AbstractEventLoop) -> None:
+    """Let this child's copy of the loop wait for no descriptor.
+
+    The child shares the loop's epoll object and pipes with the rank. One turn of the loop would read the bytes that
+    wake the rank. Kqueue objects are not inherited.
+    """
+    selector = getattr(loop, "_selector", None)
+    find = getattr(loop, "_get_backend_id", None) or getattr(selector, "fileno", None)  # of uvloop, of asyncio
+    watching = -1 if find is None else find()
+    if watching >= 0 and hasattr(select, "epoll"):
+        with contextlib.suppress(OSError), select.epoll() as empty:
+            os.dup2(empty.fileno(), watching, inheritable=False)
 
 
 def _end_in_loop(rank: int) -> None:
