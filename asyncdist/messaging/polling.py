@@ -489,6 +489,10 @@ class Poller:
         except Exception as error:
             self.fail(error)
             return 0
+        except BaseException:  # SystemExit, for example, is raised by a signal handler.
+            self._state = _HOT
+            self._handle = self.loop.call_soon(self._take_tick)
+            raise
 
     def _next_tick(self, alone: bool) -> asyncio.Handle | None:
         """Set the next state and schedule the next polling pass. ``alone`` says that nothing else runs on the loop."""
