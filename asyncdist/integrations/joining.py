@@ -103,6 +103,7 @@ def join() -> World:
     world = process_world()
     if world.size == 1 and "alone" not in _logged:
         _logged.add("alone")
+        world.awaited.warns_if_alone = False  # a policy would repeat the warning
         started = (
             "without --multi_gpu, accelerate launch ignores --num_processes and starts only one process; "
             if detection.is_started_by_accelerate()
@@ -324,10 +325,9 @@ class Training(Generic[PolicyT]):
             )
         saved, self._saved = self._saved, None
         if not self._continue(made):
-            count = 0
             if saved is not None:
                 made.load_state_dict(saved)
-                count = validation.count("replacement_count", saved.get("replacement_count", 0), least=0)
+            count = validation.count("replacement_count", (saved or {}).get("replacement_count", 0), least=0)
             interrupted = [owner for owner in _open_trainings() if owner.is_interrupted]
             trained_alone = any(owner.trains_alone for owner in interrupted)
             would_spoil = any(owner._would_be_spoiled_by(made) for owner in interrupted)

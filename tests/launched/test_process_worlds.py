@@ -186,22 +186,33 @@ ad.blocking.async_save_population(sys.argv[1], torch.nn.Linear(100, 100))
     assert (tmp_path / "checkpoint-000001" / "manifest.json").exists(), completed.stderr
 
 
-def test_a_program_without_a_launcher_is_told_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["ad.run(train)", "blocking_train(ad.blocking.process_world())"])
+def test_a_program_without_a_launcher_is_told_once(tmp_path: Path, call: str) -> None:
     """Regression: DiLoCo trained on one rank, and nothing was said."""
     script = tmp_path / "train.py"
-    script.write_text("""
+    script.write_text(
+        """
 import torch
 import asyncdist as ad
 from protocols import DiLoCoPolicy
 
-async def train(world):
+def new_policy():
     model = torch.nn.Linear(2, 1)
+    return DiLoCoPolicy(model, torch.optim.SGD(model.parameters(), 0.1), average_every=2)
+
+async def train(world):
     for _ in range(2):
-        async with DiLoCoPolicy(model, torch.optim.SGD(model.parameters(), 0.1), average_every=2) as policy:
+        async with new_policy() as policy:
             await policy.step()
 
-ad.run(train)
-""")
+def blocking_train(world):
+    for _ in range(2):
+        with ad.blocking.policy(new_policy()) as policy:
+            policy.step()
+
+"""
+        + call
+    )
     completed = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
     expected = "this process trains alone, so nothing is averaged; to start four ranks, use asyncdist run -n 4"
     assert completed.stderr == f"{expected} {script}\n" and not completed.stdout
