@@ -107,11 +107,15 @@ def test_a_rank_of_plain_python_fails_with_its_exit_code(tmp_path: Path, end: st
 
 
 @pytest.mark.slow
-def test_a_restarted_rank_that_is_too_late_succeeds(tmp_path: Path) -> None:
-    """Regression: the rank printed a traceback, and the job failed."""
+@pytest.mark.parametrize("script", ["train.py", "wrapper.py"])
+def test_a_restarted_rank_that_is_too_late_succeeds(tmp_path: Path, script: str) -> None:
+    """Regression: the rank printed a traceback, and the job failed; later, only if another program started Python."""
     source = "import asyncdist as ad; ad.blocking.process_world(); raise ad.LateError('this rank comes too late')"
     (tmp_path / "train.py").write_text(source)
-    command = [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", "1", "train.py"]
+    (tmp_path / "wrapper.sh").write_text(f"exec {sys.executable} train.py\n")
+    wrapper = "import subprocess, sys; sys.exit(subprocess.run(['sh', 'wrapper.sh']).returncode)"
+    (tmp_path / "wrapper.py").write_text(wrapper)
+    command = [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", "1", script]
     ended = subprocess.run(
         command, cwd=tmp_path, env=mpi.base_environment(), capture_output=True, text=True, timeout=100, check=False
     )
