@@ -1,0 +1,1 @@
+from protocols.selective.departures import *
