@@ -34,6 +34,11 @@ def has_working_directory() -> bool:
 def check_script(script: str) -> None:
     """Raise ``LaunchError`` unless ``script`` is a file with a Python program."""
     path = Path(script)
+    if script == "-" and not path.exists():
+        raise LaunchError(
+            "the script must be a file, got '-': only one rank could read a program from standard input; write it to a "
+            "file first: cat > script.py"
+        )
     if not path.exists():
         raise LaunchError(f"the script {script!r} does not exist (looked in {Path.cwd()})")
     if path.is_dir():

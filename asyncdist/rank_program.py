@@ -60,6 +60,8 @@ _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK
 PRINTED_ERRORS_VARIABLE: Final = "ASYNCDIST_TOLD"
 #: Variable with the launcher's pid, and its descriptor of a file that gets one byte from each rank that has run alone.
 LONE_VARIABLE: Final = "ASYNCDIST_ALONE"
+#: Arguments with which a script prints a text and calls sys.exit(0) before it would open a world.
+_ASKING_FOR_HELP: Final = frozenset({"-h", "--help", "--version"})
 #: Note added to a debugger's error if the rank has no input.
 _NO_INPUT: Final = (
     "This rank has an empty standard input, so a debugger cannot be used. In a job on one host, rank 0 shares the "
@@ -154,18 +156,20 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     process_id = os.getpid()
     try:
         exec(_compiled(script), main.__dict__)
-        if lone_path and os.getpid() == process_id and _has_run_alone():
-            with contextlib.suppress(OSError), open(lone_path, "ab") as lone_ranks:  # the launcher may have just ended
-                lone_ranks.write(b".")
+        if os.getpid() == process_id:
+            _record_if_alone(lone_path)
     except SystemExit as error:
         code = error.code
         if code is not None and not isinstance(code, int):  # the argument of sys.exit was a message
             with contextlib.suppress(OSError):  # raised if the disk is full, or no process reads the output
                 print(code, file=sys.stderr, flush=True)
         code = ending.code = exit_code(code)
-        if code and os.getpid() == process_id:  # a child forked by the script must not end the job
+        is_child = os.getpid() != process_id  # a child forked by the script must not end the job
+        if code and not is_child:
             _leave_world(error)
             _end_job(code)
+        elif not is_child and _ASKING_FOR_HELP.isdisjoint(arguments):
+            _record_if_alone(lone_path)
         sys.exit(code)
     except BaseException as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # drops this function's frame
@@ -204,6 +208,13 @@ def _launchers_file(variable: str) -> str:
     """Return the path of the launcher's file that ``variable`` names, or "" if the launcher is on another host."""
     pid, _, descriptor = variable.partition(" ")
     return f"/proc/{pid}/fd/{descriptor}" if pid.isdecimal() and int(pid) in ancestors() else ""
+
+
+def _record_if_alone(path: str) -> None:
+    """Add a byte to the launcher's file ``path``, if any, if this script has run alone."""
+    if path and _has_run_alone():
+        with contextlib.suppress(OSError), open(path, "ab") as lone_ranks:  # the launcher may have just ended
+            lone_ranks.write(b".")
 
 
 def _has_run_alone() -> bool:

@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 import asyncdist
 from asyncdist import BusyError, ClosedError
 from asyncdist.protocols.step_info import StepInfo
-from asyncdist.runtime.world import unlaunched
+from asyncdist.runtime.world import World
 
 logger = logging.getLogger("protocols.misuse")
 
@@ -97,9 +97,9 @@ def refuse_call(call: str, kind: str, stage: str, *, is_stepping: bool) -> NoRet
     )
 
 
-def warn_if_unlaunched(*, is_alone: bool) -> None:
+def warn_if_unlaunched(world: World, *, is_alone: bool) -> None:
     """Warn once that nothing is averaged, if this process is the only rank because no launcher has started it."""
-    if is_alone and unlaunched.get() and multiprocessing.parent_process() is None and "alone" not in _warned:
+    if is_alone and world.warns_if_alone and multiprocessing.parent_process() is None and "alone" not in _warned:
         _warned.add("alone")
         is_script = sys.argv[0].endswith(".py") and "ipykernel" not in sys.argv[0]
         logger.warning(

@@ -189,7 +189,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             )
         self._members = self._choose_members()
         self.is_alone = not self._has_other_ranks()
-        warn_if_unlaunched(is_alone=self.is_alone)
+        warn_if_unlaunched(self._world, is_alone=self.is_alone)
         self._prepare()
         if not self.is_alone:
             if not self.keeps_replicas:

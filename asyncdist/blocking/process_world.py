@@ -70,6 +70,8 @@ class _UntilExit:
         try:
             self.leave(error)
         except BaseException as raised:
+            if isinstance(error, LateError) and isinstance(raised, SystemExit):
+                exit_immediately(rank_program.exit_code(raised.code))  # after this hook, Python would exit with 1
             trace = raised.__traceback__
             if isinstance(raised, KeyboardInterrupt) and isinstance(error, KeyboardInterrupt):
                 # One Ctrl-C was raised in the user's code, and again in leave. Show the user's traceback.

@@ -103,6 +103,7 @@ def join() -> World:
     world = process_world()
     if world.size == 1 and "alone" not in _logged:
         _logged.add("alone")
+        world.awaited.warns_if_alone = False  # a policy would repeat the warning
         started = (
             "without --multi_gpu, accelerate launch ignores --num_processes and starts only one process; "
             if detection.is_started_by_accelerate()
@@ -272,7 +273,7 @@ class Training(Generic[PolicyT]):
         policy: The open policy, or None before and after the training.
         is_judged: Whether the policy's steps need this rank's metric. Policies that use no metric, or have the option
             ``metric``, do not.
-        replacement_count: Number of averages that this rank has adopted since the training began.
+        replacement_count: Number of averages that this rank has adopted, including those before a resume.
         is_interrupted: Whether memory ran out while the policy was open, so that the training may begin again.
         trains_alone: Whether this rank ran out of memory and now trains alone, because the other ranks did not start a
             new policy with it.
@@ -326,6 +327,7 @@ class Training(Generic[PolicyT]):
         if not self._continue(made):
             if saved is not None:
                 made.load_state_dict(saved)
+            count = validation.count("replacement_count", (saved or {}).get("replacement_count", 0), least=0)
             interrupted = [owner for owner in _open_trainings() if owner.is_interrupted]
             trained_alone = any(owner.trains_alone for owner in interrupted)
             would_spoil = any(owner._would_be_spoiled_by(made) for owner in interrupted)
@@ -338,6 +340,7 @@ class Training(Generic[PolicyT]):
                 if interrupted:
                     _warn_of_new_policy(made, would_spoil)
                 self._start(made, is_again=bool(interrupted))
+            self.replacement_count = count
         if world.size > 1 and not continues_numbers:
             seed_by_number(world.rank)
 
@@ -413,10 +416,13 @@ class Training(Generic[PolicyT]):
         if self.policy is not None and self.policy.awaited.optimizer is not optimizer:
             self.policy.awaited.optimizer = optimizer
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, settles: bool = True) -> dict[str, Any]:
         """Wait until rounds of averaging have ended, and return the policy's state, or {} if none is open."""
-        self.settle()
-        return {} if self.policy is None else self.policy.awaited.state_dict()
+        if settles:
+            self.settle()
+        if self.policy is None:
+            return {}
+        return {**self.policy.awaited.state_dict(), "replacement_count": self.replacement_count}
 
     def state_without_waiting(self) -> dict[str, Any]:
         """Return the open policy's state. Return {} if no policy is open, or a round of averaging is in progress.
@@ -424,7 +430,7 @@ class Training(Generic[PolicyT]):
         After an exception, a wait for a round could last forever, because the other ranks may have ended.
         """
         try:
-            return {} if self.policy is None else self.policy.awaited.state_dict()
+            return self.state_dict(settles=False)
         except BusyError as error:
             logger.warning("averaging: a checkpoint that is saved now does not contain the policy's state: %s", error)
             return {}

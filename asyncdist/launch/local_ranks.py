@@ -180,20 +180,36 @@ def _store(
     """
     address, port = variables["MASTER_ADDR"], variables["MASTER_PORT"]
     command = [sys.executable, store_server.PROGRAM, address, port, *["open"] * is_open]
-    server = _popen(command, variables, "the store", stdin=subprocess.PIPE)
-    kept: secret_files.RenewedSecret | None = None
-    try:
+    with contextlib.ExitStack() as stack:
         if places is not None:
-            secret = variables[environment.SECRET_VARIABLE]
-            kept = secret_files.RenewedSecret(int(port), secret, environment.secret_directories)
-            _announce_places(server, variables, ranks, places, program, is_open=is_open)
-        yield server
+            stack.enter_context(_kept_secret(int(port), variables[environment.SECRET_VARIABLE], is_given=is_open))
+        server = _popen(command, variables, "the store", stdin=subprocess.PIPE)
+        try:
+            if places is not None:
+                _announce_places(server, variables, ranks, places, program, is_open=is_open)
+            yield server
+        finally:
+            if places is not None:
+                _announce_end(server)
+            server.end()
+            server.wait()
+
+
+@contextlib.contextmanager
+def _kept_secret(port: int, secret: str, *, is_given: bool) -> Iterator[None]:
+    """Write the job's secret to a file, in which ``asyncdist run --join`` finds it, and remove the file at the end.
+
+    Raises:
+        LaunchError: The file cannot be written, and the user has not given a secret with which other ranks could join.
+    """
+    kept = secret_files.RenewedSecret(port, secret, environment.secret_directories)
+    try:
+        if not kept.is_kept and not is_given:
+            why = secret_files.why_not_stored(environment.secret_directories())
+            raise local_host.LaunchError(f"--places: the secret with which ranks join cannot be stored: {why}")
+        yield
     finally:
-        if kept is not None:
-            kept.remove()
-            _announce_end(server)
-        server.end()
-        server.wait()
+        kept.remove()
 
 
 def given_secret(environ: Mapping[str, str]) -> str | None:

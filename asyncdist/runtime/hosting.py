@@ -48,6 +48,7 @@ class RankOptions:
         last_counters: Folder in which the rank stores its counters after main has ended, or None.
         instrument: Function that makes the object that replaces :class:`~asyncdist.runtime.recording.Recording` in a
             replay.
+        warns_if_alone: See :class:`~asyncdist.runtime.world.World`.
     """
 
     grace_s: float = GRACE_S
@@ -58,6 +59,7 @@ class RankOptions:
     tells: bool = False
     last_counters: str | None = None
     instrument: Callable[[Transport, asyncio.AbstractEventLoop], Any] | None = None
+    warns_if_alone: bool = False
 
 
 DEFAULT_OPTIONS: Final = RankOptions()
@@ -144,6 +146,7 @@ async def hosted(
             fail_alone(transport, error)
             _raise_as_it_is(error)
         world.peers.warns_of_losses = options.tells and transport.capabilities.logs_losses
+        world.warns_if_alone = options.warns_if_alone
         recording.begin(world)
         exporter = _exporter(world, transport, options)
         token = _current_world.set(world)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from types import FrameType
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, cast
 
@@ -32,7 +33,7 @@ from asyncdist.runtime.process import limit_threads, spare_collections
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.stall_warnings import WatchdogOptions
 from asyncdist.runtime.story.requests import StoryRequests
-from asyncdist.runtime.world import World, refuse_inside_a_world, unlaunched
+from asyncdist.runtime.world import World, refuse_inside_a_world
 from asyncdist.tensors import torch_modes
 from asyncdist.transports import select
 from asyncdist.transports.base import Transport
@@ -69,6 +70,8 @@ STALL_S: Final = 60.0
 COLLECTIVE_STALL_S: Final = 300.0
 #: Pattern of the options with which launchers set the number of ranks.
 _RANKS_ASKED_FOR: Final = re.compile(r"(?<!\S)((?:-n|-np|--ranks|--nproc[-_]per[-_]node)[ =]?(\d+))(?!\S)")
+#: Beginnings of the names of modules whose stack frames may be between a block and the opening of its world.
+_OPENERS: Final = ("contextlib", "asyncdist.blocking.")
 #: Function that :func:`run` calls with main, its arguments and ``strict`` instead of hosting a rank, or None.
 run_override: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
     "run_override", default=None
@@ -172,14 +175,8 @@ def run(
     if override is not None:
         return cast(T, override(main, args, strict))
     if opened is None:
-        is_unlaunched = transport == "auto" and ranks is None and getattr(main, "__module__", None) == "__main__"
-        is_unlaunched = is_unlaunched and not environment.VARIABLES.get(environment.TRANSPORT_VARIABLE)
-        has_warned = is_unlaunched and _warn_if_alone(sys.argv)
-        token = unlaunched.set(is_unlaunched and not has_warned)
-        try:
-            return _run_local(main, args, ranks or 1, loop, options)[0]
-        finally:
-            unlaunched.reset(token)
+        options = _for_only_rank(options, transport, _module_of(main))
+        return _run_local(main, args, ranks or 1, loop, options)[0]
     with Interrupts() as interrupts, _loop_of(loop) as event_loop:
         task = event_loop.create_task(host_rank(main, args, opened, interrupts, options))
         interrupts.cancel_on_first(event_loop, [task])
@@ -189,6 +186,32 @@ def run(
         if outcome.error is not None:  # A later Ctrl-C has this error as its context.
             raise outcome.error
     return cast(T, outcome.value)
+
+
+def _for_only_rank(options: RankOptions, transport: TransportName, module: str) -> RankOptions:
+    """Return the options of a process's only rank. Warn if its arguments request several ranks.
+
+    Args:
+        module: Module of the code that runs as the rank. Only a program, whose module is ``__main__``, gets warnings,
+            and only if it has not requested a single rank.
+    """
+    if transport != "auto" or module != "__main__" or environment.VARIABLES.get(environment.TRANSPORT_VARIABLE):
+        return options
+    return replace(options, warns_if_alone=not _warn_if_alone(sys.argv))
+
+
+def _module_of(main: Callable[..., Any]) -> str:
+    """Return the name of the module that defines ``main``, or the function in a ``functools.partial``."""
+    while isinstance(main, functools.partial):
+        main = main.func
+    return getattr(main, "__module__", "")
+
+
+def _module_of_block(frame: FrameType | None) -> str:
+    """Return the name of the module with the block of a context manager that ``frame`` or a caller of it enters."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OPENERS):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
 def _warn_if_alone(words: Sequence[str]) -> bool:
@@ -371,6 +394,8 @@ async def open_world(
     )
     started = select.detect(transport)
     chosen = started.transport
+    if chosen == "local":
+        options = _for_only_rank(options, transport, _module_of_block(sys._getframe(1)))
     opened = LocalHub(1).transport(0) if chosen == "local" else select.open_transport(chosen, started)
     async with hosted(opened, Interrupts(), options) as world:
         yield world
@@ -389,13 +414,16 @@ def prepare_rank(
     """
     try:
         _check_options(transport, None, None, options.grace_s)
-        opened = _open_here(transport, None) or LocalHub(1).transport(0)
+        opened = _open_here(transport, None)
     except LateError as late:
         end_late(late)
     except (ValueError, AsyncdistError) as refusal:
         refuse(refusal, caller)
         refusal.__traceback__ = None  # Only the message is printed.
         raise
+    if opened is None:
+        opened = LocalHub(1).transport(0)
+        options = _for_only_rank(options, transport, _module_of_block(caller))
     return functools.partial(hosted, opened, options=options)
 
 

@@ -65,8 +65,6 @@ class WorldStatistics:
 
 
 _current_world: ContextVar[World] = ContextVar("asyncdist_current_world")
-#: Whether ``asyncdist.run`` hosts the only rank of a program that no launcher has started.
-unlaunched: ContextVar[bool] = ContextVar("asyncdist_unlaunched", default=False)
 
 
 _FOR_ALL_CELLS: Final = (
@@ -127,6 +125,8 @@ class World:
         agreements: Agreements of this rank, which precede every collective operation.
         scratch: Scratch memory that successive collectives on one model reuse.
         peers: State of the other ranks, for the runtime.
+        warns_if_alone: Whether a policy warns that nothing is averaged, because this is the only rank of a program that
+            no launcher has started.
     """
 
     def __init__(self, services: Services, loop: asyncio.AbstractEventLoop, *, nonce: int, group: Group) -> None:
@@ -141,6 +141,7 @@ class World:
         self.collectives = self.peers.collectives
         self.agreements = self.peers.agreements
         self.scratch = Scratch()
+        self.warns_if_alone = False
         self._engine = services.engine
         self._transport = services.engine.transport
         self._nonce = nonce

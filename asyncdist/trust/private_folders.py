@@ -19,6 +19,8 @@ from asyncdist.validation import printable
 
 #: Error numbers of opening a link, a file, or a folder without permission.
 _NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EACCES)
+#: Error numbers of writing to a full disk, or beyond the user's quota.
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 #: Number of folder names to try in each base folder, because other users may have taken some.
 _COUNT: Final = 8
 
@@ -43,14 +45,17 @@ def opened(path: str | Path, *, parent: int | None = None, makes: bool = False) 
     Args:
         path: Path of the folder, relative to ``parent`` if given.
         parent: Descriptor of a folder.
-        makes: Whether to create the folder if it does not exist.
+        makes: Whether to create the folder if it does not exist. The new folder is removed if the body finds no room
+            for a file in it.
 
     Raises:
         NotPrivateError: The path exists, but is not a folder private to this user.
     """
+    is_new = False
     if makes:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, mode=0o700, dir_fd=parent)
+            is_new = True
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, dir_fd=parent)
@@ -63,6 +68,11 @@ def opened(path: str | Path, *, parent: int | None = None, makes: bool = False) 
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise _refusal(path, found)
         yield descriptor
+    except OSError as error:
+        if is_new and error.errno in _NO_ROOM:
+            with contextlib.suppress(OSError):  # raised if another process has put a file into the folder
+                os.rmdir(path, dir_fd=parent)
+        raise
     finally:
         os.close(descriptor)
 

@@ -114,6 +114,11 @@ class RenewedSecret:
         self._thread = threading.Thread(target=self._renew, name="secret", daemon=True)
         self._thread.start()
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the file could be written."""
+        return self._kept is not None
+
     def _renew(self) -> None:
         while not self._is_removed.wait(self._renewal_s):
             bases = tuple(self._bases())
@@ -178,19 +183,28 @@ def shared(bases: Iterable[str]) -> str | None:
     writable = [base for base in bases if os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK)]
     if writable:
         raise ValueError(
-            "the secret that this user's jobs on this host share cannot be stored: "
-            f"{'; '.join(map(_why_not_stored, private_folders.candidates(writable)))}. Write a secret to a file that "
-            "only you can read, and set ASYNCDIST_JOB_SECRET_FILE to its path"
+            f"the secret that this user's jobs on this host share cannot be stored: {why_not_stored(writable)}"
         )
     return None
 
 
-def _why_not_stored(folder: Path) -> str:
+def why_not_stored(bases: Iterable[str]) -> str:
+    """Return why no secret can be written to this user's private folders below ``bases``, and the remedy."""
+    reasons = dict.fromkeys(map(_why_unusable, private_folders.candidates(bases)))
+    return (
+        f"{'; '.join(reasons)}. Write a secret to a file that only you can read, and set ASYNCDIST_JOB_SECRET_FILE to "
+        "its path"
+    )
+
+
+def _why_unusable(folder: Path) -> str:
     try:
         with private_folders.opened(folder, makes=True) as parent, _begun(parent, job_secret.draw()):
             return f"{folder} has no valid secret"
-    except OSError as error:
+    except private_folders.NotPrivateError as error:
         return str(error)
+    except OSError as error:
+        return f"{folder.parent}: {error.strerror}"
 
 
 def _remove_unusable(name: str, bases: Iterable[str]) -> None:

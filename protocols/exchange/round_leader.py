@@ -78,6 +78,8 @@ class RoundLeader:
         self._early: list[tuple[int, int, MemberMessage]] = []  # messages that arrived before this rank led
         self._unreleased: set[int] = set()  # ending members that wait for permission to leave
         self._is_slow = False  # whether this leader delays rounds and must abdicate
+        # By member that has left: the last round that this leader decides without a warning about the member.
+        self._last_unwarned: dict[int, int | None] = {}  # None after the warning
         self._is_closed = False
 
     def follow(self, retired: Sequence[int]) -> None:
@@ -170,6 +172,7 @@ class RoundLeader:
             match instruction:
                 case Decide(number, verdict, dests):
                     self._is_slow = self._is_slow or self._delays_rounds(number, verdict)
+                    self._warn_of_departed(number)
                     self._owner.send(Decided(verdict), dests, number)
                 case TakeCensus(number):
                     self._owner.send(CensusRequest(number), sorted(self._membership.living), 0)
@@ -177,6 +180,24 @@ class RoundLeader:
                     self._owner.send(Retired(holder), sorted(self._membership.living), number)
                 case AwaitGrace(number, grace):
                     self._services.spawn_service(self._await_grace(number, grace), name=f"grace of round {number}")
+
+    def _warn_of_departed(self, number: int) -> None:
+        """Warn once of each member that has left, if the others continue to average without it.
+
+        Ranks that train for equal times may leave up to a round apart, which causes no warning. If rounds do not wait
+        for all members, slow ranks may continue for long after the others have made all their steps.
+        """
+        if self._ledger is None or self._quorum is not None:
+            return
+        unwarned = [rank for rank in self._membership.departed if self._last_unwarned.get(rank, 0) is not None]
+        members = sorted(self._membership.living)
+        if not unwarned or self._partners(number, self._services.rank, members) is not None:
+            return
+        for rank in sorted(unwarned):
+            last = self._last_unwarned.setdefault(rank, number + len(self._ledger.retired) - 1)
+            if last is not None and number > last:
+                self._last_unwarned[rank] = None
+                logger.warning("rank %d has left this policy; the others continue to average without it", rank)
 
     def _delays_rounds(self, number: int, verdict: Verdict) -> bool:
         """Return whether this leader contributes to so few rounds that another member should lead."""

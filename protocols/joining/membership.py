@@ -191,6 +191,11 @@ class Membership:
         """Return a member's number of restarts and attempt at its admission; zeros for an initial member."""
         return self._admitted.get(rank, (0, 0))
 
+    @property
+    def departed(self) -> set[int]:
+        """Former members that have left the policy, unlike lost members."""
+        return {rank for rank in self._left if self._has_left(rank)} - self.living
+
     def _has_left(self, rank: int) -> bool:
         return rank in self._left and self._left[rank] >= self._identity_of(rank)
 

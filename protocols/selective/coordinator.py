@@ -129,6 +129,9 @@ class Coordinator:
                     logger.warning("%s", trend_warning(self._journal.title(), self._metric_mode, wrong))
                 if core.blanks.take_found():
                     logger.warning("%s", blank_warning(self._journal.title(), "the metric of every rank"))
+                for rank in core.departures.take_early():
+                    text = "%s: rank %d has left the policy; the others continue to average without it"
+                    logger.warning(text, self._journal.title(), rank)
                 deadline = core.next_deadline()
                 if deadline is not None and services.time() >= deadline:
                     self._send(core.on_time(services.time()))

@@ -144,7 +144,9 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._coordinators = CoordinatorOptions.of(options)
         given = {name: options.get(name) for name in ("coordinator", "successors")}
         self._islands.check_combination(self._averaging.averaging_strategy, **given)
-        self._rules = replace(SelectiveRules.of(options), migrate_every=self._islands.migrate_every or 0)
+        self._rules = replace(
+            SelectiveRules.of(options), migrate_every=self._islands.migrate_every or 0, average_every=average_every
+        )
         self._limit = "threshold", self._rules.threshold
         self._own = OwnState(self._flat, self._weights, self._averaging)
         self._events = UserEvents(self._averaging.on_event)

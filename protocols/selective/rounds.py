@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 
 from asyncdist.protocols.metric_trend import BlankMetrics, MetricTrend
+from asyncdist.protocols.selective.departures import Departures
 from asyncdist.protocols.selective.islands.migrants import Migrants
 from asyncdist.protocols.selective.joining.admission import Newcomers
 from asyncdist.protocols.selective.messages import Admitted, Joined, Leave, Rejoin
@@ -29,6 +30,7 @@ class RoundCoordinator:
 
     Attributes:
         migrants: Tracks the member chosen as a donor for another island, and the donors from other islands.
+        departures: Finds members that have left early.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class RoundCoordinator:
         self.migrants = Migrants(self._members, rules.migrate_every, rules.metric_mode)
         self.trend = MetricTrend(rules.metric_mode)
         self.blanks = BlankMetrics()
+        self.departures = Departures(rules.average_every)
         self._window_start: float | None = None  # arrival time of the first report since the last decision
         self._patience = Patience(rules.grace_s, stream_safe_points)
         self._largest_iteration = -1
@@ -94,6 +97,7 @@ class RoundCoordinator:
         """Handle a member's report, unless it was measured before the member's last average was applied."""
         member = self._members.get(rank)
         if member is None or not (member.live and member.admitted and member.joined):
+            self.departures.note_report(rank, iteration)
             return self._on_strange_report(rank)
         self._record_entry(("{:.6f} rank {} reports {} at iteration {}", (now, rank, value, iteration)))
         member.report_count += 1
@@ -174,6 +178,7 @@ class RoundCoordinator:
             return ()  # a repeated request, or an old one of an admitted rank that has left
         self._record("{:.6f} rank {} asks to be admitted", now, rank)
         self.roster.add_newcomer(rank, incarnation)
+        self.departures.forget(rank)
         self._newcomers.add(rank)
         return self._advance(now)
 
@@ -358,6 +363,7 @@ class RoundCoordinator:
         self._window_start = None
         judged = {rank: report for rank, report in usable.items() if rank not in slow} if slow else usable
         self.migrants.on_decision(self._decision_count, judged)
+        self.departures.on_decision((report.iteration for report in usable.values()), now)
         self.trend.add(report.value for report in judged.values())
         self.blanks.add(report.value for report in judged.values())
         guests = self.migrants.usable(judged, now - self._rules.max_report_age_s)
@@ -398,6 +404,9 @@ class RoundCoordinator:
         if member is None or not member.live:
             return ()
         self._record("{:.6f} rank {} {}", now, rank, how)
+        if how == "left" and member.admitted and member.joined:
+            last = max(-1 if member.report is None else member.report.iteration, member.applied_iteration or -1)
+            self.departures.add(rank, last, now)
         self.roster.depart(member)
         self._patience.on_arrival(rank, now)
         self._newcomers.remove(rank)

@@ -103,6 +103,8 @@ class SelectiveRules(JudgingRules):
     sub_populations: tuple[tuple[int, ...], ...] = ()
     #: Number of iterations that count as one round of `periods`.
     round_iterations: int = 1
+    #: Number of iterations between two reports of a member.
+    average_every: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,11 +213,25 @@ def test_ranks_that_train_alone_are_reported(tmp_path: Path, transport: str) -> 
     assert finish(start(tmp_path, "import torch", options=["--transport", transport])) == (0, "", LONE)
 
 
+@pytest.mark.parametrize("code", ["", "0"])
+def test_ranks_that_exit_with_0_are_reported_as_alone(tmp_path: Path, code: str) -> None:
+    """Regression: nothing was printed after ``sys.exit(main())``, with which many scripts end."""
+    (tmp_path / "torch.py").write_text("")
+    source = f"import torch, sys; sys.exit({code})"
+    assert finish(start(tmp_path, source, ranks=2, options=["--transport", "torch"])) == (0, "", LONE)
+
+
+def test_ranks_that_print_help_are_not_reported_as_alone(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("")
+    source = "import torch, argparse; argparse.ArgumentParser().parse_args()"
+    code, output, error = finish(start(tmp_path, source, "--help", ranks=2, options=["--transport", "torch"]))
+    assert (code, output.count("usage: script.py"), error) == (0, 2, "")
+
+
 @pytest.mark.parametrize(
     "source",
     [
         "import os\nif os.environ['RANK'] == '0': import torch",
-        "import torch, sys; sys.exit()",  # as argparse ends --help
         "import torch, os\nif os.fork() == 0: os._exit(0)\nos.wait()",
     ],
 )

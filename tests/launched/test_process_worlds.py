@@ -107,11 +107,15 @@ def test_a_rank_of_plain_python_fails_with_its_exit_code(tmp_path: Path, end: st
 
 
 @pytest.mark.slow
-def test_a_restarted_rank_that_is_too_late_succeeds(tmp_path: Path) -> None:
-    """Regression: the rank printed a traceback, and the job failed."""
+@pytest.mark.parametrize("script", ["train.py", "wrapper.py"])
+def test_a_restarted_rank_that_is_too_late_succeeds(tmp_path: Path, script: str) -> None:
+    """Regression: the rank printed a traceback, and the job failed; later, only if another program started Python."""
     source = "import asyncdist as ad; ad.blocking.process_world(); raise ad.LateError('this rank comes too late')"
     (tmp_path / "train.py").write_text(source)
-    command = [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", "1", "train.py"]
+    (tmp_path / "wrapper.sh").write_text(f"exec {sys.executable} train.py\n")
+    wrapper = "import subprocess, sys; sys.exit(subprocess.run(['sh', 'wrapper.sh']).returncode)"
+    (tmp_path / "wrapper.py").write_text(wrapper)
+    command = [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", "1", script]
     ended = subprocess.run(
         command, cwd=tmp_path, env=mpi.base_environment(), capture_output=True, text=True, timeout=100, check=False
     )
@@ -186,22 +190,33 @@ ad.blocking.async_save_population(sys.argv[1], torch.nn.Linear(100, 100))
     assert (tmp_path / "checkpoint-000001" / "manifest.json").exists(), completed.stderr
 
 
-def test_a_program_without_a_launcher_is_told_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["ad.run(train)", "blocking_train(ad.blocking.process_world())"])
+def test_a_program_without_a_launcher_is_told_once(tmp_path: Path, call: str) -> None:
     """Regression: DiLoCo trained on one rank, and nothing was said."""
     script = tmp_path / "train.py"
-    script.write_text("""
+    script.write_text(
+        """
 import torch
 import asyncdist as ad
 from protocols import DiLoCoPolicy
 
-async def train(world):
+def new_policy():
     model = torch.nn.Linear(2, 1)
+    return DiLoCoPolicy(model, torch.optim.SGD(model.parameters(), 0.1), average_every=2)
+
+async def train(world):
     for _ in range(2):
-        async with DiLoCoPolicy(model, torch.optim.SGD(model.parameters(), 0.1), average_every=2) as policy:
+        async with new_policy() as policy:
             await policy.step()
 
-ad.run(train)
-""")
+def blocking_train(world):
+    for _ in range(2):
+        with ad.blocking.policy(new_policy()) as policy:
+            policy.step()
+
+"""
+        + call
+    )
     completed = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
     expected = "this process trains alone, so nothing is averaged; to start four ranks, use asyncdist run -n 4"
     assert completed.stderr == f"{expected} {script}\n" and not completed.stdout

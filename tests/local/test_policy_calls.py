@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import pickle
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from support.torch_groups import pretend_initialized
 from torch import nn
 
 import asyncdist as ad
+from asyncdist.protocols import misuse
 from asyncdist.simulation import simulate
 from protocols import (
     AsyncSelectiveAveragingPolicy,
@@ -532,3 +534,49 @@ def test_a_policy_can_be_pickled_before_it_starts(policy_of: Callable[..., Spawn
 
     first, second = simulate(main, ranks=2, strict=True).results
     assert first == second and 0.0 not in first
+
+
+#: Programs of one rank without a launcher. Each opens its world in a different way, and starts two policies.
+UNLAUNCHED = {
+    "run": "ad.run(train)",
+    "partial": "ad.run(functools.partial(train))",
+    "blocking.run": "ad.blocking.run(blocking_train)",
+    "blocking partial": "ad.blocking.run(functools.partial(blocking_train))",
+    "blocking.open_world": "with ad.blocking.open_world() as world:\n    blocking_train(world)",
+    "blocking.policy": "blocking_train()",
+    "open_world": "asyncio.run(open_and_train())",
+}
+
+
+@pytest.mark.parametrize("module, count", [("__main__", 1), ("library", 0)])
+@pytest.mark.parametrize("kind", UNLAUNCHED)
+def test_a_program_without_a_launcher_is_warned_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, module: str, count: int
+) -> None:
+    """Regression: only ``ad.run(train)`` said that nothing is averaged."""
+    program = """
+import asyncio, functools
+import asyncdist as ad
+
+async def train(world):
+    for _ in range(2):
+        async with policy():
+            pass
+
+def blocking_train(world=None):
+    for _ in range(2):
+        with ad.blocking.policy(policy()):
+            pass
+
+async def open_and_train():
+    async with ad.open_world() as world:
+        await train(world)
+
+"""
+    model = Mixed(1.0)
+    monkeypatch.setattr(misuse, "_warned", set())
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    names = {"__name__": module, "policy": lambda: AverageAllPolicy(model, sgd(model), average_every=1)}
+    exec(program + UNLAUNCHED[kind], names)
+    told = [record for record in caplog.records if "trains alone" in record.getMessage()]
+    assert len(told) == count

@@ -355,3 +355,18 @@ def test_a_policy_that_trains_the_model_is_refused(integration: Any) -> None:
     """Regression: the trainer's optimizer moved each rank's model in addition to the policy's steps."""
     with pytest.raises(ValueError, match=r"^policy must be .*this policy's steps train the model instead"):
         integration.Averaging(EvolutionStrategyPolicy, sigma=0.1)
+
+
+@pytest.mark.slow
+def test_a_resumed_training_continues_the_logged_count(integration: Any, tmp_path: Path) -> None:
+    """Regression: the logged number of averages restarted at 0, although the trainer's log continued."""
+
+    def train(world: ad.blocking.World) -> list[int]:
+        counts = []
+        for checkpoint in (None, str(tmp_path / f"rank{world.rank}" / "checkpoint-2")):
+            averaging = integration.Averaging(DiLoCoPolicy, average_every=1)
+            saved_by(tmp_path, world.rank, [averaging], checkpoint=checkpoint)
+            counts.append(averaging._training.replacement_count)
+        return counts
+
+    assert ad.run_local(ad.blocking.hosted(train), ranks=2) == [[4, 4]] * 2

@@ -4,8 +4,8 @@
 
 A round is in progress when the checkpoint is saved. In Lightning all trainings use one callback, and each training is
 followed by a validation of its checkpoint. Rank 1 has batches twice as large as rank 0, and tokens are counted. Each
-rank reports whether both trainings end with equal weights, the ranks' weights in the rounds, and the number of averages
-that each library has logged.
+rank reports whether both trainings end with equal weights, the ranks' weights in the rounds, and the numbers of
+averages that each library has logged in both. For Accelerate, which logs nothing, they are the policy's own counts.
 """
 
 from __future__ import annotations
@@ -166,12 +166,13 @@ def main(folder: Path) -> None:
     for library, run in {"lightning": fit, "transformers": train, "accelerate": loop}.items():
         whole, infos, count = run(folder / library / "whole", WHOLE)
         run(folder / library / "half", HALF)
-        resumed, *_ = run(folder / library / "half", WHOLE, resumes=True)
+        resumed, _, resumed_count = run(folder / library / "half", WHOLE, resumes=True)
         is_trained = not torch.equal(whole, Model().layer.weight)
         reports[library] = {
             "is_equal": torch.equal(whole, resumed) and is_trained,
             "weights": [list(info.weights) for info in infos],
             "averages": count,
+            "averages_when_resumed": resumed_count,
         }
     report(ad.blocking.process_world().rank, reports)
 

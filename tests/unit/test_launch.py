@@ -197,6 +197,7 @@ def test_a_job_that_goes_on_is_started_otherwise() -> None:
             "Options after the script are passed to the script; write asyncdist run -n RANKS script.py",
         ),
         (["run", "-n", "2", "no_such_script.py"], "'no_such_script.py' does not exist"),
+        (["run", "-n", "2", "-"], "must be a file, got '-'"),
         (["run", "-n", "2", "."], "'.' is a directory"),
         (["run", "-n", "2", "/dev/null"], "'/dev/null' is a pipe or a device"),
         (["run", "-n", "99999999", __file__], "on this host, got 99999999"),

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.facts import naming
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from asyncdist import environment
+from asyncdist import environment, local_host
+from asyncdist.launch import local_ranks
 from asyncdist.launchers import child_environment, job_rendezvous
 from asyncdist.transports.torch_distributed.meeting import rendezvous
 from asyncdist.trust import job_secret, private_folders, secret_files
@@ -218,13 +220,44 @@ def test_a_start_is_refused_if_others_took_all_names(tmp_path: Path, monkeypatch
     assert str(raised.value).count(" belongs to " if os.getuid() == 0 else "must have mode 0700") == 8
 
 
-def test_a_start_is_refused_if_the_secret_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> int:
-        raise OSError(28, "No space left on device")
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each write fail, as on a full disk, on which folders can still be created."""
 
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(ValueError, match="No space left on device"):
+    def write(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", write)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_start_is_refused_if_the_secret_has_no_room(tmp_path: Path) -> None:
+    """Regression: eight empty folders were left behind, and the reason was given eight times, without a folder."""
+    with pytest.raises(ValueError, match="ASYNCDIST_JOB_SECRET_FILE") as raised:
         secret_files.shared([str(tmp_path)])
+    assert str(raised.value).count(f"{tmp_path}: {os.strerror(errno.ENOSPC)}") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_places_are_refused_if_the_secret_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the job started, printed a ``--join`` command that could not work, and left eight empty folders."""
+    folder, script = tmp_path / "full", tmp_path / "script.py"
+    folder.mkdir()
+    script.touch()
+    monkeypatch.setattr(environment, "secret_directories", lambda: [str(folder)])
+    facts = naming("--places", folder, environment.SECRET_FILE_VARIABLE)
+    with pytest.raises(local_host.LaunchError, match=facts):
+        local_ranks.run(str(script), [], ranks=1, places=2, environ={})
+    assert not list(folder.iterdir())
+
+
+def test_a_folder_with_the_files_of_others_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "private"
+    with pytest.raises(OSError), private_folders.opened(folder, makes=True):
+        (folder / "file").touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert (folder / "file").exists()
 
 
 def test_without_a_writable_folder_there_is_no_secret() -> None:
