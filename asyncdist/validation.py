@@ -17,12 +17,13 @@ import inspect
 import math
 import operator
 import re
+import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, Final, NoReturn, ParamSpec
 
-from asyncdist.errors import AsyncdistError
+from asyncdist.errors import AsyncdistError, LocalProtocolError
 
 P = ParamSpec("P")
 
@@ -33,6 +34,8 @@ TORCH_MIN: Final = (2, 8)
 SMALLEST: Final = math.ulp(0.0)
 #: Largest finite float.
 LARGEST: Final = math.nextafter(math.inf, 0.0)
+#: Modules whose frames may lie between the user's code and a coroutine of asyncdist that it awaits.
+_AWAITED_BY_USERS: Final = ("asyncdist.", "contextlib")
 #: Largest number of bits of a count. NumPy's seeds have as many.
 _COUNT_BITS: Final = 128
 
@@ -44,6 +47,36 @@ def refuse(name: str, value: Any, allowed: str, kind: type[Exception] = ValueErr
     except ValueError:  # raised for an integer of thousands of digits
         text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     raise kind(f"{name} must be {allowed}, got {text if len(text) <= 200 else f'{text[:200]}...'}")
+
+
+def refuse_other_loop(rank: int, *, serves_blocking_code: bool) -> NoReturn:
+    """Raise LocalProtocolError, because a coroutine runs in another event loop than the world of ``rank``.
+
+    The error names the function of asyncdist that the user's code has awaited, and the call to write instead.
+
+    Args:
+        serves_blocking_code: Whether :mod:`asyncdist.blocking` has opened the world.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_back.f_globals.get("__name__")).startswith(_AWAITED_BY_USERS):
+        frame = frame.f_back
+    module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_qualname.removeprefix("_")
+    owner, _, method = name.rpartition(".")
+    if not serves_blocking_code:
+        wanted = "await it in the rank's main, or in a task that world.spawn has started"
+        where = "its world, such as the loop of asyncio.run"
+    else:
+        where = "the world that asyncdist.blocking has opened, such as a notebook's loop or that of asyncio.run"
+        if method == "__aenter__":
+            wanted = "write with asyncdist.blocking.policy(...) as policy, or with asyncdist.blocking.context(...)"
+        elif owner == "World":
+            wanted = f"call asyncdist.blocking.current_world().{method}(...) without await"
+        elif not owner and not module.startswith("asyncdist.protocols"):
+            wanted = f"call asyncdist.blocking.{name}(...) without await"
+        else:
+            wanted = "call it through asyncdist.blocking"
+        wanted += ", or run your whole coroutine function with asyncdist.blocking.current_world().call(FUNCTION)"
+    raise LocalProtocolError(f"{name} cannot be awaited in another event loop than {where}: {wanted}", rank=rank)
 
 
 def one_of(values: Iterable[Any]) -> str:
