@@ -88,6 +88,11 @@ class ReceivingChannel(Protocol):
         """Return the numbers of messages sent, received, waiting and being sent."""
 
 
+def _new_frame() -> wire.FrameReader:
+    # ``numpy.empty`` does not touch the buffer's memory pages, and most messages are small.
+    return wire.FrameReader(numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data)
+
+
 class TagDemultiplexer:
     """Receives the messages of one tag on this rank, and passes each to its channel.
 
@@ -135,13 +140,11 @@ class TagDemultiplexer:
         self.early = EarlyFrames(tag, engine.loop, self._awaited_names)
         self._complained_about: set[int] = set()
         self._closed_sent_count = self._closed_received_count = 0
-        # ``numpy.empty`` does not touch the buffer's memory pages. Most messages are small, and a simulation has
-        # thousands of ranks.
-        buffer = numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data
-        request = engine.transport.persistent_receive(buffer, tag)
+        frame = engine.transport.shared(_new_frame)
+        request = engine.transport.persistent_receive(frame.buffer, tag)
         self.receiver = FrameReceiver(
             request,
-            buffer,
+            frame,
             engine,
             drop=self.drop,
             on_unrouted=self._handle_unrouted,

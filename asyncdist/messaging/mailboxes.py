@@ -141,7 +141,7 @@ class Outbox:
     def _frame(self, kind: int, payload: bytes, round: int) -> Any:
         writer = self._writers[kind]
         if writer is None:
-            writer = self._writers[kind] = FrameWriter(self.routes[kind])
+            writer = self._writers[kind] = self._transport.shared(FrameWriter, self.routes[kind])
         return writer.frame(round, self.sequence, payload)
 
     def _prepare(self, kind: int, dest: int, payload_nbytes: int) -> _Prepared | None:
@@ -384,7 +384,7 @@ class FrameReceiver(Pollable):
     """Receives the messages (frames) of one tag, checks them, and passes each to the inbox of its channel.
 
     Args:
-        request: Persistent receive into ``buffer`` that is not posted yet.
+        request: Persistent receive into the buffer of ``frame`` that is not posted yet.
         drop: Function called with the source, the reason and the details when a frame is dropped.
         on_unrouted: Function that handles a frame whose route has no inbox, given the frame's reader and source. It
             returns whether the tag must stop receiving.
@@ -401,7 +401,7 @@ class FrameReceiver(Pollable):
     def __init__(
         self,
         request: PersistentReceive,
-        buffer: bytearray | memoryview,
+        frame: FrameReader,
         engine: Poller,
         *,
         drop: Callable[[int, str, str], None],
@@ -415,7 +415,7 @@ class FrameReceiver(Pollable):
         self.request = request
         self.engine = engine
         self.contacts = contacts
-        self._frame = FrameReader(buffer)
+        self._frame = frame
         self.drop = drop
         self._on_unrouted = on_unrouted
         self.routes: dict[int, tuple[int, Inbox, wire.Decode]] = {}

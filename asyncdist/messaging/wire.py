@@ -149,18 +149,19 @@ class FrameReader:
     """Checks messages that are received into one buffer. The attributes describe the last opened message.
 
     Attributes:
+        buffer: Memory into which the messages are received.
         nbytes: Size of the last opened message in bytes, including its header.
         key, stamp: Two integers that identify the message's route (see :func:`keys_of`).
         payload: Encoded message, valid until the next one is received into the buffer.
     """
 
     def __init__(self, buffer: bytearray | memoryview) -> None:
-        self._view = memoryview(buffer)
-        self._octets = self._view
-        self._words = self._view.cast("I")
-        self._longs = self._view.cast("Q")
+        self.buffer = memoryview(buffer)
+        self._octets = self.buffer
+        self._words = self.buffer.cast("I")
+        self._longs = self.buffer.cast("Q")
         self.nbytes = -1
-        self.payload = self._view[:0]
+        self.payload = self.buffer[:0]
         self.key = self.stamp = self.round = self.sequence = 0
 
     def open(self, nbytes: int) -> None:
@@ -168,7 +169,7 @@ class FrameReader:
         if nbytes != self.nbytes:  # Consecutive frames often have the same length.
             if nbytes < _HEADER_NBYTES:
                 raise FrameError("too short", f"{nbytes} bytes, shorter than a header of {HEADER_NBYTES}")
-            self.payload = self._view[HEADER_NBYTES:nbytes]
+            self.payload = self.buffer[HEADER_NBYTES:nbytes]
             self.nbytes = nbytes
         if self._words[0] != _crc32.of_frame(self._longs, self._octets, nbytes):
             raise FrameError("CRC mismatch")
@@ -180,12 +181,12 @@ class FrameReader:
 
     def route(self) -> Route:
         """Return the route of the last opened message, which identifies its job, channel and message type."""
-        return unpack_route(bytes(self._view[4:20]))
+        return unpack_route(bytes(self.buffer[4:20]))
 
     def copy(self) -> FrameReader:
         """Return a reader with a copy of the last opened message."""
         buffer = bytearray(_rounded_up(self.nbytes))
-        buffer[: self.nbytes] = self._view[: self.nbytes]
+        buffer[: self.nbytes] = self.buffer[: self.nbytes]
         copy = FrameReader(buffer)
         copy.open(self.nbytes)
         return copy
