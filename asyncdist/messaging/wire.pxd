@@ -49,6 +49,7 @@ cdef class FrameReader:
 
 cdef class Codec:
     cdef readonly tuple decoders
+    cdef readonly dict decoders_by_key
     cdef dict _by_type
     cdef object _last_type
     cdef object _kind
