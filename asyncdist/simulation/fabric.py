@@ -246,6 +246,9 @@ class Fabric:
         return arrival
 
     def _enter(self, message: Message) -> None:
+        if self.has_restarts and self.liveness.is_stale(message):
+            self.fail_send(message)
+            return
         path = self._paths[message.source][message.dest]
         nbytes = message.nbytes if message.eager else 64
         done_at = self._interfaces.enter(message.dest, self._scheduler.time(), nbytes)

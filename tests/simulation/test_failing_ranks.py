@@ -131,3 +131,26 @@ def test_a_rank_that_restarts_too_late_is_a_result() -> None:
 
     with pytest.raises(ad.LateError):
         simulate(without_fault, ranks=2)
+
+
+@pytest.mark.parametrize("how", ["task", "callback"])
+@pytest.mark.parametrize("code", [5, 0])
+def test_an_exit_outside_main_ends_the_simulated_rank(how: str, code: int) -> None:
+    """As on a real rank. Regression: it was ignored."""
+
+    async def end_soon() -> None:
+        sys.exit(code)
+
+    async def main(world: ad.World) -> str:
+        other = None
+        if world.rank == 1 and how == "task":
+            other = asyncio.create_task(end_soon())
+        elif world.rank == 1:
+            asyncio.get_running_loop().call_soon(sys.exit, code)
+        await world.sleep(1.0)
+        return f"went on beside {other}"
+
+    report = simulate(main, ranks=2, return_exceptions=True)
+    ended = report.results[1]
+    assert isinstance(ended, SystemExit) and (ended.code or 0) == code
+    assert isinstance(report.results[0], ad.RankLostError if code else str)
