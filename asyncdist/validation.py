@@ -17,12 +17,14 @@ import inspect
 import math
 import operator
 import re
+import sys
+import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, Final, NoReturn, ParamSpec
 
-from asyncdist.errors import AsyncdistError
+from asyncdist.errors import AsyncdistError, LocalProtocolError
 
 P = ParamSpec("P")
 
@@ -44,6 +46,45 @@ def refuse(name: str, value: Any, allowed: str, kind: type[Exception] = ValueErr
     except ValueError:  # raised for an integer of thousands of digits
         text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     raise kind(f"{name} must be {allowed}, got {text if len(text) <= 200 else f'{text[:200]}...'}")
+
+
+def refuse_other_loop(rank: int, *, serves_blocking_code: bool) -> NoReturn:
+    """Raise LocalProtocolError, because a coroutine runs in another event loop than the world of ``rank``.
+
+    The error names the function of asyncdist that the user's code has awaited, and the call to write instead.
+
+    Args:
+        serves_blocking_code: Whether :mod:`asyncdist.blocking` has opened the world.
+    """
+    frame = caller = sys._getframe(1)
+    while caller.f_back is not None and _module_of(caller.f_back).startswith(("asyncdist.", "contextlib")):
+        caller = caller.f_back
+        frame = caller if _module_of(caller) != "contextlib" else frame
+    name = frame.f_code.co_qualname.removeprefix("_")  # all_gather()'s coroutine is _all_gather, for example.
+    owner, _, method = name.rpartition(".")
+    if method == "__aenter__":
+        name = f"async with {type(frame.f_locals.get('self')).__name__}(...)"
+    if not serves_blocking_code:
+        place = "its world, such as the loop of asyncio.run"
+        wanted = "await it in the rank's main, or in a task that world.spawn has started"
+    else:
+        place = "the world that asyncdist.blocking has opened, such as the loop of a notebook or of asyncio.run"
+        if method == "__aenter__":
+            wanted = (
+                "write with asyncdist.blocking.policy(...), or with asyncdist.blocking.context(...) for other objects"
+            )
+        elif owner == "World":
+            wanted = f"call asyncdist.blocking.current_world().{method}(...) without await"
+        elif not owner and not _module_of(frame).startswith("asyncdist.protocols."):
+            wanted = f"call asyncdist.blocking.{name}(...) without await"
+        else:
+            wanted = "call it through asyncdist.blocking"
+        wanted += ", or run your coroutine function FN with asyncdist.blocking.current_world().call(FN)"
+    raise LocalProtocolError(f"{name} cannot be awaited in another event loop than {place}: {wanted}", rank=rank)
+
+
+def _module_of(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 def one_of(values: Iterable[Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, Literal, NoReturn, Self, TypeAlias, Unp
 import torch
 from torch import nn
 
-from asyncdist import BusyError, DisagreementError, Group, LocalProtocolError, World, current_world, validation
+from asyncdist import BusyError, DisagreementError, Group, LocalProtocolError, World, validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.collectives.groups import check_open
@@ -47,6 +47,7 @@ from asyncdist.protocols.starting.without_lost import start_without_lost
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import check_not_inside, check_not_wrapped
 from asyncdist.runtime.failing.process_ends import end_forked_child
+from asyncdist.runtime.world import world_to_await
 from asyncdist.tensors.flat_state import FlatState
 from asyncdist.tensors.optimizers.recognition import has_stepped
 from asyncdist.tensors.optimizers.weights import AveragedStates, OptimizerWeights
@@ -179,9 +180,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
                 "policy",
                 state=self._stage,
             )
-        self._world = self._given_world or current_world()
-        self._services = self._world.services
-        self._group = self._given_group or self._world.group
+        self._world = world = world_to_await(self._given_world)
+        self._services, self._group = world.services, self._given_group or world.group
         check_open(self._group)
         if self._world.rank not in self._group.ranks:
             raise LocalProtocolError(

@@ -413,6 +413,7 @@ class LoopCaller(Caller):
         async def host() -> None:
             async with self._open_world(self._interrupts) as world:
                 self.world = world
+                world.services.engine.serves_blocking_code = True
                 opened.set_result(None)
                 await self._serve()
 

@@ -14,7 +14,7 @@ from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtoc
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.runtime.failing.process_ends import end_forked_child
-from asyncdist.runtime.world import World, current_world
+from asyncdist.runtime.world import World, world_to_await
 from asyncdist.tensors.serialization import cut_text
 from asyncdist.waits import WaitId, WaitKind
 
@@ -86,7 +86,7 @@ class Calls(Generic[AskT, AnswerT]):
 
     async def __aenter__(self) -> Self:
         ask_type, answer_type = self._types
-        self._world = world = self._world or current_world()
+        self._world = world = world_to_await(self._world)
         kind: Any = ask_type | answer_type | _Failed | _Left
         name = f"calls of {ask_type.__name__}"
         self._channel = world.channel(kind, tag=self._tag, name=name, group=self._group)

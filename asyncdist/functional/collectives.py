@@ -14,7 +14,7 @@ from asyncdist import validation
 from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.error_exchange import Call, LocalResult, exchange_headers, run_and_raise
 from asyncdist.collectives.groups import Group, check_group, check_member
-from asyncdist.runtime.world import World, current_world
+from asyncdist.runtime.world import World, world_to_await
 from asyncdist.spmd import tree_collectives
 from asyncdist.spmd.mesh import Mesh
 from asyncdist.transports.base import ReduceOp
@@ -32,7 +32,7 @@ def resolve_group(world: World | None, group: Group | None) -> tuple[World, Grou
 
     Raise an error if this rank may not make the call.
     """
-    world = world or current_world()
+    world = world_to_await(world)
     world.check()
     if group is None:
         return world, world.group
@@ -42,7 +42,7 @@ def resolve_group(world: World | None, group: Group | None) -> tuple[World, Grou
 
 async def new_group(ranks: Sequence[int], *, world: World | None = None) -> Group:
     """Make a group of ``ranks``. All of them must call this function. See :meth:`World.new_group`."""
-    return await (world or current_world()).new_group(ranks)
+    return await world_to_await(world).new_group(ranks)
 
 
 async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0, world: World | None = None) -> Group:
@@ -64,7 +64,7 @@ async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0
         StartTimeoutError: Some members did not join in time.
         RankLostError, ClosedError, DisagreementError: The members did not agree on a list of survivors in time.
     """
-    world = world or current_world()
+    world = world_to_await(world)
     group = world.group if group is None else group
     check_group(group)
     return await world.peers.groups.surviving_group(group, validation.seconds("timeout_s", timeout_s))

@@ -22,7 +22,7 @@ from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.groups import Group, free_all
 from asyncdist.errors import LocalProtocolError
-from asyncdist.runtime.world import World, current_world
+from asyncdist.runtime.world import World, world_to_await
 
 G = TypeVar("G")
 
@@ -129,7 +129,7 @@ async def new_parallel_groups(
         DisagreementError: Ranks pass different numbers. The error names the first difference.
         StartTimeoutError: Some ranks did not join in time.
     """
-    world = world or current_world()
+    world = world_to_await(world)
     everybody = world.group.ranks
     with world.agreements.objecting(everybody, _SUBJECT):
         layout = ParallelLayout(world.size, model_parallelism, pipeline_parallelism)

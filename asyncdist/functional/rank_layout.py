@@ -19,7 +19,7 @@ from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.groups import Group, free_all
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
-from asyncdist.runtime.world import World, current_world
+from asyncdist.runtime.world import World, world_to_await
 from asyncdist.wording import ranks_in_words
 
 Placement: TypeAlias = Literal["arithmetic", "host"]
@@ -298,7 +298,7 @@ async def initialize_distributed_compute(
         DisagreementError: The ranks request different roles. The error names the first difference.
         StartTimeoutError: Some ranks did not join in time.
     """
-    world = world or current_world()
+    world = world_to_await(world)
     world.check()
     everybody = world.group.ranks
     with world.agreements.objecting(everybody, _SUBJECT):

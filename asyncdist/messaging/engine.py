@@ -32,6 +32,7 @@ from asyncdist.messaging.polling import (
     resolve_waiter,
 )
 from asyncdist.transports.base import Buffer, Request, Transport
+from asyncdist.validation import refuse_other_loop
 from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId, WaitKind
 
 T = TypeVar("T")
@@ -109,6 +110,7 @@ class Engine(Poller):
         self.virtual_clock: VirtualClock | None = None
         self.clock = clock_of(loop)
         self.turn = self.woken_count = 0
+        self.serves_blocking_code = False  # whether the loop runs only during the calls of code without a loop
         self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[AbandonedReceive]] = {}
         self._settlers: dict[asyncio.Future[Any], asyncio.Task[Any]] = {}
@@ -283,6 +285,11 @@ class Engine(Poller):
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
+    def check_loop(self) -> None:
+        """Raise LocalProtocolError if the calling coroutine runs in another event loop, where it could not wait."""
+        if asyncio.get_running_loop() is not self.loop:
+            refuse_other_loop(self.transport.rank, serves_blocking_code=self.serves_blocking_code)
+
     def _new_waiter(self) -> asyncio.Future[None]:
         return asyncio.Future(loop=self.loop)  # ``loop.create_future`` may return a class that is slower.
 
@@ -400,6 +407,7 @@ class Engine(Poller):
             is_of_request: Whether the wait is for the end of a request, for example a send.
             peers: Function that returns the ranks that may end the wait, if there are several.
         """
+        self.check_loop()
         if self.failure is not None:
             raise self.failure
         if self._misses_wakes:

@@ -90,6 +90,18 @@ def current_world() -> World:
         ) from None
 
 
+def world_to_await(world: World | None) -> World:
+    """Return ``world``, by default the current world, for a coroutine that awaits the world's operations.
+
+    Raises:
+        LocalProtocolError: The coroutine runs in another event loop than the world.
+        RuntimeError: No world is open (:func:`current_world`).
+    """
+    world = world or current_world()
+    world.services.engine.check_loop()
+    return world
+
+
 _world_of_process: World | None = None
 
 
@@ -204,6 +216,7 @@ class World:
 
     async def sleep(self, seconds: float) -> None:
         """Wait for ``seconds`` while other tasks run."""
+        self._engine.check_loop()
         self.check()
         await asyncio.sleep(seconds)
         self.check()
@@ -214,6 +227,7 @@ class World:
         Raises:
             RankLostError: Another rank has failed, which ends the job.
         """
+        self._engine.check_loop()
         return self._engine.safe_point()
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> Coroutine[Any, Any, None]:
@@ -227,6 +241,7 @@ class World:
         Raises:
             RankLostError: Another rank has failed, which ends the job.
         """
+        self._engine.check_loop()
         return self._engine.safe_point(budget_s)
 
     def check(self) -> None:
@@ -250,6 +265,7 @@ class World:
                 run ``await world.compute(next, iterator, None)``, which returns None at the end of the data.
             BaseException: Any other exception of ``fn``.
         """
+        self._engine.check_loop()
         return await self._computing.run(self._engine.virtual_clock, functools.partial(fn, *args, **kwargs))
 
     async def do_file_work(self, fn: Callable[[], T], *, model: object = None) -> T:
@@ -258,6 +274,7 @@ class World:
         **Cancellation**: the call still waits until ``fn`` has finished. Until then, policies of ``model`` refuse to
         step.
         """
+        self._engine.check_loop()
         self._models_in_use.append(model)
         try:
             return await self._file_work.run_in_turn(self._engine.virtual_clock, fn)
@@ -366,6 +383,7 @@ class World:
             ClosedError: The receiver has cancelled.
             RankLostError: The receiver's main has returned, or the receiver is lost.
         """
+        self._engine.check_loop()
         await self._streams.send(tensor, dest)
 
     async def receive_stream(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
@@ -382,6 +400,7 @@ class World:
             RemoteProtocolError: The sender has cancelled, or sends a different size.
             RankLostError: The sender's main has returned, or the sender is lost.
         """
+        self._engine.check_loop()
         return await self._streams.receive(tensor, source)
 
     @functools.cached_property
@@ -443,6 +462,7 @@ class World:
         **Cancellation**: while members are missing, the others get RemoteError. After all have joined, the group is
         made and freed before the cancellation is raised.
         """
+        self._engine.check_loop()
         return await self.peers.groups.new_group(ranks, timeout_s)
 
     async def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
@@ -459,6 +479,7 @@ class World:
 
         **Cancellation**: groups that have been made are freed.
         """
+        self._engine.check_loop()
         return await self.peers.groups.new_groups(lists, timeout_s)
 
     def counters(self) -> RankCounters:

@@ -22,7 +22,7 @@ from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.groups import Group, check_group, check_open, free_all, short
 from asyncdist.errors import ClosedError, LocalProtocolError
-from asyncdist.runtime.world import World, current_world
+from asyncdist.runtime.world import World, current_world, world_to_await
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -222,7 +222,7 @@ async def new_mesh(
     **Cancellation**: if a rank has not called this function yet, the other ranks get a RemoteError. Otherwise the mesh
     is made and freed before CancelledError is raised.
     """
-    world = world or current_world()
+    world = world_to_await(world)
     world.check()
     group = world.group if group is None else group
     check_group(group)

@@ -235,6 +235,7 @@ async def _perform(
         trouble: Error to raise for this rank's arguments; None if they are valid.
         exchange: Coroutine function that takes the axis and ``args``, and returns the resulting leaves.
     """
+    axis.world.services.engine.check_loop()
     axis.world.check()
     if trouble is not None:
         # Despite the error, this rank compares trees, so that ranks with a different tree raise DisagreementError.

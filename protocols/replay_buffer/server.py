@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, current_world, tags
+from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, tags
 from asyncdist.collectives.agreement.rival_starts import REMIND_AFTER_S
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
@@ -51,6 +51,7 @@ from asyncdist.protocols.replay_buffer.messages import (
 )
 from asyncdist.protocols.replay_buffer.store import Batch, ReplayStore, RowLayout
 from asyncdist.protocols.replay_buffer.values import ReplayStatistics, check_clients, check_options
+from asyncdist.runtime.world import world_to_await
 from asyncdist.tensors.byte_views import split
 from asyncdist.tensors.serialization import name_and_message
 from asyncdist.waits import WaitId, WaitKind
@@ -103,7 +104,7 @@ async def serve_replay_buffer(
         LocalProtocolError: This rank already serves a buffer with this name.
         BaseException: The exception that ``score`` raised.
     """
-    world = world or current_world()
+    world = world_to_await(world)
     check_clients(clients, world)
     check_options(capacity, prioritized, alpha, score, in_flight_max, seed, name)
     store = ReplayStore(capacity, alpha=alpha if prioritized else None, seed=seed)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from asyncdist import World, current_world, validation
+from asyncdist import World, validation
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.policy import START
@@ -16,6 +16,7 @@ from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 from asyncdist.protocols.selective.succession import Succession
 from asyncdist.protocols.starting.differences import explaining_conflicts
+from asyncdist.runtime.world import world_to_await
 
 
 async def coordinate(
@@ -43,7 +44,7 @@ async def coordinate(
 
     **Cancellation**: The members are notified and log a warning, and one of them takes over.
     """
-    world = world or current_world()
+    world = world_to_await(world)
     _check_members(members, world)
     validation.seconds("start_timeout_s", start_timeout_s)
     ranks = (*members, world.rank)
