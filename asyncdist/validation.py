@@ -70,9 +70,7 @@ def refuse_other_loop(rank: int, *, serves_blocking_code: bool) -> NoReturn:
     else:
         place = "the world that asyncdist.blocking has opened, such as the loop of a notebook or of asyncio.run"
         if method == "__aenter__":
-            wanted = (
-                "write with asyncdist.blocking.policy(...), or with asyncdist.blocking.context(...) for other objects"
-            )
+            wanted = "write with asyncdist.blocking.policy(...) or, for other objects, asyncdist.blocking.context(...)"
         elif owner == "World":
             wanted = f"call asyncdist.blocking.current_world().{method}(...) without await"
         elif not owner and not _module_of(frame).startswith("asyncdist.protocols."):
