@@ -337,7 +337,7 @@ def test_ranges_and_choices_of_a_configuration_file() -> None:
     for wrong in ({"low": 0.001}, {"low": 0.1, "hi": 1.0}, {"values": [1, 2], "low": 1}, {1: 2}, {}):
         with pytest.raises(TypeError, match="'lr'"):
             space_of("lr", wrong)
-    with pytest.raises(ValueError, match="'lr'.* below"):
+    with pytest.raises(ValueError, match=r"'lr'.* below"):
         space_of("lr", {"low": 1.0, "high": 0.1})
 
 
