@@ -163,7 +163,8 @@ async def hosted(
                     with ending_forked_children():
                         yield world
             except (SystemExit, asyncio.CancelledError) as caught:
-                ended_by = interrupts.raised or caught
+                is_cancelled = isinstance(caught, asyncio.CancelledError)
+                ended_by = interrupts.raised if is_cancelled else caught
                 failed = world.services.engine.failure is not None
                 if not isinstance(ended_by, SystemExit) or ended_by.code or failed:
                     raise

@@ -18,6 +18,34 @@ from asyncdist.simulation.faults import Kill
 from protocols import AverageAllPolicy, ReplayBuffer, serve_replay_buffer
 from protocols.replay_buffer import messages, server as replay_server
 
+
+def test_a_client_lost_at_its_answer_leaves_the_others_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: under ``--survive`` on MPI, the send noticed the loss while the client's draws were iterated."""
+    server = replay_server._Server
+    send = server._send_nowait
+
+    def lose_rank_0(self: Any, rank: int, message: Any) -> Any:
+        if rank == 0 and isinstance(message, messages.Drawn):
+            self._on_gone(0)
+            return None
+        return send(self, rank, message)
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> None:
+        if world.rank == 0:
+            draws = [asyncio.ensure_future(buffer.sample(2)) for _ in range(3)]
+            await asyncio.gather(*draws, return_exceptions=True)
+            return
+        await world.sleep(0.05)
+        monkeypatch.setattr(server, "_send_nowait", lose_rank_0)
+        await buffer.add(torch.zeros(2, 3))
+        drawn.append(len((await buffer.sample(2)).ids))
+
+    drawn: list[int] = []
+    with contextlib.suppress(ad.ClosedError):  # rank 0, which is alive, hears that it is no client any more
+        run(3, client)
+    assert drawn == [2]
+
+
 # -- draws that wait --------------------------------------------------------------------------------------------------
 
 

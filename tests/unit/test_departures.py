@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from support.seeds import seeds
 
 from asyncdist import RemoteProtocolError
+from asyncdist.messaging import wire
 from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndAcknowledged, Stage
 from asyncdist.runtime.departing.spanning_tree import SpanningTree
 
@@ -44,6 +45,21 @@ def test_a_tree_of_a_thousand_ranks_has_ten_levels() -> None:
 def _ancestors(rank: int) -> list[int]:
     parent = SpanningTree(1000, rank).parent
     return [] if parent is None else [parent, *_ancestors(parent)]
+
+
+@pytest.mark.parametrize("pair_count", [0, 200, 3200])
+def test_any_number_of_long_departures_fits_into_messages(pair_count: int) -> None:
+    """Regression: of 440 ranks that had sent to every second rank, no one heard that some had left."""
+    size = 440
+    departures = Departures(size, 1)
+    told = tuple((2**31 + 2 * number, 2**31 + 2 * number) for number in range(pair_count))
+    for rank in range(3, size, 2):
+        departures.add(Departure.of(rank, Stage.LEFT, (), (), (*told, (rank, rank))), rank)
+    codec = wire.Codec(Departed | EndAcknowledged)
+    sent = [message for rank, message in departures.others() if rank == departures.neighbours[0]]
+    for message in sent:
+        codec.encode(message)  # raises LocalProtocolError for a message above the size of a frame
+    assert [rank for message in sent for each in message.departures for rank in each.ranks] == [*range(3, size, 2)]
 
 
 # -- a world of departures --------------------------------------------------------------------------------------------

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from asyncdist.messaging import mailboxes, wire
 from asyncdist.transports.persistent_send import PersistentSend
+
+T = TypeVar("T")
 
 TAG = 77
 
@@ -66,6 +69,9 @@ class Transport:
 
     def start_send(self, frame: bytearray, dest: int, tag: int) -> None:
         self.left.append(("new", bytes(frame)))
+
+    def shared(self, make: Callable[..., T], *args: Any) -> T:
+        return make(*args)
 
     def outbox(self, scope: int = 2) -> mailboxes.Outbox:
         routes = [wire.pack_route(kind, nonce=1, epoch=0, scope=scope) for kind in range(2)]

@@ -19,12 +19,13 @@ notifies only the ranks with which it has exchanged messages. The remaining rank
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from asyncdist.collectives.agreement.messages import Losses, Runs
 from asyncdist.errors import RemoteProtocolError
+from asyncdist.messaging.wire import PAYLOAD_NBYTES_MAX
 from asyncdist.runtime.departing.spanning_tree import SpanningTree
 from asyncdist.transports.rank_sets import RankSet
 
@@ -38,9 +39,13 @@ class Stage(enum.IntEnum):
     HEARD = 3
 
 
-#: Maximum number of departures, and maximum size of a bitmap in bytes, in one message.
-_COUNT_MAX: Final = 64
+#: Maximum size in bytes of a bitmap.
 _BITMAP_NBYTES_MAX: Final = 8192
+#: Maximum total of :attr:`Departure.nbytes` in one message.
+_MESSAGE_NBYTES_MAX: Final = PAYLOAD_NBYTES_MAX - 64
+#: Upper bounds of the encoded sizes in bytes of a pair of integers, and of a departure without its bitmap and pairs.
+_PAIR_NBYTES_MAX: Final = 20
+_DEPARTURE_NBYTES_MAX: Final = 64
 
 #: Details of a leaving rank: its numbers of started collectives by group, the ranks that it knows to be lost, and the
 #: ranks that it notifies directly.
@@ -70,6 +75,12 @@ class Departure:
     def of(cls, rank: int, stage: Stage, *account: *_Account) -> Departure:
         """Return the announcement that a single rank has reached a stage of its end."""
         return cls(rank, b"\x01", stage, *account)
+
+    @property
+    def nbytes(self) -> int:
+        """Upper bound of the encoded size in bytes."""
+        pair_count = len(self.started) + len(self.lost) + len(self.told)
+        return _DEPARTURE_NBYTES_MAX + len(self.bitmap) + pair_count * _PAIR_NBYTES_MAX
 
     @property
     def ranks(self) -> RankSet:
@@ -268,10 +279,7 @@ class Departures:
             for departure in _departures(ranks & some, stage, account)
         ]
         self._forget_direct_notices()
-        return [
-            Departed(tuple(departures[first : first + _COUNT_MAX]), self.stage)
-            for first in range(0, len(departures), _COUNT_MAX)
-        ]
+        return [Departed(tuple(some), self.stage) for some in _fitting(departures)]
 
     def _forget_direct_notices(self) -> None:
         """Remove the record of which ranks an ended rank notifies directly, if all neighbours know of its end."""
@@ -315,6 +323,20 @@ def _departures(ranks: int, stage: Stage, account: _Account) -> Iterator[Departu
         piece = ranks >> first & (1 << 8 * _BITMAP_NBYTES_MAX) - 1
         yield Departure(first, piece.to_bytes((piece.bit_length() + 7) // 8, "little"), stage, *account)
         ranks &= ~(piece << first)
+
+
+def _fitting(departures: Iterable[Departure]) -> Iterator[list[Departure]]:
+    """Divide announcements among as few messages as fit into frames."""
+    some: list[Departure] = []
+    room = _MESSAGE_NBYTES_MAX
+    for departure in departures:
+        if some and departure.nbytes > room:
+            yield some
+            some, room = [], _MESSAGE_NBYTES_MAX
+        some.append(departure)
+        room -= departure.nbytes
+    if some:
+        yield some
 
 
 def _ranks(first: int, last: int) -> int:

@@ -274,6 +274,8 @@ def own_error(
     """Return the error to raise to the caller: this rank's own error, or the other rank's failure that caused it."""
     cause = monitor.error if monitor is not None and not has_cause_here(caught) else None
     cause = interrupts.error(rank) or cause
+    if cause is None and isinstance(caught, asyncio.CancelledError):
+        cause = interrupts.raised
     if cause is not None:
         uncancel()
     elif isinstance(caught, SystemExit) and isinstance(caught.code, int):
