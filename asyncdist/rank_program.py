@@ -26,7 +26,7 @@ import warnings
 import zipimport
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, BinaryIO, Final, TextIO
 
 #: Path of this file. As a program, it runs the script named by its first argument.
 PROGRAM: Final = os.path.abspath(__file__)
@@ -340,26 +340,41 @@ def _is_passed_over(frame: types.FrameType) -> bool:
 def _prefix_output() -> None:
     if os.environ.get(PREFIX_VARIABLE) == "1":
         rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "?")
-        sys.stdout, sys.stderr = (_Prefixed(stream, f"[{rank}] ") for stream in (sys.stdout, sys.stderr))
+        sys.stdout, sys.stderr = (_prefixed(stream, f"[{rank}] ") for stream in (sys.stdout, sys.stderr))
 
 
-class _Prefixed(io.TextIOBase):
-    """A text stream that writes to another stream, with a prefix before each line."""
+def _prefixed(stream: TextIO, prefix: str) -> TextIO:
+    """Return a text stream that writes to the same file as ``stream``, with a prefix before each line."""
+    lines = _PrefixedLines(stream.buffer, prefix.encode())
+    prefixed = io.TextIOWrapper(lines, stream.encoding, stream.errors, newline="\n", line_buffering=True)
+    vars(prefixed).update(vars(stream))  # the attribute mode of Python's standard streams
+    return prefixed
 
-    def __init__(self, stream: TextIO, prefix: str) -> None:
+
+class _PrefixedLines(io.BufferedIOBase):
+    """A binary stream that writes to another stream, with a prefix before each line."""
+
+    def __init__(self, stream: BinaryIO, prefix: bytes) -> None:
         self._stream = stream
         self._prefix = prefix
         self._is_in_line = False
 
-    def write(self, text: str) -> int:
-        """Write ``text``, which may end within a line, and return its length."""
-        for line in text.splitlines(keepends=True):
-            self._stream.write(line if self._is_in_line else self._prefix + line)
-            self._is_in_line = not line.endswith(("\n", "\r"))
-        return len(text)
+    def write(self, data: Any) -> int:
+        """Write ``data``, which may end within a line, and return its length."""
+        written = bytes(data)
+        lines = written.splitlines(keepends=True)
+        if lines:
+            first = b"" if self._is_in_line else self._prefix
+            self._is_in_line = not lines[-1].endswith((b"\n", b"\r"))
+            self._stream.write(first + self._prefix.join(lines))
+        return len(written)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
 
     def flush(self) -> None:
         """Flush the underlying stream."""
@@ -372,11 +387,6 @@ class _Prefixed(io.TextIOBase):
     def isatty(self) -> bool:
         """Return whether the underlying stream is a terminal."""
         return self._stream.isatty()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """Encoding of the underlying stream."""
-        return self._stream.encoding
 
 
 class _Ending:

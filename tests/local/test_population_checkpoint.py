@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -399,14 +400,33 @@ async def newest(world: World, path: Path) -> Path:
     return (await ad.load_population(path, *made())).folder
 
 
-def test_save_on_a_full_disk_names_the_file_and_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: torch reported an unexpected position, and the partial file filled the disk for later saves."""
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+def test_save_on_a_full_disk_names_the_file_and_leaves_no_part(
+    format: ModelFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: torch reported an unexpected position, and the partial file filled the disk for later saves.
+
+    The complete file with the weights stayed, too.
+    """
     save = checkpoint_files._save
     monkeypatch.setattr(checkpoint_files, "_save", lambda state, path: save(state, Path("/dev/full")))
     state = {"model": {"weight": torch.ones(1 << 16)}}
     with pytest.raises(OSError, match=r"No space left on device: '.*rank-00000.pt'") as raised:
-        checkpoint_files.write_rank(tmp_path, 0, state, "torch")
+        checkpoint_files.write_rank(tmp_path, 0, state, format)
     assert raised.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
+
+
+def test_a_system_error_of_safetensors_names_the_file(tmp_path: Path) -> None:
+    """Regression: SafetensorError did not name the file that could not be written."""
+    state = {"model": {"weight": torch.ones(1 << 16)}}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"'.*rank-00000.safetensors'") as raised:
+            checkpoint_files.write_rank(tmp_path, 0, state, "safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.errno == errno.EFBIG and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("format", ["torch", "safetensors"])

@@ -327,6 +327,20 @@ def test_a_list_of_two_numbers_is_refused_as_a_choice() -> None:
         space_of("size", [32, 16])
 
 
+def test_ranges_and_choices_of_a_configuration_file() -> None:
+    """Regression: YAML has no tuples, so a file could give neither a range nor a choice of two numbers."""
+    assert space_of("lr", {"low": 0.001, "high": 0.1}) == Range(0.001, 0.1)
+    assert space_of("size", {"low": 1, "high": 8, "integer": True, "log": False}) == Range(1, 8, False, True)
+    assert space_of("size", {"values": [32, 16]}) == Choice([32, 16])
+    with pytest.raises(ValueError, match=r"\{low: 16, high: 32\}, or \{values: \[32, 16\]\}"):
+        space_of("size", [32, 16])
+    for wrong in ({"low": 0.001}, {"low": 0.1, "hi": 1.0}, {"values": [1, 2], "low": 1}, {1: 2}, {}):
+        with pytest.raises(TypeError, match="'lr'"):
+            space_of("lr", wrong)
+    with pytest.raises(ValueError, match=r"'lr'.* below"):
+        space_of("lr", {"low": 1.0, "high": 0.1})
+
+
 LR = {"hyperparameters": {"lr": (1e-4, 1e-1)}}
 
 
