@@ -305,11 +305,12 @@ def write_error(text: str) -> bool:
 
     Never raise, because a failed rank must end the job even if it cannot print its error.
     """
-    stream = getattr(sys, "stderr", None)
-    for each in [] if stream is None else [stream] if stream is sys.__stderr__ else [stream, sys.__stderr__]:
-        with contextlib.suppress(Exception):
+    first: Any = getattr(sys, "stderr", None)
+    second: Any = None if first is None or first is sys.__stderr__ else sys.__stderr__
+    for each in (first, second):
+        with contextlib.suppress(Exception):  # such as AttributeError, because None has no function
             each.write(text)  # one call, so that lines of several processes do not mix
-            with contextlib.suppress(Exception):  # such as AttributeError
+            with contextlib.suppress(Exception):
                 each.flush()
             return True
     return False
