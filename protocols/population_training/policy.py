@@ -25,6 +25,7 @@ from torch import nn
 
 from asyncdist import validation
 from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.joining.state_transfer import cloned
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import AveragingOptions, CommonOptions, CoordinatorOptions, SelectiveOptions
 from asyncdist.protocols.population_training.bayesian import BayesianExplore, Observations
@@ -295,7 +296,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
     def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> _Inheritance:
         """Return the donor's state and new hyperparameters for :meth:`adopt`. Leave this rank unchanged."""
-        state, theirs = parts["policy"], parts["optimizer"]
+        state, theirs = parts["policy"], cloned(parts["optimizer"])  # torch keeps the given tensors
         moments = arranged(theirs["state"], theirs["names"], parameter_names(self.model, self.optimizer))
         inherited = self._values_in(state)
         known = Observations.unpacked(state["observations"], self._window)
