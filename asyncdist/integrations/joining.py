@@ -371,7 +371,7 @@ class Training(Generic[PolicyT]):
         for owner, policy in owners:
             may_continue = owner.is_interrupted or not made.has_loaded
             if may_continue and owner._is_on_model_of(made):
-                policy.awaited.optimizer = made.optimizer
+                policy.awaited.take_optimizer_of(made)
                 return self._take_over(owner, policy)
         for owner, policy in owners:
             if owner.is_interrupted and _is_equal(policy.awaited, made) and policy.awaited.take_model_of(made):

@@ -28,6 +28,7 @@ from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.joining.state_transfer import cloned
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import AveragingOptions, CommonOptions, CoordinatorOptions, SelectiveOptions
+from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.population_training.bayesian import BayesianExplore, Observations
 from asyncdist.protocols.population_training.exploring import Explorer, donor_for
 from asyncdist.protocols.population_training.hyperparameters import Value
@@ -229,6 +230,26 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         settings = OptimizerSettings(optimizer, own.hyperparameters, scheduler)
         super()._change_optimizer(optimizer)
         self._settings = settings
+        self._settings.write(self._values)
+
+    def take_optimizer_of(self, other: SpawnPolicy) -> None:
+        """Train the model with the optimizer and the scheduler of ``other``."""
+        if other.optimizer is not self.optimizer:
+            super()._change_optimizer(other.optimizer)
+        assert isinstance(other, PopulationTrainingPolicy), other
+        self._take_settings_of(other)
+
+    def take_model_of(self, other: SpawnPolicy) -> bool:
+        """Use the model, the optimizer and the scheduler of ``other``. See :meth:`SpawnPolicy.take_model_of`."""
+        if not isinstance(other, PopulationTrainingPolicy) or not super().take_model_of(other):
+            return False
+        self._take_settings_of(other)
+        self._observations = Observations(self._window, self._observations.entries)  # another model had the last metric
+        return True
+
+    def _take_settings_of(self, other: PopulationTrainingPolicy) -> None:
+        self._own_options = replace(self._own_options, lr_scheduler=other._own_options.lr_scheduler)
+        self._settings = other._settings
         self._settings.write(self._values)
 
     def _own_state(self) -> dict[str, Any]:
