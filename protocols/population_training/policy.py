@@ -40,7 +40,7 @@ from asyncdist.protocols.selective.messages import REPLACER, Assign, Frozen
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.step_info import StepInfo
-from asyncdist.tensors.optimizers.loading import arranged, parameter_names
+from asyncdist.tensors.optimizers.loading import parameter_names, state_for
 
 logger = logging.getLogger("protocols.population_training")
 
@@ -315,10 +315,18 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
             self._observations.note(self._world.rank, self.iteration, self._sign * value, self._values)
         return value
 
+    def obstacle(self, parts: Mapping[str, Any]) -> str:
+        """Return why the donor's optimizer state does not fit, for example after one rank has changed its optimizer."""
+        try:
+            state_for(self.model, self.optimizer, parts["optimizer"])
+        except ValueError as error:
+            return str(error)
+        return ""
+
     def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> _Inheritance:
         """Return the donor's state and new hyperparameters for :meth:`adopt`. Leave this rank unchanged."""
         state, theirs = parts["policy"], cloned(parts["optimizer"])  # torch keeps the given tensors
-        moments = arranged(theirs["state"], theirs["names"], parameter_names(self.model, self.optimizer))
+        moments = state_for(self.model, self.optimizer, theirs)
         inherited = self._values_in(state)
         known = Observations.unpacked(state["observations"], self._window)
         observations = self._observations.inherited(known, self.iteration - state["iteration"])
