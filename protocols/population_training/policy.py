@@ -350,7 +350,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
     def adopt(self, prepared: _Inheritance, info: StepInfo) -> StepInfo:
         """Load the donor's state, and then write the new hyperparameters, which the donor's state would undo."""
-        load_moments(self.optimizer, prepared.moments)
+        load_moments(self.optimizer, prepared.moments, self._own_options.hyperparameters)
         self._settings.write(prepared.values)
         self._values.update(prepared.values)
         self._lineage, self._observations = prepared.lineage, prepared.observations
