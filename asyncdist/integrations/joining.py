@@ -316,7 +316,6 @@ class Training(Generic[PolicyT]):
         if (error := sys.exception()) is not None and is_out_of_memory(error):
             note_out_of_memory()
         made = self.kind(model, optimizer, **self.options)
-        continues_numbers = are_restored and made.iteration > 0
         self.is_judged = made.takes_metric and made._metric is None
         if self.is_judged and made.calls_metric:
             raise TypeError(
@@ -324,6 +323,7 @@ class Training(Generic[PolicyT]):
                 "data, got None: the policy calls it with trial weights in the model"
             )
         saved, self._saved = self._saved, None
+        continues_numbers = are_restored and bool((saved or {}).get("iteration") or made.iteration)
         if not self._continue(made):
             if saved is not None:
                 made.load_state_dict(saved)
