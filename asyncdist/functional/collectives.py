@@ -228,6 +228,4 @@ async def all_to_all(
             f"the first dimension of the tensor must be a multiple of the {group.size} ranks, got shape "
             f"{tuple(tensors.shape)}"
         )
-    if not tensors.shape[0]:
-        return tensors.detach().clone()
     return torch.cat(await world.collectives.all_to_all(tensors.chunk(group.size), group))

@@ -148,6 +148,9 @@ class WholeState(Protocol):
 class StateAdopter(Protocol):
     """Interface to adopt another rank's optimizer and policy state when this rank copies that rank's weights."""
 
+    def obstacle(self, parts: Mapping[str, Any]) -> str:
+        """Return why this rank cannot adopt the state now, or "" if it can."""
+
     def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> Any:
         """Return the value that :meth:`adopt` needs. Leave this rank unchanged.
 

@@ -501,3 +501,21 @@ def test_checkpoints_go_on_after_all_ranks_were_restarted(ranks: int, saver: int
     files = json.loads((manifests.find_newest(tmp_path)[0] / "manifest.json").read_text())["files"]
     assert [entry["rank"] for entry in files] == [saver], "the others were restarted"
     assert ad.simulate(resumed, ranks=ranks).results == tuple((69, rank, False) for rank in range(ranks))
+
+
+def test_a_checkpoint_of_some_ranks_names_its_sources(tmp_path: Path) -> None:
+    """Regression: the source was the place of the file in the checkpoint, not the rank that had saved it."""
+
+    async def save_some(world: World) -> None:
+        if world.rank:
+            group = await ad.new_group([1, 2])
+            model, optimizer = made(world.rank)
+            await ad.save_population(tmp_path, model, optimizer, extra=world.rank, group=group)
+
+    async def load_all(_: World) -> tuple[int, int]:
+        model, optimizer = made()
+        found = await ad.load_population(tmp_path, model, optimizer)
+        return found.source, found.extra
+
+    ad.simulate(save_some, ranks=3, strict=True)
+    assert ad.simulate(load_all, ranks=3, strict=True).results == ((1, 1), (2, 2), (1, 1))

@@ -110,3 +110,28 @@ def test_a_question_that_was_given_up_and_types_that_are_one() -> None:
     ad.run_local(main, ranks=2)
     with pytest.raises(TypeError, match="must be different dataclasses, got Ask"):
         ad.Calls(Ask, Ask, tag=50)
+
+
+@pytest.mark.parametrize("fault", ["a field", "an integer", "cancelled"])
+def test_an_answer_that_cannot_be_sent_is_an_error_of_the_asker(fault: str) -> None:
+    """Regression: the asking rank waited for ever, and nothing was logged."""
+
+    async def answer(ask: Ask, source: int) -> Answer:
+        if fault == "cancelled":
+            task = asyncio.ensure_future(asyncio.sleep(10))
+            task.cancel()
+            await task
+        return Answer("text" if fault == "a field" else 1 << 70, source)  # type: ignore[arg-type]
+
+    async def main(world: ad.World) -> str:
+        said = ""
+        async with ad.Calls(Ask, Answer, tag=50, answer=answer) as calls:
+            if world.rank == 0:
+                with pytest.raises(ad.RemoteError, match=naming("rank 1")) as raised:
+                    await asyncio.wait_for(calls.ask(Ask(1), 1), 5.0)
+                said = str(raised.value)
+            await ad.barrier()
+        return said
+
+    said = ad.simulate(main, ranks=2, seed=1, strict=True).results[0]
+    assert ("CancelledError" if fault == "cancelled" else "LocalProtocolError") in said

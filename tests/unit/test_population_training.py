@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_optimizer
+import schedulefree
 import torch
 from hypothesis import given, settings, strategies as st
 from support.facts import names
@@ -314,6 +316,43 @@ def test_moments_are_loaded_without_settings() -> None:
         held = two.state[weights]
         assert held["exp_avg"].dtype == torch.float64 and torch.equal(held["exp_avg"], wide["state"][0]["exp_avg"])
         assert torch.equal(held["exp_avg_sq"], wide["state"][0]["exp_avg_sq"])
+
+
+def test_state_in_parameter_groups_is_loaded_without_settings() -> None:
+    """Regression: moments were copied, but not the step counts and averages that optimizers store in groups."""
+
+    def made(kind: Any, rate: float, steps: int) -> Any:
+        weights = nn.Parameter(torch.ones(3))
+        optimizer = kind([{"params": [weights], "own": rate}], lr=rate, weight_decay=rate)
+        for _ in range(steps):
+            weights.grad = torch.full_like(weights, rate)
+            optimizer.step()
+        return optimizer
+
+    def schedule_free(*arguments: Any, **options: Any) -> Any:
+        optimizer = schedulefree.AdamWScheduleFree(*arguments, **options)
+        optimizer.train()
+        return optimizer
+
+    for kind, keys in (
+        (schedule_free, ("k", "weight_sum", "lr_max")),
+        (pytorch_optimizer.StableAdamW, ("step",)),
+        (pytorch_optimizer.Prodigy, ("step", "d", "d_max")),
+        (torch.optim.Adam, ()),
+    ):
+        one, two = made(kind, 0.1, 9), made(kind, 0.2, 3)
+        theirs, group = one.param_groups[0], two.param_groups[0]
+        assert all(group[name] != theirs[name] for name in keys), kind
+        load_moments(two, one.state_dict(), ("own",))
+        assert two.param_groups[0] is group and [group[name] for name in keys] == [theirs[name] for name in keys]
+        assert (group["lr"], group["weight_decay"], group["own"]) == (0.2, 0.2, 0.2), kind
+
+
+def test_tensors_in_parameter_groups_are_loaded_in_place() -> None:
+    own, theirs = (torch.optim.SGD([{"params": [torch.ones(1)], "k": torch.tensor(n)}], lr=0.1) for n in (1.0, 2.0))
+    place = own.param_groups[0]["k"]
+    load_moments(own, theirs.state_dict())
+    assert own.param_groups[0]["k"] is place and place == 2.0
 
 
 # -- refused options --------------------------------------------------------------------------------------------------
