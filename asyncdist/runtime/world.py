@@ -258,7 +258,7 @@ class World:
         no thread. It calls ``fn`` at a random moment of the simulated computing time.
 
         **Cancellation**: the call still waits until ``fn`` has finished, because a thread cannot be stopped and may be
-        writing weights.
+        writing weights. An exception of ``fn`` is then logged.
 
         Raises:
             BusyError: Another ``compute`` of this rank is running.
