@@ -91,6 +91,7 @@ class UserStreams:
         self._under_way: dict[tuple[int, int], OutboundStream] = {}
         self._written_share = self._engine.transport.capabilities.written_share
         self._tokens: dict[int, AttachToken] = {}
+        self._is_listening = False  # whether lost and leaving ranks are reported to this object
         self._finders: set[int] = set()  # ranks that can write to this rank's memory
         self._processes: dict[int, PeerProcess] = {}  # ranks to whose memory this rank can write
         self._writer: Writer | None = None
@@ -294,7 +295,8 @@ class UserStreams:
         if source in self._finders:
             return nbytes if self._written_share == 1.0 else int(nbytes * self._written_share) & -_PAGE_NBYTES
         if source not in self._tokens:
-            if not self._tokens:
+            if not self._is_listening:
+                self._is_listening = True
                 self._services.on_gone(self._on_gone)
             token = self._tokens[source] = AttachToken()
             self._channel.send_nowait(AttachOffer(token.pid, token.address, token.token), source)
