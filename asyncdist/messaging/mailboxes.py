@@ -170,9 +170,9 @@ class Outbox:
             raise RankLostError(
                 f"{self._name}: rank {dest} was restarted, and its previous process has ended", rank=dest
             )
-        if not 0 <= round <= wire.ROUND_MAX:
+        if type(round) is not int or not 0 <= round <= wire.ROUND_MAX:
             raise LocalProtocolError(
-                f"{self._name}: round must be from 0 to {wire.ROUND_MAX}, got {round!r}", round=round
+                f"{self._name}: round must be an int from 0 to {wire.ROUND_MAX}, got {round!r}", round=round
             )
         self._contacts.add(dest)
         self._dest = dest

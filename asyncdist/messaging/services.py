@@ -202,6 +202,7 @@ class Services:
             LocalProtocolError: The tag is not free.
             TypeError: The message type has a field that cannot be sent.
         """
+        wire.Codec(message_type)  # This raises TypeError before the tag is claimed.
         demultiplexer = self._demultiplexers.get(tag)
         if demultiplexer is not None and not demultiplexer.channels():
             self._tags.release(tag)
