@@ -42,20 +42,13 @@ PROBE_S: Final = 5.0
 SILENCE_S: Final = 30.0
 #: Maximum seconds for ssh to end after the agent was asked to end.
 _CLOSE_S: Final = 15.0
-#: Prefixes of variables that describe a host, a login or a terminal, and are not passed to other hosts.
+#: Variables that describe a host, a login or a terminal, and are not passed to other hosts.
 _HOST_BOUND: Final = (
-    "HOSTNAME",
-    "SSH_",
-    "DISPLAY",
-    "XAUTHORITY",
-    "XDG_",
-    "DBUS_",
-    "TERM",
-    "PWD",
-    "OLDPWD",
-    "SHLVL",
-    "_",
+    *("HOSTNAME", "DISPLAY", "XAUTHORITY", "PWD", "OLDPWD", "SHLVL", "_"),
+    *("TERM", "TERMCAP", "TERMINFO", "TERMINFO_DIRS"),
 )
+#: Prefixes of further such variables.
+_HOST_BOUND_PREFIXES: Final = ("SSH_", "XDG_", "DBUS_", "TERM_")
 #: Messages for the exit codes with which a host's shell reports a missing file.
 _MISSING: Final = {
     91: "the directory {folder} does not exist: start in a directory that exists on all hosts",
@@ -129,7 +122,8 @@ def split_ssh(command: str) -> list[str]:
 
 def travelling(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to pass to ranks on other hosts: all except those that describe this host."""
-    return {name: text for name, text in environ.items() if not name.startswith(_HOST_BOUND) and name.isidentifier()}
+    bound = {name for name in environ if name in _HOST_BOUND or name.startswith(_HOST_BOUND_PREFIXES)}
+    return {name: text for name, text in environ.items() if name not in bound and name.isidentifier()}
 
 
 class RemoteRank:
