@@ -14,7 +14,7 @@ from asyncdist.live.counters import PolicyCounters
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.exchange.counts import AverageCounts
 from asyncdist.protocols.step_info import NOTHING, Contributed, StepInfo
-from asyncdist.recording.events import EventLog, Field
+from asyncdist.recording.events import COUNT_MAX, EventLog, Field
 from asyncdist.tensors.model_tensors import local_part
 from asyncdist.wording import aligned
 
@@ -85,7 +85,8 @@ class Journal:
         if not self._is_numbered:
             self._number = services.events.number_policy()
         self._is_numbered = False
-        self.add("policy", class_name, self._name, average_every, nbytes, len(ranks))
+        # average_every may be sys.maxsize, for "never"
+        self.add("policy", class_name, self._name, min(average_every, COUNT_MAX), nbytes, len(ranks))
         if self._joined is not None:
             self.add("joined", *self._joined)
         services.progress_probes.append(self.progress)

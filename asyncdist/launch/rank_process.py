@@ -211,12 +211,13 @@ def _end_with_launcher() -> None:
     A parent-death signal is not enough, because the parent may be the fork server, which outlives the launcher.
     """
     parent = multiprocessing.parent_process()
-    if not sys.platform.startswith("linux") or parent is None:
+    if parent is None:
         return
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
-    if not parent.is_alive():  # the launcher ended before O_ASYNC was set
+    if sys.platform.startswith("linux"):
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    if not parent.is_alive():  # the launcher has ended, or has abandoned the start of this process
         os._exit(1)
 
 

@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -311,21 +312,28 @@ def _start_all(
         process = context.Process(  # type: ignore[attr-defined]
             target=be_child, args=(theirs, func, cfg, args, kwargs, environ), name=f"rank {cfg.rank}"
         )
+        ranks.append(_Child(cast("int", cfg.rank), process, ours))
         try:
             # A new process must not import from the working directory before it has this process's module path.
             with environment.variable_set(environment.SAFE_PATH_VARIABLE, "1"):
                 process.start()
-        except OSError as error:
-            raise RuntimeError(f"rank {cfg.rank} cannot be started: {error}") from error
-        except Exception as error:  # pickling may raise any exception
-            ours.close()
-            raise TypeError(
-                f"{func!r} and its arguments cannot be sent to another process ({type(error).__name__}: {error}). "
-                "The function must be importable by name, and its arguments must be picklable"
-            ) from error
+        except BaseException as error:
+            if process.pid is None:
+                ranks.pop()
+                ours.close()
+                # After Ctrl-C, the fork server may still start the process. The process ends before its function runs
+                # if multiprocessing's local variables, to which the error refers, no longer keep a pipe open.
+                traceback.clear_frames(error.__traceback__)
+            if isinstance(error, OSError):
+                raise RuntimeError(f"rank {cfg.rank} cannot be started: {error}") from error
+            if isinstance(error, Exception):  # pickling may raise any exception
+                raise TypeError(
+                    f"{func!r} and its arguments cannot be sent to another process ({type(error).__name__}: {error}). "
+                    "The function must be importable by name, and its arguments must be picklable"
+                ) from error
+            raise
         finally:
             theirs.close()
-        ranks.append(_Child(cast("int", cfg.rank), process, ours))
 
 
 def _wait_for_all(ranks: Sequence[_Child]) -> None:

@@ -28,16 +28,22 @@ class Backend:
     Attributes:
         variables: Names of the variables that describe a rank, for each kind of launcher.
         launchers: Launchers, keyed by the variable that identifies them (``Launch.source``).
-        prefixes: Prefixes of the variables that the launchers set for a rank, which a new job must not inherit.
+        names: Names of variables that the launchers set for a rank, which a new job must not inherit.
+        prefixes: Prefixes of further such variables. Users' own variables must not begin with them.
         is_run: Whether ``asyncdist run`` starts ranks on this transport.
         run_options: Options of ``asyncdist run`` that this transport supports, but others do not.
     """
 
     variables: Sequence[RankVariables] = ()
     launchers: Mapping[str, str] = field(default_factory=dict)
+    names: Sequence[str] = ()
     prefixes: Sequence[str] = ()
     is_run: bool = True
     run_options: Sequence[str] = ()
+
+    def sets(self, name: str) -> bool:
+        """Return whether the launchers may have set the variable ``name`` for a rank."""
+        return name in self.names or name.startswith(tuple(self.prefixes))
 
 
 #: The transports, by name. If several launchers' variables are set, the transport listed first is used.
@@ -59,7 +65,8 @@ BACKENDS: Final[Mapping[str, Backend]] = {
             "PMIX_RANK": "a launcher with PMIx",
             "SLURM_STEP_NUM_TASKS": "srun",
         },
-        prefixes=("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_WORLD_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL"),
+        names=("MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+        prefixes=("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_WORLD_", "PMIX_", "PMI_", "HYDI_"),
         run_options=("hosts", "mpi", "survive"),
     ),
     "torch": Backend(
@@ -68,11 +75,13 @@ BACKENDS: Final[Mapping[str, Backend]] = {
             "TORCHELASTIC_RUN_ID": "torchrun, or asyncdist run --transport torch",
             "WORLD_SIZE": "the program that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
         },
-        prefixes=("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_"),
+        names=(
+            *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+            *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        ),
+        prefixes=("TORCHELASTIC_",),
         run_options=("hosts", "restarts", "places", "join"),
     ),
 }
 #: Names of the transports on which ``asyncdist run`` starts ranks.
 RUN_NAMES: Final = tuple(name for name, backend in BACKENDS.items() if backend.is_run)
-#: Prefixes of variables that MPI's launchers set for their ranks, except users' settings like OMPI_MCA_*.
-MPI_PREFIXES: Final = tuple(BACKENDS["mpi"].prefixes)

@@ -11,21 +11,21 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from asyncdist import local_host
-from asyncdist.environment import OF_RUN, RUN_VARIABLE, SECRET_VARIABLE
-from asyncdist.launchers.backends import BACKENDS, MPI_PREFIXES
-from asyncdist.launchers.variables import TORCH_NAMES
+from asyncdist.environment import OF_RUN, RUN_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
+from asyncdist.launchers.backends import BACKENDS
 from asyncdist.rank_program import SURVIVAL_VARIABLE
 
 #: Variable that passes an MPI rank's pid and launcher variables to the rank's child processes.
 _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 #: Prefix of users' settings that also begin with the launchers' prefix PMIX_.
 _MPI_SETTINGS: Final = "PMIX_MCA_"
-#: Prefixes of variables from which a training library would conclude that it may use all ranks for one training.
-_RANKS_OF_LAUNCHERS: Final = (
-    *("OMPI_COMM_WORLD_", "PMI_SIZE", "PMI_RANK", "MPI_LOCAL", "PALS_", "MV2_COMM_WORLD_"),
+#: Variables from which a training library would conclude that it may use all ranks for one training, in addition to
+#: torchrun's, and prefixes of such variables.
+_RANK_NAMES: Final = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
+_RANK_PREFIXES: Final = (
+    *("OMPI_COMM_WORLD_", "PALS_", "MV2_COMM_WORLD_"),
     *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_TASKS_PER_NODE"),
 )
-_RANKS_OF_TORCH: Final = (*TORCH_NAMES, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "TORCHELASTIC_")
 #: The launcher's variables that :func:`hide_ranks` has removed from the environment.
 hidden: dict[str, str] = {}
 #: The launcher variables that :func:`show_as_ranks` has set.
@@ -39,14 +39,15 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     in a torch rank, and the variable of ``mpirun --with-ft`` in an MPI rank.
     """
     is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
-    is_mpi_rank = any(name.startswith((_RANK_VARIABLE, "OMPI_COMM_WORLD_")) for name in environ)
-    own = (_RANK_VARIABLE, RUN_VARIABLE, SECRET_VARIABLE, *OF_RUN)
+    is_mpi_rank = any(name == _RANK_VARIABLE or name.startswith("OMPI_COMM_WORLD_") for name in environ)
+    own = (_RANK_VARIABLE, RUN_VARIABLE, SECRET_VARIABLE, SECRET_FILE_VARIABLE, *OF_RUN)
+    outer = (*own, *((SURVIVAL_VARIABLE,) if is_mpi_rank else ()))
     backends = [backend for name, backend in BACKENDS.items() if name != "torch" or is_torch_rank]
-    of_launchers = [prefix for backend in backends for prefix in backend.prefixes]
-    outer = (*own, *of_launchers, *((SURVIVAL_VARIABLE,) if is_mpi_rank else ()))
-    return {
-        name: text for name, text in environ.items() if not name.startswith(outer) or name.startswith(_MPI_SETTINGS)
-    }
+
+    def is_kept(name: str) -> bool:
+        return name.startswith(_MPI_SETTINGS) or (name not in outer and not any(each.sets(name) for each in backends))
+
+    return {name: text for name, text in environ.items() if is_kept(name)}
 
 
 def for_ranks(
@@ -75,9 +76,10 @@ def hide_ranks() -> None:
     if _shown:
         return
     is_torch_rank = any(os.environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
-    names = _RANKS_OF_LAUNCHERS + (_RANKS_OF_TORCH if is_torch_rank else ())
-    for name in [name for name in os.environ if name.startswith(names)]:
-        hidden[name] = os.environ.pop(name)
+    for name in list(os.environ):
+        is_rank = name in _RANK_NAMES or name.startswith(_RANK_PREFIXES)
+        if is_rank or (is_torch_rank and BACKENDS["torch"].sets(name)):
+            hidden[name] = os.environ.pop(name)
 
 
 @contextlib.contextmanager
@@ -106,7 +108,7 @@ def become_rank() -> None:
     """
     os.environ[_RANK_VARIABLE] = f"{os.getpid()} {' '.join(_place(os.environ))}"
     for name in os.environ:
-        if name.startswith(MPI_PREFIXES) and not name.startswith(_MPI_SETTINGS):
+        if BACKENDS["mpi"].sets(name) and not name.startswith(_MPI_SETTINGS):
             os.unsetenv(name)
 
 

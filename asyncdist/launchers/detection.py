@@ -14,7 +14,7 @@ from typing import Final
 from asyncdist import local_host, validation
 from asyncdist.environment import TRANSPORT_VARIABLE
 from asyncdist.launchers import child_environment, slurm
-from asyncdist.launchers.backends import BACKENDS, MPI_PREFIXES, RUN_NAMES, RankVariables
+from asyncdist.launchers.backends import BACKENDS, RUN_NAMES, RankVariables
 from asyncdist.launchers.variables import NO_LAUNCHER, TORCH_NAMES, Launch, Variables, number
 
 #: Source of a :class:`Launch` if the program itself has created a process group.
@@ -219,9 +219,7 @@ def is_slurm_job(environ: Mapping[str, str] = os.environ) -> bool:
 def is_started_by_trainer() -> bool:
     """Return whether a trainer has started this process, as Lightning does for each device except the first."""
     own = any(os.environ.get(name) or name in child_environment.hidden for name in ("RANK", "TORCHELASTIC_RUN_ID"))
-    return (
-        os.environ.get("LOCAL_RANK", "0") != "0" and not own and not any(n.startswith(MPI_PREFIXES) for n in os.environ)
-    )
+    return os.environ.get("LOCAL_RANK", "0") != "0" and not own and not any(map(BACKENDS["mpi"].sets, os.environ))
 
 
 def is_started_by_accelerate() -> bool:

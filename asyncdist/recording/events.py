@@ -18,6 +18,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from asyncdist.waits import WaitId
 
+#: Largest count in a recording. Every table format can represent it exactly.
+COUNT_MAX: Final = 1 << 53
 #: Value of one field of an event.
 Field: TypeAlias = int | float | str | WaitId | Sequence[int] | Sequence[float] | None
 

@@ -17,7 +17,7 @@ import msgpack
 import msgspec
 from msgspec import Meta, Struct
 
-from asyncdist.recording.events import KINDS, Event
+from asyncdist.recording.events import COUNT_MAX, KINDS, Event
 from asyncdist.validation import printable
 
 #: Maximum number of ranks of a job.
@@ -28,7 +28,7 @@ OBJECT_NBYTES_MAX: Final = 1 << 22
 CLOCK_S_MAX: Final = 1e10
 _UNIX_S_MAX: Final = 253402300799.0
 
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
 Text: TypeAlias = Annotated[str, Meta(max_length=1 << 20)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=CLOCK_S_MAX)]
 Clock: TypeAlias = Annotated[float, Meta(ge=-CLOCK_S_MAX, le=CLOCK_S_MAX)]

@@ -358,7 +358,11 @@ class ReplayBuffer:
             limit.release()
             raise self._error
         request, self._next_request = self._next_request, (self._next_request + 1) % _REQUEST_COUNT
-        message, payload = make(request)
+        try:
+            message, payload = make(request)
+        except BaseException:  # usually MemoryError
+            limit.release()
+            raise
         call = self._calls[request] = PendingCall(self._services.engine.loop.create_future(), payload, limit)
         what = self._awaited()
         try:
@@ -402,7 +406,11 @@ class ReplayBuffer:
     async def _receive(self, drawn: Drawn) -> npt.NDArray[np.uint8]:
         if self._error is not None:  # the server has ended and would not answer the grant
             raise self._error
-        buffer = np.empty(drawn.nbytes, np.uint8)
+        try:
+            buffer = np.empty(drawn.nbytes, np.uint8)
+        except BaseException:  # usually MemoryError: the server must not wait for the grant
+            self._send(Withdraw(drawn.request))
+            raise
         services, targets = self._services, split(buffer.data, CHUNK_NBYTES)
         with services.slots.inbound(self._server, targets, lambda slot: self._send(Cancel(slot))) as stream:
             self._send(Grant(stream.slot, drawn.nbytes, CHUNK_NBYTES), round=drawn.request)

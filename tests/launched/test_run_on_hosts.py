@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -9,15 +10,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import hosts, mpi, warm
 from support.mpi import ROOT, base_environment
+from support.processes import wait_until
 
 import asyncdist as ad
 from asyncdist import local_host
 from asyncdist.launch.hosts import host_agent, remote_hosts
+from asyncdist.launch.hosts.remote_hosts import Host
 from asyncdist.launch.supervision.endings import describe_end
 
 RUN = "asyncdist run"
@@ -288,6 +293,41 @@ def test_a_host_that_does_not_answer_is_named_and_not_waited_for(monkeypatch: py
     ):
         pytest.fail("no host has answered, so connected() must raise")
     assert subprocess.run(["pgrep", "-f", silent[2]], capture_output=True, check=False).stdout == b""
+
+
+#: Takes the place of ssh: host "lost" gets only the launcher's first line, so that its connection ends after ``hello``.
+LOSING_SSH = ["sh", "-c", 'test "$0" = lost && head -n 1 | sh -c "$1" || exec sh -c "$1"']
+
+
+def test_a_rank_fails_if_its_host_was_lost_before_its_start(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Regression: if the connection ended between the check and the start, the launcher waited for ever."""
+    with remote_hosts.connected([Host("lost", 2)], LOSING_SSH, str(script)) as [agent]:
+        assert wait_until(lambda: "lost stdout" not in [thread.name for thread in threading.enumerate()])
+        ended = threading.Event()
+        rank = agent.start(1, ["sleep", "600"], {}, ended.set)
+        assert ended.is_set() and rank.returncode == 255 and not agent.has_ranks
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "the connection to lost has ended" in line and line.endswith("rank 1")
+
+
+def test_the_other_hosts_are_left_if_one_cannot_be_reached(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: if ssh could not be started for the second host, the first host's ssh remained."""
+    began: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if began:
+            raise OSError(errno.EMFILE, "too many open files")
+        began.append(popen(*args, **options))
+        return began[0]
+
+    monkeypatch.setattr(remote_hosts.subprocess, "Popen", start)
+    with (
+        pytest.raises(local_host.LaunchError, match="too many open files"),
+        remote_hosts.connected([Host("a", 1), Host("b", 1)], LOSING_SSH, str(script)),
+    ):
+        pytest.fail("connected() must raise")
+    assert began[0].returncode is not None
 
 
 @pytest.mark.parametrize("last", ['{"start": 1, "command": ["/bin/sl', "no JSON\n"])

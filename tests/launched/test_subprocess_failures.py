@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,7 +22,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 from support import mpi
-from support.processes import is_alive
+from support.processes import is_alive, wait_until
 from support.subprocesses import METHODS, TIMEOUT_S, config, launch_here, note_rank, reports
 
 import asyncdist as ad
@@ -329,6 +330,22 @@ def test_a_signal_that_is_not_handled_reaches_the_ranks(tmp_path: Path) -> None:
     launch_here(await_signal, config(), str(tmp_path))
     sender.join()
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_ctrl_c_while_a_rank_starts_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: if Ctrl-C was pressed while the fork server imported torch, the rank started later, and ran."""
+    started: list[int] = []
+    read_signed = forkserver.read_signed  # type: ignore[attr-defined]
+
+    def interrupt(descriptor: int) -> int:
+        started.append(read_signed(descriptor))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(forkserver, "read_signed", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        launch_here(time.sleep, config(), 600.0)
+    assert len(started) == 1 and wait_until(lambda: not is_alive(started[0]), 20)
+    assert caught.tb, "the error is kept, and with it the variables of its frames"
 
 
 def ignore_signals(folder: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +17,7 @@ from scripts.population import sgd
 from torch import nn
 
 import asyncdist as ad
+from asyncdist.recording.reader import read_recording
 from asyncdist.tensors.infinities import all_finite
 from protocols import (
     AsyncDiLoCoPolicy,
@@ -30,13 +33,13 @@ RANKS = 4
 SELECTIVE: dict[str, Any] = {"average_every": 2, "replacement_ratio": 0.25}
 #: Of the selective policies, by name; their rank 0 is the worst, and is replaced by all the others.
 SELECTIVE_POLICIES: dict[str, Callable[..., SpawnPolicy]] = {
-    "selective": lambda *args, **options: AsyncSelectiveAveragingPolicy(*args, **SELECTIVE, **options),
+    "selective": lambda *args, **options: AsyncSelectiveAveragingPolicy(*args, **(SELECTIVE | options)),
     "one-sided": lambda *args, **options: OneSidedSelectiveAveragingPolicy(
-        *args, **SELECTIVE, replacement_mode="worst_ratio", donor_count=3, **options
+        *args, **(SELECTIVE | {"replacement_mode": "worst_ratio", "donor_count": 3} | options)
     ),
 }
 POLICIES = SELECTIVE_POLICIES | {
-    "average-all": lambda *args, **_: AverageAllPolicy(*args, average_every=2),
+    "average-all": lambda *args, average_every=2, **_: AverageAllPolicy(*args, average_every=average_every),
 }
 
 
@@ -337,3 +340,19 @@ def test_some_steps_are_in_inference_mode(kind: str) -> None:
         return [tensor.is_inference() for tensor in kept]
 
     assert not any(map(any, ad.run_local(train, ranks=2, strict=True)))
+
+
+@pytest.mark.parametrize("kind", ["average-all", "selective", "one-sided"])
+@pytest.mark.parametrize("average_every", [sys.maxsize, 1 << 70])
+def test_a_policy_that_never_averages_is_recorded(kind: str, average_every: int, tmp_path: Path) -> None:
+    """Regression: the recording was refused as invalid, and from 2**64 on entering the policy raised OverflowError."""
+
+    async def train(world: ad.World) -> None:
+        model = nn.Linear(2, 1)
+        async with POLICIES[kind](model, sgd(model), average_every=average_every) as policy:
+            await policy.step(0.5)
+
+    ad.run_local(train, ranks=2, strict=True, record=tmp_path)
+    for rank in read_recording(tmp_path).ranks:
+        (begun,) = (event for event in rank.events() if event.kind == "policy")
+        assert begun.get("average_every") == 2**53, "the largest count of a recording"

@@ -15,6 +15,7 @@ from support.seeds import seeds
 import asyncdist as ad
 from asyncdist.simulation.faults import Kill
 from protocols import ReplayBuffer, Sample, serve_replay_buffer
+from protocols.replay_buffer import client as replay_client
 
 
 def batch_of(rank: int, numbers: list[int]) -> dict[str, torch.Tensor]:
@@ -417,3 +418,30 @@ def test_a_score_that_is_no_number_ends_the_job() -> None:
 
     with pytest.raises(TypeError, match="score must return a number, a tensor of one element or None, got a str"):
         run(2, client, score=lambda _: "good")
+
+
+def test_requests_without_memory_do_not_hinder_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the server kept the items of such a draw, and all later draws of the client waited for ever."""
+
+    class NoMemory:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(np, name)
+
+        def empty(self, *_: Any) -> Any:
+            raise MemoryError
+
+        array = empty
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> int:
+        items = torch.zeros(100, 1000)
+        await buffer.add(items)
+        monkeypatch.setattr(replay_client, "np", NoMemory())
+        with pytest.raises(MemoryError):
+            await buffer.sample(100)
+        with pytest.raises(MemoryError):
+            await buffer.add(items)
+        monkeypatch.setattr(replay_client, "np", np)
+        await buffer.add(items)
+        return len((await buffer.sample(200)).ids)
+
+    assert run(2, client, in_flight_max=1)[0] == 200

@@ -439,6 +439,24 @@ def test_outer_launchers_variables_are_cleared_and_users_kept() -> None:
         assert children.without_launchers(survives | rank) == users, "mpirun --with-ft has started the outer job only"
 
 
+#: Variables of users that begin like a launcher's.
+SIMILAR = dict.fromkeys(
+    ("GROUP_NAME", "ROLE_ARN", "RANKING_MODEL", "WORLD_SIZE_MB", "MASTER_PORTAL", "LOCAL_DATA", "MPI_LOCAL_DIR"), "u"
+)
+
+
+def test_users_variables_that_resemble_a_launchers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: GROUP_NAME and others vanished from a nested job, and from a rank that imported an integration."""
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK")
+    for rank in (TORCHRUN | dict.fromkeys(names, "1"), OPENMPI, HYDRA | {"MPI_LOCALNRANKS": "1"}):
+        assert children.without_launchers(SIMILAR | rank) == SIMILAR
+        environ = SIMILAR | rank
+        monkeypatch.setattr(children.os, "environ", environ)
+        monkeypatch.setattr(children, "hidden", {})
+        children.hide_ranks()
+        assert environ == SIMILAR and children.hidden == rank
+
+
 def test_lone_mpi_rank_among_torchrun_workers_is_refused() -> None:
     with pytest.raises(TransportError) as caught:
         detection.check_alone(TORCHRUN | {"ASYNCDIST_TRANSPORT": "mpi"})

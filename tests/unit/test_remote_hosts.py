@@ -82,6 +82,7 @@ def test_no_ssh_of_the_working_directory_is_run(tmp_path: Path, monkeypatch: pyt
 def test_an_environment_travels_without_what_is_about_this_host() -> None:
     here = {"HOSTNAME": "x", "SSH_AUTH_SOCK": "x", "TERM": "x", "DISPLAY": "x", "BASH_FUNC_f%%": "() { x; }", "_": "x"}
     rest = {"PATH": "p", "WANDB_API_KEY": "k", "OMP_NUM_THREADS": "3"}
+    rest |= {"_OWN": "o", "TERMS": "t", "HOSTNAMES": "h", "PWD_FILE": "f"}  # begin like the removed variables
     assert remote_hosts.travelling({**here, **rest}) == rest
 
 

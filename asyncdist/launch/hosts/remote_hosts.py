@@ -42,20 +42,13 @@ PROBE_S: Final = 5.0
 SILENCE_S: Final = 30.0
 #: Maximum seconds for ssh to end after the agent was asked to end.
 _CLOSE_S: Final = 15.0
-#: Prefixes of variables that describe a host, a login or a terminal, and are not passed to other hosts.
+#: Variables that describe a host, a login or a terminal, and are not passed to other hosts.
 _HOST_BOUND: Final = (
-    "HOSTNAME",
-    "SSH_",
-    "DISPLAY",
-    "XAUTHORITY",
-    "XDG_",
-    "DBUS_",
-    "TERM",
-    "PWD",
-    "OLDPWD",
-    "SHLVL",
-    "_",
+    *("HOSTNAME", "DISPLAY", "XAUTHORITY", "PWD", "OLDPWD", "SHLVL", "_"),
+    *("TERM", "TERMCAP", "TERMINFO", "TERMINFO_DIRS"),
 )
+#: Prefixes of further such variables.
+_HOST_BOUND_PREFIXES: Final = ("SSH_", "XDG_", "DBUS_", "TERM_")
 #: Messages for the exit codes with which a host's shell reports a missing file.
 _MISSING: Final = {
     91: "the directory {folder} does not exist: start in a directory that exists on all hosts",
@@ -129,7 +122,8 @@ def split_ssh(command: str) -> list[str]:
 
 def travelling(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to pass to ranks on other hosts: all except those that describe this host."""
-    return {name: text for name, text in environ.items() if not name.startswith(_HOST_BOUND) and name.isidentifier()}
+    bound = {name for name in environ if name in _HOST_BOUND or name.startswith(_HOST_BOUND_PREFIXES)}
+    return {name: text for name, text in environ.items() if name not in bound and name.isidentifier()}
 
 
 class RemoteRank:
@@ -181,6 +175,8 @@ class Agent:
         self._printing: set[int] = set()  # descriptors to which a thread is writing the host's output
         self._token = secrets.token_hex(8)
         self._ranks: dict[int, RemoteRank] = {}
+        self._is_lost = False
+        self._lock = threading.Lock()  # for _is_lost and the additions to _ranks
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._is_ready = False
         self._last_line = ""
@@ -239,9 +235,16 @@ class Agent:
     def start(
         self, rank: int, command: Sequence[str], variables: Mapping[str, str], ended: Callable[[], object]
     ) -> RemoteRank:
-        """Start a rank on the host. Call ``ended`` in a thread when the rank has ended."""
-        self._ranks[rank] = started = RemoteRank(self, rank, ended)
-        self.send(start=rank, command=list(command), environ=dict(variables))
+        """Start a rank on the host. Call ``ended`` when the rank has ended, in a thread or, on a lost host, at once."""
+        started = RemoteRank(self, rank, ended)
+        with self._lock:
+            is_lost = self._is_lost
+            if not is_lost:
+                self._ranks[rank] = started
+        if is_lost:
+            self._end_lost({rank: started})
+        else:
+            self.send(start=rank, command=list(command), environ=dict(variables))
         return started
 
     def send(self, **message: Any) -> None:
@@ -328,16 +331,23 @@ class Agent:
     def _lose(self) -> None:
         """Report the end of the connection, to the user and to all code that waits for the host or its ranks."""
         self._answers.put({})
-        if self._ranks:
-            code = self._process.wait()
-            self._readers[1].join(_CLOSE_S)
-            why = f"; {self._last_line}" * bool(self._last_line)
-            local_host.print_line(
-                f"asyncdist run: the connection to {self.host.name} has ended (exit code {code}{why}), and with it "
-                f"{ranks_in_words(self._ranks)}"
-            )
-        for rank in sorted(self._ranks):
-            self._ranks.pop(rank).note_end(255)
+        with self._lock:  # a rank that is started later must end, too
+            self._is_lost = True
+            lost = dict(self._ranks)
+        if lost:
+            self._end_lost(lost)
+        self._ranks.clear()
+
+    def _end_lost(self, ranks: Mapping[int, RemoteRank]) -> None:
+        code = self._process.wait()
+        self._readers[1].join(_CLOSE_S)
+        why = f"; {self._last_line}" * bool(self._last_line)
+        local_host.print_line(
+            f"asyncdist run: the connection to {self.host.name} has ended (exit code {code}{why}), and with it "
+            f"{ranks_in_words(ranks)}"
+        )
+        for rank in sorted(ranks):
+            ranks[rank].note_end(255)
 
     def _warn(self, stderr: IO[bytes]) -> None:
         """Print the host's standard error. Until the agent is ready, only store the last line, to explain a failure."""
@@ -373,7 +383,9 @@ def connected(
     agents: list[Agent] = []
     try:
         deadline = time.monotonic() + HELLO_S
-        agents += [Agent(host, ssh, script, needs, reports) for host in hosts]
+        for host in hosts:
+            # one by one, so that the earlier agents are closed if a later constructor raises
+            agents.append(Agent(host, ssh, script, needs, reports))  # noqa: PERF401
         problems: dict[str, list[str]] = {}
         for agent in agents:
             problem = agent.check(deadline)
