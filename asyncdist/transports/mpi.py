@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
-from asyncdist import environment
+from asyncdist import environment, local_host
 from asyncdist.errors import AsyncdistError, TransportError, TruncationError
 from asyncdist.transports.base import (
     ANY_SOURCE,
@@ -123,8 +123,7 @@ def _abort_alone() -> None:
     from mpi4py import MPI
 
     if MPI.Is_initialized() and MPI.COMM_WORLD.size > 1:
-        sys.stderr.write(f"asyncdist: rank {MPI.COMM_WORLD.rank} was interrupted while MPI started\n")
-        sys.stderr.flush()
+        local_host.print_line(f"asyncdist: rank {MPI.COMM_WORLD.rank} was interrupted while MPI started")
         _unlink_shared_memory()
         MPI.COMM_WORLD.Abort(130)
 
