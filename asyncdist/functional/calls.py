@@ -15,13 +15,11 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.runtime.world import World, current_world
-from asyncdist.tensors.serialization import cut_text
+from asyncdist.tensors.serialization import name_and_message
 from asyncdist.waits import WaitId, WaitKind
 
 AskT = TypeVar("AskT")
 AnswerT = TypeVar("AnswerT")
-
-_WORDS_NBYTES_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +176,7 @@ class Calls(Generic[AskT, AnswerT]):
             if not isinstance(answer, self._types[1]):
                 raise TypeError(f"answer= must return a {self._types[1].__name__}, got {answer!r:.80}")
         except Exception as error:
-            answer = _Failed(type(error).__name__, cut_text(str(error), _WORDS_NBYTES_MAX))
+            answer = _Failed(type(error).__name__, name_and_message(error)[1])
         try:
             await channel.send(answer, envelope.source, round=envelope.round)
         except (ClosedError, RankLostError):

@@ -22,7 +22,14 @@ class Answer:
     source: int
 
 
+class WithoutTextError(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("reason")
+
+
 async def slowly(ask: Ask, source: int) -> Answer:
+    if ask.number < -1:
+        raise WithoutTextError
     if ask.number < 0:
         raise ValueError(f"{ask.number} is below 0")
     await asyncio.sleep(0.001 * (ask.number % 3))
@@ -36,6 +43,8 @@ async def everybody_asks(world: ad.World) -> int:
         assert replies == [Answer(2 * n, world.rank) for n in range(20)]
         with pytest.raises(ad.RemoteError, match=f"rank {others[0]} failed to answer: ValueError: -1 is below 0"):
             await calls.ask(Ask(-1), others[0])
+        with pytest.raises(ad.RemoteError, match=r"WithoutTextError: .* raised AttributeError"):
+            await calls.ask(Ask(-2), others[0])  # Regression: the rank that was asked failed.
         await ad.barrier()
     with pytest.raises(ad.ClosedError, match="inside the async with block"):
         await calls.ask(Ask(1), others[0])
