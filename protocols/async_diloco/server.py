@@ -352,6 +352,7 @@ class Server:
         self.version_count += 1
         self._sync_times.on_decided(anchor.version + 1, (each.source for each in arrivals), self._services.time())
         self._outcome = await anchor.step(given, len(self._arrivals.members))
+        self._arrivals.note_applied()
         self._current = None
         every = self._options.mirror_every
         others = [each for each in arrivals if each.source != me and each.source in self._membership.living]
