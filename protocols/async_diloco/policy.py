@@ -252,6 +252,8 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         try:
             if is_orderly:
                 deadline = self._world.time() + self._own_options.drain_timeout_s
+                if self._federation is not None:
+                    self._federation.unfreeze()  # this rank's island may wait for the global server
                 await member.settled(deadline)
                 if self._federation is not None:
                     await self._federation.settled(deadline)
