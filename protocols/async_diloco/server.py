@@ -573,7 +573,8 @@ async def answered_alone(
     staleness = max(0, anchor.version - report.base_version)
     if contribution.sequence > dict(newest.applied).get(rank, 0):
         weight = weight_of(report.tokens, report.steps, weighting)
-        given = Contribution(rank, weight, report.norm, staleness, contribution.block[1])
+        encoded = [each.clone() for each in contribution.block[1]]  # a cancelled call is repeated with the same block
+        given = Contribution(rank, weight, report.norm, staleness, encoded)
         outcome = await anchor.step([given], 1)
     block, applied = anchor.copy_into(layouts.new_block()), ((rank, contribution.sequence),)
     return Answer(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -155,6 +156,34 @@ def test_a_rank_alone_steps_its_own_anchor() -> None:
         return own.model.weight[0, 0].item()
 
     assert ad.run_local(train, ranks=1) == [3.0]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_rank_alone_may_repeat_a_cancelled_step(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the repeated step halved the difference, and counted two versions."""
+
+    def cancelled() -> NoReturn:
+        raise asyncio.CancelledError
+
+    async def train(world: ad.World, is_cancelled: bool) -> tuple[float, int]:
+        outer = functools.partial(torch.optim.SGD, lr=0.5)
+        own = policy(outer_optimizer=outer, correct=StalenessWeight(power=1.0))
+        async with own:
+            assert own._alone is not None
+            own._alone.version += staleness  # as in a checkpoint of several ranks
+            for step in range(2):
+                with torch.no_grad():
+                    own.model.weight.add_(1.0)
+                if is_cancelled and step == 1:
+                    with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
+                        patch.setattr("asyncdist.protocols.async_diloco.anchor._YIELD_NBYTES", 0)
+                        patch.setattr("asyncdist.protocols.async_diloco.anchor.yield_to_loop", cancelled)
+                        await own.step()
+                await own.step()
+            return own.model.weight[0, 0].item(), own.statistics().version
+
+    whole, repeated = (ad.run_local(train, is_cancelled, ranks=1) for is_cancelled in (False, True))
+    assert repeated == whole == [(1.5 if staleness else 2.0, 1 + staleness)]
 
 
 def test_a_run_with_the_former_default_names_it() -> None:
