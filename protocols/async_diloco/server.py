@@ -263,6 +263,9 @@ class Server:
         if self._serving.setdefault(worker, rank) != rank:
             logger.debug("rank %d no longer serves island %d: its contribution is not used", rank, worker)
             return
+        own = self._store.outstanding if rank == self._services.rank else None
+        if rank == self._services.rank and (own is None or own.sequence != sequence):
+            return  # this rank has withdrawn the contribution
         if report.speed:
             self._speeds[rank] = report.speed
         facts = report.base_version, report.steps, report.tokens, report.norm, report.speed
@@ -270,7 +273,10 @@ class Server:
         match self._arrivals.on_arrived(arrival, self._services.time()):
             case Handling.ANSWER:
                 self._answer(arrival, 0)
-            case Handling.FETCH if rank == self._services.rank or not math.isfinite(arrival.norm):
+            case Handling.FETCH if not math.isfinite(arrival.norm):
+                self._note_received(arrival)
+            case Handling.FETCH if own is not None:
+                self._blocks[worker, sequence] = own.block[0]
                 self._note_received(arrival)
             case Handling.FETCH:
                 self._anchors.spawn(self._fetch(arrival), f"contribution {sequence} of rank {rank}")
@@ -366,9 +372,6 @@ class Server:
         """Return the encoded vectors of a contribution, or () if its norm is not finite."""
         if not math.isfinite(arrival.norm):
             return ()
-        own = self._store.outstanding
-        if arrival.source == self._services.rank and own is not None:
-            return own.block[1]
         return self._layouts.wire.encoded_in(self._blocks.pop((arrival.rank, arrival.sequence)))
 
     # -- answers ----------------------------------------------------------------------------------------------------

@@ -99,6 +99,26 @@ def test_an_heir_that_leaves_gives_the_anchor_away() -> None:
     assert [(0, 5)] in record.lineage and record.lineage[-1][0][0] == 2
 
 
+def test_a_leader_may_withdraw_its_own_contribution() -> None:
+    """Regression: a leaving regional server withdrew it, and the version that contained it failed with KeyError."""
+
+    async def main(world: ad.World) -> int:
+        model, optimizer = made()
+        async with AsyncDiLoCoPolicy(model, optimizer, average_every=4) as policy:
+            await advance(policy, model, optimizer, range(2), world.rank)
+            member, _ = policy._opened()
+            if member.server is not None:
+                await member.server.freeze()
+                member.contribute(*policy._captured(is_sound=True))
+                member.withdraw()
+                member.server.unfreeze()
+            await asyncio.sleep(1.0)
+            await world.progress()
+        return 0 if member.server is None else member.server.version_count
+
+    assert ad.simulate(main, ranks=2, seed=1, strict=True).results == (1, 0)
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("late", ["skip", "wait"])
 def test_a_restarted_rank_begins_at_the_newest_anchor(rank: int, late: str) -> None:
