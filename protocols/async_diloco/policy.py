@@ -496,7 +496,8 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         waited_s = self._world.time() - began_at
         if self._is_first:
             answer = self._store.apply_answer()
-            keeps_progress = self._progress.captured_at < self.iteration and not nonfinite
+            is_known = self._progress.was_sound and not nonfinite  # otherwise, the progress since is unknown
+            keeps_progress = self._progress.captured_at < self.iteration and is_known
             with self._weights.following():
                 self._captures.apply(answer.block, self._tensors(), keeps_progress=keeps_progress)
         if links is not None:

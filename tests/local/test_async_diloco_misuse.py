@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from typing import Any, NoReturn
 
 import pytest
@@ -143,6 +144,23 @@ def test_a_diverged_rank_gets_the_anchor_and_harms_no_other() -> None:
         return bool(torch.isfinite(own.model.weight).all()), recovered
 
     assert ad.run_local(train, ranks=2) == [(True, 0), (True, 1)]
+
+
+def test_weights_that_are_finite_again_become_the_anchor() -> None:
+    """Regression: the answer added the progress since an older contribution, which the anchor already contained."""
+
+    async def train(world: ad.World) -> float:
+        own = policy(average_every=1, outer_optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+        async with own:
+            if world.rank == 1:
+                torch.nn.init.constant_(own.model.weight, math.nan)
+            await own.step()
+            torch.nn.init.constant_(own.model.weight, 1.5)
+            await world.sleep(1.0)
+            await own.step()
+            return own.model.weight[0, 0].item()
+
+    assert simulate(train, ranks=2, seed=1).results[1] == 1.0
 
 
 def test_a_rank_alone_steps_its_own_anchor() -> None:
