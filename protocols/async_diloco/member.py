@@ -30,7 +30,7 @@ from asyncdist.protocols.async_diloco.messages import (
     Registered,
 )
 from asyncdist.protocols.async_diloco.options import ServerOptions
-from asyncdist.protocols.async_diloco.server import Server
+from asyncdist.protocols.async_diloco.server import Server, post
 from asyncdist.protocols.exchange.catching_up.offers import SECOND, Offers
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.scopes import PolicyScopes
@@ -392,11 +392,3 @@ class AsyncMember:
     def post(self, message: AsyncMessage, dest: int, number: int) -> None:
         """Send a message to ``dest``, unless ``dest`` is lost."""
         post(self._channel, message, dest, number)
-
-
-def post(channel: Channel[AsyncMessage], message: AsyncMessage, dest: int, number: int) -> None:
-    """Send a message to ``dest``, unless ``dest`` is lost."""
-    try:
-        channel.send_nowait(message, dest, round=number)
-    except RankLostError as error:  # the loss is handled when the world reports it
-        logger.debug("the message %s was not sent: %s", type(message).__name__, error)

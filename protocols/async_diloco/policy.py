@@ -38,7 +38,6 @@ from asyncdist.protocols.async_diloco.member_store import HeldAnchor, MemberStor
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived
 from asyncdist.protocols.async_diloco.options import (
     FOREIGN_OPTIONS,
-    LOSES_VALUES,
     AsyncDiLoCoOptionNames,
     AsyncDiLoCoOptions,
     ServerOptions,
@@ -50,7 +49,7 @@ from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, r
 from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.foreign_options import foreign_call_hint
-from asyncdist.protocols.diloco.options import check_has_whole_tensors
+from asyncdist.protocols.diloco.options import LOSES_VALUES, check_has_whole_tensors
 from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.diloco.step_tokens import StepTokens
 from asyncdist.protocols.exchange.replicas.group import Readiness

@@ -549,10 +549,15 @@ class Server:
         self._post(AnchorTaken(), holder, version)
 
     def _post(self, message: AsyncMessage, dest: int, number: int) -> None:
-        try:
-            self._channel.send_nowait(message, dest, round=number)
-        except RankLostError as error:  # the loss is handled when the world reports it
-            logger.debug("the message %s was not sent: %s", type(message).__name__, error)
+        post(self._channel, message, dest, number)
+
+
+def post(channel: Channel[AsyncMessage], message: AsyncMessage, dest: int, number: int) -> None:
+    """Send a message to ``dest``, unless ``dest`` is lost."""
+    try:
+        channel.send_nowait(message, dest, round=number)
+    except RankLostError as error:  # the loss is handled when the world reports it
+        logger.debug("the message %s was not sent: %s", type(message).__name__, error)
 
 
 async def answered_alone(
