@@ -29,7 +29,8 @@ def setting_names(optimizer: Any) -> frozenset[str]:
     """Return the names of entries of parameter groups that are settings, of an optimizer and those that it wraps."""
     found = {*_SETTINGS, *_SCHEDULED}
     for each in wrapped_optimizers(unwrapped(optimizer)):
-        found |= _arguments_of(type(each))
+        kind: Any = type(each)
+        found |= _arguments_of(kind)
     return frozenset(found)
 
 
