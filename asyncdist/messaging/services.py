@@ -38,7 +38,7 @@ PROTOCOL_CAPACITY: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class ChannelStatistics:
+class ChannelTotals:
     """Numbers of messages sent, received and dropped on all channels of a rank."""
 
     sent_count: int
@@ -488,7 +488,7 @@ class Services:
         for demultiplexer in self._demultiplexers.values():
             demultiplexer.close()
 
-    def channel_statistics(self) -> ChannelStatistics:
+    def channel_totals(self) -> ChannelTotals:
         """Return the numbers of messages sent, received and dropped on all channels since the start of the rank."""
         dropped: Counter[str] = Counter()
         drop_examples: dict[str, str] = {}
@@ -498,4 +498,4 @@ class Services:
             drop_examples.update(demultiplexer.drop_examples)
             sent_count += demultiplexer.sent_count
             received_count += demultiplexer.received_count
-        return ChannelStatistics(sent_count, received_count, dict(dropped), drop_examples)
+        return ChannelTotals(sent_count, received_count, dict(dropped), drop_examples)

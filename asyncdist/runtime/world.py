@@ -493,7 +493,7 @@ class World:
 
     def statistics(self) -> WorldStatistics:
         """Return the counts of messages, requests, streams and events since the world was opened."""
-        of_channels = self.services.channel_statistics()
+        of_channels = self.services.channel_totals()
         return WorldStatistics(
             engine=self._engine.statistics(),
             sent_count=of_channels.sent_count,

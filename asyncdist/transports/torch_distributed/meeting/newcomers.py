@@ -40,7 +40,7 @@ from asyncdist.transports.matching import CallbackQueue
 from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.meeting import connecting
 from asyncdist.transports.torch_distributed.meeting.rendezvous import Rendezvous, join_world, open_store
-from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore, text_of
 from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newcomers")
@@ -146,7 +146,7 @@ class WorldEntry:
         while True:
             token = left
             if self.common.check([_RUNNING]):
-                token = _check_running(_text(self.common, _RUNNING), self._rendezvous)
+                token = _check_running(text_of(self.common, _RUNNING), self._rendezvous)
             if token != left:
                 self.store = self.common.part(token)
                 newest = request_welcome(self.store, self._rendezvous, self._has_exited)
@@ -202,13 +202,13 @@ class WorldEntry:
         if not incarnation:  # The process began this world, which may not be the job's first.
             if not self.store.check([f"process/{rank}"]):
                 return False
-            process = _text(self.store, f"process/{rank}")
+            process = text_of(self.store, f"process/{rank}")
         return bool(self.common.check([f"exited/{process}"]))
 
     def _check_others(self) -> None:
         """Raise an error if no new world can begin, because a rank has ended and will not be restarted."""
         if self._rendezvous.admits_restarted and self.common.check([_GONE]):
-            gone = int(_text(self.common, _GONE))
+            gone = int(text_of(self.common, _GONE))
             raise TransportError(
                 f"rank {gone} was killed and will not be restarted; a new world cannot begin without it", rank=gone
             )
@@ -296,7 +296,7 @@ def request_welcome(
 def _read(store: Any, number: int, newest: list[int]) -> int:
     """Read the log from entry ``number``, record incarnations in ``newest``, and return the next entry's number."""
     while store.check([f"newcomer/{number}"]):
-        entry = _parse(_text(store, f"newcomer/{number}"))
+        entry = _parse(text_of(store, f"newcomer/{number}"))
         if entry is not None and entry[0] < len(newest):
             newest[entry[0]] = entry[1]
         number += 1
@@ -327,10 +327,6 @@ def _parse(entry: str) -> tuple[int, int] | None:
     """Return the rank and incarnation of a log entry, or None if the entry does not have this job's format."""
     found = re.fullmatch(r"([0-9]{1,9}) ([0-9]{1,9}) [0-9a-f]+", entry)
     return None if found is None else (int(found[1]), int(found[2]))
-
-
-def _text(store: Any, key: str) -> str:
-    return bytes(store.get(key)).decode()
 
 
 class NewcomerConnector:
@@ -437,7 +433,7 @@ class NewcomerConnector:
 
     def _read_log(self, store: Any, number: int) -> int:
         while store.check([f"newcomer/{number}"]):
-            entry = _parse(_text(store, f"newcomer/{number}"))
+            entry = _parse(text_of(store, f"newcomer/{number}"))
             number += 1
             if entry is None:
                 continue
@@ -489,7 +485,7 @@ class NewcomerConnector:
     def _connect(self, rank: int, incarnation: int, place: str) -> list[Any]:
         """Return new gloo groups of this rank and ``rank``. Raise TransportError if several attempts fail."""
         store, common = self._store.clone(), self._common.clone()
-        process = _text(store, f"{place}/{rank}")
+        process = text_of(store, f"{place}/{rank}")
 
         def check() -> None:
             if self._closing.is_set():
