@@ -40,6 +40,10 @@ _STATE_MODEL_COUNT_MAX: Final = 32
 StateMessage: TypeAlias = Grant | Cancel
 
 
+class StateSizeError(RemoteProtocolError):
+    """Raised if the size of an offered state is not allowed. A later attempt would fail in the same way."""
+
+
 def packed(value: Any) -> torch.Tensor:
     """Copy a tree of dicts, lists, tuples, numbers, strings and tensors into one uint8 tensor on the CPU."""
     tensors: list[tuple[int, torch.Tensor]] = []
@@ -233,13 +237,14 @@ class StateTransfer:
         Raises:
             RankLostError: The donor is lost or has left.
             TimeoutError: The deadline has passed.
-            RemoteProtocolError: The donor offers no state, has aborted, or has a state larger than ``nbytes_max``.
+            RemoteProtocolError: The donor offers no state, or has aborted.
+            StateSizeError: The state is larger than ``nbytes_max``.
         """
         size = new_memory(_LENGTH_NBYTES)
         await self._receive(size, donor, round, deadline)
         nbytes = int.from_bytes(bytes(byte_view(size)), "little")
         if not _LENGTH_NBYTES < nbytes <= nbytes_max:
-            raise RemoteProtocolError(
+            raise StateSizeError(
                 f"the state of rank {donor} must have more than {_LENGTH_NBYTES} and at most {nbytes_max} bytes, got "
                 f"{nbytes}",
                 rank=donor,

@@ -44,7 +44,7 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
-from asyncdist.protocols.replay_buffer.endings import abandoned_error, ended_error
+from asyncdist.protocols.replay_buffer.endings import abandoned_error, ended_error, late_error
 from asyncdist.protocols.replay_buffer.layouts import declare, declared, refuse_grant, scopes
 from asyncdist.protocols.replay_buffer.messages import (
     INLINE_NBYTES_MAX,
@@ -94,6 +94,7 @@ class ReplayBuffer:
     Raises:
         StartTimeoutError: The server did not serve a buffer with this name in time.
         DisagreementError: This rank is not one of the buffer's clients.
+        LateError: This rank was restarted, and the server no longer serves the buffer.
         RankLostError, ClosedError: The server is lost, or has left or stopped. Raised by every method.
         RemoteError: An exception has ended the server, for example in its scoring hook. Raised by every method.
     """
@@ -156,6 +157,8 @@ class ReplayBuffer:
         give_up_at, period_s = self._services.time() + self._start_timeout_s, _OPEN_PERIOD_S
         while self._welcome is None and self._error is None:
             if self._services.time() >= give_up_at:
+                if self._services.incarnation:
+                    raise late_error(self._server, self._name)
                 raise StartTimeoutError(
                     f"rank {self._server} did not serve the replay buffer {self._name!r} within "
                     f"{self._start_timeout_s:g} s; await serve_replay_buffer with name={self._name!r} on that rank",
@@ -509,7 +512,9 @@ class ReplayBuffer:
 
     def _on_gone(self, rank: int) -> None:
         if rank == self._server and self._welcome is None:
-            self._fail(abandoned_error(self._services, self._server, self._name))
+            error = abandoned_error(self._services, self._server, self._name)
+            is_late = self._services.incarnation and isinstance(error, ClosedError)
+            self._fail(late_error(self._server, self._name) if is_late else error)
         elif rank == self._server:
             self._services.spawn_service(
                 self._wait_for_end_reason(), name=f"end reason of the replay buffer {self._name!r}"

@@ -1,6 +1,6 @@
 """Creates the errors that a replay buffer's client raises if the server ends first."""
 
-from asyncdist import ClosedError, RankLostError, RemoteError
+from asyncdist import ClosedError, LateError, RankLostError, RemoteError
 from asyncdist.messaging.services import Services
 
 
@@ -18,3 +18,9 @@ def abandoned_error(services: Services, server: int, name: str) -> RankLostError
     if server in services.lost_ranks():
         return RankLostError(f"{text}is lost", rank=server)
     return ClosedError(f"{text}has left", rank=server)
+
+
+def late_error(server: int, name: str) -> LateError:
+    """Return the error of a restarted client whose server has ended, or does not serve in time."""
+    text = f"this rank comes too late: rank {server} no longer serves the replay buffer {name!r}"
+    return LateError(text, rank=server)

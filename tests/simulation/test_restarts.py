@@ -23,6 +23,7 @@ from protocols import (
     PolicyEvent,
     SnapshotTaken,
 )
+from protocols.joining import state_transfer
 from protocols.joining.state_transfer import StateTransfer
 
 _LATE = "late"
@@ -414,6 +415,32 @@ def test_a_restarted_donor_gives_its_state_once_admitted() -> None:
     report = simulate(main, ranks=2, faults=faults, network=Network(loss_detection_s=1e-4), strict=True)
     check(report)
     assert report.results[0] == list(range(20))
+
+
+@pytest.mark.parametrize(("copies", "result"), [(20, "admitted"), (40, "at most 1280000 bytes")])
+def test_a_state_of_up_to_32_models_admits_a_rank(copies: int, result: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the limit was 16 models, and above it the restarted rank asked again until the others had left."""
+
+    async def main(world: ad.World) -> str:
+        model = nn.Linear(10_000, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if not world.incarnation:
+            optimizer.state[model.weight] = {"history": torch.zeros(copies, 10_000)}
+        try:
+            async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=3) as policy:
+                while policy.iteration < 200:
+                    await policy.step(float(world.rank))
+        except ad.RemoteProtocolError as error:
+            return str(error)
+        return "admitted" if world.incarnation else ""
+
+    monkeypatch.setattr(state_transfer, "_STATE_NBYTES_MAX", 0)
+    faults = [Kill(2, at_s=0.02), Restart(2, at_s=0.021)]
+    report = simulate(
+        main, ranks=3, faults=faults, network=Network(loss_detection_s=1e-4), compute=Compute(step_s=0.01)
+    )
+    assert report.results[:2] == ("", "")
+    assert result in str(report.results[2])
 
 
 def test_a_donor_of_weights_that_are_not_finite_keeps_no_copies() -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from asyncdist import AsyncdistError
 from asyncdist.protocols.joining.newcomers import Application
-from asyncdist.protocols.joining.state_transfer import StateTransfer, WholeState, unpacked
+from asyncdist.protocols.joining.state_transfer import (
+    StateSizeError,
+    StateTransfer,
+    WholeState,
+    state_nbytes_max,
+    unpacked,
+)
 from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.selective.leadership import Leadership
 from asyncdist.protocols.selective.member import RoundMember, State
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
-
-#: Maximum size of a state that a restarted rank accepts: this number of bytes plus this multiple of its model's size.
-_STATE_NBYTES_MAX: Final = 64 << 20
-_STATE_MODEL_COUNT_MAX: Final = 16
 
 
 class StateReceiver:
@@ -35,7 +35,7 @@ class StateReceiver:
         self._states = states
         self._whole = whole
         self._journal = journal
-        self._nbytes_max = _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * model_nbytes
+        self._nbytes_max = state_nbytes_max(model_nbytes)
 
     async def complete(self, application: Application, leadership: Leadership) -> None:
         """Repeat the admission request and receive members' states until this rank is admitted."""
@@ -59,6 +59,8 @@ class StateReceiver:
                 exchange.donor, number, nbytes_max=self._nbytes_max, deadline=exchange.deadline
             )
             parts = unpacked(state)
+        except StateSizeError:
+            raise
         except (AsyncdistError, TimeoutError) as error:
             self._roles.abandon(number, f"the state of a member did not arrive: {error}")
             return
