@@ -110,6 +110,7 @@ class Server:
         self._sync_times = SyncTimes()
         self._mirrored_at = 0
         self._is_frozen = False
+        self._is_leaving = False  # whether the next leader answers registrations
         self.anchor: Anchor | None = None
         self.applied_count = self.staleness_sum = self.lost_outer_state_count = self.version_count = 0
         self.grace_sum_s = 0.0
@@ -304,6 +305,8 @@ class Server:
         if self.anchor is None:
             if self._membership.living <= self._member_states.keys():
                 self._task = self._anchors.spawn(self._elect(), "election of the anchor")
+        elif self._is_frozen and not self._is_leaving:
+            self._answer_registrations()  # which change no anchor, and the save may wait for a new server's election
         elif self._can_make_version():
             self._task = self._anchors.spawn(self._make_versions(), "versions of the anchor")
         if self._task is not None:
@@ -508,6 +511,7 @@ class Server:
         Returns:
             False if the deadline passed first.
         """
+        self._is_leaving = True
         while True:
             await self.freeze()
             if self._regional is not None and self.anchor is not None:
@@ -541,7 +545,7 @@ class Server:
 
     def close(self) -> None:
         """Stop changing the common weights, because this rank leaves."""
-        self._is_frozen = True
+        self._is_frozen = self._is_leaving = True
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
