@@ -477,14 +477,15 @@ class Server:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    async def freeze(self) -> None:
+    async def freeze(self, deadline: float | None = None) -> bool:
         """Stop changing the common weights until :meth:`unfreeze`, so that they can be saved.
 
-        Wait for a pending change.
+        Wait for a pending change or election. Return False if the deadline passes first.
         """
         self._is_frozen = True
         self._services.engine.recheck()
-        await self._services.engine.until(lambda: self._task is None, WaitId(WaitKind.OWN_ROUND))
+        wait = WaitId(WaitKind.OWN_ROUND)
+        return await self._services.engine.until(lambda: self._task is None, wait, deadline=deadline)
 
     def unfreeze(self) -> None:
         """Resume changing the common weights after :meth:`freeze`."""
@@ -513,7 +514,8 @@ class Server:
         """
         self._is_leaving = True
         while True:
-            await self.freeze()
+            if not await self.freeze(deadline):
+                return False
             if self._regional is not None and self.anchor is not None:
                 self._regional.prepare_leaving(self.anchor)
             if not await self._hand_over(deadline):
@@ -528,7 +530,8 @@ class Server:
         engine, me, wait = self._services.engine, self._services.rank, WaitId(WaitKind.OWN_ROUND)
         if not await engine.until(lambda: self.has_begun, wait, deadline=deadline):
             return False
-        await self.freeze()
+        if not await self.freeze(deadline):
+            return False
         if not await engine.until(lambda: self._anchors.is_idle, wait, deadline=deadline):
             return False
         while others := [rank for rank in self._membership.members() if rank != me]:

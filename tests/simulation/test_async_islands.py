@@ -200,3 +200,15 @@ def test_a_new_regional_server_begins_during_a_save(at_ms: int, tmp_path: Path) 
     network, faults = Network(link=Link(latency_s=1e-3)), [Kill(0, at_s=at_ms / 1000)]
     report = ad.simulate(main, ranks=4, seed=3, network=network, faults=faults, until_s=100.0)
     assert report.results == (None, 10, 10, 10)
+
+
+def test_leaving_ranks_do_not_wait_forever_for_an_election(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: drain_timeout_s did not limit the wait for a regional server that waits for the global server."""
+    monkeypatch.setattr("asyncdist.protocols.async_diloco.server.Server.on_register", lambda *_: None)
+
+    async def main(world: ad.World) -> None:
+        model, optimizer = made()
+        async with AsyncDiLoCoPolicy(model, optimizer, average_every=2, islands=2, drain_timeout_s=1.0) as policy:
+            await advance(policy, model, optimizer, range(1), world.rank)  # without a contribution
+
+    assert ad.simulate(main, ranks=4, seed=1).virtual_time_s < 10.0
