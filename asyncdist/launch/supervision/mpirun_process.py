@@ -129,7 +129,13 @@ class _Job:
             _print_line("no rank has started yet")
         self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) - {signal.SIGUSR1}
         self._signals.__enter__()
-        self._process = self._start()
+        try:
+            self._process = self._start()
+        except BaseException:
+            self._signals.__exit__(None, None, None)
+            os.close(self._reports)
+            os.close(self._reported)
+            raise
         assert self._process.stderr is not None
         self._copier = threading.Thread(target=self._copy, args=(self._process.stderr,), daemon=True)
         self._copier.start()
@@ -149,15 +155,18 @@ class _Job:
             guardian.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self._command,
-            executable=self._mpirun,
-            env=self._environ,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            process_group=0,
-            preexec_fn=self._begin,
-        )
+        try:
+            return subprocess.Popen(
+                self._command,
+                executable=self._mpirun,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                process_group=0,
+                preexec_fn=self._begin,
+            )
+        except OSError as error:
+            raise local_host.LaunchError(f"{self._mpirun} cannot be started: {error}") from error
 
     def _begin(self) -> None:
         guardians.die_with_parent(self._pid)
