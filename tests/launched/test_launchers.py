@@ -214,7 +214,7 @@ def test_a_kill_is_named_above_what_follows_from_it(tmp_path: Path) -> None:
         assert not any("prterun" in line for line in lines), lines
 
 
-def test_an_mpirun_that_cannot_start_is_named_and_signals_are_freed(tmp_path: Path) -> None:
+def test_an_mpirun_that_cannot_start_is_one_line(tmp_path: Path) -> None:
     """Regression: it was a traceback, and the launcher's thread kept its signals blocked."""
     before, mpirun = signal.pthread_sigmask(signal.SIG_BLOCK, ()), str(tmp_path / "mpirun")
     with pytest.raises(local_host.LaunchError, match=f"{re.escape(mpirun)} cannot be started: .*No such file"):

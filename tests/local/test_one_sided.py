@@ -532,7 +532,7 @@ def test_a_hostile_grant_is_answered_by_an_abort() -> None:
     assert len(run(main, 2)[0]) == 3
 
 
-def test_a_read_that_is_cancelled_after_the_window_is_closed_ends() -> None:
+def test_a_read_is_cancelled_after_its_window_was_closed() -> None:
     """Regression: it raised ClosedError instead, because the channel for the message to the sender was closed."""
 
     async def main(world: ad.World) -> bool:

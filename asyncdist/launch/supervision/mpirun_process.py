@@ -213,7 +213,7 @@ class _Job:
             _print_line(line)
         if code and not lines and self._ends.cause is None and self._ends.asked_to_end is None:
             for blame in self._output_filter.blames:
-                _write(blame)
+                local_host.write_output(2, blame)
         return code
 
     def _next_event(self) -> tuple[str, Any]:
@@ -312,10 +312,10 @@ class _Job:
         """Copy mpirun's standard error, except reports of guardian processes and messages that blame a rank."""
         while True:
             if self._output_filter.has_held_bytes and not select.select([pipe], [], [], _HOLD_S)[0]:
-                _write(self._output_filter.flush())
+                local_host.write_output(2, self._output_filter.flush())
                 continue
             data = os.read(pipe.fileno(), 1 << 16)
-            _write(self._output_filter.feed(data) if data else self._output_filter.flush())
+            local_host.write_output(2, self._output_filter.feed(data) if data else self._output_filter.flush())
             for report in self._output_filter.reports:
                 self._put_report(report.decode())
             self._output_filter.reports.clear()
@@ -339,9 +339,3 @@ class _RemoteGuardian:
 
 def _print_line(text: str) -> None:
     local_host.print_line(f"asyncdist run: {text}")
-
-
-def _write(data: bytes) -> None:
-    with contextlib.suppress(OSError):  # raised if no process reads the output
-        while data:
-            data = data[os.write(2, data) :]
