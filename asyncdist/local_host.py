@@ -108,9 +108,7 @@ def open_standard_files() -> None:
 
 def print_line(text: str) -> None:
     """Print a line on standard error. Ignore a full disk or a closed pipe, so that the job continues."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError is raised if the file is closed
-        sys.stderr.write(f"{text}\n")  # one call, so that lines of several processes do not mix
-        sys.stderr.flush()
+    rank_program.write_error(f"{text}\n")
 
 
 def write_output(descriptor: int, data: bytes) -> None:

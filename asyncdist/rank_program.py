@@ -26,7 +26,7 @@ import warnings
 import zipimport
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, BinaryIO, Final, TextIO
 
 #: Path of this file. As a program, it runs the script named by its first argument.
 PROGRAM: Final = os.path.abspath(__file__)
@@ -161,8 +161,8 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     except SystemExit as error:
         code = error.code
         if code is not None and not isinstance(code, int):  # the argument of sys.exit was a message
-            with contextlib.suppress(OSError):  # raised if the disk is full, or no process reads the output
-                print(code, file=sys.stderr, flush=True)
+            with contextlib.suppress(Exception):  # raised by the user's object
+                write_error(f"{code}\n")
         code = ending.code = exit_code(code)
         is_child = os.getpid() != process_id  # a child forked by the script must not end the job
         if code and not is_child:
@@ -176,10 +176,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         shown = _leave_world(error) if os.getpid() == process_id else error
         if isinstance(shown, SystemExit):  # this restarted rank was too late, which is not a failure
             sys.exit(shown.code)
-        # KeyboardInterrupt is raised if Ctrl-C ended a peer before it reached this rank, and OSError by a full disk.
-        with contextlib.suppress(KeyboardInterrupt, OSError):
-            _print_error(shown)
-        code = ending.code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        code = ending.code = _print_error(shown) or (130 if isinstance(error, KeyboardInterrupt) else 1)
         if os.getpid() == process_id:
             _end_job(code)
         sys.exit(code)
@@ -265,18 +262,16 @@ class _PrintOnce:
         first_rank = printed.setdefault(text, _own_name())
         if first_rank != _own_name():
             first_line = str(error).partition("\n")[0]
-            sys.stderr.write(
+            write_error(
                 f"asyncdist: {_own_name()} failed in the same way as {first_rank}: {kind.__name__}: {first_line}\n"
             )
-            return
-        sys.stderr.write(f"asyncdist: {first_rank} failed:\n{text}")
-        sys.stderr.flush()
-        file.seek(0)
-        file.write(json.dumps(printed).encode())
+        elif write_error(f"asyncdist: {first_rank} failed:\n{text}"):
+            file.seek(0)
+            file.write(json.dumps(printed).encode())
 
 
-def _print_error(error: BaseException) -> None:
-    """Print an error. For Ctrl-C during an import, print only one line instead of a traceback on every rank."""
+def _print_error(error: BaseException) -> int:
+    """Print an error, for Ctrl-C during an import only as one line. Return what :func:`call_excepthook` returns."""
     trace, line, is_import = error.__traceback__, "", False
     while trace is not None and isinstance(error, KeyboardInterrupt):
         code = trace.tb_frame.f_code
@@ -286,9 +281,46 @@ def _print_error(error: BaseException) -> None:
             line = f"{code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     if is_import:
-        sys.stderr.write(f"asyncdist: {_own_name()} was interrupted during an import, at {line}\n")
-    else:
+        write_error(f"asyncdist: {_own_name()} was interrupted during an import, at {line}\n")
+        return 0
+    return call_excepthook(error)
+
+
+def call_excepthook(error: BaseException) -> int:
+    """Call ``sys.excepthook``. Return the exit code with which the user's hook ends the program, or 0. Never raise."""
+    try:
         sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as end:
+        return exit_code(end.code)
+    except (KeyboardInterrupt, OSError):  # Ctrl-C ended a peer before it reached this rank; the disk is full
+        return 0
+    except BaseException as failure:
+        failure.__context__ = failure.__context__ or error
+        sys.__excepthook__(type(failure), failure, failure.__traceback__)
+    return 0
+
+
+def write_error(text: str) -> bool:
+    """Write to standard error, or to the original one if the user's stream raises. Return whether it was written.
+
+    Never raise, because a failed rank must end the job even if it cannot print its error.
+    """
+    first: Any = getattr(sys, "stderr", None)
+    second: Any = None if first is None or first is sys.__stderr__ else sys.__stderr__
+    for each in (first, second):
+        with contextlib.suppress(Exception):  # such as AttributeError, because None has no function
+            each.write(text)  # one call, so that lines of several processes do not mix
+            with contextlib.suppress(Exception):
+                each.flush()
+            return True
+    return False
+
+
+def flush_output() -> None:
+    """Flush standard output and standard error. Ignore errors of closed files, full disks and the user's streams."""
+    for name in ("stdout", "stderr"):
+        with contextlib.suppress(Exception):
+            getattr(sys, name).flush()
 
 
 def _own_name() -> str:
@@ -328,9 +360,7 @@ def report_without_world(_number: int, frame: types.FrameType | None) -> None:
         frame = frame.f_back
     has_begun = frame is not None and frame.f_code.co_filename != __file__
     where = f"; it is at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None and has_begun else ""
-    with contextlib.suppress(Exception):  # a request for a report must not raise
-        sys.stderr.write(f"asyncdist: {_own_name()} has not opened a world, or has closed it{where}\n")
-        sys.stderr.flush()
+    write_error(f"asyncdist: {_own_name()} has not opened a world, or has closed it{where}\n")
 
 
 def _is_passed_over(frame: types.FrameType) -> bool:
@@ -340,26 +370,41 @@ def _is_passed_over(frame: types.FrameType) -> bool:
 def _prefix_output() -> None:
     if os.environ.get(PREFIX_VARIABLE) == "1":
         rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "?")
-        sys.stdout, sys.stderr = (_Prefixed(stream, f"[{rank}] ") for stream in (sys.stdout, sys.stderr))
+        sys.stdout, sys.stderr = (_prefixed(stream, f"[{rank}] ") for stream in (sys.stdout, sys.stderr))
 
 
-class _Prefixed(io.TextIOBase):
-    """A text stream that writes to another stream, with a prefix before each line."""
+def _prefixed(stream: TextIO, prefix: str) -> TextIO:
+    """Return a text stream that writes to the same file as ``stream``, with a prefix before each line."""
+    lines = _PrefixedLines(stream.buffer, prefix.encode())
+    prefixed = io.TextIOWrapper(lines, stream.encoding, stream.errors, newline="\n", line_buffering=True)
+    vars(prefixed).update(vars(stream))  # the attribute mode of Python's standard streams
+    return prefixed
 
-    def __init__(self, stream: TextIO, prefix: str) -> None:
+
+class _PrefixedLines(io.BufferedIOBase):
+    """A binary stream that writes to another stream, with a prefix before each line."""
+
+    def __init__(self, stream: BinaryIO, prefix: bytes) -> None:
         self._stream = stream
         self._prefix = prefix
         self._is_in_line = False
 
-    def write(self, text: str) -> int:
-        """Write ``text``, which may end within a line, and return its length."""
-        for line in text.splitlines(keepends=True):
-            self._stream.write(line if self._is_in_line else self._prefix + line)
-            self._is_in_line = not line.endswith(("\n", "\r"))
-        return len(text)
+    def write(self, data: Any) -> int:
+        """Write ``data``, which may end within a line, and return its length."""
+        written = bytes(data)
+        lines = written.splitlines(keepends=True)
+        if lines:
+            first = b"" if self._is_in_line else self._prefix
+            self._is_in_line = not lines[-1].endswith((b"\n", b"\r"))
+            self._stream.write(first + self._prefix.join(lines))
+        return len(written)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
 
     def flush(self) -> None:
         """Flush the underlying stream."""
@@ -372,11 +417,6 @@ class _Prefixed(io.TextIOBase):
     def isatty(self) -> bool:
         """Return whether the underlying stream is a terminal."""
         return self._stream.isatty()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """Encoding of the underlying stream."""
-        return self._stream.encoding
 
 
 class _Ending:
@@ -392,10 +432,10 @@ class _Ending:
             atexit.register(self._end)
 
     def _end(self) -> None:
-        for file in filter(None, (sys.stdout, sys.stderr)):
-            with contextlib.suppress(OSError, ValueError):  # raised if no process reads the output, or it is closed
-                file.flush()
-        os._exit(self.code)
+        try:
+            flush_output()
+        finally:
+            os._exit(self.code)
 
 
 def write_past_mpirun() -> None:
@@ -478,7 +518,7 @@ def abort_over_pmi(code: int) -> None:
 
 def _await_readers() -> None:
     """Wait briefly until the launcher has read this rank's output, because an abort may discard it."""
-    sys.stdout.flush()
+    flush_output()
     deadline = time.monotonic() + _READERS_S
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):  # raised if the descriptor is closed

@@ -18,6 +18,7 @@ import math
 import operator
 import re
 import sys
+import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
@@ -34,8 +35,6 @@ TORCH_MIN: Final = (2, 8)
 SMALLEST: Final = math.ulp(0.0)
 #: Largest finite float.
 LARGEST: Final = math.nextafter(math.inf, 0.0)
-#: Modules whose frames may lie between the user's code and a coroutine of asyncdist that it awaits.
-_AWAITED_BY_USERS: Final = ("asyncdist.", "contextlib")
 #: Largest number of bits of a count. NumPy's seeds have as many.
 _COUNT_BITS: Final = 128
 
@@ -57,26 +56,33 @@ def refuse_other_loop(rank: int, *, serves_blocking_code: bool) -> NoReturn:
     Args:
         serves_blocking_code: Whether :mod:`asyncdist.blocking` has opened the world.
     """
-    frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_back.f_globals.get("__name__")).startswith(_AWAITED_BY_USERS):
-        frame = frame.f_back
-    module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_qualname.removeprefix("_")
+    frame = caller = sys._getframe(1)
+    while caller.f_back is not None and _module_of(caller.f_back).startswith(("asyncdist.", "contextlib")):
+        caller = caller.f_back
+        frame = caller if _module_of(caller) != "contextlib" else frame
+    name = frame.f_code.co_qualname.removeprefix("_")  # all_gather()'s coroutine is _all_gather, for example.
     owner, _, method = name.rpartition(".")
+    if method == "__aenter__":
+        name = f"async with {type(frame.f_locals.get('self')).__name__}(...)"
     if not serves_blocking_code:
+        place = "its world, such as the loop of asyncio.run"
         wanted = "await it in the rank's main, or in a task that world.spawn has started"
-        where = "its world, such as the loop of asyncio.run"
     else:
-        where = "the world that asyncdist.blocking has opened, such as a notebook's loop or that of asyncio.run"
+        place = "the world that asyncdist.blocking has opened, such as the loop of a notebook or of asyncio.run"
         if method == "__aenter__":
-            wanted = "write with asyncdist.blocking.policy(...) as policy, or with asyncdist.blocking.context(...)"
+            wanted = "write with asyncdist.blocking.policy(...) or, for other objects, asyncdist.blocking.context(...)"
         elif owner == "World":
             wanted = f"call asyncdist.blocking.current_world().{method}(...) without await"
-        elif not owner and not module.startswith("asyncdist.protocols"):
+        elif not owner and not _module_of(frame).startswith("asyncdist.protocols."):
             wanted = f"call asyncdist.blocking.{name}(...) without await"
         else:
             wanted = "call it through asyncdist.blocking"
-        wanted += ", or run your whole coroutine function with asyncdist.blocking.current_world().call(FUNCTION)"
-    raise LocalProtocolError(f"{name} cannot be awaited in another event loop than {where}: {wanted}", rank=rank)
+        wanted += ", or run your coroutine function FN with asyncdist.blocking.current_world().call(FN)"
+    raise LocalProtocolError(f"{name} cannot be awaited in another event loop than {place}: {wanted}", rank=rank)
+
+
+def _module_of(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 def one_of(values: Iterable[Any]) -> str:

@@ -103,8 +103,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     ) -> None:
         own = CommonOptions.of({**options, "average_every": average_every})
         self.model = model
-        self.average_every = own.average_every
-        self.name = own.name
+        self.average_every, self.name = own.average_every, own.name
         self.iteration = 0
         self.start_number = 0  # equal on all ranks that train together; different for each start
         self._call_count = 0  # steps in this process; `iteration` includes those before a restart
@@ -114,8 +113,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._unawaited: UnawaitedStep | None = None  # the first step, and the last one after an unawaited step
         self._journal = Journal(own.name, type(self).__name__)
         self._metric, self._metric_mode = own.metric, own.metric_mode
-        # Name and value of an option in the metric's unit.
-        self._limit: tuple[str, float | None] = ("threshold", None)
+        self._limit: tuple[str, float | None] = ("threshold", None)  # an option in the metric's unit, with its value
         states = AveragedStates(model, None if resets_optimizer else optimizer)
         self._flat = FlatState(  # raises TypeError if model is not a module
             model, takes_shards=self.keeps_replicas, trained_only=own.parameters == "trainable", states=states
@@ -507,12 +505,14 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._flat.check_optimizer(optimizer)
         self._weights.change(optimizer)
 
+    def take_optimizer_of(self, other: SpawnPolicy) -> None:
+        """Train the model with the optimizer of ``other``, a policy on this model that was not entered."""
+        self.optimizer = other.optimizer
+
     def take_model_of(self, other: SpawnPolicy) -> bool:
         """Use the model and optimizer of ``other``, a policy that was not entered, from now on.
 
-        Returns:
-            False, without a change, if the models' layouts differ, or if the other model would spoil the other ranks'
-            means (see :meth:`_can_begin_again`).
+        Returns False, without a change, if the models' layouts differ or :meth:`_can_begin_again` forbids it.
         """
         if not self.has_layout_of(other) or not self._can_begin_again():
             return False

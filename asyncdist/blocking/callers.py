@@ -17,7 +17,6 @@ import contextlib
 import contextvars
 import inspect
 import logging
-import os
 import sys
 import threading
 from asyncio import _get_running_loop, _set_running_loop
@@ -30,11 +29,12 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import greenlet
 
+from asyncdist import rank_program
 from asyncdist.blocking.begun import BegunCall, Outcome, Pause, awaited, called, outcome_of
 from asyncdist.blocking.stack_bottom import call_at_bottom
 from asyncdist.errors import ClosedError, LateError, LocalProtocolError
 from asyncdist.runtime.failing.failure import end_late
-from asyncdist.runtime.failing.process_ends import end_forked_child
+from asyncdist.runtime.failing.process_ends import end_forked_child, exit_immediately
 from asyncdist.runtime.outside_loop import is_loop_running
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.stall_warnings import frame_of_caller
@@ -268,10 +268,8 @@ class LoopCaller(Caller):
         try:
             self.close(None)
         except BaseException as error:  # MPI calls this method, and does not propagate errors
-            sys.excepthook(type(error), error, error.__traceback__)  # prints only errors not yet reported
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            rank_program.call_excepthook(error)  # prints only errors not yet reported
+            exit_immediately(1)
 
     def close(self, error: BaseException | None) -> None:
         """End main, and the world, with the ``error`` of the ``with`` block, unless main has ended.

@@ -87,7 +87,7 @@ class _UntilExit:
         except SystemExit as error:  # raised for a signal, and already reported
             exit_immediately(rank_program.exit_code(error.code))
         except BaseException as error:  # at this point, only os._exit can change the exit code
-            sys.excepthook(type(error), error, error.__traceback__)  # prints only errors not yet reported
+            rank_program.call_excepthook(error)  # prints only errors not yet reported
             exit_immediately(1)
 
     def leave(self, error: BaseException | None) -> None:

@@ -12,8 +12,9 @@ even while they wait (:mod:`asyncdist.collectives.membership`). The loss of a me
 with RankLostError. A simulation detects mismatched calls (:mod:`asyncdist.collectives.call_checker`). Between
 processes, only operations that exchange headers (:mod:`asyncdist.collectives.error_exchange`) detect mismatches.
 
-**Cancellation**: a cancelled collective continues in the background until it completes, because the other members have
-entered it. Its result is lost. Later collectives of this rank in the group wait for its completion.
+**Cancellation**: a cancelled collective continues in the background until it completes, because the other members take
+part in it. It still reads the caller's tensors. A tensor that is changed in place may or may not be written. Returned
+results are lost. Later collectives of this rank in the group wait for its completion.
 """
 
 from __future__ import annotations

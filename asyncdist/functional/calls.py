@@ -15,13 +15,11 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.runtime.world import World, world_to_await
-from asyncdist.tensors.serialization import cut_text
+from asyncdist.tensors.serialization import name_and_message
 from asyncdist.waits import WaitId, WaitKind
 
 AskT = TypeVar("AskT")
 AnswerT = TypeVar("AnswerT")
-
-_WORDS_NBYTES_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +33,10 @@ class _Failed:
 @dataclass(frozen=True, slots=True)
 class _Left:
     """Message that notifies another rank that the sender no longer answers."""
+
+
+def _failed(error: BaseException) -> _Failed:
+    return _Failed(type(error).__name__, name_and_message(error)[1])
 
 
 class Calls(Generic[AskT, AnswerT]):
@@ -119,7 +121,8 @@ class Calls(Generic[AskT, AnswerT]):
         **Cancellation**: the answer is dropped when it arrives.
 
         Raises:
-            RemoteError: The answering function raised an exception, or rank ``dest`` has no ``answer``.
+            RemoteError: The answering function raised an exception, its answer cannot be sent, or rank ``dest`` has no
+                ``answer``.
             ClosedError: Rank ``dest`` has left its block, or ``ask`` was called outside the ``async with`` block.
             RankLostError: Rank ``dest`` is lost, or the job has failed.
         """
@@ -141,6 +144,8 @@ class Calls(Generic[AskT, AnswerT]):
             return answer
         finally:
             self._waiting.pop(number, None)
+            if waiter.done() and not waiter.cancelled():
+                waiter.exception()  # the send may have failed, too; asyncio would log an exception that is not read
 
     async def _read(self, channel: Channel[Any]) -> None:
         while True:
@@ -178,11 +183,24 @@ class Calls(Generic[AskT, AnswerT]):
             if not isinstance(answer, self._types[1]):
                 raise TypeError(f"answer= must return a {self._types[1].__name__}, got {answer!r:.80}")
         except Exception as error:
-            answer = _Failed(type(error).__name__, cut_text(str(error), _WORDS_NBYTES_MAX))
+            answer = _failed(error)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # this task is cancelled, and not only one that answer= awaits
+                raise
+            answer = _failed(error)
+        try:
+            await self._send(channel, answer, envelope)
+        except (ClosedError, RankLostError):
+            return  # the asking rank is lost, or one of the two ranks has left its block
+
+    async def _send(self, channel: Channel[Any], answer: Any, envelope: Envelope[Any]) -> None:
         try:
             await channel.send(answer, envelope.source, round=envelope.round)
         except (ClosedError, RankLostError):
-            return  # the asking rank is lost, or one of the two ranks has left its block
+            raise
+        except Exception as error:  # the answer has a field that cannot be sent
+            await channel.send(_failed(error), envelope.source, round=envelope.round)
 
     def _send_nowait(self, channel: Channel[Any], message: Any, dest: int, number: int) -> None:
         try:

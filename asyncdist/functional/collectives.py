@@ -1,6 +1,10 @@
 """Provides collectives as functions, by default in the current world and with all its ranks.
 
 :mod:`asyncdist.collectives.collectives` implements them. Ranks in arguments are ranks of the world.
+
+**Cancellation**: a cancelled collective continues in the background, because the other members take part in it. The
+passed tensors are in use until the other members have taken part. Until then, their values may be sent, and a tensor
+that is changed in place may still be written.
 """
 
 from __future__ import annotations
@@ -97,6 +101,8 @@ async def broadcast(
     Args:
         tensor: Tensor of equal shape and dtype on all members, on any device, only read on ``root``.
         root: Rank of a member.
+
+    **Cancellation**: ``tensor`` is in use until the other members have taken part: it may still be sent or written.
     """
     world, group = resolve_group(world, group)
     return await world.collectives.broadcast(tensor, group, root)
@@ -110,6 +116,8 @@ async def gather(
     Args:
         tensor: Tensor of equal shape and dtype on all members, on any device.
         root: Rank of a member.
+
+    **Cancellation**: ``tensor`` is in use until the other members have taken part. Do not change it before.
     """
     world, group = resolve_group(world, group)
     return await world.collectives.gather(tensor, group, root)
@@ -151,6 +159,8 @@ def all_gather(
         group: Ranks that take part, by default all. Only without an axis name.
         world: World of the call, by default the current one. Only without an axis name.
 
+    **Cancellation**: ``tensor`` is in use until the other members have taken part. Do not change it before.
+
     Raises:
         TypeError: Arguments for a group and for a mesh axis were both passed.
         Exception: With an axis name, any error that :func:`asyncdist.psum` raises.
@@ -184,6 +194,8 @@ async def all_reduce(
             booleans, "sum" and "max" mean "or", and "prod" and "min" mean "and". A minimum or maximum is NaN if any
             member has NaN. Dtypes narrower than float32 are reduced in float32 and rounded once.
         op: ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``. For complex tensors, only ``"sum"`` or ``"prod"``.
+
+    **Cancellation**: ``tensor`` is in use until the other members have taken part: it may still be sent or written.
     """
     world, group = resolve_group(world, group)
     return await world.collectives.all_reduce(tensor, group, op)
@@ -212,6 +224,8 @@ async def all_to_all(
         group: Ranks that take part, by default all. For process groups of torch.distributed, and for gradients, use
             :func:`asyncdist.launch.process_groups.all_to_all`.
 
+    **Cancellation**: ``tensors`` are in use until the other members have taken part. Do not change them before.
+
     Raises:
         ValueError: The first dimension cannot be split evenly.
     """
@@ -228,6 +242,4 @@ async def all_to_all(
             f"the first dimension of the tensor must be a multiple of the {group.size} ranks, got shape "
             f"{tuple(tensors.shape)}"
         )
-    if not tensors.shape[0]:
-        return tensors.detach().clone()
     return torch.cat(await world.collectives.all_to_all(tensors.chunk(group.size), group))

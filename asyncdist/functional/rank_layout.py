@@ -369,6 +369,8 @@ async def _all_hosts(world: World, hostname: str) -> list[str]:
 def _describe(layout: RankLayout) -> str:
     """Describe a layout in one line. A long description is cut off, and a digest follows."""
     text = str(layout).replace("\n", "; ")
+    if any(sorted(group) != list(group) for group in layout.agent_groups):  # str() does not show the order
+        text = f"{text}; agent groups in the order {list(map(list, layout.agent_groups))}"
     if len(text) <= _WORDS_LENGTH_MAX:
         return text
     return f"{text[:_WORDS_LENGTH_MAX]}... ({hashlib.sha256(text.encode()).hexdigest()})"

@@ -55,7 +55,7 @@ def seed_all(seed: int, *, world: World | None = None) -> int:
         ValueError: ``seed`` is not an integer >= 0.
         RuntimeError: There is no current world.
     """
-    validation.count("seed", seed, least=0)
+    seed = validation.count("seed", seed, least=0)
     rank = (world or current_world()).rank
     number = int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
     random.seed(number)

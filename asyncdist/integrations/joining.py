@@ -316,7 +316,6 @@ class Training(Generic[PolicyT]):
         if (error := sys.exception()) is not None and is_out_of_memory(error):
             note_out_of_memory()
         made = self.kind(model, optimizer, **self.options)
-        continues_numbers = are_restored and made.iteration > 0
         self.is_judged = made.takes_metric and made._metric is None
         if self.is_judged and made.calls_metric:
             raise TypeError(
@@ -324,6 +323,7 @@ class Training(Generic[PolicyT]):
                 "data, got None: the policy calls it with trial weights in the model"
             )
         saved, self._saved = self._saved, None
+        continues_numbers = are_restored and bool((saved or {}).get("iteration") or made.iteration)
         if not self._continue(made):
             if saved is not None:
                 made.load_state_dict(saved)
@@ -371,7 +371,7 @@ class Training(Generic[PolicyT]):
         for owner, policy in owners:
             may_continue = owner.is_interrupted or not made.has_loaded
             if may_continue and owner._is_on_model_of(made):
-                policy.awaited.optimizer = made.optimizer
+                policy.awaited.take_optimizer_of(made)
                 return self._take_over(owner, policy)
         for owner, policy in owners:
             if owner.is_interrupted and _is_equal(policy.awaited, made) and policy.awaited.take_model_of(made):

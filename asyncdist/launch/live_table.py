@@ -91,7 +91,7 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
         Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
     ):
         pipes = [pipe for pipe in (child.stdout, child.stderr) if pipe is not None]
-        copiers = [threading.Thread(target=_copy, args=(pipe, console), daemon=True) for pipe in pipes]
+        copiers = [threading.Thread(target=_copy_and_close, args=(pipe, console), daemon=True) for pipe in pipes]
         for copier in copiers:
             copier.start()
         while child.poll() is None:
@@ -114,6 +114,11 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
             live.update(view.drawn_at_end(console, final), refresh=True)
         for copier in copiers:
             copier.join(1.0)  # a process that outlives the child may hold the pipe open
+
+
+def _copy_and_close(pipe: IO[bytes], console: Console) -> None:
+    with pipe:
+        _copy(pipe, console)
 
 
 def _copy(pipe: IO[bytes], console: Console) -> None:

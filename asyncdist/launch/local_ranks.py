@@ -193,6 +193,9 @@ def _store(
                 _announce_end(server)
             server.end()
             server.wait()
+            assert server.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # raised if a line could not be sent
+                server.stdin.close()
 
 
 @contextlib.contextmanager

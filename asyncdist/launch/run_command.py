@@ -137,8 +137,9 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if arguments[place] == "--":
             place += 1
             break
-        if arguments[place] == "-m":
-            return list(arguments[: place + 2]), list(arguments[place + 2 :])
+        if arguments[place].startswith("-m"):  # -m MODULE or -mMODULE
+            place += 2 if arguments[place] == "-m" else 1
+            return list(arguments[:place]), list(arguments[place:])
         place += 2 if arguments[place] in OPTIONS else 1
     return list(arguments[: place + 1]), list(arguments[place + 1 :])
 

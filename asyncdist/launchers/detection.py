@@ -105,7 +105,19 @@ def _detect_any(variables: Variables, group: tuple[int, int] | None) -> Launch:
             return Launch("torch", group[1], group[0], GROUP_SOURCE)
         if found is None and (variables.has("RANK") or variables.has("WORLD_SIZE")):
             variables.require(TORCH_NAMES, because="RANK" if variables.has("RANK") else "WORLD_SIZE")
+        elif found is None:
+            _refuse_unconnected_tasks(variables)
     return found or Launch("local", 1, 0, NO_LAUNCHER)
+
+
+def _refuse_unconnected_tasks(variables: Variables) -> None:
+    """Record a problem if this is one of several tasks of submitit's local executor, which does not connect them."""
+    if variables.has("SUBMITIT_LOCAL_GLOBALID") and (variables.number("SUBMITIT_LOCAL_NTASKS") or 1) > 1:
+        variables.problems.append(
+            f"SUBMITIT_LOCAL_NTASKS={variables.values['SUBMITIT_LOCAL_NTASKS']}, but submitit's local executor does "
+            "not connect its tasks: call submitit.helpers.TorchDistributedEnvironment().export() in each task, before "
+            f"asyncdist opens a world, or set {TRANSPORT_VARIABLE}=local to train separately in each task"
+        )
 
 
 def described_launch(transport: str, variables: Variables) -> Launch | None:

@@ -110,7 +110,7 @@ def _counters_of(services: Services) -> RankCounters:
     policies = _with_unique_names(probe() for probe in tuple(services.progress_probes)) or (
         () if last is None else (last,)
     )
-    of_channels = services.channel_statistics()
+    of_channels = services.channel_totals()
     return RankCounters(
         rank=services.rank,
         size=services.size,

@@ -35,6 +35,10 @@ HOT_TEST_COUNT: Final = 100
 LAST_MESSAGES_S: Final = 1.0
 
 
+def _no_error() -> None:
+    return None
+
+
 class Channel(Generic[MessageT]):
     """Sends and receives instances of given dataclasses on a tag. Returned by :meth:`asyncdist.World.channel`.
 
@@ -62,7 +66,7 @@ class Channel(Generic[MessageT]):
         self._counts_contacts = counts_contacts
         self._admits_restarted = admits_restarted
         #: Function that returns an error if all other ranks have left or are lost, and at least one is lost.
-        self.lost_senders: Callable[[], RankLostError | None] = lambda: None
+        self.lost_senders: Callable[[], RankLostError | None] = _no_error
         self._has_gone_senders = False
         # None while a rank can still send, False while its last messages may arrive, and True after LAST_MESSAGES_S.
         self._is_forsaken: bool | None = None
@@ -72,7 +76,6 @@ class Channel(Generic[MessageT]):
         self.overflow: Overflow = overflow
         self.has_epochs = epoch is not None
         self.epoch = epoch or 0
-        self._awaiting = WaitId(WaitKind.MESSAGE, demultiplexer.tag, name=name)
         self._senders: Peers | None = None
         self._codec = codec
         self._engine = demultiplexer.engine
@@ -101,6 +104,10 @@ class Channel(Generic[MessageT]):
         self._notes_sends = demultiplexer.engine.notes_sends
         self._since_yield = 0
         demultiplexer.attach(self)
+
+    @functools.cached_property
+    def _awaiting(self) -> WaitId:
+        return WaitId(WaitKind.MESSAGE, self.demultiplexer.tag, name=self.name)
 
     def _new_inbox(
         self, capacity: int, *, handler: Callable[[Envelope[Any]], None] | None, overflow: Overflow
@@ -296,14 +303,18 @@ class Channel(Generic[MessageT]):
 
     # -- called by the demultiplexer and the world ------------------------------------------------------------------
 
-    def routes_and_decoders(self) -> list[tuple[tuple[int, int], wire.Decode]]:
-        """Return, for each message type, the route (part of the header) that identifies it, and its decoder."""
-        routes = wire.pack_routes(self.kind_count, self.demultiplexer.nonce, self.epoch, self.scope)
-        return [(keys, decode) for (_, keys), decode in zip(routes, self._codec.decoders, strict=True)]
+    @property
+    def stamp(self) -> int:
+        """Part of the routes of received messages: job and epoch (see :func:`asyncdist.messaging.wire.keys_of`)."""
+        return wire.stamp_of(self.demultiplexer.nonce, self.epoch)
 
-    def _routes_of(self, scope: int) -> list[bytes]:
-        routes = wire.pack_routes(self.kind_count, self.demultiplexer.nonce, self.epoch, scope)
-        return [route for route, _ in routes]
+    @property
+    def decoders(self) -> dict[int, wire.Decode]:
+        """Decoder of each message type, keyed by the lower half of the key of its route."""
+        return self._codec.decoders_by_key
+
+    def _routes_of(self, scope: int) -> tuple[bytes, ...]:
+        return wire.pack_routes(self.kind_count, self.demultiplexer.nonce, self.epoch, scope)
 
     @property
     def kind_count(self) -> int:
@@ -429,10 +440,15 @@ class Channel(Generic[MessageT]):
         """Number of messages that no task has received, including those dropped after main had returned."""
         return len(self.inbox.mailbox) + self.dropped_count
 
+    @property
+    def sent_count(self) -> int:
+        """Number of messages sent since the channel was opened."""
+        return self._outbox.sent_count
+
     def statistics(self) -> ChannelStatistics:
         """Return the numbers of messages sent, received, waiting and being sent since the channel was opened."""
         return ChannelStatistics(
-            sent_count=self._outbox.sent_count,
+            sent_count=self.sent_count,
             received_count=self.inbox.received_count,
             waiting_count=len(self.inbox.mailbox),
             sending_count=self._sending_count,

@@ -69,8 +69,17 @@ class ReceivingChannel(Protocol):
     def unread_count(self) -> int:
         """Number of messages that no task has received."""
 
-    def routes_and_decoders(self) -> list[tuple[tuple[int, int], wire.Decode]]:
-        """Return, for each message type, the route (part of the header) that identifies it, and its decoder."""
+    @property
+    def stamp(self) -> int:
+        """Part of the routes of received messages: job and epoch (see :func:`asyncdist.messaging.wire.keys_of`)."""
+
+    @property
+    def decoders(self) -> dict[int, wire.Decode]:
+        """Decoder of each message type, keyed by the lower half of the key of its route."""
+
+    @property
+    def sent_count(self) -> int:
+        """Number of messages sent since the channel was opened."""
 
     def deliver_earlier(self, kind: int, frame: wire.FrameReader, source: int) -> None:
         """Handle a message of an earlier coordinator of the protocol."""
@@ -86,6 +95,11 @@ class ReceivingChannel(Protocol):
 
     def statistics(self) -> ChannelStatistics:
         """Return the numbers of messages sent, received, waiting and being sent."""
+
+
+def _new_frame() -> wire.FrameReader:
+    # ``numpy.empty`` does not touch the buffer's memory pages, and most messages are small.
+    return wire.FrameReader(numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data)
 
 
 class TagDemultiplexer:
@@ -135,13 +149,11 @@ class TagDemultiplexer:
         self.early = EarlyFrames(tag, engine.loop, self._awaited_names)
         self._complained_about: set[int] = set()
         self._closed_sent_count = self._closed_received_count = 0
-        # ``numpy.empty`` does not touch the buffer's memory pages. Most messages are small, and a simulation has
-        # thousands of ranks.
-        buffer = numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data
-        request = engine.transport.persistent_receive(buffer, tag)
+        frame = engine.transport.shared(_new_frame)
+        request = engine.transport.persistent_receive(frame.buffer, tag)
         self.receiver = FrameReceiver(
             request,
-            buffer,
+            frame,
             engine,
             drop=self.drop,
             on_unrouted=self._handle_unrouted,
@@ -200,9 +212,8 @@ class TagDemultiplexer:
         """Drop all later messages for the user's channels, because main has returned on this rank."""
         if self.is_users:
             self._has_left = True
-            for channel in self._channels.values():
-                for (key, _), _ in channel.routes_and_decoders():
-                    self.receiver.close(key)
+            for scope in self._channels:
+                self.receiver.close(scope)
             self.receiver.resume(self.receiver.stalled_on)
 
     def on_left(self, ranks: RankSet) -> list[int]:
@@ -260,9 +271,8 @@ class TagDemultiplexer:
 
     def route_to(self, channel: ReceivingChannel) -> None:
         """Deliver messages of the channel's scope and epoch to the channel, including those that have arrived."""
-        for (key, stamp), decode in channel.routes_and_decoders():
-            self.receiver.close(key)  # detach may have left the route open for late messages.
-            self.receiver.routes[key] = stamp, channel.inbox, decode
+        self.receiver.close(channel.scope)  # detach may have left the route open for late messages.
+        self.receiver.routes[channel.scope] = channel.stamp, channel.inbox, channel.decoders
         early = self.early.take_all()
         self.receiver.resume(self.receiver)
         for source, frame in early:
@@ -283,7 +293,7 @@ class TagDemultiplexer:
             del self._closed_scopes[next(iter(self._closed_scopes))]
         self.receiver.resume(channel.inbox)
         # Kept frames may be for a later epoch of this channel's scope.
-        for source, frame in self.early.take_all() if self.early else ():
+        for source, frame in self.early.take_all():
             self.receiver.deliver(frame, frame.nbytes, source)
 
     def _forget_answering(self, key: tuple[int, int]) -> None:
@@ -293,13 +303,11 @@ class TagDemultiplexer:
 
     def _forget(self, channel: ReceivingChannel) -> None:
         """Remove a closed channel's routes, and add its message counts to the totals of closed channels."""
-        counts = channel.statistics()
-        self._closed_sent_count += counts.sent_count
-        self._closed_received_count += counts.received_count
-        for (key, _), _ in channel.routes_and_decoders():
-            found = self.receiver.routes.get(key)
-            if found is not None and found[1] is channel.inbox:  # A newer channel may already use the route.
-                self.receiver.close(key)
+        self._closed_sent_count += channel.sent_count
+        self._closed_received_count += channel.inbox.received_count
+        found = self.receiver.routes.get(channel.scope)
+        if found is not None and found[1] is channel.inbox:  # A newer channel may already use the scope.
+            self.receiver.close(channel.scope)
 
     def channels(self) -> tuple[ReceivingChannel, ...]:
         """Return the open channels."""
@@ -320,13 +328,13 @@ class TagDemultiplexer:
     @property
     def sent_count(self) -> int:
         """Number of messages sent on this tag."""
-        return self._closed_sent_count + sum(channel.statistics().sent_count for channel in self._all())
+        return self._closed_sent_count + sum(channel.sent_count for channel in self._all())
 
     @property
     def received_count(self) -> int:
         """Number of messages received on this tag."""
         of_closed = self._closed_received_count + self.receiver.received_late_count
-        return of_closed + sum(channel.statistics().received_count for channel in self._all())
+        return of_closed + sum(channel.inbox.received_count for channel in self._all())
 
     def _all(self) -> Iterator[ReceivingChannel]:
         return itertools.chain(self._channels.values(), self._answering.values())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from asyncdist.messaging import wire
@@ -30,8 +29,8 @@ class EarlyFrames:
         self._tag = tag
         self._loop = loop
         self._awaited = awaited
-        self._frames: deque[tuple[int, wire.FrameReader]] = deque()
-        self.counts: Counter[int] = Counter()
+        self._frames: list[tuple[int, wire.FrameReader]] = []
+        self.counts: dict[int, int] = {}
         self._warned_of: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -46,18 +45,19 @@ class EarlyFrames:
     def keep(self, source: int, frame: wire.FrameReader) -> None:
         """Store a copy of a received message."""
         self._frames.append((source, frame.copy()))
-        self.counts[source] += 1
+        self.counts[source] = self.counts.get(source, 0) + 1
         self.watch()
 
-    def take_all(self) -> deque[tuple[int, wire.FrameReader]]:
+    def take_all(self) -> Sequence[tuple[int, wire.FrameReader]]:
         """Remove and return the stored messages with their senders, in order of arrival."""
-        frames, self._frames = self._frames, deque()
-        self.counts = Counter()
+        if not self._frames:
+            return ()
+        frames, self._frames, self.counts = self._frames, [], {}
         return frames
 
     def forget(self, source: int) -> int:
         """Drop the messages from rank ``source``, and return their number."""
-        kept = deque((rank, frame) for rank, frame in self._frames if rank != source)
+        kept = [(rank, frame) for rank, frame in self._frames if rank != source]
         count = len(self._frames) - len(kept)
         self._frames = kept
         self.counts.pop(source, None)

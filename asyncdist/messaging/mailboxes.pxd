@@ -19,7 +19,7 @@ cdef class _Prepared:
 
 cdef class Outbox:
     cdef Codec _codec
-    cdef readonly list routes
+    cdef readonly object routes
     cdef list _writers
     cdef dict _prepared
     cdef _Prepared _last
@@ -56,9 +56,7 @@ cdef class Inbox:
     cdef public object handler
     cdef public object on_first
     cdef readonly object mailbox
-    cdef object _append
-    cdef object _popleft
-    cdef readonly object waiters
+    cdef readonly list waiters
     cdef readonly Py_ssize_t received_count
     cdef public object failure
     cdef public bint is_closed
@@ -98,6 +96,6 @@ cdef class FrameReceiver(Pollable):
     cdef Py_ssize_t deliver_up_to(self, Py_ssize_t count_max) except -1
     @cython.locals(lane=Lane)
     cdef int _count(self, Py_ssize_t source, object flow) except -1
-    @cython.locals(found=tuple, inbox=Inbox)
+    @cython.locals(found=tuple, decode=object, inbox=Inbox)
     cpdef bint deliver(self, FrameReader frame, Py_ssize_t nbytes, object source) except -1
     cpdef resume(self, object full)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RankLostError, RemoteProtocolError
@@ -78,7 +78,7 @@ class Outbox:
     def __init__(
         self,
         codec: wire.Codec,
-        routes: list[bytes],
+        routes: Sequence[bytes],
         engine: Poller,
         *,
         tag: int,
@@ -141,7 +141,7 @@ class Outbox:
     def _frame(self, kind: int, payload: bytes, round: int) -> Any:
         writer = self._writers[kind]
         if writer is None:
-            writer = self._writers[kind] = FrameWriter(self.routes[kind])
+            writer = self._writers[kind] = self._transport.shared(FrameWriter, self.routes[kind])
         return writer.frame(round, self.sequence, payload)
 
     def _prepare(self, kind: int, dest: int, payload_nbytes: int) -> _Prepared | None:
@@ -170,16 +170,16 @@ class Outbox:
             raise RankLostError(
                 f"{self._name}: rank {dest} was restarted, and its previous process has ended", rank=dest
             )
-        if not 0 <= round <= wire.ROUND_MAX:
+        if type(round) is not int or not 0 <= round <= wire.ROUND_MAX:
             raise LocalProtocolError(
-                f"{self._name}: round must be from 0 to {wire.ROUND_MAX}, got {round!r}", round=round
+                f"{self._name}: round must be an int from 0 to {wire.ROUND_MAX}, got {round!r}", round=round
             )
         self._contacts.add(dest)
         self._dest = dest
         if self._flow is not None:
             self._lane = self._flow.lane(dest)
 
-    def use_routes(self, routes: list[bytes]) -> None:
+    def use_routes(self, routes: Sequence[bytes]) -> None:
         """Send later messages with these routes. The sends that were prepared for the old routes are dropped."""
         self.routes = routes
         self._writers = [None] * len(routes)
@@ -199,6 +199,10 @@ class _LatestMailbox(OrderedDict[int, "Envelope[Any]"]):
 
     def popleft(self) -> Envelope[Any]:
         return self.popitem(last=False)[1]
+
+
+#: Mailbox of an inbox with a handler: always empty. An empty deque of its own would take 600 bytes.
+_NO_MAILBOX: Final[deque[Envelope[Any]]] = deque(maxlen=0)
 
 
 class Inbox:
@@ -237,10 +241,10 @@ class Inbox:
         self._fail = fail
         self.handler = handler
         self.on_first: Callable[[int], object] | None = None
-        self.mailbox: deque[Envelope[Any]] | _LatestMailbox = _LatestMailbox() if overflow == "latest" else deque()
-        self._append = self.mailbox.append
-        self._popleft = self.mailbox.popleft
-        self.waiters: deque[asyncio.Future[None]] = deque()
+        self.mailbox: deque[Envelope[Any]] | _LatestMailbox = _NO_MAILBOX
+        if handler is None:
+            self.mailbox = _LatestMailbox() if overflow == "latest" else deque()
+        self.waiters: list[asyncio.Future[None]] = []
         self.received_count = 0
         self.failure: AsyncdistError | None = None
         self.is_closed = False
@@ -280,7 +284,7 @@ class Inbox:
         if self.waiters:
             self.wake_one()
         if len(self.mailbox) + 1 < self._capacity:
-            self._append(envelope)
+            self.mailbox.append(envelope)
             return False
         return self._fill(envelope)
 
@@ -319,7 +323,7 @@ class Inbox:
             if self.is_closed:
                 raise ClosedError(f"{self._name} is closed", tag=self._tag)
             return None
-        envelope = self._popleft()
+        envelope = self.mailbox.popleft()
         self.received_count += 1
         if self.is_closed:
             self._receiver.received_late_count += 1
@@ -334,7 +338,7 @@ class Inbox:
             return []
         envelopes = [envelope]
         if self.mailbox:
-            more = [self._popleft() for _ in range(len(self.mailbox))]
+            more = [self.mailbox.popleft() for _ in range(len(self.mailbox))]
             envelopes += more
             self.received_count += len(more)
             if self.is_closed:
@@ -357,7 +361,7 @@ class Inbox:
     def wake_one(self) -> None:
         """Wake the first waiting task."""
         while self.waiters:
-            waiter = self.waiters.popleft()
+            waiter = self.waiters.pop(0)
             if not waiter.done():
                 waiter.set_result(None)
                 return
@@ -384,7 +388,7 @@ class FrameReceiver(Pollable):
     """Receives the messages (frames) of one tag, checks them, and passes each to the inbox of its channel.
 
     Args:
-        request: Persistent receive into ``buffer`` that is not posted yet.
+        request: Persistent receive into the buffer of ``frame`` that is not posted yet.
         drop: Function called with the source, the reason and the details when a frame is dropped.
         on_unrouted: Function that handles a frame whose route has no inbox, given the frame's reader and source. It
             returns whether the tag must stop receiving.
@@ -392,7 +396,7 @@ class FrameReceiver(Pollable):
         flow: Flow control that counts the frames of each source, or None.
 
     Attributes:
-        routes: Stamp (job and epoch), inbox and decoder of each route, by its key (scope and message type).
+        routes: Stamp (job and epoch), inbox and decoders of each channel that receives on the tag, by its scope.
         stalled_on: Full inbox that prevents the tag from receiving. This object if ``on_unrouted`` has stopped the tag.
             None while the tag receives.
         received_late_count: Number of messages that tasks took from closed inboxes.
@@ -401,7 +405,7 @@ class FrameReceiver(Pollable):
     def __init__(
         self,
         request: PersistentReceive,
-        buffer: bytearray | memoryview,
+        frame: FrameReader,
         engine: Poller,
         *,
         drop: Callable[[int, str, str], None],
@@ -415,10 +419,10 @@ class FrameReceiver(Pollable):
         self.request = request
         self.engine = engine
         self.contacts = contacts
-        self._frame = FrameReader(buffer)
+        self._frame = frame
         self.drop = drop
         self._on_unrouted = on_unrouted
-        self.routes: dict[int, tuple[int, Inbox, wire.Decode]] = {}
+        self.routes: dict[int, tuple[int, Inbox, dict[int, wire.Decode]]] = {}
         # Route of the last delivered frame, because the next frame often has the same route.
         self._key = self._stamp = 0
         self._inbox: Inbox | None = None
@@ -485,23 +489,26 @@ class FrameReceiver(Pollable):
             self.drop(source, error.reason, str(error))
             return False
         if self._inbox is None or frame.key != self._key or frame.stamp != self._stamp:
-            found = self.routes.get(frame.key)
-            if found is None or found[0] != frame.stamp:
+            found = self.routes.get(frame.key >> 32)
+            decode = None if found is None or found[0] != frame.stamp else found[2].get(frame.key & 0xFFFFFFFF)
+            if found is None or decode is None:
                 if self._on_unrouted(frame, source):
                     self.stalled_on = self
                     return True
                 return False
             self._key = frame.key
-            self._stamp, self._inbox, self._decode = found
+            self._stamp = frame.stamp
+            self._inbox = found[1]
+            self._decode = decode
         inbox = self._inbox
         if inbox.deliver(self._decode, frame, source):
             self.stalled_on = inbox
             return True
         return False
 
-    def close(self, key: int) -> None:
-        """Stop passing messages with this route key to an inbox."""
-        self.routes.pop(key, None)
+    def close(self, scope: int) -> None:
+        """Stop passing messages with this scope to an inbox."""
+        self.routes.pop(scope, None)
         self._inbox = None
 
     def resume(self, full: Inbox | FrameReceiver | None) -> None:

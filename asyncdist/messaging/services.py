@@ -38,7 +38,7 @@ PROTOCOL_CAPACITY: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class ChannelStatistics:
+class ChannelTotals:
     """Numbers of messages sent, received and dropped on all channels of a rank."""
 
     sent_count: int
@@ -202,6 +202,7 @@ class Services:
             LocalProtocolError: The tag is not free.
             TypeError: The message type has a field that cannot be sent.
         """
+        wire.Codec(message_type)  # This raises TypeError before the tag is claimed.
         demultiplexer = self._demultiplexers.get(tag)
         if demultiplexer is not None and not demultiplexer.channels():
             self._tags.release(tag)
@@ -487,7 +488,7 @@ class Services:
         for demultiplexer in self._demultiplexers.values():
             demultiplexer.close()
 
-    def channel_statistics(self) -> ChannelStatistics:
+    def channel_totals(self) -> ChannelTotals:
         """Return the numbers of messages sent, received and dropped on all channels since the start of the rank."""
         dropped: Counter[str] = Counter()
         drop_examples: dict[str, str] = {}
@@ -497,4 +498,4 @@ class Services:
             drop_examples.update(demultiplexer.drop_examples)
             sent_count += demultiplexer.sent_count
             received_count += demultiplexer.received_count
-        return ChannelStatistics(sent_count, received_count, dict(dropped), drop_examples)
+        return ChannelTotals(sent_count, received_count, dict(dropped), drop_examples)

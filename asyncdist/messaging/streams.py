@@ -72,6 +72,21 @@ class Cancel:
         _check_slot(self.slot)
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Message with which a sender that sends no more streams answers a grant. The receiver then cancels the stream.
+
+    The sender aborts the stream only after this cancel. Otherwise, the abort could arrive first, because it has another
+    tag, and the receiver could not tell it from the abort of a cancelled send.
+    """
+
+    slot: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the slot's number is out of range."""
+        _check_slot(self.slot)
+
+
 def _check_slot(slot: int) -> None:
     if not 0 <= slot < tags.BULK_SLOT_COUNT:
         raise ValueError(f"slot must be from 0 to {tags.BULK_SLOT_COUNT - 1}, got {slot}")

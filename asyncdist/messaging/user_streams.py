@@ -84,12 +84,14 @@ class UserStreams:
         self._services = services
         self._engine = services.slots.engine
         self._refusing = False
+        self._refused: set[tuple[int, int]] = set()  # senders that have left, and the slots that they have refused
         # For each other rank, its grants that wait for tensors, or tensors that wait for its grants.
         self._grants: dict[int, deque[streams.Grant]] = {}
         self._waiting: dict[int, deque[_Outgoing]] = {}
         self._under_way: dict[tuple[int, int], OutboundStream] = {}
         self._written_share = self._engine.transport.capabilities.written_share
         self._tokens: dict[int, AttachToken] = {}
+        self._is_listening = False  # whether lost and leaving ranks are reported to this object
         self._finders: set[int] = set()  # ranks that can write to this rank's memory
         self._processes: dict[int, PeerProcess] = {}  # ranks to whose memory this rank can write
         self._writer: Writer | None = None
@@ -98,7 +100,7 @@ class UserStreams:
         early_offers: dict[int, AttachOffer] = {}
         self._early_offers: dict[int, AttachOffer] | None = early_offers
         self._channel: Channel[Any] = services.open_channel(
-            streams.Grant | streams.Cancel | AttachOffer | AttachAccept,
+            streams.Grant | streams.Cancel | streams.Refusal | AttachOffer | AttachAccept,
             tag=tags.PARAM,
             scope=scope,
             name="streams",
@@ -118,9 +120,12 @@ class UserStreams:
                 raise RemoteProtocolError(f"rank {source} granted more streams than it has slots", rank=source)
             grants.append(message)
             if self._refusing:
-                self._refuse(source)
+                self._refuse(source, message)
             else:
                 self._start_next(source)
+        elif isinstance(message, streams.Refusal):
+            self._refused.add((source, message.slot))
+            self._send_later(streams.Cancel(message.slot), source)
         elif isinstance(message, AttachOffer):
             if self._early_offers is None:
                 self._look_for(source, message)
@@ -129,28 +134,31 @@ class UserStreams:
         elif isinstance(message, AttachAccept):
             self._finders |= self._tokens.keys() & {source}
         elif pending := [grant for grant in grants if grant.slot == message.slot]:
-            # The receive was cancelled before this rank sent anything. Earlier streams on this slot have arrived
-            # completely.
+            # The receive was cancelled or refused before this rank sent anything. Earlier streams on this slot have
+            # arrived completely.
             grants.remove(pending[0])
             self._abort(source, message.slot)
         elif (source, message.slot) in self._under_way:
             self._under_way[source, message.slot].stop()
 
     def refuse_all(self) -> None:
-        """Abort all streams that other ranks request from now on or have requested.
+        """Refuse all streams that other ranks request from now on or have requested.
 
         Called when this rank stops sending.
         """
         self._refusing = True
-        for source in self._grants:
-            self._refuse(source)
+        for source, grants in self._grants.items():
+            for grant in tuple(grants):
+                self._refuse(source, grant)
 
-    def _refuse(self, source: int) -> None:
-        grants = self._grants[source]
-        while grants:
-            grant = grants.popleft()
-            if grant.nbytes:  # An empty stream has no chunks, so it needs no abort.
-                self._abort(source, grant.slot)
+    def _refuse(self, source: int, grant: streams.Grant) -> None:
+        if grant.nbytes:
+            self._send_later(streams.Refusal(grant.slot), source)
+        else:  # An empty stream has no chunks, so its receiver does not wait.
+            self._grants[source].remove(grant)
+
+    def _send_later(self, message: Any, dest: int) -> None:
+        self._services.spawn_service(self._channel.send(message, dest), name=f"stream message to rank {dest}")
 
     def _abort(self, source: int, slot: int) -> None:
         stream = OutboundStream(self._services.slots, [], source, slot)
@@ -193,8 +201,7 @@ class UserStreams:
             what = WaitId(WaitKind.STREAM_RECEIVER, tags.PARAM, dest)
             await self._engine.until(lambda: outgoing.is_answered or dest in services.gone, what)
             if not outgoing.is_answered:
-                ended = "left" if dest in services.left else "was lost"
-                raise RankLostError(f"rank {dest} {ended} before it received the tensor", rank=dest)
+                raise self._gone(dest, "received")
             complete = await outgoing.run(dest)
         finally:
             if not outgoing.is_answered and outgoing in waiting:
@@ -216,6 +223,8 @@ class UserStreams:
         view = byte_view(tensor)
         services = self._services
         services.check_peer(source)
+        if source in services.gone:
+            raise self._gone(source, "sent")
         written_nbytes = self._written_nbytes(len(view), source)
         sent_nbytes = len(view) - written_nbytes
         # Chunks are small if this rank copies them from the sender on the same host, because each copy blocks its loop.
@@ -237,8 +246,17 @@ class UserStreams:
         ) as stream:
             grant = streams.Grant(stream.slot, len(view), chunk_nbytes, written_nbytes, address)
             self._channel.send_nowait(grant, source)
-            await stream.whole()
+            try:
+                await stream.whole()
+            except streams.StreamAborted as error:
+                if (source, stream.slot) in self._refused:
+                    raise self._gone(source, "sent") from error
+                raise
         return tensor
+
+    def _gone(self, rank: int, done: str) -> RankLostError:
+        ended = "was lost" if rank in self._services.lost_ranks() else "left"
+        return RankLostError(f"rank {rank} {ended} before it {done} the tensor", rank=rank)
 
     def _shared_pacer(self) -> streams.Pacer:
         self._pacer = self._pacer or streams.Pacer(self._engine)
@@ -261,6 +279,7 @@ class UserStreams:
         for of_ranks in (self._grants, self._waiting, self._tokens, self._processes):
             of_ranks.pop(rank, None)
         self._finders.discard(rank)
+        self._refused = {(source, slot) for source, slot in self._refused if source != rank}
 
     def _write(self, sender: DirectWriteSender) -> None:
         """Write the last part of a tensor directly. If direct writes are unavailable or busy, send it as messages."""
@@ -276,7 +295,8 @@ class UserStreams:
         if source in self._finders:
             return nbytes if self._written_share == 1.0 else int(nbytes * self._written_share) & -_PAGE_NBYTES
         if source not in self._tokens:
-            if not self._tokens:
+            if not self._is_listening:
+                self._is_listening = True
                 self._services.on_gone(self._on_gone)
             token = self._tokens[source] = AttachToken()
             self._channel.send_nowait(AttachOffer(token.pid, token.address, token.token), source)

@@ -30,7 +30,7 @@ cdef class FrameBuffer:
 
 
 cdef class FrameReader:
-    cdef object _view
+    cdef readonly object buffer
     cdef unsigned char[::1] _octets
     cdef unsigned int[::1] _words
     cdef unsigned long long[::1] _longs
@@ -49,6 +49,7 @@ cdef class FrameReader:
 
 cdef class Codec:
     cdef readonly tuple decoders
+    cdef readonly dict decoders_by_key
     cdef dict _by_type
     cdef object _last_type
     cdef object _kind

@@ -81,10 +81,9 @@ def pack_route(kind: int, nonce: int, epoch: int, scope: int) -> bytes:
 
 
 @functools.lru_cache(1024)  # All ranks of a simulation have the same routes.
-def pack_routes(kind_count: int, nonce: int, epoch: int, scope: int) -> tuple[tuple[bytes, tuple[int, int]], ...]:
-    """Return, for each message type of a channel, its packed route and the two integers of :func:`keys_of`."""
-    routes = [pack_route(kind, nonce, epoch, scope) for kind in range(kind_count)]
-    return tuple((route, keys_of(route)) for route in routes)
+def pack_routes(kind_count: int, nonce: int, epoch: int, scope: int) -> tuple[bytes, ...]:
+    """Return the packed route of each message type of a channel."""
+    return tuple(pack_route(kind, nonce, epoch, scope) for kind in range(kind_count))
 
 
 def unpack_route(route: bytes) -> Route:
@@ -93,9 +92,17 @@ def unpack_route(route: bytes) -> Route:
 
 
 def keys_of(route: bytes) -> tuple[int, int]:
-    """Return a packed route as two integers: its key (scope and message type), and its stamp (nonce and epoch)."""
+    """Return a packed route as two integers: its key (scope and message type), and its stamp (epoch and nonce).
+
+    The scope and the epoch are the upper 32 bits. :func:`stamp_of` returns only the stamp.
+    """
     words = memoryview(route).cast("I")
-    return words[3] << 32 | words[0], words[2] << 32 | words[1]
+    return words[3] << 32 | words[0], stamp_of(words[1], words[2])
+
+
+def stamp_of(nonce: int, epoch: int) -> int:
+    """Return the stamp of routes with this nonce and this epoch."""
+    return epoch << 32 | nonce
 
 
 class FrameWriter:
@@ -149,18 +156,19 @@ class FrameReader:
     """Checks messages that are received into one buffer. The attributes describe the last opened message.
 
     Attributes:
+        buffer: Memory into which the messages are received.
         nbytes: Size of the last opened message in bytes, including its header.
         key, stamp: Two integers that identify the message's route (see :func:`keys_of`).
         payload: Encoded message, valid until the next one is received into the buffer.
     """
 
     def __init__(self, buffer: bytearray | memoryview) -> None:
-        self._view = memoryview(buffer)
-        self._octets = self._view
-        self._words = self._view.cast("I")
-        self._longs = self._view.cast("Q")
+        self.buffer = memoryview(buffer)
+        self._octets = self.buffer
+        self._words = self.buffer.cast("I")
+        self._longs = self.buffer.cast("Q")
         self.nbytes = -1
-        self.payload = self._view[:0]
+        self.payload = self.buffer[:0]
         self.key = self.stamp = self.round = self.sequence = 0
 
     def open(self, nbytes: int) -> None:
@@ -168,7 +176,7 @@ class FrameReader:
         if nbytes != self.nbytes:  # Consecutive frames often have the same length.
             if nbytes < _HEADER_NBYTES:
                 raise FrameError("too short", f"{nbytes} bytes, shorter than a header of {HEADER_NBYTES}")
-            self.payload = self._view[HEADER_NBYTES:nbytes]
+            self.payload = self.buffer[HEADER_NBYTES:nbytes]
             self.nbytes = nbytes
         if self._words[0] != _crc32.of_frame(self._longs, self._octets, nbytes):
             raise FrameError("CRC mismatch")
@@ -180,12 +188,12 @@ class FrameReader:
 
     def route(self) -> Route:
         """Return the route of the last opened message, which identifies its job, channel and message type."""
-        return unpack_route(bytes(self._view[4:20]))
+        return unpack_route(bytes(self.buffer[4:20]))
 
     def copy(self) -> FrameReader:
         """Return a reader with a copy of the last opened message."""
         buffer = bytearray(_rounded_up(self.nbytes))
-        buffer[: self.nbytes] = self._view[: self.nbytes]
+        buffer[: self.nbytes] = self.buffer[: self.nbytes]
         copy = FrameReader(buffer)
         copy.open(self.nbytes)
         return copy
@@ -214,6 +222,8 @@ class Codec:
         classes = typing.get_args(message_types) if union else (message_types,)
         #: Decoders in the order of the message types.
         self.decoders: tuple[Decode, ...] = tuple(map(_decoder, classes))
+        #: The decoders, keyed by the lower 32 bits of the keys of the message types' routes (:func:`keys_of`).
+        self.decoders_by_key = _decoders_by_key(self.decoders)
         self._by_type = _kinds_of(classes)
         self._last_type: type[Any] | None = None
         self._kind = -1
@@ -330,6 +340,11 @@ def _plain_fields(cls: type[Any]) -> tuple[tuple[str, type[Any]], ...] | None:
 def _kinds_of(classes: tuple[Any, ...]) -> dict[type[Any], tuple[int, Any]]:
     """Return the index and the plain fields of each message type."""
     return {cls: (kind, _plain_fields(cls)) for kind, cls in enumerate(classes)}
+
+
+@functools.cache  # the channels of all ranks of a simulation share this
+def _decoders_by_key(decoders: tuple[Decode, ...]) -> dict[int, Decode]:
+    return {keys_of(pack_route(kind, 0, 0, scope=0))[0]: decode for kind, decode in enumerate(decoders)}
 
 
 def _check_fields(cls: type[Any], holders: tuple[type[Any], ...] = ()) -> None:

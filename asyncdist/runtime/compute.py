@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import sys
 import threading
 import types
@@ -16,6 +17,8 @@ import torch
 
 from asyncdist.errors import BusyError
 from asyncdist.messaging.engine import VirtualClock
+
+logger = logging.getLogger("asyncdist.runtime.compute")
 
 T = TypeVar("T")
 
@@ -109,6 +112,9 @@ class Computing:
                 # The task was cancelled again. Only the first cancellation is raised, below.
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._waiter
+            if (error := future.result()[1]) is not None:  # No caller gets this exception.
+                logger.error("rank %d: a function raised after its call was cancelled", self._rank, exc_info=error)
+                del error
             raise
         returned, error = future.result()
         if error is not None:

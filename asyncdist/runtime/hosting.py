@@ -33,6 +33,7 @@ from asyncdist.runtime.stall_warnings import ENDLESS, EndWatch, StallWatch, Watc
 from asyncdist.runtime.story.answering import WaitReporter
 from asyncdist.runtime.story.requests import register_report, unregister_report
 from asyncdist.runtime.world import World, _current_world
+from asyncdist.tensors.serialization import name_and_message
 from asyncdist.transports.base import Transport
 
 #: Default of ``grace_s``: seconds that a failed rank waits for its peers to stop on their own.
@@ -112,7 +113,8 @@ def _nest_asyncio_explained() -> Iterator[None]:
         yield
     except (ValueError, RuntimeError) as error:
         is_patched = any(name.startswith("nest_asyncio") for name in sys.modules)
-        is_of_loop = "patch loop" in str(error) or "loop is already running" in str(error)
+        _, text = name_and_message(error)  # str may raise
+        is_of_loop = "patch loop" in text or "loop is already running" in text
         if is_patched and is_of_loop and type(asyncio.get_running_loop()).__module__ == "uvloop":
             error.add_note(
                 "asyncdist runs ranks on uvloop if it is installed, and nest_asyncio cannot patch uvloop's loops: "
@@ -163,7 +165,8 @@ async def hosted(
                     with ending_forked_children():
                         yield world
             except (SystemExit, asyncio.CancelledError) as caught:
-                ended_by = interrupts.raised or caught
+                is_cancelled = isinstance(caught, asyncio.CancelledError)
+                ended_by = interrupts.raised if is_cancelled else caught
                 failed = world.services.engine.failure is not None
                 if not isinstance(ended_by, SystemExit) or ended_by.code or failed:
                     raise

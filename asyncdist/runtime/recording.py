@@ -22,6 +22,7 @@ from asyncdist.recording.events import BEFORE_WORLD, Field
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
 from asyncdist.runtime.sleeps import set_sleeps_by
 from asyncdist.runtime.world import World
+from asyncdist.tensors.serialization import name_and_message
 from asyncdist.transports.base import Transport
 from asyncdist.transports.recorded_transport import RecordedTransport
 from asyncdist.waits import WaitId, WaitKind
@@ -124,7 +125,8 @@ class Recording:
         """Record that main has ended, and flush the file, because the process may end before the rank has shut down."""
         self._leave_loop()
         if self._writer is not None:
-            self._writer.note("over", "" if error is None else f"{type(error).__name__}: {error}"[:1000])
+            text = "" if error is None else f"{type(error).__name__}: {name_and_message(error)[1]}"
+            self._writer.note("over", text[:1000])
             self._writer.flush()
 
     def close(self) -> None:

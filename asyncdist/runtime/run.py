@@ -229,25 +229,25 @@ def _warn_if_alone(words: Sequence[str]) -> bool:
     return True
 
 
-def _open_here(transport: TransportName, ranks: int | None) -> Transport | None:
-    """Open the transport of this process, or return None if this process must host all ranks itself."""
+def _open_here(transport: TransportName, ranks: int | None, *, runs_in_callers_loop: bool = False) -> Transport | None:
+    """Open the transport of this process, or return None if this process must host all ranks itself.
+
+    Args:
+        runs_in_callers_loop: Whether the rank runs in the caller's event loop, which is then already running.
+    """
     with child_environment.ranks_shown():
-        return _open_launched(transport, ranks)
-
-
-def _open_launched(transport: TransportName, ranks: int | None) -> Transport | None:
-    started = select.detect(transport)
-    if started.transport == "local" or ranks is not None:
-        return None
-    if is_loop_running():  # MPI may only be called from the main thread.
-        raise RuntimeError(
-            f"asyncdist.run cannot be called here, because a loop is already running and {started.transport} "
-            f"({started.source}) must run in this thread: use async with asyncdist.open_world() as world: await "
-            "main(world)"
-        )
-    limit_threads()
-    spare_collections()
-    return select.open_transport(started.transport, started)
+        started = select.detect(transport)
+        if started.transport == "local" or ranks is not None:
+            return None
+        if is_loop_running() and not runs_in_callers_loop:  # MPI may only be called from the main thread.
+            raise RuntimeError(
+                f"asyncdist.run cannot be called here, because a loop is already running and {started.transport} "
+                f"({started.source}) must run in this thread: use async with asyncdist.open_world() as world: await "
+                "main(world)"
+            )
+        limit_threads()
+        spare_collections()
+        return select.open_transport(started.transport, started)
 
 
 def run_local(
@@ -368,10 +368,12 @@ async def open_world(
 ) -> AsyncIterator[World]:
     """Open a world inside a running event loop, for notebooks and tests: ``async with ad.open_world() as world``.
 
-    The options are the same as for :func:`run`. ``ranks`` must be 1, because a single rank runs the block.
+    The options are the same as for :func:`run`. ``ranks`` must be 1, because a single rank runs the block. Under a
+    launcher, torch's threads are limited, and existing objects are excluded from garbage collection, as by :func:`run`.
 
     Raises:
-        ValueError: ``ranks`` is not 1. The message names the call that hosts several ranks.
+        ValueError: ``ranks`` is not 1, or another option is not valid. If ``ranks`` is not 1, the message names the
+            call that hosts several ranks.
         LocalProtocolError: This code already runs inside a world, even a simulated or local one.
         BaseException: An exception raised by the block, or an exception that :func:`run` raises.
     """
@@ -392,11 +394,11 @@ async def open_world(
         limit_nbytes=record_limit_nbytes,
         metrics=metrics,
     )
-    started = select.detect(transport)
-    chosen = started.transport
-    if chosen == "local":
+    _check_options(transport, None, None, grace_s)
+    opened = _open_here(transport, None, runs_in_callers_loop=True)
+    if opened is None:
+        opened = LocalHub(1).transport(0)
         options = _for_only_rank(options, transport, _module_of_block(sys._getframe(1)))
-    opened = LocalHub(1).transport(0) if chosen == "local" else select.open_transport(chosen, started)
     async with hosted(opened, Interrupts(), options) as world:
         yield world
 

@@ -87,12 +87,9 @@ class Interrupts:
         self._are_ending[task] = is_ending
 
     def error(self, rank: int) -> BaseException | None:
-        """Return the exception that ends ``rank``, with a note that describes the wait of ``rank``, or None.
-
-        It is the exception for the received signal, or that of :meth:`end_with`.
-        """
+        """Return the exception for the received signal, with a note that describes the wait of ``rank``, or None."""
         if self.received is None:
-            return self.raised
+            return None
         error = interrupt_error(self.received)
         if waited := self._waited.get(rank):
             error.add_note(f"rank {rank} was waiting for {waited}")

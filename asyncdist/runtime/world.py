@@ -11,6 +11,7 @@ import builtins
 import functools
 import os
 import random
+import sys
 import types
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
@@ -257,7 +258,7 @@ class World:
         no thread. It calls ``fn`` at a random moment of the simulated computing time.
 
         **Cancellation**: the call still waits until ``fn`` has finished, because a thread cannot be stopped and may be
-        writing weights.
+        writing weights. An exception of ``fn`` is then logged.
 
         Raises:
             BusyError: Another ``compute`` of this rank is running.
@@ -359,7 +360,7 @@ class World:
             TypeError: The message type has a field that cannot be sent.
             ValueError: ``capacity`` is below 1.
         """
-        capacity = validation.count("capacity", capacity)
+        capacity = min(validation.count("capacity", capacity), sys.maxsize)  # the largest length of a mailbox
         name = name or str(getattr(message_type, "__name__", message_type))
         if group is not None:
             check_open(group)
@@ -492,7 +493,7 @@ class World:
 
     def statistics(self) -> WorldStatistics:
         """Return the counts of messages, requests, streams and events since the world was opened."""
-        of_channels = self.services.channel_statistics()
+        of_channels = self.services.channel_totals()
         return WorldStatistics(
             engine=self._engine.statistics(),
             sent_count=of_channels.sent_count,

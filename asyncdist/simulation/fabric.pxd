@@ -23,6 +23,13 @@ cdef class Receive:
     cpdef bint test(self) except -1
     cpdef object take(self)
     cpdef object start(self)
+    cdef object fill(self, object data)
+
+
+cdef class LateReceive(Receive):
+    cdef bytes _data
+
+    cdef bint _write(self) except -1
 
 
 cdef class _Path:
@@ -52,6 +59,7 @@ cdef class Fabric:
     cdef dict _died_at
     cdef readonly object job_nonce
     cdef readonly object collective_checker
+    cdef readonly object shared
     cdef readonly Py_ssize_t message_count
     cdef readonly Py_ssize_t byte_count
     cdef bint _muted

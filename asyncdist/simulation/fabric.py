@@ -8,6 +8,7 @@ are derived from the seed.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections import deque
@@ -28,6 +29,8 @@ from asyncdist.transports.base import ANY_SOURCE, Buffer, as_bytes
 
 #: Eager limits to choose from, in bytes. 0 is excluded, because programs rely on small messages being sent eagerly.
 _EAGER_CHOICES: Final = (256, 4096, 65536)
+#: Maximum number of objects that the ranks share.
+_SHARED_COUNT_MAX: Final = 1024
 
 
 class Receive:
@@ -80,6 +83,30 @@ class Receive:
     def cancel(self) -> None:
         if not self.matched and not self.done:
             self._fabric.withdraw(self)
+
+    def fill(self, data: bytes | bytearray | memoryview) -> None:
+        """Copy the data of a message, which has arrived, into the buffer."""
+        self.buffer[: self.nbytes] = data
+
+
+class LateReceive(Receive):
+    """A receive whose buffer is written when a test finds the message. All ranks may therefore share the buffer."""
+
+    __slots__ = ("_data",)
+
+    def test(self) -> bool:
+        return Receive.test(self) and self._write()
+
+    def take(self) -> tuple[int, int] | None:
+        return (self.source, self.nbytes) if self.test() else None
+
+    def fill(self, data: bytes | bytearray | memoryview) -> None:
+        self._data = bytes(data)  # no copy if data is bytes
+
+    def _write(self) -> bool:
+        if not self.cancelled:
+            self.buffer[: self.nbytes] = self._data
+        return True
 
 
 class _Path:
@@ -134,6 +161,7 @@ class Fabric:
         self._died_at = self.liveness.died_at
         self.job_nonce = rng.getrandbits(32)
         self.collective_checker = CollectiveChecker()
+        self.shared = functools.lru_cache(_SHARED_COUNT_MAX)(lambda make, *args, **kwargs: make(*args, **kwargs))
         self.message_count = 0
         self.byte_count = 0
         self._muted = False
@@ -218,6 +246,9 @@ class Fabric:
         return arrival
 
     def _enter(self, message: Message) -> None:
+        if self.has_restarts and self.liveness.is_stale(message):
+            self.fail_send(message)
+            return
         path = self._paths[message.source][message.dest]
         nbytes = message.nbytes if message.eager else 64
         done_at = self._interfaces.enter(message.dest, self._scheduler.time(), nbytes)
@@ -363,7 +394,7 @@ class Fabric:
         if message.nbytes > receive.buffer.nbytes:
             receive.error = TruncationError.of(message.nbytes, receive.buffer.nbytes, message.source)
         else:
-            receive.buffer[: message.nbytes] = message.data
+            receive.fill(message.data)
             receive.done = True
         self._trace.add(self._scheduler.time(), "receive", message.source, message.dest, message.tag, message.nbytes)
         if not is_running:

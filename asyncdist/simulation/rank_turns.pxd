@@ -12,6 +12,7 @@ cdef Timer _new_timer(double when_s, object callback, tuple args, object context
 cdef class Turns:
     cdef readonly Py_ssize_t rank
     cdef readonly bint dead
+    cdef public object on_exit
     cdef readonly double busy_s
     cdef public double slowness
     cdef readonly Scheduler _scheduler

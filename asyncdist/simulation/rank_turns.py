@@ -74,6 +74,7 @@ class Turns:
 
     Attributes:
         dead: Whether the rank has been killed and takes no more turns.
+        on_exit: Function called with a SystemExit that has left a task or callback, or None.
         busy_s: Virtual seconds for which the rank has computed, blocked or stalled, including the current period.
         slowness: Factor on the duration of the rank's turns. If it is above 1, the first turn after a wake-up is also
             delayed.
@@ -90,6 +91,7 @@ class Turns:
     ) -> None:
         self.rank = rank
         self.dead = False
+        self.on_exit: Callable[[BaseException], None] | None = None
         self.busy_s = 0.0
         self.slowness = 1.0
         self._scheduler = scheduler
@@ -186,8 +188,9 @@ class Turns:
             if self._has_sleeper:
                 self._has_sleeper = False
                 self._sleeper = self._ready.pop()
-        except SystemExit:
-            logger.debug("rank %d: a task raised SystemExit, which is raised again when the task is awaited", self.rank)
+        except SystemExit as error:
+            if self.on_exit is not None:
+                self.call_soon(self.on_exit, error)
         finally:
             self._running = False
             if done_count < len(ready):

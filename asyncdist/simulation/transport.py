@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Final
 
-from asyncdist.simulation.fabric import Fabric, Receive
+from asyncdist.simulation.fabric import Fabric, LateReceive, Receive
 from asyncdist.tags import TAG_MAX
 from asyncdist.transports.base import (
     ANY_SOURCE,
@@ -15,6 +16,15 @@ from asyncdist.transports.base import (
     PersistentReceive,
     Request,
     Transport,
+)
+
+_CAPABILITIES: Final = Capabilities(
+    native_collectives=False,
+    survives_rank_loss=True,
+    wakes=True,
+    misses_wakes=False,
+    tag_max=TAG_MAX,
+    shares_process=True,
 )
 
 
@@ -32,14 +42,7 @@ class SimTransport(Transport):
         self.size = fabric.size
         self.incarnation = fabric.liveness.incarnation_of(rank)
         self.may_return = fabric.has_restarts
-        self.capabilities = Capabilities(
-            native_collectives=False,
-            survives_rank_loss=True,
-            wakes=True,
-            misses_wakes=False,
-            tag_max=TAG_MAX,
-            shares_process=True,
-        )
+        self.capabilities = _CAPABILITIES
 
     @property
     def hostname(self) -> str:
@@ -62,7 +65,10 @@ class SimTransport(Transport):
         return receive
 
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
-        return Receive(self._fabric, buffer, self.rank, ANY_SOURCE, tag)
+        return LateReceive(self._fabric, buffer, self.rank, ANY_SOURCE, tag)
+
+    def shared(self, make: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._fabric.shared(make, *args, **kwargs)
 
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
         del ranks, tag

@@ -114,7 +114,7 @@ def _pack(value: Any, where: _Where, depth: int) -> Any:
         return value if _INT_MIN <= value <= _INT_MAX else {_BIG_INT: _int_to_bytes(value)}
     if kind is str:
         return value if _is_unicode(value) else {_TEXT: value.encode("utf-8", "surrogatepass")}
-    if depth == DEPTH_MAX:
+    if depth >= DEPTH_MAX:  # a tuple or a set adds two levels
         raise ValueError(f"a value must be nested at most {DEPTH_MAX} levels deep and must not contain itself")
     if kind is list:
         return _pack_items(value, where, depth)

@@ -21,11 +21,14 @@ import abc
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from asyncdist.launchers import detection
 from asyncdist.transports.doorbell import Doorbell
 from asyncdist.transports.persistent_send import PersistentSend
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ANY_SOURCE: Final = -1
 
@@ -196,6 +199,13 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
         """Return a receive from any source that can be posted repeatedly, and is not posted yet."""
+
+    def shared(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return ``make(*args, **kwargs)``, an object that each use overwrites, such as the buffer of a receive.
+
+        Ranks of one process may share the object if received data is written only when a receive is tested.
+        """
+        return make(*args, **kwargs)
 
     @property
     def hostname(self) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import abc
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
+from asyncdist import local_host
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
 from asyncdist.transports.base import (
     ANY_SOURCE,
@@ -343,6 +343,5 @@ class MatchedTransport(Transport):
 
 def end_process(peer: int, exit_code: int) -> None:
     """Abort this process because ``peer`` has requested it. Called by threads, because the loop may be blocked."""
-    sys.stderr.write(f"asyncdist: rank {peer} aborted the job: process {os.getpid()} ends\n")
-    sys.stderr.flush()
+    local_host.print_line(f"asyncdist: rank {peer} aborted the job: process {os.getpid()} ends")
     os._exit(exit_code)

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
-from asyncdist import environment
+from asyncdist import environment, local_host
 from asyncdist.errors import AsyncdistError, TransportError, TruncationError
 from asyncdist.transports.base import (
     ANY_SOURCE,
@@ -123,8 +123,7 @@ def _abort_alone() -> None:
     from mpi4py import MPI
 
     if MPI.Is_initialized() and MPI.COMM_WORLD.size > 1:
-        sys.stderr.write(f"asyncdist: rank {MPI.COMM_WORLD.rank} was interrupted while MPI started\n")
-        sys.stderr.flush()
+        local_host.print_line(f"asyncdist: rank {MPI.COMM_WORLD.rank} was interrupted while MPI started")
         _unlink_shared_memory()
         MPI.COMM_WORLD.Abort(130)
 
@@ -220,13 +219,16 @@ class MpiMessages(Transport):
         send = self._repeated.get(key)
         if send is None and len(self._repeated) < REPEATED_SEND_COUNT_MAX:
             buffer = bytearray(-(-nbytes // 8) * 8)
-            request = self._comm.Send_init(memoryview(buffer)[:nbytes], dest, tag)
+            request = self._send_request(memoryview(buffer)[:nbytes], dest, tag)
             send = self._repeated[key] = PersistentSend(request, buffer, self._fail, dest, self._bells[dest])
         return send
 
+    def _send_request(self, buffer: Buffer, dest: int, tag: int) -> Any:
+        return self._comm.Send_init(buffer, dest, tag)
+
     def is_sending(self) -> bool:
         found = False
-        for send in self._repeated.values():
+        for send in tuple(self._repeated.values()):  # If the receiver is lost, messages about this loss are prepared.
             if not send.is_free:
                 with contextlib.suppress(AsyncdistError):  # Raised if the receiver is lost.
                     found = not send.settle() or found

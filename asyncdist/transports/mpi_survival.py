@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
 from asyncdist import rank_program
-from asyncdist.errors import AsyncdistError, RankLostError, TransportError
+from asyncdist.errors import RankLostError, TransportError
 from asyncdist.transports import mpi_launchers
 from asyncdist.transports.base import (
     ANY_SOURCE,
@@ -80,8 +80,11 @@ class SurvivingMpiTransport(MpiMessages):
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         if dest in self._lost:  # MPI would complete a small send to a dead rank.
-            return _FailedRequest(self._loss_of(dest))
+            return _FailedRequest(dest)
         return self._sent(buffer, dest, tag)
+
+    def _send_request(self, buffer: Buffer, dest: int, tag: int) -> Any:
+        return _FailedRequest(dest) if dest in self._lost else super()._send_request(buffer, dest, tag)
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         if source != ANY_SOURCE:
@@ -142,14 +145,11 @@ class SurvivingMpiTransport(MpiMessages):
         except self._mpi.Exception:  # The other rank is lost.
             return True
 
-    def _loss_of(self, rank: int) -> RankLostError:
-        return RankLostError(f"rank {rank} is gone: its process has ended", rank=rank)
-
     def _fail(self, error: BaseException, status: Any, buffer: Any, peer: int) -> NoReturn:
         if isinstance(error, self._mpi.Exception) and error.Get_error_class() in self._losses:
             if peer != ANY_SOURCE:
                 self._note_losses(peer)
-                raise self._loss_of(peer) from error
+                raise _loss_of(peer) from error
             self._note_losses()
             raise RankLostError("the rank that was sending this message is lost", rank=ANY_SOURCE) from error
         super()._fail(error, status, buffer, peer)
@@ -172,6 +172,9 @@ class SurvivingMpiTransport(MpiMessages):
         new = sorted(found - self._lost)
         self._lost.update(new)
         self._lost_ranks = frozenset(self._lost)
+        for (_, dest, _), send in self._repeated.items():
+            if dest in new:
+                send.give_up(_FailedRequest(dest))
         if new:
             self._report()
         for rank in new:
@@ -191,18 +194,27 @@ class SurvivingMpiTransport(MpiMessages):
             )
 
 
+def _loss_of(rank: int) -> RankLostError:
+    return RankLostError(f"rank {rank} is gone: its process has ended", rank=rank)
+
+
 class _FailedRequest:
-    """Request of a send to a lost rank. Its ``test`` raises RankLostError."""
+    """Request of a send to a lost rank. Its tests raise RankLostError, as do the starts of a prepared send."""
 
     cancelled: Final = False
     source: Final = ANY_SOURCE
     nbytes: Final = 0
 
-    def __init__(self, error: AsyncdistError) -> None:
-        self._error = error
+    def __init__(self, dest: int) -> None:
+        self._dest = dest
 
     def test(self) -> NoReturn:
-        raise self._error
+        raise _loss_of(self._dest)  # A new error each time, because each raise adds to the traceback of its error.
+
+    Start = Test = test  # mpi4py's names
+
+    def Free(self) -> None:  # noqa: N802 -- mpi4py's name
+        """Do nothing, because there is no request of MPI."""
 
     def cancel(self) -> None:
         """Do nothing, because the request has already failed."""

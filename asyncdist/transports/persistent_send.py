@@ -67,6 +67,15 @@ class PersistentSend:
                 self._fail(error, None, self.buffer, self._peer)
         return self.is_free
 
+    def give_up(self, failed_request: Any) -> None:
+        """Let all later calls raise the error of ``failed_request``, whose ``Start`` and ``Test`` raise it.
+
+        Called when the receiver is lost. The failed request replaces MPI's request, so that no start has to check
+        whether the receiver is lost.
+        """
+        self._request = failed_request
+        self.is_free = True
+
     def free(self) -> None:
         """Free the request, unless a message is still in progress."""
         if self.is_free:

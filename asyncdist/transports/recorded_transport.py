@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from asyncdist.transports.base import (
     Buffer,
@@ -14,6 +14,9 @@ from asyncdist.transports.base import (
     as_bytes,
 )
 from asyncdist.transports.persistent_send import PersistentSend
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class RecordedTransport(Transport):
@@ -58,6 +61,9 @@ class RecordedTransport(Transport):
 
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
         return _RecordedPersistentReceive(self._inner.persistent_receive(buffer, tag), tag, self._on_message)
+
+    def shared(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._inner.shared(make, *args, **kwargs)
 
     @property
     def hostname(self) -> str:

@@ -3,14 +3,16 @@
 ``torch.load(weights_only=True)`` allows only functions that run no code of the file. With chosen arguments, some of
 them nevertheless create large objects from a few bytes: ``torch.FloatTensor(1 << 40)`` is a tensor of 4 TiB, and
 nested calls of ``_codecs.encode(data, "hex")`` double a string each time. Computing the hash of a tuple takes years if
-both of its items are the same tuple, and so on sixty times. This module therefore follows a pickle's instructions
-without creating its objects, and allows only the calls that ``torch.save`` writes.
+both of its items are the same tuple, and so on sixty times. A dictionary whose n keys have equal hashes takes n * n
+comparisons. This module therefore follows a pickle's instructions without creating its objects, and allows only the
+calls that ``torch.save`` writes.
 """
 
 from __future__ import annotations
 
 import _compat_pickle
 import pickletools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,6 +23,11 @@ import torch
 #: Number of items that a tuple, and the tuples in it, may always have together. A larger number is allowed if the
 #: pickle contains that many items.
 _ITEM_COUNT_MAX: Final = 1_000_000
+#: Number of different numbers or tuples that may have the same hash. Other values than -1 and -2, and tuples of them,
+#: have equal hashes only if they were chosen.
+_EQUAL_HASH_COUNT_MAX: Final = 100
+#: Integers of smaller absolute value have different hashes.
+_HASH_MODULUS: Final = sys.hash_info.modulus
 _UNKNOWN: Final = "call of an unknown function"
 _REBUILD_FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 
@@ -34,10 +41,21 @@ class _Function:
 
 @dataclass(frozen=True, slots=True)
 class _Tuple:
-    """A tuple. ``count`` is the number of items in it and in the tuples that it contains."""
+    """A tuple.
+
+    Attributes:
+        count: Number of items in it and in the tuples that it contains.
+        hash: Hash of the tuple that is loaded, if all items are numbers, strings or such tuples.
+        other_hash: Hash that differs between different tuples even if ``hash`` does not.
+    """
 
     items: tuple[Any, ...]
     count: int
+    hash: int
+    other_hash: int
+
+    def __hash__(self) -> int:
+        return self.hash
 
 
 @dataclass(slots=True)
@@ -48,7 +66,7 @@ class _Container:
     count: int = 0
 
 
-# Strings on the stack are themselves, and all other values are None.
+# Strings and numbers on the stack are themselves, and all other values are None.
 _MARK: Final = object()
 
 
@@ -133,6 +151,7 @@ class _Values:
         self._memo: dict[int, Any] = {}
         self._count = 0  # number of instructions so far, and of characters in strings
         self._copied_count = 0
+        self._hashes: dict[int, tuple[int, ...]] = {}  # other hashes of the different values with each hash
         self._users = set(map(_name_of, torch.serialization.get_safe_globals()))
 
     def follow(self, name: str, argument: Any) -> None:
@@ -143,6 +162,10 @@ class _Values:
         elif name == "BINUNICODE":
             self._count += len(argument)
             self._stack.append(argument)
+        elif name in _NUMBERS:
+            self._stack.append(argument)
+            if abs(argument) >= _HASH_MODULUS:
+                self._count_hash(hash(argument), _other_hash(argument))
         elif name in ("EMPTY_LIST", "EMPTY_DICT"):
             self._stack.append(_Container("list" if name == "EMPTY_LIST" else "dict"))
         elif name == "GLOBAL":
@@ -158,7 +181,7 @@ class _Values:
         elif name in ("REDUCE", "NEWOBJ"):
             function, arguments = self._popped(2)
             self._check_call(function, arguments, is_new=name == "NEWOBJ")
-            self._stack.append(None)
+            self._stack.append(self._result(function, arguments))
         elif name == "BINPERSID":
             self._popped(1)
             self._stack.append(None)
@@ -190,7 +213,29 @@ class _Values:
         count = 1 + sum(each.count if isinstance(each, _Tuple) else 1 for each in items)
         if count > max(_ITEM_COUNT_MAX, self._count):
             raise ValueError("it has tuples that contain each other too often")
-        self._stack.append(_Tuple(tuple(items), count))
+        known = tuple(each if isinstance(each, str | int | float | complex | _Tuple) else None for each in items)
+        made = _Tuple(tuple(items), count, hash(known), hash(tuple(map(_other_hash, known))))
+        self._count_hash(made.hash, made.other_hash)
+        self._stack.append(made)
+
+    def _count_hash(self, value: int, other: int) -> None:
+        others = self._hashes.get(value, ())
+        if other not in others:
+            if len(others) == _EQUAL_HASH_COUNT_MAX:
+                raise ValueError(f"it has more than {_EQUAL_HASH_COUNT_MAX} numbers or tuples with equal hashes")
+            self._hashes[value] = *others, other
+
+    def _result(self, function: Any, arguments: Any) -> Any:
+        """Return the result of a call, as a value on the stack, if its hash does not depend on the process."""
+        name = function.name if isinstance(function, _Function) else _UNKNOWN
+        match name, arguments.items if isinstance(arguments, _Tuple) else ():
+            case "torch.Size", (_Tuple() as items,):
+                return items
+            case "builtins.complex", (int() | float() as real, int() | float() as imaginary):
+                number = complex(real, imaginary)
+                self._count_hash(hash(number), _other_hash(number))
+                return number
+        return None
 
     def _check_call(self, function: Any, arguments: Any, *, is_new: bool) -> None:
         name = function.name if isinstance(function, _Function) else _UNKNOWN
@@ -218,8 +263,8 @@ _POPPED: Final[Mapping[str, int]] = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}
 _CONSTANTS: Final[Mapping[str, Any]] = {
     "MARK": _MARK,
     **dict.fromkeys(("NONE", "NEWTRUE", "NEWFALSE", "EMPTY_SET", "SHORT_BINSTRING"), None),
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), None),
 }
+_NUMBERS: Final = frozenset(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"))
 
 
 def _renamed(argument: str) -> str:
@@ -228,6 +273,13 @@ def _renamed(argument: str) -> str:
     if (module, name) in _compat_pickle.NAME_MAPPING:
         module, name = _compat_pickle.NAME_MAPPING[module, name]
     return f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
+
+
+def _other_hash(value: Any) -> int:
+    """Return a hash that depends on this process, so that no file can contain different values with equal hashes."""
+    if isinstance(value, _Tuple):
+        return value.other_hash
+    return hash(value if isinstance(value, str) else f"{type(value)} {value}")
 
 
 def _name_of(safe: Any) -> str:

@@ -82,10 +82,13 @@ class Anchor:
         self._outer = OuterStep(options.outer_optimizer, layouts.stepped(self._values))
 
     async def step(self, contributions: Sequence[Contribution], member_count: int) -> Outcome:
-        """Move the anchor by one outer step with the mean of the contributions, which are sorted by rank."""
+        """Move the anchor by one outer step with the mean of the contributions, which are sorted by rank.
+
+        The values and the version change at the same moment, after the mean is computed.
+        """
         usable = [each for each in contributions if math.isfinite(each.norm)]
-        self.version += 1
         if not usable:
+            self.version += 1
             return Outcome((), (), math.nan, math.nan)
         ages = [self._age(each, member_count / len(usable)) for each in usable]
         mean = await self._mean(usable, ages)
@@ -96,6 +99,7 @@ class Anchor:
         cosine = mean_cosine(Verdict(1, donors, weights, norms), norm) if self._knows_norms else None
         self._outer.step(differences)
         self._move_buffers(mean, min(1.0, len(usable) / max(1, member_count)))
+        self.version += 1
         return Outcome(donors, weights, norm, math.nan if cosine is None else cosine)
 
     def _age(self, given: Contribution, round_versions: float) -> float:
@@ -107,7 +111,7 @@ class Anchor:
         Args:
             round_versions: Number of versions that one contribution of each member makes.
         """
-        is_first = given.staleness == self.version - 1
+        is_first = given.staleness == self.version
         if is_first and isinstance(self._correct, StalenessWeight) and self._correct.first_round:
             return max(given.staleness, round_versions - 1.0)
         return given.staleness

@@ -81,6 +81,7 @@ class Arrivals:
         # report. Contributions whose bytes have arrived are in _received, in order of arrival, with both times.
         self._fetching: dict[tuple[int, int], tuple[Arrival, float]] = {}
         self._received: dict[tuple[int, int], tuple[Arrival, float, float]] = {}
+        self._taken: dict[int, int] = {}  # contributions to the version in progress: sequence number by rank
 
     def on_arrived(self, arrival: Arrival, now: float) -> Handling:
         """Record a reported contribution, and return how the leader handles it."""
@@ -88,7 +89,8 @@ class Arrivals:
         if arrival.sequence <= self.applied.get(arrival.rank, 0):
             return Handling.ANSWER
         key = arrival.rank, arrival.sequence
-        if arrival.rank not in self.members or key in self._fetching or key in self._received:
+        is_known = key in self._fetching or key in self._received or key in self._taken.items()
+        if arrival.rank not in self.members or is_known:
             return Handling.IGNORE
         self._fetching[key] = arrival, now
         return Handling.FETCH
@@ -123,11 +125,6 @@ class Arrivals:
         self.members.add(rank)
 
     @property
-    def is_empty(self) -> bool:
-        """True if all reported contributions are applied."""
-        return not self._fetching and not self._received
-
-    @property
     def is_complete(self) -> bool:
         """True if the contributions of all living members that make steps have arrived."""
         return bool(self._received) and self.members - self.settling <= {rank for rank, _ in self._received}
@@ -147,7 +144,9 @@ class Arrivals:
         return None
 
     def take(self, *, takes_all: bool) -> tuple[Arrival, ...]:
-        """Remove and return the contributions for the next version, sorted by rank, and mark them as applied.
+        """Remove and return the contributions for the next version, sorted by rank.
+
+        The caller must call :meth:`note_applied` when the anchor contains them.
 
         Args:
             takes_all: Whether to take all contributions that have arrived, as after a grace period, instead of only
@@ -160,8 +159,13 @@ class Arrivals:
             if arrival.rank not in taken:  # a restarted rank may have two: one is from its former process
                 taken[arrival.rank] = arrival
                 del self._received[key]
-                self.applied[arrival.rank] = arrival.sequence
+        self._taken = {rank: arrival.sequence for rank, arrival in taken.items()}
         return tuple(arrival for _, arrival in sorted(taken.items()))
+
+    def note_applied(self) -> None:
+        """Record that the anchor contains the contributions that :meth:`take` has returned."""
+        self.applied.update(self._taken)
+        self._taken = {}
 
     def applications(self) -> Applications:
         """Return the sequence number of each worker's last contribution that the anchor contains."""

@@ -70,7 +70,7 @@ class Layouts:
         return new_memory(nbytes)
 
     def loaded_anchor(self, values: Sequence[Tensor]) -> Block:
-        """Copy saved values of an anchor into a new block. Raise ValueError if they have other shapes."""
+        """Copy values of an anchor into a new block. Raise ValueError if they have other shapes."""
         block = self.new_block()
         copy_all(values, block[1])
         return block

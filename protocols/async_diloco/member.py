@@ -30,7 +30,7 @@ from asyncdist.protocols.async_diloco.messages import (
     Registered,
 )
 from asyncdist.protocols.async_diloco.options import ServerOptions
-from asyncdist.protocols.async_diloco.server import Server
+from asyncdist.protocols.async_diloco.server import Server, post
 from asyncdist.protocols.exchange.catching_up.offers import SECOND, Offers
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.scopes import PolicyScopes
@@ -186,9 +186,17 @@ class AsyncMember:
                 "rank %d leaves %s before another rank has its anchor; the newest versions may be lost", me, self._name
             )
 
-    async def settle(self) -> None:
-        """Notify the leader that this rank makes no steps for now, and wait for the answer to its contribution."""
-        await self._membership.settle(lambda: self._store.outstanding is None)
+    async def settle(self, *, is_joint: bool) -> None:
+        """As the leader, stop changing the common weights until the server's :meth:`Server.unfreeze`.
+
+        Args:
+            is_joint: Whether to wait first until all members have called this method. Meanwhile, the leader makes
+                versions without them, for which other members may wait in their steps.
+        """
+        if is_joint:
+            await self._membership.settle(lambda: False)
+        if self.server is not None:
+            await self.server.freeze()
 
     def leave(self) -> None:
         """Leave the policy, and withdraw the unanswered contribution."""
@@ -384,11 +392,3 @@ class AsyncMember:
     def post(self, message: AsyncMessage, dest: int, number: int) -> None:
         """Send a message to ``dest``, unless ``dest`` is lost."""
         post(self._channel, message, dest, number)
-
-
-def post(channel: Channel[AsyncMessage], message: AsyncMessage, dest: int, number: int) -> None:
-    """Send a message to ``dest``, unless ``dest`` is lost."""
-    try:
-        channel.send_nowait(message, dest, round=number)
-    except RankLostError as error:  # the loss is handled when the world reports it
-        logger.debug("the message %s was not sent: %s", type(message).__name__, error)

@@ -58,9 +58,6 @@ FOREIGN_OPTIONS: Final = {
         "here ranks wait for each other only with late='wait'",
     ),
 }
-LOSES_VALUES: Final = (
-    "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"
-)
 #: Default outer optimizer of the global server of islands, from HALoS. HALoS's learning rate of 0.15 is for one
 #: arrival, but ``lr`` is for a window of two arrivals.
 GLOBAL_NESTEROV: Final = functools.partial(DelayedNesterov, lr=0.3, momentum=0.5, delay=2)

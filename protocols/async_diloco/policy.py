@@ -38,7 +38,6 @@ from asyncdist.protocols.async_diloco.member_store import HeldAnchor, MemberStor
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived
 from asyncdist.protocols.async_diloco.options import (
     FOREIGN_OPTIONS,
-    LOSES_VALUES,
     AsyncDiLoCoOptionNames,
     AsyncDiLoCoOptions,
     ServerOptions,
@@ -50,7 +49,7 @@ from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, r
 from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.foreign_options import foreign_call_hint
-from asyncdist.protocols.diloco.options import check_has_whole_tensors
+from asyncdist.protocols.diloco.options import LOSES_VALUES, check_has_whole_tensors
 from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.diloco.step_tokens import StepTokens
 from asyncdist.protocols.exchange.replicas.group import Readiness
@@ -252,6 +251,8 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         try:
             if is_orderly:
                 deadline = self._world.time() + self._own_options.drain_timeout_s
+                if self._federation is not None:
+                    self._federation.unfreeze()  # this rank's island may wait for the global server
                 await member.settled(deadline)
                 if self._federation is not None:
                     await self._federation.settled(deadline)
@@ -317,21 +318,18 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
     async def settle(self) -> None:
         """Stop updating the anchor (common weights) until the next step, so that the states of all ranks match.
 
-        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, updates
-        continue, because other ranks may wait for them in their steps. The leader then does not wait for ranks that
-        have called this method, even without a quorum. With ``late="wait"`` and a quorum, all ranks must call this
-        method before a collective operation of the training loop.
+        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, all ranks
+        must call it, because it waits for the others. Meanwhile, updates continue without this rank, because other
+        ranks may wait for them in their steps. With ``late="wait"`` and a quorum, call this method also before a
+        collective operation of the training loop.
 
         Raises:
             BusyError: The call is inside a block of :meth:`anchor_weights`.
         """
         self._check_not_evaluating("settle()")
-        member = self._member
-        if member is not None and self._own_options.late == "wait":
-            await member.settle()
-        elif member is not None and member.server is not None:
-            await member.server.freeze()
-        if self._federation is not None and self._own_options.late == "skip":
+        if self._member is not None:
+            await self._member.settle(is_joint=self._own_options.late == "wait")
+        if self._federation is not None:
             await self._federation.freeze()
 
     def _own_state(self) -> dict[str, Any]:
@@ -497,7 +495,8 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         waited_s = self._world.time() - began_at
         if self._is_first:
             answer = self._store.apply_answer()
-            keeps_progress = self._progress.captured_at < self.iteration and not nonfinite
+            is_known = self._progress.was_sound and not nonfinite  # otherwise, the progress since is unknown
+            keeps_progress = self._progress.captured_at < self.iteration and is_known
             with self._weights.following():
                 self._captures.apply(answer.block, self._tensors(), keeps_progress=keeps_progress)
         if links is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -37,6 +38,11 @@ class Progress:
     def is_due(self) -> bool:
         """True if the rank has made enough steps for its next contribution."""
         return self.steps >= self.wanted
+
+    @property
+    def was_sound(self) -> bool:
+        """True if the last contribution was finite, so that the leader has used it."""
+        return self.reported is not None and math.isfinite(self.reported.norm)
 
     def note_captured(self, report: Arrived | None, iteration: int) -> None:
         """Record that a contribution was made, and restart the counts of steps and tokens."""

@@ -263,6 +263,9 @@ class Server:
         if self._serving.setdefault(worker, rank) != rank:
             logger.debug("rank %d no longer serves island %d: its contribution is not used", rank, worker)
             return
+        own = self._store.outstanding if rank == self._services.rank else None
+        if rank == self._services.rank and (own is None or own.sequence != sequence):
+            return  # this rank has withdrawn the contribution
         if report.speed:
             self._speeds[rank] = report.speed
         facts = report.base_version, report.steps, report.tokens, report.norm, report.speed
@@ -270,7 +273,10 @@ class Server:
         match self._arrivals.on_arrived(arrival, self._services.time()):
             case Handling.ANSWER:
                 self._answer(arrival, 0)
-            case Handling.FETCH if rank == self._services.rank or not math.isfinite(arrival.norm):
+            case Handling.FETCH if not math.isfinite(arrival.norm):
+                self._note_received(arrival)
+            case Handling.FETCH if own is not None:
+                self._blocks[worker, sequence] = own.block[0]
                 self._note_received(arrival)
             case Handling.FETCH:
                 self._anchors.spawn(self._fetch(arrival), f"contribution {sequence} of rank {rank}")
@@ -352,6 +358,7 @@ class Server:
         self.version_count += 1
         self._sync_times.on_decided(anchor.version + 1, (each.source for each in arrivals), self._services.time())
         self._outcome = await anchor.step(given, len(self._arrivals.members))
+        self._arrivals.note_applied()
         self._current = None
         every = self._options.mirror_every
         others = [each for each in arrivals if each.source != me and each.source in self._membership.living]
@@ -365,9 +372,6 @@ class Server:
         """Return the encoded vectors of a contribution, or () if its norm is not finite."""
         if not math.isfinite(arrival.norm):
             return ()
-        own = self._store.outstanding
-        if arrival.source == self._services.rank and own is not None:
-            return own.block[1]
         return self._layouts.wire.encoded_in(self._blocks.pop((arrival.rank, arrival.sequence)))
 
     # -- answers ----------------------------------------------------------------------------------------------------
@@ -545,10 +549,15 @@ class Server:
         self._post(AnchorTaken(), holder, version)
 
     def _post(self, message: AsyncMessage, dest: int, number: int) -> None:
-        try:
-            self._channel.send_nowait(message, dest, round=number)
-        except RankLostError as error:  # the loss is handled when the world reports it
-            logger.debug("the message %s was not sent: %s", type(message).__name__, error)
+        post(self._channel, message, dest, number)
+
+
+def post(channel: Channel[AsyncMessage], message: AsyncMessage, dest: int, number: int) -> None:
+    """Send a message to ``dest``, unless ``dest`` is lost."""
+    try:
+        channel.send_nowait(message, dest, round=number)
+    except RankLostError as error:  # the loss is handled when the world reports it
+        logger.debug("the message %s was not sent: %s", type(message).__name__, error)
 
 
 async def answered_alone(
@@ -572,7 +581,8 @@ async def answered_alone(
     staleness = max(0, anchor.version - report.base_version)
     if contribution.sequence > dict(newest.applied).get(rank, 0):
         weight = weight_of(report.tokens, report.steps, weighting)
-        given = Contribution(rank, weight, report.norm, staleness, contribution.block[1])
+        encoded = [each.clone() for each in contribution.block[1]]  # a cancelled call is repeated with the same block
+        given = Contribution(rank, weight, report.norm, staleness, encoded)
         outcome = await anchor.step([given], 1)
     block, applied = anchor.copy_into(layouts.new_block()), ((rank, contribution.sequence),)
     return Answer(

@@ -26,6 +26,9 @@ Weighting: TypeAlias = Literal["equal", "tokens"]
 Merge: TypeAlias = Literal["mean", "radial"]
 #: Whether a step whose mean is due but has not arrived waits for the mean, or continues without it.
 Late: TypeAlias = Literal["wait", "skip"]
+LOSES_VALUES: Final = (
+    "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"
+)
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 _GROUP: Final = "fragments and bytes"
 _STRAGGLERS: Final = "stragglers and rounds"

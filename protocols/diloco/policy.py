@@ -22,7 +22,7 @@ import math
 import warnings
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from asyncdist.protocols.diloco.eager import AnchorMean, EagerFragment, interlea
 from asyncdist.protocols.diloco.foreign_options import FOREIGN_OPTIONS, foreign_call_hint
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.fragments import fragments_of
-from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions, check_has_whole_tensors
+from asyncdist.protocols.diloco.options import LOSES_VALUES, DiLoCoOptionNames, DiLoCoOptions, check_has_whole_tensors
 from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.diloco.step_tokens import LEAST_TOKENS, StepTokens
 from asyncdist.protocols.exchange.fragment import Mean
@@ -58,11 +58,6 @@ class ArrivedMean(NamedTuple):
 
     pending: PendingRound
     waited_s: float
-
-
-_LOSES_VALUES: Final = (
-    "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"
-)
 
 
 @with_options(DiLoCoOptionNames, CommonOptions, DiLoCoOptions)
@@ -119,7 +114,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         )
         check_has_whole_tensors(own.merge, holds_shards=self._holds_shards())
         if own.wire.name == "topk" and own.error_feedback is None:
-            warnings.warn(_LOSES_VALUES, UserWarning, stacklevel=3)
+            warnings.warn(LOSES_VALUES, UserWarning, stacklevel=3)
         self._chosen = fragments_of(self._whole_entries(), own.fragments, own.fragment_pattern)
         self._step_tokens = StepTokens(own.weights)
         self._tokens = [0.0] * own.fragments  # tokens since each fragment's last contribution

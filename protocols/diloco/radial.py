@@ -45,7 +45,7 @@ def radial_mean_into(into: Tensor, parts: Sequence[Tensor], weights: Sequence[fl
         if norm > 0:
             into.add_(part * (1.0 / norm), alpha=share)
     length = torch.linalg.vector_norm(into, dtype=torch.float64).item()
-    if not length > CANCELLED * total:
+    if not CANCELLED * total < length < math.inf:  # infinite if the norm of a part has no reciprocal
         weighted_mean_into(into, parts, weights)
         return
     mean_norm = math.fsum(share * norm for share, norm in zip(shares, norms, strict=True)) / total

@@ -99,6 +99,7 @@ class Exchange:
         self._holders = [-1] * len(fragments)  # by fragment: a member with the state after the last retired round
         self._is_paused = False  # whether this member has asked rounds not to wait for it
         self._is_ending = False  # whether this member contributes to no further round
+        self._unused: dict[int, list[Tensor]] = {}  # by fragment: memory for a contribution that is not made yet
         self._is_released = True  # whether the leader permits this member to leave
         self._are_leaving = False  # whether another member was lost, has left, or is ending
         self._contributed: dict[int, int] = {}  # by fragment: round in which this member's newest contribution counts
@@ -140,8 +141,13 @@ class Exchange:
     # -- the policy's calls -----------------------------------------------------------------------------------------
 
     def new_encoded(self, fragment: int) -> list[Tensor]:
-        """Return memory for the encoded values of this member's next contribution to a model fragment."""
-        return self._transfers.new_encoded(fragment)
+        """Return memory for the encoded values of this member's next contribution to a model fragment.
+
+        Until this contribution is made, further calls return the same memory, because a capture may have failed.
+        """
+        if fragment not in self._unused:
+            self._unused[fragment] = self._transfers.new_encoded(fragment)
+        return self._unused[fragment]
 
     def note_applied(self, fragment: int) -> None:
         """Allow the memory of a model fragment's last mean to be reused, because it was applied."""
@@ -156,6 +162,7 @@ class Exchange:
         """
         own = self._round(number)
         own.contribution, own.weight, own.norm, own.scores = encoded, weight, norm, scores
+        self._unused.pop(own.fragment, None)
         self._transfers.offer_contribution(own)
         self._contributed[own.fragment] = number
         self._is_paused = False

@@ -444,21 +444,22 @@ class ExchangePolicy(ReplicatedPolicy):
         if self._quorum is not None and exchange is not None:
             number, is_behind = exchange.next_open(fragment), exchange.is_behind(fragment)
             self._pending_rounds.skip_to(number)
-        self._pending_rounds.begin(step, own.applied_version, waits=is_behind)
         if is_past:
+            self._pending_rounds.begin(step, own.applied_version, waits=is_behind)
             own.advance(0)
             return
-        weight, encoded = self._take_weight(fragment), self._new_encoded(fragment)
+        encoded = self._new_encoded(fragment)
         # A non-finite parameter of the fragment makes the norm non-finite, so only the other entries are checked here.
         unsound = self._known_infinities.unsound_entry_of_model(own.measured_entries)
-        norm = math.nan if unsound is not None else own.capture(tensors, encoded)
-        self._found_finite_at = step if math.isfinite(norm) else -1
-        if math.isfinite(norm):
-            self._unsound_captures.discard(fragment)
-            own.advance(len(self._first_ranks()))
-        else:
+        norm = math.nan if unsound is not None else own.capture(tensors, encoded)  # may raise for lack of memory
+        self._pending_rounds.begin(step, own.applied_version, waits=is_behind)
+        weight = self._take_weight(fragment)
+        is_finite = math.isfinite(norm)
+        self._found_finite_at = step if is_finite else -1
+        self._unsound_captures.discard(fragment)
+        if not is_finite:
             self._unsound_captures.add(fragment)
-            own.advance(0)
+        own.advance(len(self._first_ranks()) if is_finite else 0)
         version = own.version if self._quorum is None else own.applied_version
         nbytes, unencoded_nbytes = own.layout.nbytes, own.layout.unencoded_nbytes
         self._contribute(number, encoded, Report(weight, norm, scores))

@@ -206,6 +206,8 @@ class RoundTransfers:
     def new_encoded(self, fragment: int, *, of_mean: bool = False) -> list[Tensor]:
         """Return memory for the encoded vectors of a contribution or a mean, with undefined contents."""
         given, nbytes = self._fragments[fragment], self._block_nbytes[of_mean]
+        if not given.layout.vectors:
+            return []
         if not given.is_frequent:
             nbytes = max(1, given.layout.memory_nbytes(of_mean=of_mean))
         free = self._free.get(nbytes)

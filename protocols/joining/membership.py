@@ -19,6 +19,7 @@ during this wait, so the saved states are consistent.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
@@ -110,7 +111,8 @@ class Membership:
         # was admitted.
         self._followers: dict[int, int] = {}
         self._admission_count = 0
-        self._is_welcoming = False  # whether a restarted rank was answered but is not admitted yet
+        # By restarted rank that this leader has answered but not admitted yet: its incarnation and attempt.
+        self._welcomed: dict[int, tuple[int, int]] = {}
         self._newcomers: tuple[tuple[int, int, int], ...] = ()  # restarted ranks that this leader is admitting
         self._unconfirmed: set[int] = set()  # members that have not confirmed the admission; then the newcomers
         self._on_admission_end: Callable[[], None] = lambda: None
@@ -286,7 +288,7 @@ class Membership:
         if (incarnation, attempt) <= self._identity_of(rank):
             return False
         self._note_gone(rank)
-        self._is_welcoming = True
+        self._welcomed[rank] = incarnation, attempt
         return True
 
     def admit(
@@ -307,11 +309,11 @@ class Membership:
         self._admission_count += 1
         self._order = [*self.members(), *ranks]
         self._abdications.clear()
-        self._is_welcoming = False
         self._unconfirmed = self.living - {me}
         self.living.update(ranks)
         for rank, *identity in newcomers:
             self._admitted[rank] = (identity[0], identity[1])
+            self._welcomed.pop(rank, None)
             self._make_reachable(rank)
         self._followers.update(followers)
         self._newcomers, self._on_admission_end = tuple(newcomers), on_end
@@ -413,6 +415,8 @@ class Membership:
             incarnation: Incarnation of the process that is lost. The loss of an earlier process of a rank that is not a
                 member itself does not remove the replica that was admitted since. None for any process.
         """
+        if incarnation is not None:
+            self._note_not_welcomed(rank, incarnation, math.inf)
         if incarnation is not None and rank not in self.known and incarnation < self._followers.get(rank, 0):
             return
         replica_ranks = self.replicas.replica_ranks(rank)
@@ -437,6 +441,11 @@ class Membership:
         else:
             self._follow_next()
 
+    def _note_not_welcomed(self, rank: int, incarnation: int, attempt: float) -> None:
+        """Stop waiting for a restarted rank that is lost or has left before its admission, unless it asked again."""
+        if rank in self._welcomed and self._welcomed[rank] <= (incarnation, attempt):
+            del self._welcomed[rank]
+
     def _follow_next(self) -> None:
         """Make the first living member in the order of succession the leader, unless it already leads."""
         if self._is_closed:
@@ -454,7 +463,7 @@ class Membership:
     def abdicate(self) -> None:
         """Let the next member lead, unless this rank is the only member or is admitting a restarted rank."""
         me, others = self._services.rank, self.living - {self._services.rank}
-        if not self.leads or not others or self._newcomers or self._is_welcoming or self._is_closed:
+        if not self.leads or not others or self._newcomers or self._welcomed or self._is_closed:
             return
         count = self._abdications[me] + 1
         for rank in sorted(others):
@@ -475,6 +484,7 @@ class Membership:
             return
         match message:
             case Left(incarnation, attempt):
+                self._note_not_welcomed(source, incarnation, attempt)
                 self._left[source] = max(self._left.get(source, (0, 0)), (incarnation, attempt))
                 if self._has_left(source):
                     self._note_gone(source)

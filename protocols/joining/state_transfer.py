@@ -119,6 +119,7 @@ def _unpacked(data: torch.Tensor) -> Any:
     return restore(serialization.decode(byte_view(data[_LENGTH_NBYTES : _LENGTH_NBYTES + length])))
 
 
+@torch.inference_mode(False)  # the copy is used after the caller's inference mode has ended
 def cloned(node: Any) -> Any:
     """Return a copy of a tree, whose tensors do not share the memory of a received state."""
     return node.clone() if isinstance(node, torch.Tensor) else _mapped(cloned, node)
@@ -151,6 +152,9 @@ class WholeState(Protocol):
 
 class StateAdopter(Protocol):
     """Interface to adopt another rank's optimizer and policy state when this rank copies that rank's weights."""
+
+    def obstacle(self, parts: Mapping[str, Any]) -> str:
+        """Return why this rank cannot adopt the state now, or "" if it can."""
 
     def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> Any:
         """Return the value that :meth:`adopt` needs. Leave this rank unchanged.

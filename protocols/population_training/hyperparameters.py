@@ -229,13 +229,16 @@ def _check_not_range(values: Sequence[Value]) -> None:
         low, high = sorted(values)  # type: ignore[type-var]
         raise ValueError(
             f"a list of two numbers may be meant as a range, got {list(values)!r}; write ({low!r}, {high!r}) for the "
-            f"range, or protocols.Choice({list(values)!r}) for these two values alone"
+            f"range, or protocols.Choice({list(values)!r}) for these two values alone (in YAML: {{low: {low!r}, high: "
+            f"{high!r}}}, or {{values: {list(values)!r}}})"
         )
 
 
 Space: TypeAlias = Range | Choice | Sampler
 #: Ways in which the user can write a hyperparameter's values.
-Given: TypeAlias = Range | Choice | tuple[float, float] | list[Any] | Callable[[random.Random], float]
+Given: TypeAlias = (
+    Range | Choice | tuple[float, float] | list[Any] | Mapping[str, Any] | Callable[[random.Random], float]
+)
 
 
 def space_of(name: str, given: Any) -> Space:
@@ -253,13 +256,16 @@ def space_of(name: str, given: Any) -> Space:
             found = Choice(given)
             _check_not_range(found.values)
             return found
+        if isinstance(given, Mapping):  # the arguments of Range or Choice by name, as in a YAML file
+            return (Choice if "values" in given else Range)(**given)
     except (TypeError, ValueError) as error:
         raise type(error)(f"the values of hyperparameter {name!r} are wrong: {error}") from None
     if callable(given):
         return Sampler(given)
     raise TypeError(
         f"the values of hyperparameter {name!r} must be a range (low, high), a list of choices, Range(...), "
-        f"Choice(...), or a callable that takes a random.Random and returns a number, got {given!r:.80}"
+        "Choice(...), a dict of their arguments, or a callable that takes a random.Random and returns a number, got "
+        f"{given!r:.80}"
     )
 
 

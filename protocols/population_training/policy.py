@@ -25,8 +25,10 @@ from torch import nn
 
 from asyncdist import validation
 from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.joining.state_transfer import cloned
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import AveragingOptions, CommonOptions, CoordinatorOptions, SelectiveOptions
+from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.population_training.bayesian import BayesianExplore, Observations
 from asyncdist.protocols.population_training.exploring import Explorer, donor_for
 from asyncdist.protocols.population_training.hyperparameters import Value
@@ -38,7 +40,7 @@ from asyncdist.protocols.selective.messages import REPLACER, Assign, Frozen
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.step_info import StepInfo
-from asyncdist.tensors.optimizers.loading import arranged, parameter_names
+from asyncdist.tensors.optimizers.loading import parameter_names, state_for
 
 logger = logging.getLogger("protocols.population_training")
 
@@ -230,6 +232,26 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         self._settings = settings
         self._settings.write(self._values)
 
+    def take_optimizer_of(self, other: SpawnPolicy) -> None:
+        """Train the model with the optimizer and the scheduler of ``other``."""
+        if other.optimizer is not self.optimizer:
+            super()._change_optimizer(other.optimizer)
+        assert isinstance(other, PopulationTrainingPolicy), other
+        self._take_settings_of(other)
+
+    def take_model_of(self, other: SpawnPolicy) -> bool:
+        """Use the model, the optimizer and the scheduler of ``other``. See :meth:`SpawnPolicy.take_model_of`."""
+        if not isinstance(other, PopulationTrainingPolicy) or not super().take_model_of(other):
+            return False
+        self._take_settings_of(other)
+        self._observations = Observations(self._window, self._observations.entries)  # another model had the last metric
+        return True
+
+    def _take_settings_of(self, other: PopulationTrainingPolicy) -> None:
+        self._own_options = replace(self._own_options, lr_scheduler=other._own_options.lr_scheduler)
+        self._settings = other._settings
+        self._settings.write(self._values)
+
     def _own_state(self) -> dict[str, Any]:
         return {
             "hyperparameters": json.dumps(self._values),
@@ -293,10 +315,18 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
             self._observations.note(self._world.rank, self.iteration, self._sign * value, self._values)
         return value
 
+    def obstacle(self, parts: Mapping[str, Any]) -> str:
+        """Return why the donor's optimizer state does not fit, for example after one rank has changed its optimizer."""
+        try:
+            state_for(self.model, self.optimizer, parts["optimizer"])
+        except ValueError as error:
+            return str(error)
+        return ""
+
     def prepare(self, parts: Mapping[str, Any], donor: int, round: int) -> _Inheritance:
         """Return the donor's state and new hyperparameters for :meth:`adopt`. Leave this rank unchanged."""
-        state, theirs = parts["policy"], parts["optimizer"]
-        moments = arranged(theirs["state"], theirs["names"], parameter_names(self.model, self.optimizer))
+        state, theirs = parts["policy"], cloned(parts["optimizer"])  # torch keeps the given tensors
+        moments = state_for(self.model, self.optimizer, theirs)
         inherited = self._values_in(state)
         known = Observations.unpacked(state["observations"], self._window)
         observations = self._observations.inherited(known, self.iteration - state["iteration"])
@@ -320,7 +350,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
     def adopt(self, prepared: _Inheritance, info: StepInfo) -> StepInfo:
         """Load the donor's state, and then write the new hyperparameters, which the donor's state would undo."""
-        load_moments(self.optimizer, prepared.moments)
+        load_moments(self.optimizer, prepared.moments, self._own_options.hyperparameters)
         self._settings.write(prepared.values)
         self._values.update(prepared.values)
         self._lineage, self._observations = prepared.lineage, prepared.observations

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from asyncdist.tensors.optimizers.group_state import load_group_state
 from asyncdist.tensors.optimizers.loading import load_exactly
 
 _NAME: Final = re.compile(r"(\w+)(?:\[(\d+)\])?\Z")
@@ -200,14 +201,16 @@ def _ratios(values: list[float]) -> list[float]:
     return [value / first if first else 1.0 for value in values]
 
 
-def load_moments(optimizer: Any, state: Mapping[str, Any]) -> None:
+def load_moments(optimizer: Any, state: Mapping[str, Any], names: Iterable[str] = ()) -> None:
     """Load another rank's optimizer state, such as moments and step counts. The settings of groups are kept.
 
     Args:
         state: ``state_dict()`` of an optimizer of the same class, in the order of this optimizer's parameters.
+        names: Names of hyperparameters, which are settings.
     """
     groups = list(optimizer.param_groups)
     own = optimizer.state_dict()["param_groups"]
     load_exactly(optimizer, {**state, "param_groups": own})
     for place, group in enumerate(groups):  # keeps the groups' tensors, which a CUDA graph may read
         optimizer.param_groups[place] = group
+    load_group_state(optimizer, state["param_groups"], [name.partition("[")[0] for name in names])

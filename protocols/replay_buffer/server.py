@@ -466,7 +466,9 @@ class _Server:
         """Answer this client's draws if there are enough items. Stream one large draw at a time to save memory."""
         size = self._store.size
         waiting: deque[Draw] = deque()
-        for draw in client.draws:
+        for draw in tuple(client.draws):  # a send may notice that the client is lost, and clear them
+            if not client.is_open:
+                return
             if draw.waits and draw.count > size:
                 if may_grow:
                     waiting.append(draw)
@@ -483,7 +485,8 @@ class _Server:
                 waiting.append(draw)
             else:
                 self._send_items(client, draw)
-        client.draws = waiting if client.is_open else deque()
+        if client.is_open:
+            client.draws = waiting
 
     def _send_items(self, client: Client, draw: Draw) -> None:
         assert self._layout is not None, "items without a layout"

@@ -29,7 +29,7 @@ from asyncdist import ClosedError, current_world, validation
 from asyncdist.messaging import wire
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.joining.scopes import PolicyScopes
-from asyncdist.protocols.joining.state_transfer import StateTransfer, check_sendable
+from asyncdist.protocols.joining.state_transfer import StateTransfer, check_sendable, cloned
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import (
     AveragingOptions,
@@ -380,7 +380,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
         """Load another member's optimizer and policy state, and return the iteration in that state."""
-        load_named(self.model, self.optimizer, parts["optimizer"])
+        load_named(self.model, self.optimizer, cloned(parts["optimizer"]))  # torch keeps the given tensors
         self._restore(parts["policy"])
         return self.iteration
 

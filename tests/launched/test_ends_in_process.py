@@ -105,6 +105,20 @@ def test_an_exit_outside_main_ends_the_rank(error: BaseException, how: str, loop
     assert caught.value is error
 
 
+def test_an_error_in_the_cleanup_after_an_exit_is_raised() -> None:
+    """Regression: it was lost, and the program ended with the exit's code, 0."""
+
+    async def main(world: ad.World) -> None:
+        asyncio.get_running_loop().call_soon(sys.exit, 0)
+        try:
+            await world.sleep(60)
+        finally:
+            raise Boom("in the cleanup")
+
+    with pytest.raises(Boom, match="cleanup"):
+        ad.run_local(main, ranks=1)
+
+
 def test_local_background_tasks_are_awaited_and_fail_as_a_group() -> None:
     done: list[int] = []
 

@@ -240,15 +240,28 @@ def test_no_rank_is_reported_as_alone_if_one_may_not_be(tmp_path: Path, source: 
     assert finish(start(tmp_path, source, ranks=2, options=["--transport", "torch"])) == (0, "", "")
 
 
+OPENED_IN_A_LOOP = """
+import asyncio, os, asyncdist, torch
+
+async def main():
+    async with asyncdist.open_world():
+        assert torch.get_num_threads() <= max(1, os.cpu_count() // 2)
+
+asyncio.run(main())
+"""
+
+
 @pytest.mark.parametrize(
     "source",
     [
         "async def main(world): pass\nimport asyncdist; asyncdist.run(main)",
         "import asyncdist\nwith asyncdist.blocking.open_world(): pass",
+        OPENED_IN_A_LOOP,
         "import torch.distributed as dist; dist.init_process_group('gloo'); dist.destroy_process_group()",
     ],
 )
 def test_ranks_that_communicate_are_not_reported_as_alone(tmp_path: Path, source: str) -> None:
+    """Regression: a script with ``open_world`` was reported as ranks that ran alone, and used a thread per core."""
     assert finish(start(tmp_path, source, ranks=2, options=["--transport", "torch"])) == (0, "", "")
 
 

@@ -15,7 +15,7 @@ from asyncdist.simulation import Kill
 
 def check(found: Any) -> None:
     assert found == dict.fromkeys(found, "RankLostError 0")
-    assert len(found) == 16
+    assert len(found) == 18
 
 
 @pytest.mark.parametrize("seed", range(5))

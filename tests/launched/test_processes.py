@@ -465,6 +465,25 @@ def test_a_killed_rank_is_told_where_sigchld_is_ignored(tmp_path: Path) -> None:
     assert f"rank 0 {describe_end(-signal.SIGKILL)}" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--transport", "mpi"], marks=pytest.mark.mpi),
+        ["--transport", "torch", "--restarts", "1"],
+        ["--transport", "torch", "--places", "2"],
+    ],
+)
+def test_the_launcher_closes_its_pipes(options: list[str], tmp_path: Path) -> None:
+    """Regression: with PYTHONWARNINGS=error, the launcher ended with "ResourceWarning: unclosed file"."""
+    (tmp_path / "script.py").write_text("print('done')")
+    command = [sys.executable, "-m", "asyncdist", "run", *options, "-n", "1", "script.py"]
+    environ = {**os.environ, "PYTHONWARNINGS": "error::ResourceWarning"}
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "done\n") and "ResourceWarning" not in ended.stderr, ended.stderr
+
+
 # ---------------------------------------------------------------------------------------------- torch.distributed in it
 
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from asyncdist.transports.torch_distributed.meeting import newcomers
 
 #: Generous limits: they fail only tests that hang, not tests that are slow.
 TIMEOUT_S = 300.0
+SOON_S = 60.0
 
 
 def command(ranks: int, restarts: int, script: str | Path, *arguments: str) -> list[str]:
@@ -118,37 +120,85 @@ def test_ranks_ended_by_a_signal_to_the_job_are_not_restarted(tmp_path: Path) ->
     assert len(list(tmp_path.glob("?.?"))) == 2
 
 
-def test_newcomers_after_the_last_rank_do_not_wait() -> None:
+class StillWaitingError(Exception):
+    """Raised by the clock of :func:`wait_for_welcome`."""
+
+
+def wait_for_welcome(
+    monkeypatch: pytest.MonkeyPatch, store: HashStore, place: TorchRendezvous, exited: Collection[tuple[int, int]] = ()
+) -> list[int] | None:
+    """Call ``request_welcome``. Raise StillWaitingError if it waits for ten virtual minutes."""
+    clock = Clock()
+    monkeypatch.setattr(newcomers, "time", clock)
+    return newcomers.request_welcome(store, place, lambda *process: process in exited)
+
+
+class Clock:
+    """Replaces the module ``time``. Its time passes only in ``sleep``."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now > 600:
+            raise StillWaitingError
+
+
+def test_newcomers_after_the_last_rank_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of four ranks were killed and are restarted; meanwhile the fourth rank has ended its world."""
     store = HashStore()
     for entry in ("newcomer/1", "0 1 a"), ("newcomer/2", "2 1 b"), ("newcomer/3", "2 2 c"), ("welcome/2.1", ""):
         store.set(*entry)
     place = TorchRendezvous(1, 4, "127.0.0.1", 29500, True, incarnation=1)
-    with pytest.raises(TransportError, match="rank 1 was restarted, but within 0 s no other rank noticed"):
-        newcomers.request_welcome(store, place, 0.0)
+    with pytest.raises(StillWaitingError):
+        wait_for_welcome(monkeypatch, store, place)
     store.set("closed/3.0", "")
     place = TorchRendezvous(1, 4, "127.0.0.1", 29500, True, incarnation=2)
-    assert not newcomers.request_welcome(store, place, 0.0)
+    assert not wait_for_welcome(monkeypatch, store, place)
     store.set("welcome/2.2", "")
     with pytest.raises(TransportError, match=r"ASYNCDIST_INCARNATION must be larger than 2, .*, got 2"):
-        newcomers.request_welcome(store, place, 0.0)
+        wait_for_welcome(monkeypatch, store, place)
 
 
-def test_newcomers_begin_the_next_world_when_the_last_is_dead() -> None:
+def test_newcomers_begin_the_next_world_when_the_last_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     store, exited = HashStore(), {(0, 0), (2, 0)}
 
     def come(incarnation: int) -> list[int] | None:
         place = TorchRendezvous(1, 3, "127.0.0.1", 29500, True, incarnation=incarnation)
-        return newcomers.request_welcome(store, place, 0.0, lambda *process: process in exited)
+        return wait_for_welcome(monkeypatch, store, place, exited)
 
     assert come(1) is None
     store.set("newcomer/2", "2 1 b")
     assert come(2) is None, "the newcomer of rank 2 must wait for a welcome, too"
     store.set("welcome/2.1", "")
-    with pytest.raises(TransportError, match="rank 1"):
+    with pytest.raises(StillWaitingError):
         come(3)
     exited.add((2, 1))
     assert come(4) is None
+
+
+def test_a_newcomer_waits_while_the_loops_of_the_others_block(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: a restarted rank failed if no other rank's loop had run for 60 s, such as in a long evaluation."""
+    place = TorchRendezvous(1, 4, "127.0.0.1", 29500, True, incarnation=1)
+    with pytest.raises(StillWaitingError):
+        wait_for_welcome(monkeypatch, HashStore(), place, {(1, 0), (2, 0)})
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 1 was restarted, but no living rank (ranks 0, 3) has reacted for 30 s; it waits until one does. A rank "
+        "cannot react while its event loop is blocked, for example by a long evaluation"
+    ]
+
+
+def test_a_newcomer_does_not_wait_for_left_and_dead_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    store.set("closed/0.0", "")
+    place = TorchRendezvous(1, 3, "127.0.0.1", 29500, True, incarnation=1)
+    assert wait_for_welcome(monkeypatch, store, place, {(2, 0)}) is None
 
 
 ALL_KILLED = """
@@ -171,7 +221,7 @@ def test_the_next_world_begins_after_all_ranks_were_killed(tmp_path: Path, ranks
     script.write_text(ALL_KILLED)
     result = torchrun.run_jobs([(command(ranks, 3, script), {})], TIMEOUT_S).check()
     assert sorted(result.stdout.splitlines()) == [f"{rank} 0 {ranks}" for rank in range(ranks)]
-    assert result.stderr.count("(1 of 3)") == ranks and result.seconds < newcomers._WELCOME_S
+    assert result.stderr.count("(1 of 3)") == ranks and result.seconds < SOON_S
 
 
 ONE_IS_GONE = """
@@ -199,7 +249,7 @@ def test_no_world_begins_without_a_rank_that_is_not_restarted(tmp_path: Path) ->
     result = torchrun.run_jobs([(command(3, 1, script), {})], TIMEOUT_S).check(128 + signal.SIGKILL)
     said = "TransportError: rank 1 was killed and will not be restarted; a new world cannot begin without it"
     assert said in result.stderr and result.stderr.count("restarting it (1 of 1)") == 3, result.output()
-    assert result.seconds < newcomers._WELCOME_S
+    assert result.seconds < SOON_S
 
 
 @pytest.mark.parametrize(

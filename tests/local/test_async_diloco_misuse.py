@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from typing import Any
+import math
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -144,6 +146,23 @@ def test_a_diverged_rank_gets_the_anchor_and_harms_no_other() -> None:
     assert ad.run_local(train, ranks=2) == [(True, 0), (True, 1)]
 
 
+def test_weights_that_are_finite_again_become_the_anchor() -> None:
+    """Regression: the answer added the progress since an older contribution, which the anchor already contained."""
+
+    async def train(world: ad.World) -> float:
+        own = policy(average_every=1, outer_optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+        async with own:
+            if world.rank == 1:
+                torch.nn.init.constant_(own.model.weight, math.nan)
+            await own.step()
+            torch.nn.init.constant_(own.model.weight, 1.5)
+            await world.sleep(1.0)
+            await own.step()
+            return own.model.weight[0, 0].item()
+
+    assert simulate(train, ranks=2, seed=1).results[1] == 1.0
+
+
 def test_a_rank_alone_steps_its_own_anchor() -> None:
     async def train(world: ad.World) -> float:
         own = policy(outer_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5))
@@ -155,6 +174,34 @@ def test_a_rank_alone_steps_its_own_anchor() -> None:
         return own.model.weight[0, 0].item()
 
     assert ad.run_local(train, ranks=1) == [3.0]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_rank_alone_may_repeat_a_cancelled_step(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the repeated step halved the difference, and counted two versions."""
+
+    def cancelled() -> NoReturn:
+        raise asyncio.CancelledError
+
+    async def train(world: ad.World, is_cancelled: bool) -> tuple[float, int]:
+        outer = functools.partial(torch.optim.SGD, lr=0.5)
+        own = policy(outer_optimizer=outer, correct=StalenessWeight(power=1.0))
+        async with own:
+            assert own._alone is not None
+            own._alone.version += staleness  # as in a checkpoint of several ranks
+            for step in range(2):
+                with torch.no_grad():
+                    own.model.weight.add_(1.0)
+                if is_cancelled and step == 1:
+                    with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
+                        patch.setattr("asyncdist.protocols.async_diloco.anchor._YIELD_NBYTES", 0)
+                        patch.setattr("asyncdist.protocols.async_diloco.anchor.yield_to_loop", cancelled)
+                        await own.step()
+                await own.step()
+            return own.model.weight[0, 0].item(), own.statistics().version
+
+    whole, repeated = (ad.run_local(train, is_cancelled, ranks=1) for is_cancelled in (False, True))
+    assert repeated == whole == [(1.5 if staleness else 2.0, 1 + staleness)]
 
 
 def test_a_run_with_the_former_default_names_it() -> None:

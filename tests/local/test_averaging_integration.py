@@ -262,6 +262,26 @@ def test_a_new_model_after_lost_memory_begins_at_the_anchor() -> None:
     assert first == second
 
 
+def test_a_training_with_a_loaded_state_keeps_the_random_states(tmp_path: Path) -> None:
+    """Regression: if a callback loaded the population, its start gave each rank other random numbers."""
+
+    def main(_: ad.blocking.World) -> list[float]:
+        policy = made()
+        with Averaging(policy) as averages:
+            averages.step()
+            ad.blocking.save_population(tmp_path, policy.model, policy.optimizer, policy=policy)
+            after = torch.rand(2).tolist()
+        training, other = averaging(DiLoCoPolicy, {"average_every": 4}), made()
+        ad.blocking.load_population(tmp_path, other.model, other.optimizer, policy=training)
+        training.begin(other.model, other.optimizer)
+        assert torch.rand(2).tolist() == after
+        training.end()
+        return after
+
+    numbers = ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1, strict=True).results
+    assert numbers[0] != numbers[1]
+
+
 def test_a_rank_that_trains_without_averages_has_an_empty_state() -> None:
     """Regression: ``state_dict()`` raised ClosedError, which ended the training that was to be saved."""
 

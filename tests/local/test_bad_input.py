@@ -487,6 +487,25 @@ def test_run_refuses_what_it_cannot_do(main: Any, options: dict[str, Any], facts
     assert names(caught.value, *facts), caught.value
 
 
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        ({"transport": "tcp"}, ("transport", "'tcp'", "'auto', 'local', 'mpi', 'torch'")),
+        ({"grace_s": -1}, ("grace_s", "-1", "0")),
+        ({"grace_s": "1"}, ("grace_s", "'1'", "0")),
+    ],
+)
+def test_open_world_refuses_what_run_refuses(options: dict[str, Any], facts: tuple[str, ...]) -> None:
+    """Regression: ``open_world(grace_s=-1)`` opened a world."""
+
+    async def open_it() -> None:
+        async with ad.open_world(**options):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match=naming(*facts)):
+        asyncio.run(open_it())
+
+
 async def no_world() -> None:
     raise AssertionError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextvars
 import copy
 import gc
 import inspect
@@ -411,3 +412,54 @@ def test_a_population_is_saved_with_its_blocking_policy(kind: type[Any], tmp_pat
     with ad.blocking.open_world():
         ad.blocking.load_population(tmp_path, model, policy=again)
     assert again.iteration == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        (lambda _: ad.all_reduce(torch.ones(1)), "asyncdist.blocking.all_reduce(...)"),
+        (lambda _: ad.all_gather(torch.ones(1)), "asyncdist.blocking.all_gather(...)"),
+        (lambda _: ad.barrier(), "asyncdist.blocking.barrier(...)"),
+        (lambda _: ad.new_group([0]), "asyncdist.blocking.new_group(...)"),
+        (lambda _: ad.surviving_group(), "asyncdist.blocking.surviving_group(...)"),
+        (lambda _: ad.new_mesh({"x": 1}), "asyncdist.blocking.new_mesh(...)"),
+        (lambda _: ad.average_models(nn.Linear(2, 1)), "asyncdist.blocking.average_models(...)"),
+        (lambda _: ad.compute_and_broadcast(int), "asyncdist.blocking.compute_and_broadcast(...)"),
+        (lambda _: ad.save_population("unused", nn.Linear(2, 1)), "asyncdist.blocking.save_population(...)"),
+        (
+            lambda _: ad.async_save_population("unused", nn.Linear(2, 1)),
+            "asyncdist.blocking.async_save_population(...)",
+        ),
+        (lambda _: ad.load_population("unused", nn.Linear(2, 1)), "asyncdist.blocking.load_population(...)"),
+        (lambda _: ad.best_of_population(nn.Linear(2, 1), score=1.0), "asyncdist.blocking.best_of_population(...)"),
+        (lambda _: ad.new_parallel_groups(1, 1), "asyncdist.blocking.new_parallel_groups(...)"),
+        (lambda _: ad.zero_first(True).__aenter__(), "asyncdist.blocking.zero_first(...)"),
+        (lambda world: world.compute(int), "asyncdist.blocking.current_world().compute(...)"),
+        (lambda world: world.new_group([0]), "asyncdist.blocking.current_world().new_group(...)"),
+        (lambda world: world.channel(Word, tag=1).receive(), "through asyncdist.blocking"),
+        (lambda _: made_policy().__aenter__(), "asyncdist.blocking.policy(...)"),
+    ],
+)
+def test_awaiting_in_another_loop_names_the_blocking_call(
+    call: Callable[[ad.World], Any], wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: in a notebook's cell or asyncio.run, the call waited forever or raised an obscure RuntimeError."""
+    monkeypatch.chdir(tmp_path)
+
+    async def cell(world: ad.World) -> Any:
+        return await asyncio.wait_for(call(world), 5)
+
+    with ad.blocking.open_world() as world:
+        with pytest.raises(ad.LocalProtocolError) as refused:
+            asyncio.run(cell(world.awaited))
+        assert wanted in str(refused.value) and "asyncdist.blocking.current_world().call(" in str(refused.value)
+        ad.blocking.barrier()
+    assert not list(tmp_path.iterdir())
+
+
+def test_awaiting_an_asyncio_world_in_another_loop() -> None:
+    async def main(world: ad.World) -> None:
+        with pytest.raises(ad.LocalProtocolError, match=r"^barrier cannot .*: await it in the rank's main"):
+            await world.compute(contextvars.copy_context().run, asyncio.run, ad.barrier())
+
+    ad.run(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -169,6 +170,36 @@ async def test_tag_of_closed_channels_is_free_for_another_type(pair: list[World]
     assert (await words[1].receive()).message == Word("early")
     with pytest.raises(LocalProtocolError, match="'Word'"):
         pair[0].channel(Number, tag=TAG)
+
+
+async def test_a_type_that_cannot_be_sent_leaves_its_tag_free(pair: list[World]) -> None:
+    """Regression: the tag was taken by the channel that could not be opened, and the next such channel had no peer."""
+
+    @dataclass(frozen=True)
+    class Unsendable:
+        values: list[int]
+
+    with pytest.raises(TypeError, match="values"):
+        pair[0].channel(Unsendable, tag=TAG, name="x")
+    a, b = (world.channel(Number, tag=TAG, name="x") for world in pair)
+    await a.send(Number(1), 1)
+    async with asyncio.timeout(20):
+        assert (await b.receive()).message == Number(1)
+
+
+async def test_capacity_has_no_largest_value(pair: list[World]) -> None:
+    """Regression: OverflowError, and the tag was taken, if the modules were compiled."""
+    a, b = (world.channel(Number, tag=TAG, capacity=2**63) for world in pair)
+    await a.send(Number(1), 1)
+    assert (await b.receive()).message == Number(1)
+
+
+@pytest.mark.parametrize("round", [0.5, "1", -1, 2**32])
+async def test_a_round_that_is_no_number_of_a_round_is_refused(pair: list[World], round: Any) -> None:
+    """Regression: 0.5 was sent as 0 if the modules were compiled."""
+    a, _ = both(pair)
+    with pytest.raises(LocalProtocolError, match=naming("round", repr(round), "0", 2**32 - 1)):
+        await a.send(Number(1), 1, round=round)
 
 
 async def test_only_user_tags_are_opened_for_a_sender_without_receiver(pair: list[World]) -> None:

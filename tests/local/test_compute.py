@@ -152,6 +152,26 @@ async def test_cancelled_compute_waits_for_its_thread_each_time() -> None:
         assert not world.is_computing
 
 
+async def test_error_after_a_cancellation_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: it was neither raised nor logged, although the function had stopped while it wrote weights."""
+    async with ad.open_world(transport="local") as world:
+        release = threading.Event()
+
+        def work() -> None:
+            assert release.wait(60)
+            raise ValueError("half written")
+
+        task = asyncio.ensure_future(world.compute(work))
+        await yields(5)
+        task.cancel()
+        await yields(5)
+        release.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and "half written" in caplog.text
+
+
 async def test_sleep_and_time_go_by_the_loops_clock() -> None:
     async with ad.open_world(transport="local") as world:
         began_at = world.time()

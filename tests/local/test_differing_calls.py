@@ -60,3 +60,14 @@ def test_rank_that_catches_its_own_wrong_call_blocks_no_other(wrong: Callable[[]
     there, here, other = ad.run_local(main, ranks=3, strict=True)
     assert here in ("TypeError", "ValueError", "LocalProtocolError")
     assert there == other == "RemoteError of rank 1"
+
+
+def test_all_to_all_without_rows_takes_part() -> None:
+    """Regression: a rank whose tensor had no rows returned at once, and the others waited for ever."""
+
+    async def main(world: ad.World, rows: tuple[int, int]) -> int:
+        return len(await ad.all_to_all(torch.zeros(rows[world.rank])))
+
+    assert ad.simulate(main, (0, 0), ranks=2, seed=1, strict=True).results == (0, 0)
+    with pytest.raises(ad.DisagreementError, match="all_to_all"):
+        ad.simulate(main, (0, 4), ranks=2, seed=1)

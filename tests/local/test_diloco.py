@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import itertools
 import math
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,10 @@ from support.tokens import tokens_for
 from torch import nn
 
 import asyncdist as ad
+from asyncdist.protocols.diloco.fragment_state import FragmentState
+from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
+from asyncdist.protocols.exchange.rounds import RoundTransfers
+from asyncdist.tensors.codecs import find_codec
 from protocols import AsyncDiLoCoPolicy, AverageAllPolicy, DiLoCoPolicy, StepInfo
 
 HALF = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5)
@@ -419,3 +425,58 @@ def test_a_rank_not_finite_at_the_capture_takes_the_mean() -> None:
 
     one, two = run(main, 2)
     assert one == [0.5 * 7.0 + 0.5 * 5.0] * 9 and two == [5.0] * 9
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_a_capture_without_memory_is_made_again(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the rank's round counted as contributed, and all ranks waited for it for ever."""
+    capture, calls = FragmentState.capture, itertools.count()
+
+    def fail_once(self: FragmentState, *arguments: Any) -> float:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return capture(self, *arguments)
+
+    monkeypatch.setattr(FragmentState, "capture", fail_once)
+
+    async def main(world: ad.World) -> tuple[int, int]:
+        model, failures = linear().float(), 0
+        options: Any = {"wire": wire, "error_feedback": 0.9 if wire == "int8" else None}
+        async with DiLoCoPolicy(model, sgd(model), average_every=2, outer_optimizer=HALF, **options) as policy:
+            for _ in range(8):
+                move(model, world.rank + 1.0)
+                try:
+                    await policy.step()
+                except torch.OutOfMemoryError:
+                    failures += 1
+        return failures, policy.statistics().average_count
+
+    results = run(main, 2)
+    assert sum(failures for failures, _ in results) == 1
+    assert min(count for _, count in results) >= 3
+
+
+def test_fragments_without_values_take_no_memory() -> None:
+    """Regression: of a replica's rank without a part of a fragment, two blocks were lost in each round."""
+    layout = WireLayout([], (), set(), 2, find_codec("float32"))
+    part: Any = SimpleNamespace(layout=layout, version=0, holds_mean=False, is_frequent=True)
+    services: Any = SimpleNamespace(rank=0, shares_memory=False)
+    transfers = RoundTransfers(services, SimpleNamespace(), [part], is_overlapped=False)  # type: ignore[arg-type]
+    assert [transfers.new_encoded(0) for _ in range(3)] == [[], [], []]
+    assert not transfers._in_use
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8", "topk"])
+def test_a_fragment_of_an_empty_parameter_is_exchanged(wire: str) -> None:
+    """Regression: with a codec, ``step`` raised ValueError of zip."""
+
+    async def main(world: ad.World) -> int:
+        model = nn.ParameterDict({"a": torch.zeros(40), "e": torch.zeros(0)})
+        options: Any = {"wire": wire, "fragments": 2, "fragment_pattern": [["a"], ["e"]], "error_feedback": 1.0}
+        async with DiLoCoPolicy(model, sgd(model), average_every=2, **options) as policy:
+            for _ in range(6):
+                move(model, world.rank + 1.0)
+                await policy.step()
+        return policy.statistics().average_count
+
+    assert min(run(main, 2)) > 2

@@ -91,6 +91,18 @@ async def acquaint(sender: World, receiver: World) -> None:
 # --------------------------------------------------------------------------------------------------------- what arrives
 
 
+async def test_memory_is_watched_once_if_its_finder_is_restarted() -> None:
+    """Regression: each restart of the only finder added a listener."""
+    async with neighbours(1.0) as (sender, receiver):
+        counts = []
+        for _ in range(3):
+            await acquaint(sender, receiver)
+            counts.append(len(receiver.services._gone_listeners))
+            receiver._streams._on_returned(sender.rank)
+            sender._streams._on_returned(receiver.rank)
+        assert len(set(counts)) == 1
+
+
 @pytest.mark.parametrize("share", [0.5, 1.0])
 async def test_every_size_arrives_and_is_counted(share: float, writes: list[int]) -> None:
     async with neighbours(share) as (sender, receiver):

@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from torch.distributed import HashStore
 
 from asyncdist.errors import TransportError
-from asyncdist.transports.matching import CallbackQueue
+from asyncdist.transports.matching import CallbackQueue, Matcher
 from asyncdist.transports.torch_distributed import gloo_groups
+from asyncdist.transports.torch_distributed.gloo_mesh import Mesh
 from asyncdist.transports.torch_distributed.meeting import newcomers
 from asyncdist.transports.torch_distributed.meeting.newcomers import NewcomerConnector
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
@@ -157,3 +159,17 @@ def test_what_fails_on_one_side_is_tried_again_by_both(pair: list[Process], monk
         process.until(lambda process=process: process.connected)
     assert [process.connected[0][:2] for process in pair] == [(1, 1), (0, 0)]
     assert sorted(calls) == [0, 0, 1, 1]
+
+
+def test_connection_of_a_process_lost_before_it_was_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: if the next process of its rank was connected, its connections stayed open."""
+    closed: list[Any] = []
+    monkeypatch.setattr(gloo_groups, "close_connections", closed.append)
+    connector = MagicMock(late_places=(), vacant=frozenset(), incarnation=0)
+    mesh = Mesh([], 0, 2, Matcher(CallbackQueue()), connector)
+    for incarnation, groups in ((1, ["control 1", "bulk 1"]), (2, ["control 2", "bulk 2"])):
+        mesh._on_announced((1, incarnation))
+        mesh._on_connected((1, incarnation, groups))
+    assert closed == ["control 1", "bulk 1"]
+    mesh.close()
+    assert closed[2:] == ["control 2", "bulk 2"]

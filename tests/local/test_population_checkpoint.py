@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -399,14 +400,33 @@ async def newest(world: World, path: Path) -> Path:
     return (await ad.load_population(path, *made())).folder
 
 
-def test_save_on_a_full_disk_names_the_file_and_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: torch reported an unexpected position, and the partial file filled the disk for later saves."""
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+def test_save_on_a_full_disk_names_the_file_and_leaves_no_part(
+    format: ModelFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: torch reported an unexpected position, and the partial file filled the disk for later saves.
+
+    The complete file with the weights stayed, too.
+    """
     save = checkpoint_files._save
     monkeypatch.setattr(checkpoint_files, "_save", lambda state, path: save(state, Path("/dev/full")))
     state = {"model": {"weight": torch.ones(1 << 16)}}
     with pytest.raises(OSError, match=r"No space left on device: '.*rank-00000.pt'") as raised:
-        checkpoint_files.write_rank(tmp_path, 0, state, "torch")
+        checkpoint_files.write_rank(tmp_path, 0, state, format)
     assert raised.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
+
+
+def test_a_system_error_of_safetensors_names_the_file(tmp_path: Path) -> None:
+    """Regression: SafetensorError did not name the file that could not be written."""
+    state = {"model": {"weight": torch.ones(1 << 16)}}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"'.*rank-00000.safetensors'") as raised:
+            checkpoint_files.write_rank(tmp_path, 0, state, "safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.errno == errno.EFBIG and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("format", ["torch", "safetensors"])
@@ -481,3 +501,21 @@ def test_checkpoints_go_on_after_all_ranks_were_restarted(ranks: int, saver: int
     files = json.loads((manifests.find_newest(tmp_path)[0] / "manifest.json").read_text())["files"]
     assert [entry["rank"] for entry in files] == [saver], "the others were restarted"
     assert ad.simulate(resumed, ranks=ranks).results == tuple((69, rank, False) for rank in range(ranks))
+
+
+def test_a_checkpoint_of_some_ranks_names_its_sources(tmp_path: Path) -> None:
+    """Regression: the source was the place of the file in the checkpoint, not the rank that had saved it."""
+
+    async def save_some(world: World) -> None:
+        if world.rank:
+            group = await ad.new_group([1, 2])
+            model, optimizer = made(world.rank)
+            await ad.save_population(tmp_path, model, optimizer, extra=world.rank, group=group)
+
+    async def load_all(_: World) -> tuple[int, int]:
+        model, optimizer = made()
+        found = await ad.load_population(tmp_path, model, optimizer)
+        return found.source, found.extra
+
+    ad.simulate(save_some, ranks=3, strict=True)
+    assert ad.simulate(load_all, ranks=3, strict=True).results == ((1, 1), (2, 2), (1, 1))

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import asyncdist as ad
+from asyncdist.integrations.pytorch import Averaging
+from protocols import PopulationTrainingPolicy
 
 
 def test_a_training_that_begins_again_continues_with_its_policy() -> None:
@@ -202,3 +204,44 @@ def test_a_second_start_that_no_rank_joins_names_the_open_policy() -> None:
 
     told = ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1, strict=True).results[1]
     assert "rank 0 did not join" in told and "with SelectiveAveraging(...) as averaging" in told
+
+
+@pytest.mark.parametrize("has_scheduler", [False, True])
+@pytest.mark.parametrize("keeps_model", [False, True])
+def test_a_new_optimizer_gets_the_hyperparameters(keeps_model: bool, has_scheduler: bool) -> None:
+    """Regression: after memory ran out, the policy wrote the hyperparameters into the old optimizer.
+
+    For the same model, it also refused the new optimizer if that had a new scheduler.
+    """
+
+    def main(world: ad.blocking.World) -> int:
+        kept = nn.Linear(1, 1)
+
+        def training(count: int, first: int = 0) -> int:
+            model = kept if keeps_model else nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0) if has_scheduler else None
+            made = PopulationTrainingPolicy(
+                model, optimizer, average_every=2, hyperparameters={"lr": (1e-4, 1e-2)}, lr_scheduler=scheduler
+            )
+            rates = set()
+            with Averaging(made) as averaging:
+                policy = averaging.awaited
+                assert policy is not None and policy.iteration == first
+                for _ in range(count):
+                    world.sleep(0.01)
+                    averaging.step(loss=float(world.rank == 0))
+                    rates.add(optimizer.param_groups[0]["lr"])
+                    assert policy.hyperparameters["lr"] == optimizer.param_groups[0]["lr"]
+                if world.rank == 0 and not first:
+                    raise MemoryError
+            return len(rates)
+
+        if world.rank == 0:
+            with pytest.raises(MemoryError):
+                training(4)
+            return training(40, 4)
+        return training(44)
+
+    results = ad.simulate(ad.blocking.hosted(main), ranks=4, seed=1).results
+    assert results[0] > 1, "the hyperparameters of rank 0 must change"

@@ -22,7 +22,14 @@ class Answer:
     source: int
 
 
+class WithoutTextError(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("reason")
+
+
 async def slowly(ask: Ask, source: int) -> Answer:
+    if ask.number < -1:
+        raise WithoutTextError
     if ask.number < 0:
         raise ValueError(f"{ask.number} is below 0")
     await asyncio.sleep(0.001 * (ask.number % 3))
@@ -36,6 +43,8 @@ async def everybody_asks(world: ad.World) -> int:
         assert replies == [Answer(2 * n, world.rank) for n in range(20)]
         with pytest.raises(ad.RemoteError, match=f"rank {others[0]} failed to answer: ValueError: -1 is below 0"):
             await calls.ask(Ask(-1), others[0])
+        with pytest.raises(ad.RemoteError, match=r"WithoutTextError: .* raised AttributeError"):
+            await calls.ask(Ask(-2), others[0])  # Regression: the rank that was asked failed.
         await ad.barrier()
     with pytest.raises(ad.ClosedError, match="inside the async with block"):
         await calls.ask(Ask(1), others[0])
@@ -101,3 +110,28 @@ def test_a_question_that_was_given_up_and_types_that_are_one() -> None:
     ad.run_local(main, ranks=2)
     with pytest.raises(TypeError, match="must be different dataclasses, got Ask"):
         ad.Calls(Ask, Ask, tag=50)
+
+
+@pytest.mark.parametrize("fault", ["a field", "an integer", "cancelled"])
+def test_an_answer_that_cannot_be_sent_is_an_error_of_the_asker(fault: str) -> None:
+    """Regression: the asking rank waited for ever, and nothing was logged."""
+
+    async def answer(ask: Ask, source: int) -> Answer:
+        if fault == "cancelled":
+            task = asyncio.ensure_future(asyncio.sleep(10))
+            task.cancel()
+            await task
+        return Answer("text" if fault == "a field" else 1 << 70, source)  # type: ignore[arg-type]
+
+    async def main(world: ad.World) -> str:
+        said = ""
+        async with ad.Calls(Ask, Answer, tag=50, answer=answer) as calls:
+            if world.rank == 0:
+                with pytest.raises(ad.RemoteError, match=naming("rank 1")) as raised:
+                    await asyncio.wait_for(calls.ask(Ask(1), 1), 5.0)
+                said = str(raised.value)
+            await ad.barrier()
+        return said
+
+    said = ad.simulate(main, ranks=2, seed=1, strict=True).results[0]
+    assert ("CancelledError" if fault == "cancelled" else "LocalProtocolError") in said

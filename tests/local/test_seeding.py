@@ -33,3 +33,12 @@ def test_what_is_no_seed(seed: int) -> None:
         ad.run(main)
     with pytest.raises(RuntimeError, match=r"asyncdist\.run"):
         ad.seed_all(1)
+
+
+def test_a_seed_of_any_integer_type_is_used() -> None:
+    """Regression: a tensor passed the check and then raised TypeError."""
+
+    async def main(_: ad.World) -> list[int]:
+        return [ad.seed_all(seed) for seed in (7, np.int64(7), torch.tensor(7))]  # type: ignore[arg-type]
+
+    assert len(set(ad.run(main))) == 1

@@ -23,6 +23,7 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.functional.soups import best_of_population as streaming
+from asyncdist.functional.soups.trial import check_loader
 
 
 def vectors(count: int) -> list[np.ndarray[Any, Any]]:
@@ -217,6 +218,23 @@ def test_a_metric_of_local_data_is_warned_of(caplog: pytest.LogCaptureFixture) -
     ad.run_local(main, 0.001, ranks=3, strict=True)
     assert "data" not in caplog.text
     ad.run_local(main, 0.5, ranks=3, strict=True)
+    assert caplog.text.count("same held-out data") == 1
+
+
+def test_a_rank_that_alone_measures_nan_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a finite number and NaN, measured for equal weights, counted as equal."""
+
+    async def main(world: ad.World) -> None:
+        model, count = model_with(vector_of(world.rank)), 0
+
+        def loss(of: nn.Module) -> float:
+            nonlocal count
+            count += 1
+            return math.nan if world.rank == 1 and count > 1 else float(measured(of))
+
+        await ad.best_of_population(model, loss=loss)
+
+    ad.run_local(main, ranks=3, strict=True)
     assert caplog.text.count("same held-out data") == 1
 
 
@@ -420,6 +438,17 @@ def test_an_empty_loader_would_leave_no_statistics() -> None:
     with pytest.raises(ValueError, match=naming("loader", "at least one batch")):
         ad.uniform_soup(model, given, loader=[])
     assert (model[1].running_mean == 3.0).all()
+
+
+def test_a_check_of_a_loader_does_not_begin_to_read_it() -> None:
+    """Regression: it started the loader's workers, and drew from torch's generator."""
+    before = torch.get_rng_state()
+    check_loader(torch.utils.data.DataLoader([1, 2], shuffle=True))  # type: ignore[arg-type]
+    check_loader([1, 2])
+    assert torch.equal(before, torch.get_rng_state())
+    for wrong in (iter([1, 2]), (each for each in [1]), 3):
+        with pytest.raises(TypeError, match=naming("loader")):
+            check_loader(wrong)
 
 
 def test_the_blocking_face_chooses_too() -> None:

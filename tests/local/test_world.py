@@ -349,7 +349,7 @@ async def leave_an_early_frame(world: ad.World) -> None:
     channel = world.channel(Number, tag=5)
     world.channel(Number, tag=5)
     scope = channel.scope
-    channel._outbox.routes[:] = channel._routes_of(scope ^ 1)
+    channel._outbox.use_routes(channel._routes_of(scope ^ 1))
     await channel.send(Number(1), world.rank)
     await world.progress()
 

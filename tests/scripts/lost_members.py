@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,16 @@ import asyncdist as ad
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy, coordinate
 
 VICTIM = 0
+
+
+@dataclass(frozen=True)
+class Ask:
+    number: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    number: int
 
 
 async def enter(policy: Any) -> None:
@@ -73,7 +84,11 @@ async def main(world: ad.World, die: Callable[[], None]) -> dict[str, str]:
     copy_of_all = await ad.new_group(range(world.size))
     mesh = await ad.new_mesh({"DP": world.size})
     model = nn.Linear(1, 1)
-    async with AverageAllPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=1) as policy:
+    async with (
+        ad.Calls(Ask, Answer, tag=5, answer=lambda ask, _: Answer(ask.number)) as questions,
+        AverageAllPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=1) as policy,
+    ):
+        await questions.ask(Ask(1), VICTIM)
         waits = {
             "psum, waiting": lambda: ad.psum(torch.ones(1), "DP", mesh=mesh),
             "step, waiting": policy.step,
@@ -86,6 +101,8 @@ async def main(world: ad.World, die: Callable[[], None]) -> dict[str, str]:
         found = {name: await task for name, task in waiting.items()}
         found["psum"] = await told(ad.psum(torch.ones(1), "DP", mesh=mesh))
         found["step"] = await told(policy.step())
+        found["ask"] = await told(asyncio.wait_for(questions.ask(Ask(1), VICTIM), 10))
+        found["ask, of another size"] = await told(asyncio.wait_for(questions.ask(Ask(2**40), VICTIM), 10))
     for name, call in calls(world, copy_of_all).items():
         found[name] = await told(call())
     survivors = await ad.surviving_group()

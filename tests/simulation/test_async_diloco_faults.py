@@ -99,6 +99,26 @@ def test_an_heir_that_leaves_gives_the_anchor_away() -> None:
     assert [(0, 5)] in record.lineage and record.lineage[-1][0][0] == 2
 
 
+def test_a_leader_may_withdraw_its_own_contribution() -> None:
+    """Regression: a leaving regional server withdrew it, and the version that contained it failed with KeyError."""
+
+    async def main(world: ad.World) -> int:
+        model, optimizer = made()
+        async with AsyncDiLoCoPolicy(model, optimizer, average_every=4) as policy:
+            await advance(policy, model, optimizer, range(2), world.rank)
+            member, _ = policy._opened()
+            if member.server is not None:
+                await member.server.freeze()
+                member.contribute(*policy._captured(is_sound=True))
+                member.withdraw()
+                member.server.unfreeze()
+            await asyncio.sleep(1.0)
+            await world.progress()
+        return 0 if member.server is None else member.server.version_count
+
+    assert ad.simulate(main, ranks=2, seed=1, strict=True).results == (1, 0)
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("late", ["skip", "wait"])
 def test_a_restarted_rank_begins_at_the_newest_anchor(rank: int, late: str) -> None:
@@ -190,13 +210,14 @@ def test_a_saved_population_continues_to_the_bit(kind: str, at: int, tmp_path: P
     assert resumed == straight != half
 
 
+@pytest.mark.parametrize("late", ["skip", "wait"])
 @pytest.mark.parametrize("at", range(5, 11))
-def test_contributions_under_way_are_saved_and_applied_once(at: int, tmp_path: Path) -> None:
+def test_contributions_under_way_are_saved_and_applied_once(at: int, late: str, tmp_path: Path) -> None:
     record, network = Record(), Network(link=Link(latency_s=Uniform(1e-3, 0.03)))
 
     async def main(world: ad.World, first: int, last: int) -> int:
         model, optimizer = made()
-        policy = AsyncDiLoCoPolicy(model, optimizer, average_every=2)
+        policy = AsyncDiLoCoPolicy(model, optimizer, average_every=2, late=late)
         if first:
             await ad.load_population(tmp_path, model, optimizer, policy=policy)
         async with policy:
@@ -212,3 +233,37 @@ def test_contributions_under_way_are_saved_and_applied_once(at: int, tmp_path: P
     counts = Counter(each for donors in record.lineage for each in donors)
     assert counts == Counter((rank, each) for rank in range(3) for each in range(1, made_count[rank] + 1))
     assert min(made_count) >= 3
+
+
+@pytest.mark.parametrize("slice_s", [0.0, 0.01])
+def test_a_save_of_waiting_ranks_has_all_contributions(
+    slice_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the leader saved its state before or during the computation of the last version.
+
+    The saved outer momentum was older than the anchor, or the state counted a contribution that its anchor lacked.
+    """
+    monkeypatch.setattr("asyncdist.protocols.async_diloco.anchor._YIELD_NBYTES", 0)
+    monkeypatch.setattr("asyncdist.protocols.async_diloco.anchor.yield_to_loop", lambda: asyncio.sleep(slice_s))
+    outer, steps = functools.partial(torch.optim.SGD, lr=1.0), 4
+
+    async def main(world: ad.World, is_resumed: bool) -> tuple[float, int]:
+        model = nn.Linear(8, 8, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = AsyncDiLoCoPolicy(model, optimizer, average_every=1, late="wait", outer_optimizer=outer, correct=None)
+        if is_resumed:
+            await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        async with policy:
+            for _ in range(1 if is_resumed else steps):
+                await asyncio.sleep(0.003 * world.rank)
+                with torch.no_grad():
+                    model.weight.add_(0.0 if is_resumed else world.rank + 1.0)
+                await policy.step()
+            if not is_resumed:
+                await ad.save_population(tmp_path, model, optimizer, policy=policy)
+        return model.weight[0, 0].item(), policy.statistics().lost_outer_state_count
+
+    ad.simulate(main, False, ranks=2, seed=1, strict=True)
+    resumed = ad.simulate(main, True, ranks=2, seed=1, strict=True).results
+    assert resumed == ((steps * (1.0 + 2.0), 0),) * 2

@@ -6,6 +6,7 @@ most one killed rank, it also checks that no contribution is lost.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -165,3 +166,17 @@ def test_contributions_under_way_are_saved_and_applied_once(at: int, tmp_path: P
         assert max(version for other, version in sent if other == island) >= max(kept[island]), (
             "all versions must have been contributed"
         )
+
+
+@pytest.mark.parametrize("late", ["skip", "wait"])
+def test_ranks_may_leave_directly_after_a_save(late: str, tmp_path: Path) -> None:
+    """Regression: the save had frozen the global server, and the server of its island waited forever for its answer."""
+
+    async def main(world: ad.World) -> None:
+        model, optimizer = made()
+        async with AsyncDiLoCoPolicy(model, optimizer, average_every=2, islands=2, global_every=2, late=late) as policy:
+            await advance(policy, model, optimizer, range(8), world.rank)
+            await ad.save_population(tmp_path, model, optimizer, policy=policy)
+            await asyncio.sleep(0.002 if world.rank == 3 else 0.0)
+
+    assert ad.simulate(main, ranks=4, seed=0, strict=True).virtual_time_s < 10.0

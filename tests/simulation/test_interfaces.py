@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,3 +139,23 @@ def test_messages_of_a_rank_stay_in_order(seed: int) -> None:
 def test_an_interface_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises((ValueError, TypeError), match=said):
         Network(**options)
+
+
+def test_messages_in_flight_at_a_restart_are_lost() -> None:
+    """Regression: KeyError, which ``explore`` took for a failure of the scenario."""
+
+    async def main(world: ad.World) -> int:
+        notes = world.channel(Number, tag=40)
+        if world.rank == 0:
+            await world.sleep(0.001)
+            for number in range(50):
+                with contextlib.suppress(ad.RankLostError):
+                    notes.send_nowait(Number(number), 1)
+                await world.sleep(0.0005)
+        await world.sleep(0.5)
+        return world.incarnation
+
+    link = Link(latency_s=0.005, bandwidth_nbytes_per_s=1e9)
+    network = Network(ranks_per_host=1, cross_link=link, host_bandwidth_nbytes_per_s=1e9)
+    faults = [ad.Kill(1, at_s=0.008), ad.Restart(1, at_s=0.010)]
+    assert ad.simulate(main, ranks=3, network=network, faults=faults).results == (0, 1, 0)

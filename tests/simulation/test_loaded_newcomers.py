@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,32 @@ def test_moments_follow_the_names_of_the_parameters(kind: str) -> None:
     results = simulate(main, ranks=3, seed=1, faults=faults, strict=True).results
     assert sum(took for took, _ in results) > 5
     assert results[2][1] > END - 15, "the newcomer must have the step count of the leader's optimizer"
+
+
+@pytest.mark.parametrize("kind", ORDERED)
+def test_a_received_optimizer_state_can_be_saved(kind: str) -> None:
+    """Regression: moments and step counts of two dtypes were views of one buffer, which torch.save refuses."""
+    has_quantile = kind == "population training"
+
+    async def main(world: ad.World) -> int:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1).bfloat16()
+        policy = ORDERED[kind](model, torch.optim.Adam(model.parameters(), lr=1e-3))
+        copies = 0
+        async with policy:
+            while policy.iteration < END:
+                model(torch.ones(2, dtype=torch.bfloat16)).sum().backward()
+                policy.optimizer.step()
+                await asyncio.sleep(0.01)
+                copies += bool(await policy.step(**({"score": world.rank} if policy.takes_metric else {})))
+        torch.save(policy.optimizer.state_dict(), io.BytesIO())
+        for state in policy.optimizer.state.values():
+            assert all(each.untyped_storage().nbytes() == each.nbytes for each in state.values())
+        return copies
+
+    faults = () if has_quantile else (Kill(2, at_s=0.2), Restart(2, at_s=0.3))
+    results = simulate(main, ranks=4, seed=1, faults=faults, strict=True).results
+    assert not has_quantile or any(results), "a rank must have copied another"
 
 
 def test_a_newcomer_with_other_parameters_is_refused_alone() -> None:

@@ -48,7 +48,7 @@ def test_only_the_newest_closed_channels_answer(monkeypatch: pytest.MonkeyPatch)
             await sender.send(Note(name), 0)
             sender.close()
         await world.progress()
-        counts = world.services.channel_statistics()
+        counts = world.services.channel_totals()
         assert counts.sent_count - counts.received_count == 1, "the counts of closed channels must be kept"
         return counts.dropped
 

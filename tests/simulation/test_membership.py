@@ -295,3 +295,36 @@ def test_members_wait_until_all_settle(killed: int | None, kill_s: float) -> Non
     assert all(len(found) == 3 for found in living), "all living members must continue"
     if killed is None:
         assert living == [[(0.4, (0, -3)), (0.8, (10, -3)), (1.2, (20, -3))]] * RANKS
+
+
+@pytest.mark.parametrize("end", ["lost", "left", "welcomed again"])
+def test_a_leader_abdicates_if_a_welcomed_rank_has_gone(end: str) -> None:
+    """Regression: if the rank was lost before its admission, a slow leader never abdicated again."""
+
+    async def main(world: ad.World) -> bool | None:
+        if world.incarnation:
+            await until(world, lambda: not {0, 1} & world.services.gone)
+            membership, _ = opened(world, range(RANKS), attempt=1)
+            await asyncio.sleep(0.2)
+            if end != "lost":
+                membership.leave()
+            await asyncio.sleep(5.0)
+            return None
+        membership, _ = opened(world, range(RANKS))
+        if world.rank:
+            await asyncio.sleep(2.0)
+            return membership.leads
+        await asyncio.sleep(0.25)
+        assert membership.drop_earlier_process(3, 1, 1)
+        membership.abdicate()
+        assert membership.leads, "the welcomed rank waits for this leader"
+        await asyncio.sleep(0.75)
+        if end == "welcomed again":
+            assert membership.drop_earlier_process(3, 1, 2)
+        membership.abdicate()
+        await asyncio.sleep(1.0)
+        return membership.leads
+
+    faults = [Kill(3, at_s=0.1), Restart(3, at_s=0.2), *([Kill(3, at_s=0.5)] if end == "lost" else [])]
+    leads = simulate(main, ranks=RANKS, faults=faults, until_s=30.0).results[:3]
+    assert leads == ((True, False, False) if end == "welcomed again" else (False, True, False))

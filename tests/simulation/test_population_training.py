@@ -92,6 +92,44 @@ def test_other_parameters_of_the_optimizer_are_refused() -> None:
     simulate(main, ranks=2, strict=True)
 
 
+@pytest.mark.parametrize("first", ["sgd", "adam"])
+def test_moments_of_another_class_of_optimizer_are_refused(first: str) -> None:
+    """Regression: ranks that changed their optimizers at different times copied moments of the other class.
+
+    The optimizer's next step raised KeyError, or SGD kept the moments of Adam.
+    """
+    moments = {"sgd": "momentum_buffer", "adam": "exp_avg"}
+
+    async def main(world: ad.World) -> list[str]:
+        model = nn.Linear(2, 1)
+
+        def optimizer_of(kind: str) -> torch.optim.Optimizer:
+            if kind == "sgd":
+                return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+            return torch.optim.Adam(model.parameters(), lr=0.01)
+
+        kind, refused = first, []
+        values: Any = {"lr": (1e-3, 1e-1)}
+        policy = PopulationTrainingPolicy(model, optimizer_of(kind), average_every=5, hyperparameters=values)
+        async with policy:
+            while policy.iteration < 120:
+                if policy.iteration == (20 if world.rank < 2 else 80):
+                    kind = "adam" if first == "sgd" else "sgd"
+                    policy.optimizer = optimizer_of(kind)
+                model(torch.ones(2)).sum().backward()
+                policy.optimizer.step()
+                await asyncio.sleep(0.01)
+                info = await policy.step(score=float(world.rank if policy.iteration % 20 < 10 else -world.rank))
+                refused += [info.abandoned] if info.abandoned else []
+                for state in policy.optimizer.state.values():
+                    assert state.keys() & set(moments.values()) <= {moments[kind]}
+        return refused
+
+    refused = [reason for reasons in simulate(main, ranks=4, seed=1).results for reason in reasons]
+    assert sum("class SGD" in reason for reason in refused) > 1
+    assert sum("class Adam" in reason for reason in refused) > 1
+
+
 @pytest.mark.parametrize("seed", seeds(8))
 def test_sub_populations_keep_the_ledger_with_faults(seed: int) -> None:
     run(draw_apart(seed), seed)

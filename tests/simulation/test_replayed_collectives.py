@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from asyncdist.recording.reader import RankRecording, read_recording
 from asyncdist.simulation import DivergenceError, replay, simulate, transport as sim_transport
 from asyncdist.simulation.replay.input_checks import PATIENCE_S
 from asyncdist.tags import COLLECTIVE_FIRST
-from asyncdist.transports.base import Capabilities
 from simulation.edited_records import Word, keep_events, with_fields
 
 
@@ -44,9 +42,9 @@ async def is_left_by_a_barrier(world: ad.World, places: list[str]) -> None:
 
 def record_as_mpi_does(main: Callable[..., Coroutine[Any, Any, None]], folder: Path, *args: object) -> RankRecording:
     """Record a run without messages of collectives; return the record of rank 0."""
-    native = functools.partial(dataclasses.replace, native_collectives=True)
+    native = dataclasses.replace(sim_transport._CAPABILITIES, native_collectives=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sim_transport, "Capabilities", lambda **named: native(Capabilities(**named)))
+        patch.setattr(sim_transport, "_CAPABILITIES", native)
         simulate(main, *args, ranks=3, seed=1, record=folder)
     ranks = read_recording(folder).ranks
     for each in ranks:

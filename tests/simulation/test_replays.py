@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import functools
 import operator
 import os
 import random
@@ -38,7 +37,6 @@ from asyncdist.simulation import (
 from asyncdist.simulation.replay import script as replay_scripts
 from asyncdist.simulation.replay.script import run_command
 from asyncdist.tags import COLLECTIVE_FIRST, CONTROL
-from asyncdist.transports.base import Capabilities
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
 from simulation.edited_records import Word, edit_headers, keep_events
 
@@ -265,8 +263,8 @@ def test_groups_of_mpi_are_agreed_on_as_they_were(tmp_path: Path, monkeypatch: p
             await ad.new_group([0, 2])
         return await train(world)
 
-    native = functools.partial(dataclasses.replace, native_collectives=True)
-    monkeypatch.setattr(sim_transport, "Capabilities", lambda **named: native(Capabilities(**named)))
+    native = dataclasses.replace(sim_transport._CAPABILITIES, native_collectives=True)
+    monkeypatch.setattr(sim_transport, "_CAPABILITIES", native)
     recorded = simulate(groups, ranks=3, seed=1, record=tmp_path)
     monkeypatch.undo()
     assert replay(groups, recording=read_recording(tmp_path)).report.results == recorded.results

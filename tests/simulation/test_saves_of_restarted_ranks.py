@@ -7,6 +7,7 @@ import errno
 import functools
 import json
 import logging
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,11 @@ POLICIES = (
     DiLoCoPolicy,
     GossipPolicy,
     PopulationAveragingPolicy,
+)
+BEYOND_FLOATS = (
+    '{"moment": {"run": "0000000a-1", "iteration": 10}, "entry": {"nbytes": 1, "crc32": 1, "metric": 1'
+    + "0" * 400
+    + ', "metric_mode": "max"}}'
 )
 RUN, OTHER_RUN = "0000000a-1", "0000000a-2"
 
@@ -209,6 +215,17 @@ def test_a_state_moves_at_whichever_comes_later(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])
+def test_a_diverged_rank_is_in_the_checkpoint(metric: float, tmp_path: Path) -> None:
+    """Regression: the entry of a rank whose metric was not finite was read as damaged, and its state was deleted."""
+    first, second = (Moment(RUN, iteration) for iteration in (10, 20))
+    entry = {**entry_of(3), "metric": metric}
+    early = checkpoint(tmp_path, first)
+    assert restarted_ranks.save(tmp_path, first, entry, write) == early
+    assert restarted_ranks.save(tmp_path, second, entry, write) is None
+    assert ranks_in(early) == ranks_in(checkpoint(tmp_path, second)) == [0, 3]
+
+
 def test_a_checkpoint_that_ends_during_the_write_gets_the_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,7 +385,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("damage", [None, "", "{}", '{"moment": 1}', "[" * 100_000])
+@pytest.mark.parametrize("damage", [None, "", "{}", '{"moment": 1}', "[" * 100_000, BEYOND_FLOATS])
 def test_a_damaged_entry_is_ignored(damage: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Regression: without an entry, as after a partial copy, FileNotFoundError meant that there is no checkpoint."""
     moment = Moment(RUN, 10)

@@ -19,7 +19,9 @@ def arrived(arrivals: Arrivals, rank: int, at: float = 0.0, sequence: int = 1) -
 
 
 def taken(arrivals: Arrivals, *, takes_all: bool = False) -> list[tuple[int, int]]:
-    return [(each.rank, each.sequence) for each in arrivals.take(takes_all=takes_all)]
+    found = [(each.rank, each.sequence) for each in arrivals.take(takes_all=takes_all)]
+    arrivals.note_applied()
+    return found
 
 
 def test_each_contribution_is_a_version_with_a_quorum_of_one() -> None:
@@ -82,6 +84,18 @@ def test_a_repeated_contribution_is_answered_but_not_applied() -> None:
     )
 
 
+def test_a_taken_contribution_is_applied_once_the_anchor_has_it() -> None:
+    """Regression: a state that was copied while the mean was computed counted contributions that its anchor lacked."""
+    arrivals = Arrivals(range(2), 1)
+    arrived(arrivals, 1)
+    assert [each.rank for each in arrivals.take(takes_all=False)] == [1]
+    assert arrivals.applications() == () and arrivals.quorum() is None
+    assert arrivals.on_arrived(arrival(1), 0.0) is Handling.IGNORE
+    arrivals.note_applied()
+    assert arrivals.applications() == ((1, 1),)
+    assert arrivals.on_arrived(arrival(1), 0.0) is Handling.ANSWER
+
+
 def test_two_processes_of_a_rank_contribute_to_two_versions() -> None:
     arrivals = Arrivals(range(2), 1)
     arrived(arrivals, 1, sequence=3)
@@ -97,7 +111,7 @@ def test_a_contribution_under_way_from_a_lost_rank_is_dropped() -> None:
     assert arrivals.on_arrived(arrival(1), 0.0) is Handling.FETCH
     arrivals.on_gone(1)
     arrivals.on_received(arrival(1), 0.0)
-    assert arrivals.is_empty
+    assert not taken(arrivals)
 
 
 def test_a_worker_with_a_new_source_drops_what_is_not_applied() -> None:
@@ -108,13 +122,13 @@ def test_a_worker_with_a_new_source_drops_what_is_not_applied() -> None:
     assert arrivals.is_awaited(first)
     arrivals.forget(1, source=5)
     arrivals.on_received(first, 0.0)
-    assert arrivals.is_empty
+    assert not taken(arrivals)
     assert arrivals.on_arrived(first, 0.0) is Handling.FETCH
     arrivals.on_received(first, 0.0)
     arrivals.forget(1, source=5)
-    assert not arrivals.is_empty, "the contribution has arrived"
+    assert arrivals.on_arrived(first, 0.0) is Handling.IGNORE, "the contribution has arrived"
     arrivals.forget(1)
-    assert arrivals.is_empty and arrivals.on_arrived(Arrival(1, 4, 0, 9, 1.0, 1.0, source=7), 0.0) is Handling.FETCH
+    assert arrivals.on_arrived(Arrival(1, 4, 0, 9, 1.0, 1.0, source=7), 0.0) is Handling.FETCH
 
 
 def test_weights_of_contributions() -> None:

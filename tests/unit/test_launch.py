@@ -17,7 +17,7 @@ from typing import NoReturn
 import pytest
 
 from asyncdist import cli, environment as launch, local_host, rank_program
-from asyncdist.launch import mpirun, store_server
+from asyncdist.launch import mpirun, run_command, store_server
 from asyncdist.launch.mpirun import Installation
 from asyncdist.launch.supervision import mpirun_process
 from asyncdist.launch.supervision.restarts import Restarts
@@ -186,6 +186,7 @@ def test_a_job_that_goes_on_is_started_otherwise() -> None:
         ),
         (["run", "-n", "2", "python3.11", "-u", "s.py"], "starts: asyncdist run -n 2 s.py\n"),
         (["run", "-n", "2", "python", "-m", "m"], "starts: asyncdist run -n 2 -m m\n"),
+        (["run", "-n", "2", "python", "-mm", "a"], "starts: asyncdist run -n 2 -mm a\n"),
         (["run", "-n", "2", "python"], "starts: asyncdist run -n 2 script.py\n"),
         (["run", "-n", "2", sys.executable, "s.py"], "starts: asyncdist run -n 2 s.py\n"),
         (["sim", "python", "s.py", "-n", "2"], "starts: asyncdist sim s.py -n 2\n"),
@@ -401,3 +402,30 @@ def test_a_launcher_continues_if_its_lines_cannot_be_written(monkeypatch: pytest
         store_server.process_lines(SimpleNamespace(set=keys.__setitem__), ["!to join, run\n", "places 4\n"])
     os.close(full)
     assert keys == {"places": "4"}
+
+
+@pytest.mark.parametrize("words", [["-m", "package.train"], ["-mpackage.train"]])
+def test_words_after_a_module_are_the_modules(words: list[str]) -> None:
+    """Regression: after the attached form, which Python accepts, the module's first argument was dropped."""
+    assert run_command.split(["-n", "1", *words, "a", "-n"]) == (["-n", "1", *words], ["a", "-n"])
+
+
+def test_a_prefixed_stream_is_a_complete_text_stream() -> None:
+    """Regression: it was not writable, had no ``errors``, and its ``buffer`` wrote lines without the prefix."""
+    file = io.BytesIO()
+    output = io.TextIOWrapper(file, encoding="ascii", errors="backslashreplace", line_buffering=True)
+    stream = rank_program._prefixed(output, "[1] ")
+    assert stream.writable() and not stream.readable() and not stream.isatty()
+    assert (stream.encoding, stream.errors) == ("ascii", "backslashreplace")
+    print("two\nlines", file=stream)
+    print("half", end="", file=stream)
+    stream.flush()
+    stream.buffer.write(b" a line\nbytes\n")
+    stream.buffer.write(memoryview(b"view\n"))
+    stream.writelines(["", "\xe9\n"])
+    stream.write("end")
+    stream.flush()
+    expected = b"[1] two\n[1] lines\n[1] half a line\n[1] bytes\n[1] view\n[1] \\xe9\n[1] end"
+    assert file.getvalue() == expected
+    stream.close()
+    assert not output.closed, "the interpreter still uses the underlying stream"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from support.launchers import BY_HAND, HYDRA, OPENMPI, TORCHRUN
+from support.launchers import BY_HAND, HYDRA, OPENMPI, SUBMITIT, TORCHRUN
 
 from asyncdist import environment
 from asyncdist.errors import TransportError
@@ -279,12 +279,29 @@ def test_a_shell_or_one_task_in_slurm_is_one_process(environ: dict[str, str]) ->
             ["got 9", "got 0", "LOCAL_WORLD_SIZE must be an integer >= 0, got 'one'"],
         ),
         (OPENMPI | {"PMI_SIZE": "2", "PMI_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE=4", "PMI_SIZE=2"]),
+        # Regression: each task of submitit's local executor silently trained alone.
+        (SUBMITIT, ["SUBMITIT_LOCAL_NTASKS=2", "TorchDistributedEnvironment().export()", "ASYNCDIST_TRANSPORT=local"]),
     ],
 )
 def test_bad_launcher_variables_are_named_with_their_values(environ: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         detection.detect(environ)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"SUBMITIT_LOCAL_NTASKS": "1"}, ("local", 1, 0)),
+        ({"ASYNCDIST_TRANSPORT": "local"}, ("local", 1, 0)),
+        (BY_HAND, ("torch", 4, 2)),  # as TorchDistributedEnvironment().export() sets them
+        (OPENMPI, ("mpi", 4, 2)),  # a task that runs mpirun
+    ],
+)
+def test_tasks_of_submitit_that_are_accepted(changes: dict[str, str], expected: tuple[str, int, int]) -> None:
+    launch = detection.detect(SUBMITIT | changes)
+    assert (launch.transport, launch.expected_size, launch.rank) == expected
+    assert detection.detect(SUBMITIT, group=(1, 2)).transport == "torch"
 
 
 def test_singleton_worlds_are_explained() -> None:

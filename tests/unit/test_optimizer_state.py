@@ -1,8 +1,12 @@
 """Tests that an optimizer's state is reset to the state after construction, and loaded by the parameters' names."""
 
+import functools
+import math
 from typing import Any
 
 import pytest
+import pytorch_optimizer
+import schedulefree
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +37,61 @@ def test_reset_restores_the_state_that_the_constructor_makes() -> None:
         return model.weight.detach()
 
     assert torch.equal(trained(2), trained(0))
+
+
+NEW = {
+    "schedule-free": lambda weights: schedulefree.AdamWScheduleFree(weights, lr=0.1),
+    **{
+        name: functools.partial(getattr(pytorch_optimizer, name), lr=0.1)
+        for name in ("AdaBelief", "Adan", "Lamb", "StableAdamW")
+    },
+    "lookahead": lambda weights: pytorch_optimizer.Lookahead(pytorch_optimizer.StableAdamW(weights, lr=0.1)),
+}
+
+
+def made_steps(optimizer: Any, weights: nn.Parameter, count: int, value: float = 1.0) -> Tensor:
+    """Make steps, and return the change of the weights."""
+    before = weights.detach().clone()
+    for _ in range(count):
+        weights.grad = torch.full_like(weights, value)
+        optimizer.step()
+    return weights.detach() - before
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_reset_includes_step_counts_in_parameter_groups(name: str) -> None:
+    """Regression: the first updates after a reset were 0.1 to 1.5 times those of a new optimizer."""
+    changes = []
+    for count in (0, 50):
+        weights = nn.Parameter(torch.ones(3))
+        optimizer = NEW[name]([{"params": [weights], "own": 7.0}])
+        if name == "schedule-free":
+            optimizer.train()
+        made_steps(optimizer, weights, count)
+        reset_optimizer_state(optimizer)
+        assert optimizer.param_groups[0]["own"] == 7.0
+        with torch.no_grad():
+            weights.fill_(1.0)
+        changes.append(made_steps(optimizer, weights, 3))
+    assert torch.allclose(*changes) and changes[0].abs().min() > 0
+
+
+@pytest.mark.parametrize("name", ["Prodigy", "DAdaptAdam"])
+def test_reset_repairs_an_estimated_learning_rate(name: str) -> None:
+    """Regression: NaN stayed in the sums from which the learning rate is estimated. A finite estimate is kept."""
+    weights = nn.Parameter(torch.ones(3))
+    optimizer = getattr(pytorch_optimizer, name)([weights])
+    made_steps(optimizer, weights, 20)
+    (group,) = optimizer.param_groups
+    estimate = group["d"]
+    assert estimate > 1e-6
+    made_steps(optimizer, weights, 1, float("nan"))
+    reset_optimizer_state(optimizer)
+    assert group["d"] == (estimate if math.isfinite(estimate) else 1e-6)
+    with torch.no_grad():
+        weights.fill_(1.0)
+    assert made_steps(optimizer, weights, 20).isfinite().all()
+    assert all(torch.as_tensor(value).isfinite().all() for key, value in group.items() if key.startswith("d"))
 
 
 @pytest.mark.parametrize("kind", _FROM_ZEROS)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_optimizer
+import schedulefree
 import torch
 from hypothesis import given, settings, strategies as st
 from support.facts import names
@@ -316,6 +318,43 @@ def test_moments_are_loaded_without_settings() -> None:
         assert torch.equal(held["exp_avg_sq"], wide["state"][0]["exp_avg_sq"])
 
 
+def test_state_in_parameter_groups_is_loaded_without_settings() -> None:
+    """Regression: moments were copied, but not the step counts and averages that optimizers store in groups."""
+
+    def made(kind: Any, rate: float, steps: int) -> Any:
+        weights = nn.Parameter(torch.ones(3))
+        optimizer = kind([{"params": [weights], "own": rate}], lr=rate, weight_decay=rate)
+        for _ in range(steps):
+            weights.grad = torch.full_like(weights, rate)
+            optimizer.step()
+        return optimizer
+
+    def schedule_free(*arguments: Any, **options: Any) -> Any:
+        optimizer = schedulefree.AdamWScheduleFree(*arguments, **options)
+        optimizer.train()
+        return optimizer
+
+    for kind, keys in (
+        (schedule_free, ("k", "weight_sum", "lr_max")),
+        (pytorch_optimizer.StableAdamW, ("step",)),
+        (pytorch_optimizer.Prodigy, ("step", "d", "d_max")),
+        (torch.optim.Adam, ()),
+    ):
+        one, two = made(kind, 0.1, 9), made(kind, 0.2, 3)
+        theirs, group = one.param_groups[0], two.param_groups[0]
+        assert all(group[name] != theirs[name] for name in keys), kind
+        load_moments(two, one.state_dict(), ("own",))
+        assert two.param_groups[0] is group and [group[name] for name in keys] == [theirs[name] for name in keys]
+        assert (group["lr"], group["weight_decay"], group["own"]) == (0.2, 0.2, 0.2), kind
+
+
+def test_tensors_in_parameter_groups_are_loaded_in_place() -> None:
+    own, theirs = (torch.optim.SGD([{"params": [torch.ones(1)], "k": torch.tensor(n)}], lr=0.1) for n in (1.0, 2.0))
+    place = own.param_groups[0]["k"]
+    load_moments(own, theirs.state_dict())
+    assert own.param_groups[0]["k"] is place and place == 2.0
+
+
 # -- refused options --------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +364,20 @@ def test_a_list_of_two_numbers_is_refused_as_a_choice() -> None:
     assert space_of("kind", ["a", 1]) == Choice(["a", 1])
     with pytest.raises(ValueError, match="may be meant as a range"):
         space_of("size", [32, 16])
+
+
+def test_ranges_and_choices_of_a_configuration_file() -> None:
+    """Regression: YAML has no tuples, so a file could give neither a range nor a choice of two numbers."""
+    assert space_of("lr", {"low": 0.001, "high": 0.1}) == Range(0.001, 0.1)
+    assert space_of("size", {"low": 1, "high": 8, "integer": True, "log": False}) == Range(1, 8, False, True)
+    assert space_of("size", {"values": [32, 16]}) == Choice([32, 16])
+    with pytest.raises(ValueError, match=r"\{low: 16, high: 32\}, or \{values: \[32, 16\]\}"):
+        space_of("size", [32, 16])
+    for wrong in ({"low": 0.001}, {"low": 0.1, "hi": 1.0}, {"values": [1, 2], "low": 1}, {1: 2}, {}):
+        with pytest.raises(TypeError, match="'lr'"):
+            space_of("lr", wrong)
+    with pytest.raises(ValueError, match=r"'lr'.* below"):
+        space_of("lr", {"low": 1.0, "high": 0.1})
 
 
 LR = {"hyperparameters": {"lr": (1e-4, 1e-1)}}

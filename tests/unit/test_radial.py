@@ -78,6 +78,14 @@ def test_cancelled_directions_take_the_plain_mean(parts: list[list[float]]) -> N
     assert torch.allclose(found, torch.tensor(parts).mean(0), atol=1e-7)
 
 
+@pytest.mark.parametrize("tiny", [1e-40, 1e-45])
+def test_a_norm_without_a_reciprocal_takes_the_plain_mean(tiny: float) -> None:
+    """Regression: the mean was NaN on all ranks."""
+    into, parts = torch.empty(2), [torch.full((2,), tiny), torch.tensor([1.0, 0.5])]
+    radial_mean_into(into, parts, [1.0, 1.0])
+    assert into.tolist() == [0.5, 0.25]
+
+
 def test_a_zero_has_no_direction() -> None:
     assert radial([torch.tensor([3.0, 4.0]), torch.zeros(2)], [1.0, 1.0]).tolist() == [1.5, 2.0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,13 @@ class GlobalClient:
 
     async def is_answered(self, deadline: float) -> bool:
         return True
+
+
+def test_the_norm_of_large_differences_does_not_overflow() -> None:
+    """Regression: the squares of values above 1.8e19 overflowed, and the contribution was left out."""
+    encoded = LAYOUTS.new_contribution()[1]
+    norm = encode_difference(LAYOUTS, block(3e19), block(0.0), encoded)
+    assert norm == pytest.approx(3e19 * math.sqrt(4))
 
 
 def begun(held: HeldAnchor, given: HeldAnchor, state: Any, *, first: int = 0) -> tuple[Regional, HeldAnchor]:

@@ -162,3 +162,16 @@ def test_a_simulated_network_says_which_ranks_share_a_host() -> None:
 
     report = ad.simulate(main, ranks=8, seed=1, network=Network(ranks_per_host=4), strict=True)
     assert report.results == tuple((f"host{rank // 4}", ((0, 1, 2), (4, 5, 6))) for rank in range(8))
+
+
+def test_layouts_with_other_orders_in_a_group_are_refused() -> None:
+    """Regression: the order was not compared, and the ranks waited for a minute for groups of other ranks."""
+
+    async def main(world: ad.World) -> float:
+        began_s = world.time()
+        layout = RankLayout(2, ((1, 0) if world.rank else (0, 1),), {})
+        with pytest.raises(ad.DisagreementError, match="layout"):
+            await ad.initialize_distributed_compute(layout=layout)
+        return world.time() - began_s
+
+    assert max(ad.simulate(main, ranks=2, seed=1).results) < 1.0

@@ -14,7 +14,9 @@ from asyncdist.protocols.parameter_stream.neighbours import READ_NBYTES_MIN
 
 def transfers(nbytes: int, *, shares_memory: bool) -> rounds.RoundTransfers:
     layout = SimpleNamespace(
-        memory_nbytes=lambda *, of_mean: nbytes * (1 + of_mean), encoded_in=lambda block, *, of_mean: [block]
+        vectors=(None,),
+        memory_nbytes=lambda *, of_mean: nbytes * (1 + of_mean),
+        encoded_in=lambda block, *, of_mean: [block],
     )
     fragment: Any = SimpleNamespace(is_frequent=True, layout=layout)
     services: Any = SimpleNamespace(shares_memory=shares_memory)

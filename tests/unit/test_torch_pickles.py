@@ -49,6 +49,31 @@ def doubled(count: int, value: bytes) -> bytes:
     return value
 
 
+def keys(*values: bytes) -> bytes:
+    """Return a dictionary with these keys."""
+    return b"}(" + b"".join(value + b"N" for value in values) + b"u"
+
+
+def real(value: float) -> bytes:
+    return b"G" + struct.pack(">d", value)
+
+
+def colliding_pair(first: int) -> tuple[int, int]:
+    """Return a tuple whose hash does not depend on ``first``. CPython's hash of tuples is xxHash with known primes."""
+    word, primes = 1 << 64, (11400714785074694791, 14029467366897019727, 2870177450012600261)
+    first_sum = (primes[2] + first * primes[1]) % word
+    first_sum = ((first_sum << 31 | first_sum >> 33) * primes[0]) % word
+    return first, (12345 - first_sum) * pow(primes[1], -1, word) % word
+
+
+MODULUS = (1 << 61) - 1
+PAIRS = [pair for pair in map(colliding_pair, range(2000)) if pair[1] < MODULUS][:101]
+EQUAL_HASHES = {
+    "integers": keys(*(b"\x8a\x0a" + (k * MODULUS).to_bytes(10, "little") for k in range(1, 103))),
+    "pairs": keys(*(tuple_of(number(a), number(b)) for a, b in PAIRS)),
+    "sizes": keys(*(tuple_of(call("torch", "Size", tuple_of(number(a), number(b)))) for a, b in PAIRS)),
+    "complex numbers": keys(*(call("__builtin__", "complex", real(-1000003 * k), real(k)) for k in range(1, 103))),
+}
 LATIN = call("_codecs", "encode", text("a"), text("latin1"))
 HOSTILE = {
     "doubled bytes": call("_codecs", "encode", LATIN, text("hex")),
@@ -99,6 +124,15 @@ def test_a_small_pickle_of_a_large_object_is_refused(kind: str, tmp_path: Path) 
     with pytest.raises(
         ValueError, match=r"it (calls|has a|has the instruction FRAME|has tuples that contain each other)"
     ):
+        torch_files.load(tmp_path / "bad.pt")
+
+
+@pytest.mark.parametrize("kind", EQUAL_HASHES)
+def test_many_keys_with_equal_hashes_are_refused(kind: str, tmp_path: Path) -> None:
+    """Regression: 260 KB of such keys took seconds, and 26 MB would have taken hours."""
+    assert len(PAIRS) == 101 and len(set(map(hash, PAIRS))) == 1
+    write(tmp_path / "bad.pt", EQUAL_HASHES[kind])
+    with pytest.raises(ValueError, match="it has more than 100 numbers or tuples with equal hashes"):
         torch_files.load(tmp_path / "bad.pt")
 
 
@@ -153,6 +187,10 @@ def test_all_other_objects_that_torch_loads_are_read(tmp_path: Path) -> None:
             torch.strided,
         ],
         "groups": [{"betas": shared, "params": [0]} for _ in range(1000)],
+        "table": {(row, column / 8): row for row in range(30) for column in range(-9, 9)},
+        "moves": [(column, 0) for _ in range(200) for column in (-1, -2)],  # these numbers have equal hashes
+        "repeated": [(1 << 70, (1, -1.0, None)) for _ in range(1000)],
+        "large": [1 << power for power in range(200)],
     }
     for is_new in (False, True):
         if is_new:  # torch writes an old file of this dtype, but cannot load it

@@ -99,3 +99,15 @@ def test_any_bytes_are_a_value_or_an_error(data: bytes) -> None:
 def test_a_tree_that_is_no_value(tree: Any) -> None:
     with pytest.raises(RemoteProtocolError, match="not an encoded value"):
         serialization.decode(msgspec.msgpack.encode(tree))
+
+
+def test_values_that_are_nested_too_deep_are_refused() -> None:
+    """Regression: tuples in a list, or a list that contained itself, passed the limit and raised RecursionError."""
+    tuples: Any = 1
+    for _ in range(300):
+        tuples = (tuples,)
+    lists: list[Any] = []
+    lists.append(((lists,),))
+    for value in (tuples, [tuples], lists, [lists]):
+        with pytest.raises(ValueError, match="nested at most 100 levels"):
+            serialization.encode(value)

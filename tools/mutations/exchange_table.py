@@ -113,8 +113,8 @@ EXCHANGE_MUTANTS: Final = (
         "diloco",
         "with error feedback, the part of a difference that was not sent is lost",
         "protocols/exchange/layout/encoder.py",
-        "            self._feedback[place].encode(codec, values, out, start)\n",
-        "            codec.encode(values, out)\n",
+        "        feedback.encode(codec, values, out, start)\n",
+        "        codec.encode(values, out)\n",
         FEEDBACK,
     ),
     Mutant(

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 from collections.abc import Awaitable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -19,14 +18,12 @@ from asyncdist.collectives.agreement.tree_shape import DIRECT_COUNT_MAX
 from asyncdist.collectives.algorithms.left_folds import LeftFold
 from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, Into, fold_in_shares
 from asyncdist.collectives.algorithms.over_tree import ROW_NBYTES_MAX, TreeCollectives
+from asyncdist.collectives.algorithms.pieces import check_nbytes, notice_of, receive_exactly
 from asyncdist.collectives.groups import Group
-from asyncdist.errors import LocalProtocolError, RankLostError
+from asyncdist.errors import RankLostError
 from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.byte_views import byte_view, empty_stack, flat_bytes
 from asyncdist.waits import WaitId, WaitKind
-
-#: Format of the message that names a lost rank. It follows an empty message, which announces it.
-_LOST: Final = struct.Struct("<q")
 
 
 class MessageCollectives:
@@ -51,7 +48,7 @@ class MessageCollectives:
         elif self._rank == root:
             await _all_of([self._send(view, rank, group.tag) for rank in group.ranks if rank != root])
         else:
-            await self._receive_exactly(view, root, group.tag, may_be_notice=True)
+            await receive_exactly(self._engine, view, root, group.tag)
 
     async def gather(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
         """Gather equally many bytes from every member on ``root``, whose ``receive`` has a row per member."""
@@ -61,23 +58,7 @@ class MessageCollectives:
                 await self._tree.gather(group, send, [len(send)] * group.size, flat, root)
                 return
             await self._tree.wait_for_all(group, root)  # Let the root detect members that pass small rows.
-        await self._gather_directly(group, send, receive, root)
-
-    async def _gather_directly(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
-        if receive is None:
-            await self._send(send, root, group.tag)
-            return
-        lost: RankLostError | None = None
-        for position, rank in enumerate(group.ranks):
-            if rank == root:
-                byte_view(receive[position])[:] = send
-                continue
-            try:
-                await self._receive_exactly(byte_view(receive[position]), rank, group.tag)
-            except RankLostError as error:  # Continue with the other members, because they wait for their sends.
-                lost = lost or error
-        if lost is not None:
-            raise lost
+        await self._gather_rows(group, send, receive, root)
 
     async def gather_ragged(
         self, group: Group, send: memoryview, sizes: Sequence[int], receive: torch.Tensor | None, root: int
@@ -90,15 +71,25 @@ class MessageCollectives:
             if len(send):
                 await self._send(send, root, group.tag)
             return
-        parts = torch.split(receive, list(sizes))
+        parts = zip(group.ranks, torch.split(receive, list(sizes)), strict=True)
+        await self._receive_parts(send, [(rank, part) for rank, part in parts if part.numel()], group.tag)
+
+    async def _gather_rows(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
+        if receive is None:
+            await self._send(send, root, group.tag)
+        else:
+            await self._receive_parts(send, list(zip(group.ranks, receive, strict=True)), group.tag)
+
+    async def _receive_parts(self, own: memoryview, parts: Sequence[tuple[int, torch.Tensor]], tag: int) -> None:
+        """Receive each rank's bytes into its part, and copy ``own`` into the part of this rank."""
         lost: RankLostError | None = None
-        for rank, part in zip(group.ranks, parts, strict=True):
+        for rank, part in parts:
             try:
-                if rank == root:
-                    byte_view(part)[:] = send
-                elif part.numel():
-                    await self._receive_exactly(byte_view(part), rank, group.tag)
-            except RankLostError as error:
+                if rank == self._rank:
+                    byte_view(part)[:] = own
+                else:
+                    await self._receive_exactly(byte_view(part), rank, tag)
+            except RankLostError as error:  # Continue with the other members, because they wait for their sends.
                 lost = lost or error
         if lost is not None:
             raise lost
@@ -106,10 +97,10 @@ class MessageCollectives:
     async def _gather_or_notify(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
         """Gather on ``root``. If a rank is lost, ``root`` notifies the other members, which wait for a broadcast."""
         try:
-            await self._gather_directly(group, send, receive, root)
+            await self._gather_rows(group, send, receive, root)
         except RankLostError as error:
             if receive is not None:
-                for notice in (b"", _LOST.pack(error.rank)):
+                for notice in (b"", notice_of(error)):
                     with contextlib.suppress(RankLostError):
                         await self.broadcast(group, memoryview(notice), root)
             raise
@@ -158,19 +149,9 @@ class MessageCollectives:
         request = self._engine.transport.isend(view, dest, tag)
         await self._engine.wait_or_disown(request, WaitId(WaitKind.SEND, tag, dest))
 
-    async def _receive_exactly(self, view: memoryview, source: int, tag: int, *, may_be_notice: bool = False) -> None:
+    async def _receive_exactly(self, view: memoryview, source: int, tag: int) -> None:
         _, nbytes = await self._engine.receive(view, source, tag)
-        if may_be_notice and not nbytes and len(view):
-            notice = bytearray(_LOST.size)
-            await self._engine.receive(notice, source, tag)
-            (lost,) = _LOST.unpack(notice)
-            raise RankLostError(f"rank {lost} is lost, so rank {source} abandoned the collective", rank=lost)
-        if nbytes != len(view):
-            raise LocalProtocolError(
-                f"all members must pass the same number of bytes, but rank {source} passes {nbytes} and this rank "
-                f"passes {len(view)}",
-                rank=source,
-            )
+        check_nbytes(view, nbytes, source)  # An empty message is not a notice, but a tensor without elements.
 
 
 async def _all_of(work: Sequence[Awaitable[Any]]) -> None:

@@ -63,14 +63,9 @@ async def receive_exactly(engine: Engine, view: memoryview, source: int, tag: in
             member does.
     """
     _, nbytes = await engine.receive(view, source, tag)
-    if nbytes == len(view):
+    if nbytes or not len(view):
+        check_nbytes(view, nbytes, source)
         return
-    if nbytes:
-        text = (
-            f"all members must pass the same number of bytes, but rank {source} passes {nbytes} and this rank passes "
-            f"{len(view)}"
-        )
-        raise LocalProtocolError(text, rank=source, nbytes=nbytes, other_nbytes=len(view))
     notice = bytearray(_NOTICE.size)
     await engine.receive(notice, source, tag)
     rank, nbytes, others = _NOTICE.unpack(notice)
@@ -81,6 +76,26 @@ async def receive_exactly(engine: Engine, view: memoryview, source: int, tag: in
         f"{others}"
     )
     raise LocalProtocolError(text, rank=rank, nbytes=nbytes, other_nbytes=others)
+
+
+def check_nbytes(view: memoryview, nbytes: int, source: int) -> None:
+    """Raise LocalProtocolError if the message of ``source`` does not have exactly ``len(view)`` bytes."""
+    if nbytes != len(view):
+        text = (
+            f"all members must pass the same number of bytes, but rank {source} passes {nbytes} and this rank passes "
+            f"{len(view)}"
+        )
+        raise LocalProtocolError(text, rank=source, nbytes=nbytes, other_nbytes=len(view))
+
+
+def notice_of(error: AsyncdistError) -> bytes:
+    """Return the second message of a notice that describes ``error``."""
+    facts = error.facts
+    if isinstance(error, RankLostError):
+        return _NOTICE.pack(facts.get("rank", -1), -1, -1)
+    if isinstance(error, TruncationError):
+        return _NOTICE.pack(facts.get("source", -1), facts.get("message_nbytes") or 0, facts.get("buffer_nbytes", 0))
+    return _NOTICE.pack(facts.get("rank", -1), facts.get("nbytes", 0), facts.get("other_nbytes", 0))
 
 
 async def receive_in_pieces(engine: Engine, view: memoryview, first: int, end: int, source: int, tag: int) -> None:
@@ -128,16 +143,7 @@ class Outlet:
 
     async def send_error(self, error: AsyncdistError) -> None:
         """Send a notice that describes ``error`` instead of the remaining bytes."""
-        facts = error.facts
-        if isinstance(error, RankLostError):
-            notice = _NOTICE.pack(facts.get("rank", -1), -1, -1)
-        elif isinstance(error, TruncationError):
-            notice = _NOTICE.pack(
-                facts.get("source", -1), facts.get("message_nbytes") or 0, facts.get("buffer_nbytes", 0)
-            )
-        else:
-            notice = _NOTICE.pack(facts.get("rank", -1), facts.get("nbytes", 0), facts.get("other_nbytes", 0))
-        for message in (b"", notice):
+        for message in (b"", notice_of(error)):
             await self.put(memoryview(message))
         self._has_sent_error = True
 

@@ -122,7 +122,13 @@ def write_rank(folder: Path, index: int, state: Mapping[str, Any], format: Model
     with new_files.entered(folder, follows=False) as opened:
         if format == "safetensors":
             entry["safetensors"] = _write_atomically(opened, stem.with_suffix(".safetensors"), write_model)
-        return {**_write_atomically(opened, stem.with_suffix(".pt"), lambda path: _save(state, path)), **entry}
+        try:
+            return {**_write_atomically(opened, stem.with_suffix(".pt"), lambda path: _save(state, path)), **entry}
+        except BaseException:
+            if entry:  # the weights alone are of no use
+                with contextlib.suppress(OSError):
+                    os.unlink(stem.with_suffix(".safetensors").name, dir_fd=opened)
+            raise
 
 
 def read_rank(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -210,8 +210,9 @@ def read_restarted(folder: Path) -> RestartedRank:
         raise FileNotFoundError(errno.ENOENT, "it must have a regular file", str(path))
     try:
         with path.open("rb") as file:
-            found = msgspec.json.decode(file.read(_NBYTES_MAX), type=RestartedRank)
-    except RecursionError as error:
+            # The decoder of msgspec would refuse metrics that are not finite.
+            found = msgspec.convert(json.loads(file.read(_NBYTES_MAX)), RestartedRank)
+    except (OverflowError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     files = {".pt": found.entry, ".safetensors": found.entry.safetensors}
     for ending, entry in files.items():

@@ -196,7 +196,7 @@ async def _load(
     if not is_copy:
         checkpoint_state.set_random_states(loaded["random"])
         world.services.shared(RestoredNumbers).note()
-    return LoadedPopulation(folder, source, is_copy, entry["metric"], loaded["extra"])
+    return LoadedPopulation(folder, sources[world.rank], is_copy, entry["metric"], loaded["extra"])
 
 
 async def _on_all_ranks(

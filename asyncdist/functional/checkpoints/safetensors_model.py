@@ -7,6 +7,8 @@ entries (``get_extra_state``, sparse or quantized tensors, complex128) are retur
 
 from __future__ import annotations
 
+import os
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,8 +35,10 @@ def check_installed() -> None:
 def write_model(path: Path, state: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], dict[str, str]]:
     """Write the entries that the format supports.
 
-    Return the other entries, and a map of names to the names of shared tensors.
+    Return the other entries, and a map of names to the names of shared tensors. An error of the system is an OSError
+    without the file's name, which SafetensorError would not contain either.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     rest: OrderedDict[str, Any] = OrderedDict()
@@ -52,7 +56,13 @@ def write_model(path: Path, state: Mapping[str, Any]) -> tuple[OrderedDict[str, 
             tensors[name] = value.resolve_neg().contiguous()
         else:
             tied[name] = first
-    save_file(_unshared(tensors), path, metadata={"format": "pt", **tied})
+    try:
+        save_file(_unshared(tensors), path, metadata={"format": "pt", **tied})
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
     return rest, tied
 
 

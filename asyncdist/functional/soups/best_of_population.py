@@ -253,7 +253,8 @@ class _Search:
     def _warn_of_local_metric(self, values: Sequence[float], decisive: float) -> None:
         for rank, value in zip(self._group.ranks, values, strict=True):
             relative, absolute = _TOLERANCE
-            if not (math.isclose(value, decisive, rel_tol=relative, abs_tol=absolute) or value != value != decisive):
+            are_nan = math.isnan(value) and math.isnan(decisive)
+            if not are_nan and not math.isclose(value, decisive, rel_tol=relative, abs_tol=absolute):
                 self._has_warned = True
                 logger.warning(
                     "rank %d and rank %d have measured the %s of equal weights as %g and %g: the ranks use different "

@@ -59,7 +59,7 @@ def check_loader(loader: Any) -> None:
     """Raise TypeError unless the loader can be iterated several times. It is read once per measurement."""
     if loader is None:
         return
-    if not isinstance(loader, Iterable) or iter(loader) is loader:
+    if not isinstance(loader, Iterable) or isinstance(loader, Iterator):
         raise TypeError(
             "loader must be iterable several times, such as a DataLoader or a list of batches, got "
             f"{'an iterator' if isinstance(loader, Iterable) else repr(loader)[:80]}"

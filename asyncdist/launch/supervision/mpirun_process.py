@@ -137,7 +137,7 @@ class _Job:
             os.close(self._reported)
             raise
         assert self._process.stderr is not None
-        self._copier = threading.Thread(target=self._copy, args=(self._process.stderr,), daemon=True)
+        self._copier = threading.Thread(target=self._copy_and_close, args=(self._process.stderr,), daemon=True)
         self._copier.start()
         self._reader = threading.Thread(target=self._read_reports, args=(self._reports,), daemon=True)
         self._reader.start()
@@ -307,6 +307,10 @@ class _Job:
     def _put_report(self, line: str, agent: Agent | None = None) -> None:
         rank, what, number = line.split()
         self._events.put(("report", (int(rank), what, int(number), agent)))
+
+    def _copy_and_close(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            self._copy(pipe)
 
     def _copy(self, pipe: IO[bytes]) -> None:
         """Copy mpirun's standard error, except reports of guardian processes and messages that blame a rank."""

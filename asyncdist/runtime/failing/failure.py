@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import multiprocessing
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Final, NoReturn
 
@@ -111,10 +112,12 @@ async def fail(
     from_peer = is_consequence(error) and isinstance(world.services.engine.failure, RankLostError)
     in_process = transport.capabilities.shares_process  # run_local raises the error for all ranks of the process.
     first_rank = await _rank_with_same_error(world, error) if not in_process or world.services.reports_in_turn else None
-    if not in_process and first_rank is None:
-        _print_failure(world.rank, error, world.services.engine.failure if from_peer else None)
-    elif not in_process:
-        _print_same_error(world.rank, first_rank, error)
+    if not in_process:
+        with _notified_anyway(world.rank, error):
+            if first_rank is None:
+                _print_failure(world.rank, error, world.services.engine.failure if from_peer else None)
+            else:
+                _print_same_error(world.rank, first_rank, error)
     is_newcomer = not world.services.is_admitted and world.services.engine.failure is None
     if world.services.engine.failure is None:
         world.services.engine.fail(peer_failed(world.rank, summarise(error)))
@@ -165,7 +168,10 @@ def _report_silent(world: World, grace_s: float, abort_s: float, report_waits: C
     abort = "aborting the job" if abort_s <= grace_s else f"the job will be aborted after {abort_s:g} s"
     local_host.print_line(f"asyncdist: rank {world.rank}: ranks {silent} did not stop within {grace_s:g} s; {abort}")
     if report_waits is not None:
-        local_host.print_line(f"asyncdist: {report_waits()}")
+        try:
+            local_host.print_line(f"asyncdist: {report_waits()}")
+        except Exception as failure:  # The job must be aborted anyway.
+            local_host.print_line(f"asyncdist: the waits could not be reported: {summarise(failure)}")
 
 
 async def _end_with_replica(world: World, transport: Transport, error: BaseException) -> None:
@@ -196,7 +202,19 @@ async def _rank_with_same_error(world: World, error: BaseException) -> int | Non
     return int(peer_failure.rank)
 
 
-def _print_same_error(rank: int, first_rank: int | None, error: BaseException) -> None:
+@contextlib.contextmanager
+def _notified_anyway(rank: int, error: BaseException) -> Iterator[None]:
+    """Suppress any exception that prevents ``error`` from being printed, so that the other ranks are notified of it."""
+    try:
+        yield
+    except BaseException as failure:  # The user's exception, its notes or the stream may do anything.
+        with contextlib.suppress(BaseException):
+            local_host.print_line(
+                f"asyncdist: rank {rank} failed: {summarise(error)}; printing it failed: {summarise(failure)}"
+            )
+
+
+def _print_same_error(rank: int, first_rank: int, error: BaseException) -> None:
     _report.print_line(f"rank {rank} failed in the same way as rank {first_rank}: {summarise(error)}", error)
 
 
@@ -239,7 +257,8 @@ def fail_alone(transport: Transport, error: BaseException) -> None:
         _report.print_line(f"rank {transport.rank} stopped: {error.args[0]}", error)
         transport.close_failed()
     else:
-        _print_failure(transport.rank, error, None)
+        with _notified_anyway(transport.rank, error):
+            _print_failure(transport.rank, error, None)
         transport.abort(1)
         exit_immediately(1)
 
@@ -265,7 +284,7 @@ def end_late(error: LateError) -> NoReturn:
 
 
 def _with_notes(line: str, error: BaseException) -> str:
-    return "; ".join([line, *getattr(error, "__notes__", ())])
+    return "; ".join([line, *map(str, getattr(error, "__notes__", ()))])
 
 
 def own_error(
@@ -274,6 +293,8 @@ def own_error(
     """Return the error to raise to the caller: this rank's own error, or the other rank's failure that caused it."""
     cause = monitor.error if monitor is not None and not has_cause_here(caught) else None
     cause = interrupts.error(rank) or cause
+    if cause is None and isinstance(caught, asyncio.CancelledError):
+        cause = interrupts.raised
     if cause is not None:
         uncancel()
     elif isinstance(caught, SystemExit) and isinstance(caught.code, int):

@@ -32,11 +32,10 @@ class ForkedChildError(LocalProtocolError):
 
 def exit_immediately(code: int) -> NoReturn:
     """Exit this process without MPI_Finalize, which can hang after a failure."""
-    for file in filter(None, (sys.stdout, sys.stderr)):  # A stream is None if its descriptor was closed.
-        # Writing fails if the stream's reader has closed it, or if a signal handler has interrupted a write.
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            file.flush()
-    os._exit(code)
+    try:
+        rank_program.flush_output()
+    finally:  # A signal handler may raise.
+        os._exit(code)
 
 
 class ProgramEnd:
@@ -168,11 +167,11 @@ def end_forked_child(process_id: int, error: BaseException | None) -> None:
     while isinstance(error, ForkedChildError) and error.__context__ is not None:
         error = error.__context__  # Because of this exception, the child has left an inner context.
     if error is not None and not isinstance(error, SystemExit):
-        traceback.print_exception(error)
+        rank_program.write_error("".join(traceback.format_exception(error)))
         exit_immediately(1)
     code = error.code if error is not None else 0
     if isinstance(code, str):
-        print(code, file=sys.stderr)
+        rank_program.write_error(f"{code}\n")
     exit_immediately(rank_program.exit_code(code))
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from typing import Final
 
+from asyncdist import rank_program
 from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
@@ -58,6 +58,7 @@ class ReplicaMates:
 
 def end_as_lost() -> None:
     """Kill this process by SIGKILL, so that launchers and transports report the rank as lost."""
-    for file in filter(None, (sys.stdout, sys.stderr)):
-        file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        rank_program.flush_output()
+    finally:  # A signal handler may raise.
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 import threading
@@ -82,9 +81,7 @@ def _answer(_number: int, frame: FrameType | None) -> None:
         rank_program.report_without_world(_number, frame)
         return
     texts = [_report_or_error(report) for report, _ in reports]
-    with contextlib.suppress(Exception):  # A report must never end a run.
-        sys.stderr.write("".join(f"asyncdist: {text}\n" for text in texts if text))
-        sys.stderr.flush()
+    rank_program.write_error("".join(f"asyncdist: {text}\n" for text in texts if text))
 
 
 def _report_or_error(report: Callable[[], str]) -> str:

@@ -47,8 +47,8 @@ class ErrorFeedback:
             ValueError: A tensor has another dtype, shape, stride or device. The residual is unchanged.
         """
         count = len(self.residual)
-        if difference.ndim != 1 or not start + len(difference) <= count:
-            allowed = f"1-D, with at most {count - start} values from index {start}"
+        if difference.ndim != 1 or not 0 <= start <= count - len(difference):
+            allowed = f"1-D and within {count} values from index {start}"
             validation.refuse("difference", f"shape {tuple(difference.shape)}", allowed)
         difference, out = checked(codec, difference, out)
         residual = self.residual[start : start + len(difference)]

@@ -47,15 +47,23 @@ def load_named(model: nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> No
 
     Raise ValueError if its optimizer has another class or other parameters.
     """
-    own, theirs = class_name(optimizer), saved["class"]
-    if own != theirs:  # torch would load the state, and a later step would fail or compute something else
-        raise ValueError(f"the optimizer must have the class {theirs} of the optimizer whose state it loads, got {own}")
-    state = arranged(saved["state"], saved["names"], parameter_names(model, optimizer))
+    state = state_for(model, optimizer, saved)
     parameters = _parameters(optimizer)
     if any(map(is_sharded, parameters)):
         entries = {place: _with_own_shards(own, parameters[place]) for place, own in state["state"].items()}
         state = {**state, "state": entries}
     load_exactly(optimizer, state)
+
+
+def state_for(model: nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state in another rank's :func:`named_state`, in the order of this rank's parameters.
+
+    Raise ValueError if its optimizer has another class or other parameters.
+    """
+    own, theirs = class_name(optimizer), saved["class"]
+    if own != theirs:  # torch would load the state, and a later step would fail or compute something else
+        raise ValueError(f"the optimizer must have the class {theirs} of the optimizer whose state it loads, got {own}")
+    return arranged(saved["state"], saved["names"], parameter_names(model, optimizer))
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:

@@ -6,6 +6,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, optim
 
+from asyncdist.tensors.optimizers.group_state import reset_group_state
 from asyncdist.tensors.optimizers.recognition import SLOW
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
@@ -16,8 +17,8 @@ _FROM_ZEROS: Final = (optim.Adadelta, optim.Adam, optim.AdamW, optim.Adamax, opt
 def reset_optimizer_state(optimizer: Any) -> None:
     """Clear the moments and step counts of an optimizer, and of the optimizers that it wraps, in place.
 
-    Parameter groups and hyperparameters are kept. A wrapper's slow weights are also kept, because only its constructor
-    creates them.
+    Hyperparameters are kept, and so are learning rates that an optimizer has estimated. A wrapper's slow weights are
+    also kept, because only its constructor creates them.
     """
     states: list[Any] = []
     for each in reversed(wrapped_optimizers(optimizer)):  # inner optimizers first, before their wrappers
@@ -38,6 +39,7 @@ def reset_optimizer_state(optimizer: Any) -> None:
                         value.zero_()
                 else:
                     _reset_entry(each.state, parameter)
+            reset_group_state(each)
         states.append(each.state)
 
 

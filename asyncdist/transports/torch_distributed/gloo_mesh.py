@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from asyncdist.errors import RankLostError
@@ -129,9 +129,10 @@ class Mesh:
     def _on_connected(self, connection: tuple[int, int, list[Any]]) -> None:
         rank, incarnation, groups = connection
         if self._connector is None or self._announced.get(rank) != incarnation:
-            for group in groups:
-                gloo_groups.close_connections(group)
+            _close(groups)
             return
+        if rank in self._connected:  # That process was lost before it was accepted.
+            _close(self._connected[rank][1])
         self._connected[rank] = incarnation, groups
         self.missed -= {rank}
         self._notify_return(rank, incarnation)
@@ -194,8 +195,7 @@ class Mesh:
             arrived.clear()
             self._callbacks.empty()
         pairs = [*self._pairs.values(), *(groups for _, groups in self._connected.values())]
-        for group in itertools.chain(self._groups, *pairs, *(groups for _, groups in self._replaced)):
-            gloo_groups.close_connections(group)
+        _close(itertools.chain(self._groups, *pairs, *(groups for _, groups in self._replaced)))
         sys.setswitchinterval(self._switch_interval_s)
         closed_at = time.monotonic()
         alive = []
@@ -212,3 +212,8 @@ class Mesh:
 
     def _live(self) -> list[Link]:
         return [link for link in self.links.values() if link.error is None]
+
+
+def _close(groups: Iterable[Any]) -> None:
+    for group in groups:
+        gloo_groups.close_connections(group)

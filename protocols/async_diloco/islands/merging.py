@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
+from asyncdist.protocols.exchange.layout.copies import norm_of
 from asyncdist.protocols.exchange.layout.wire_layout import Scratch
 
 
@@ -40,7 +41,7 @@ def encode_difference(layouts: Layouts, reference: Block, own: Block, encoded: S
             flat.copy_(now)
             continue
         torch.sub(before, now, out=flat)
-        norm = math.hypot(norm, torch.linalg.vector_norm(flat).item())
+        norm = math.hypot(norm, norm_of(flat))
         if vector.codec is not None:
             vector.codec.encode(flat, into)
     return norm

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from asyncdist.protocols.async_diloco.anchor import Anchor
-from asyncdist.protocols.async_diloco.blocks import Block, Layouts, copy_all
+from asyncdist.protocols.async_diloco.blocks import Block, Layouts
 from asyncdist.protocols.async_diloco.islands.merging import encode_difference, merge_into, rebase
 from asyncdist.protocols.async_diloco.member_store import HeldAnchor, MemberStore
 from asyncdist.protocols.async_diloco.messages import Arrived
@@ -135,14 +135,14 @@ class Regional:
 
     def _merged_now(self, held: HeldAnchor, state: Mapping[str, Any] | None, given: Block, applied: int) -> HeldAnchor:
         """Merge the global anchor that contains the last contribution of the island's former server."""
-        block = self._copied(held.block)
+        block = self._layouts.loaded_anchor(held.block[1])
         if state is None or state["captured_at"] != applied:
             if held.version > applied:
                 self._note_lost_progress()
             merge_into(self._layouts, block[1], given[1], self._weight)
             return self._restarted(HeldAnchor(held.version + 1, held.applied, block, merged=applied))
         captured = self._layouts.loaded_anchor(state["captured"])
-        reference = self._copied(captured)
+        reference = self._layouts.loaded_anchor(captured[1])
         merge_into(self._layouts, reference[1], given[1], self._weight)
         if held.version > applied:
             rebase(self._layouts, block[1], captured[1], reference[1])
@@ -159,11 +159,6 @@ class Regional:
             "contribution to the global server is not contributed",
             self._island,
         )
-
-    def _copied(self, block: Block) -> Block:
-        copy = self._layouts.new_block()
-        copy_all(block[1], copy[1])
-        return copy
 
     def _restarted(self, held: HeldAnchor, reference: HeldAnchor | None = None) -> HeldAnchor:
         """Measure the next contribution from ``reference`` (by default from ``held``), and return ``held``."""
@@ -243,7 +238,7 @@ class Regional:
         assert self._captured is not None, "an answer belongs to a captured contribution"
         (captured_at, captured), self._captured = self._captured, None
         answer, since = self._store.apply_answer(), anchor.version - captured_at
-        self._reference = self._copied(captured)
+        self._reference = self._layouts.loaded_anchor(captured[1])
         merge_into(self._layouts, self._reference[1], answer.block[1], self._weight)
         anchor.merge(self._reference, captured if since else None)
         self.merged, self._measured_from = captured_at, anchor.version - since

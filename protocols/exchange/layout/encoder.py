@@ -58,18 +58,21 @@ class Encoder:
                 encode the parameters themselves.
         """
         norm, given = 0.0, iter(anchors)
-        coded: list[tuple[int, Codec, Iterable[tuple[int, Tensor]]]] = []
+        with_feedback: list[tuple[ErrorFeedback, Codec, Iterable[tuple[int, Tensor]], Tensor]] = []
         for place, (vector, into) in enumerate(zip(self._layout.vectors, encoded, strict=True)):
             anchor = next(given, None) if vector.role == "stepped" else None
             pieces = self._pieces(vector, tensors, anchor, into)
-            if vector.role == "stepped":
-                norm = math.hypot(norm, *(norm_of(values) for _, values in pieces))
-            if vector.codec is not None:
-                coded.append((place, vector.codec, pieces))
+            for start, values in pieces:
+                if vector.role == "stepped":
+                    norm = math.hypot(norm, norm_of(values))
+                if vector.codec is not None and place not in self._feedback:
+                    _encode(vector.codec, start, values, into)
+            if vector.codec is not None and place in self._feedback:
+                with_feedback.append((self._feedback[place], vector.codec, pieces, into))
         if math.isfinite(norm):
-            for place, codec, pieces in coded:
+            for feedback, codec, pieces, into in with_feedback:
                 for start, values in pieces:
-                    self._encode(place, codec, start, values, encoded[place])
+                    _encode(codec, start, values, into, feedback)
         return norm
 
     def _pieces(
@@ -85,17 +88,6 @@ class Encoder:
         else:
             subtract(vector, anchor, tensors, flat)
         return [(0, flat)]
-
-    def _encode(self, place: int, codec: Codec, start: int, values: Tensor, encoded: Tensor) -> None:
-        """Encode the values from index ``start`` of a vector into their part of the encoded vector."""
-        into = encoded[codec.nbytes(start) : codec.nbytes(start + len(values))]
-        out = into if values.is_cpu else torch.empty(len(into), dtype=into.dtype, device=values.device)
-        if place in self._feedback:
-            self._feedback[place].encode(codec, values, out, start)
-        else:
-            codec.encode(values, out)
-        if out is not into:
-            into.copy_(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +119,18 @@ class _DevicePieces:
                 else:
                     into.sub_(own.to(flat.dtype))
         return flat
+
+
+def _encode(codec: Codec, start: int, values: Tensor, encoded: Tensor, feedback: ErrorFeedback | None = None) -> None:
+    """Encode the values from index ``start`` of a vector into their part of the encoded vector."""
+    into = encoded[codec.nbytes(start) : codec.nbytes(start + len(values))]
+    out = into if values.is_cpu else torch.empty(len(into), dtype=into.dtype, device=values.device)
+    if feedback is None:
+        codec.encode(values, out)
+    else:
+        feedback.encode(codec, values, out, start)
+    if out is not into:
+        into.copy_(out)
 
 
 def _common_device(vector: Vector, tensors: Sequence[Tensor]) -> torch.device | None:

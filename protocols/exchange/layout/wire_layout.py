@@ -157,7 +157,7 @@ class Vector:
         if encoding.codec is None:
             return list(encoded)
         values = scratch.values(self.count, self.dtype)
-        cuts = list(pairwise(dict.fromkeys(self.bounds))) if len(encoded) > 1 else [(0, self.count)]
+        cuts = list(pairwise(dict.fromkeys(self.bounds))) if len(encoded) != 1 else [(0, self.count)]
         parts = [values[first:last] for first, last in cuts]
         for each, part in zip(encoded, parts, strict=True):
             encoding.decode(each, part)

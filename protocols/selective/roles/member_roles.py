@@ -141,6 +141,9 @@ class MemberRoles:
             case TakeSnapshot() as due:
                 self.take_snapshot(due, iteration)
             case Apply() as due:
+                if obstacle := self.replacer.obstacle():
+                    self.abandon(self._member.round, obstacle)
+                    return self.replacer.take_abandoned()
                 info = self.apply(due, iteration)
                 self.replacer.announce()
                 return info

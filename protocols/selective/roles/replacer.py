@@ -100,6 +100,13 @@ class Replacer:
         abandoned, self._abandoned_info = self._abandoned_info, NOTHING
         return abandoned
 
+    def obstacle(self) -> str:
+        """Return why the donor's optimizer state cannot be adopted with the weights now, or "" if it can."""
+        exchange, adopter = self.exchange, self._resources.adopter
+        if exchange is None or exchange.parts is None or adopter is None:
+            return ""
+        return adopter.obstacle(exchange.parts)
+
     def load_average(self, frozen: Frozen, iteration: int, nonfinite: str | None = None) -> StepInfo:
         """Load the new weights into this rank's model, and return the step's result.
 

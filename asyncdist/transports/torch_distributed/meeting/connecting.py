@@ -16,7 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed import gloo_groups
-from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore, text_of
 
 #: Seconds between two reads of the store, and seconds added to this interval for each rank.
 _PAUSE_S: Final = 0.01
@@ -49,7 +49,7 @@ def make_gloo_groups(
 
     def look() -> None:
         check()
-        if store.check(["decision"]) and _text(store, "decision") != _ALL:
+        if store.check(["decision"]) and text_of(store, "decision") != _ALL:
             raise TransportError("another rank could not connect to all ranks")
         if time.monotonic() >= deadline:
             raise TransportError(f"not all of the {size} ranks arrived within {timeout_s:g} s")
@@ -78,10 +78,6 @@ def make_gloo_groups(
 def _decide(store: Any, decision: str) -> str:
     """Record whether all ranks are connected, unless another rank has decided. Return the final decision."""
     return bytes(store.compare_set("decision", "", decision)).decode()
-
-
-def _text(store: Any, key: str) -> str:
-    return bytes(store.get(key)).decode()
 
 
 class _WatchedStore(Store):

@@ -7,7 +7,8 @@ groups of these two processes, and retries after a failure.
 
 - A process connects to a new process only after it considers the previous process of that rank lost. The first process
   to connect records a welcome, for which the new process waits before it opens its world.
-- The launcher records in the store which processes have ended, so that no process waits for them.
+- The launcher records in the store which processes have ended, so that no process waits for them. As long as a process
+  of the world is alive, a new process waits for a welcome, because the event loops of all ranks may be blocked.
 - A process that reads a later incarnation of its own rank in the log records that it is alive. The new process then
   raises an error.
 - If a world begins with fewer processes than ranks, the highest ranks are vacant. A process of such a rank always joins
@@ -25,6 +26,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import re
 import secrets
 import threading
@@ -38,7 +40,8 @@ from asyncdist.transports.matching import CallbackQueue
 from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.meeting import connecting
 from asyncdist.transports.torch_distributed.meeting.rendezvous import Rendezvous, join_world, open_store
-from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore, text_of
+from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newcomers")
 
@@ -46,9 +49,9 @@ logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newco
 _PERIOD_S: Final = 0.1
 #: Number of reads of the log after which a process writes the name of the running world again, in case it was deleted.
 _LOOKS_PER_RENEWAL: Final = 10
-#: Seconds that a new process waits until a process of the world agrees to connect to it. The loss of a process is
-#: detected within 1 s, and the loss of a host within 30 s.
-_WELCOME_S: Final = 60.0
+#: Seconds after which a new process logs that no process of the world has agreed to connect to it. The loss of a
+#: process is detected within 1 s, and the loss of a host within 30 s, unless the loops of all ranks are blocked.
+_NOTICE_S: Final = 30.0
 #: Seconds that two processes have to arrive for an attempt to connect, and seconds for connecting in each attempt. If
 #: one process ends during an attempt, the other waits in gloo for five times the attempt's seconds. A lost packet costs
 #: 1 s.
@@ -89,6 +92,7 @@ class WorldEntry:
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         self._rendezvous = rendezvous
+        self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._first_count = rendezvous.size - rendezvous.empty_count
         self.common = self._open_store().part("asyncdist")
@@ -142,16 +146,16 @@ class WorldEntry:
         while True:
             token = left
             if self.common.check([_RUNNING]):
-                token = _check_running(_text(self.common, _RUNNING), self._rendezvous)
+                token = _check_running(text_of(self.common, _RUNNING), self._rendezvous)
             if token != left:
                 self.store = self.common.part(token)
-                timeout_s = min(self._deadline - time.monotonic(), _WELCOME_S)
-                newest = request_welcome(self.store, self._rendezvous, timeout_s, self._has_exited)
+                newest = request_welcome(self.store, self._rendezvous, self._has_exited)
                 if newest is not None:
                     self.incarnation = self._rendezvous.incarnation
                     self.vacant = frozenset(place for place in self.vacant if not newest[place])
                     return token
                 left = token
+                self._deadline = time.monotonic() + self._timeout_s  # The wait for a welcome may have been long.
             if not is_late:
                 return ""
             self._check_others()
@@ -198,13 +202,13 @@ class WorldEntry:
         if not incarnation:  # The process began this world, which may not be the job's first.
             if not self.store.check([f"process/{rank}"]):
                 return False
-            process = _text(self.store, f"process/{rank}")
+            process = text_of(self.store, f"process/{rank}")
         return bool(self.common.check([f"exited/{process}"]))
 
     def _check_others(self) -> None:
         """Raise an error if no new world can begin, because a rank has ended and will not be restarted."""
         if self._rendezvous.admits_restarted and self.common.check([_GONE]):
-            gone = int(_text(self.common, _GONE))
+            gone = int(text_of(self.common, _GONE))
             raise TransportError(
                 f"rank {gone} was killed and will not be restarted; a new world cannot begin without it", rank=gone
             )
@@ -246,10 +250,11 @@ def _record_end(common: Any, rank: int) -> None:
 def request_welcome(
     store: Any,
     rendezvous: Rendezvous,
-    timeout_s: float,
     has_exited: Callable[[int, int], bool] = lambda rank, incarnation: False,
 ) -> list[int] | None:
     """Record this process in the world's log, and wait until a process of the world agrees to connect to it.
+
+    The wait lasts as long as a process of the world is alive and has not left it. It is logged after ``_NOTICE_S``.
 
     ``has_exited`` returns, for a rank and an incarnation, whether the launcher has recorded the end of that process.
 
@@ -270,7 +275,7 @@ def request_welcome(
             f"got {incarnation}",
             rank=rank,
         )
-    deadline = time.monotonic() + timeout_s
+    notice_at = time.monotonic() + _NOTICE_S
     while True:
         if store.check([f"lives/{rank}.{incarnation}"]):
             raise TransportError(
@@ -279,52 +284,49 @@ def request_welcome(
         if store.check([f"welcome/{rank}.{incarnation}"]):
             return newest
         number = _read(store, number, newest)
-        if _have_left(store, newest, rank, first_count) or _have_died(store, newest, rank, first_count, has_exited):
+        members = _members(store, newest, rank, first_count, has_exited)
+        if not members:
             return None
-        if time.monotonic() >= deadline:
-            raise TransportError(
-                f"rank {rank} was restarted, but within {timeout_s:g} s no other rank noticed that its previous "
-                "process is lost",
-                rank=rank,
-            )
+        if time.monotonic() >= notice_at:
+            notice_at = math.inf
+            _log_wait(rendezvous, members)
         time.sleep(_PERIOD_S / 2)
 
 
 def _read(store: Any, number: int, newest: list[int]) -> int:
     """Read the log from entry ``number``, record incarnations in ``newest``, and return the next entry's number."""
     while store.check([f"newcomer/{number}"]):
-        entry = _parse(_text(store, f"newcomer/{number}"))
+        entry = _parse(text_of(store, f"newcomer/{number}"))
         if entry is not None and entry[0] < len(newest):
             newest[entry[0]] = entry[1]
         number += 1
     return number
 
 
-def _have_left(store: Any, newest: list[int], rank: int, first_count: int) -> bool:
-    """Return whether all processes of the world have left it, and at least one has."""
-    others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
-    closed = [process for process in others if store.check([f"closed/{process[0]}.{process[1]}"])]
-    inside = [(other, n) for other, n in others if not n or store.check([f"welcome/{other}.{n}"])]
-    return bool(closed) and set(inside) <= set(closed)
-
-
-def _have_died(
+def _members(
     store: Any, newest: list[int], rank: int, first_count: int, has_exited: Callable[[int, int], bool]
-) -> bool:
-    """Return whether all processes of the world have ended, so that none can connect to a new process."""
+) -> list[int]:
+    """Return the ranks of the processes that are in the world: they have entered it, and have not left it or ended."""
     others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
-    living = [process for process in others if not has_exited(*process)]
-    return not any(not n or store.check([f"welcome/{other}.{n}"]) for other, n in living)
+    inside = [(other, n) for other, n in others if not n or store.check([f"welcome/{other}.{n}"])]
+    return [other for other, n in inside if not (store.check([f"closed/{other}.{n}"]) or has_exited(other, n))]
+
+
+def _log_wait(rendezvous: Rendezvous, members: list[int]) -> None:
+    logger.warning(
+        "rank %d %s, but no living rank (%s) has reacted for %.0f s; it waits until one does. A rank cannot react "
+        "while its event loop is blocked, for example by a long evaluation",
+        rendezvous.rank,
+        "joins the others" if rendezvous.rank >= rendezvous.size - rendezvous.empty_count else "was restarted",
+        ranks_in_words(members),
+        _NOTICE_S,
+    )
 
 
 def _parse(entry: str) -> tuple[int, int] | None:
     """Return the rank and incarnation of a log entry, or None if the entry does not have this job's format."""
     found = re.fullmatch(r"([0-9]{1,9}) ([0-9]{1,9}) [0-9a-f]+", entry)
     return None if found is None else (int(found[1]), int(found[2]))
-
-
-def _text(store: Any, key: str) -> str:
-    return bytes(store.get(key)).decode()
 
 
 class NewcomerConnector:
@@ -431,7 +433,7 @@ class NewcomerConnector:
 
     def _read_log(self, store: Any, number: int) -> int:
         while store.check([f"newcomer/{number}"]):
-            entry = _parse(_text(store, f"newcomer/{number}"))
+            entry = _parse(text_of(store, f"newcomer/{number}"))
             number += 1
             if entry is None:
                 continue
@@ -483,7 +485,7 @@ class NewcomerConnector:
     def _connect(self, rank: int, incarnation: int, place: str) -> list[Any]:
         """Return new gloo groups of this rank and ``rank``. Raise TransportError if several attempts fail."""
         store, common = self._store.clone(), self._common.clone()
-        process = _text(store, f"{place}/{rank}")
+        process = text_of(store, f"{place}/{rank}")
 
         def check() -> None:
             if self._closing.is_set():

@@ -31,7 +31,7 @@ from asyncdist.errors import TransportError
 from asyncdist.launchers import detection, job_rendezvous
 from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.meeting import serving
-from asyncdist.transports.torch_distributed.meeting.sealed_store import Refusals, SealedStore
+from asyncdist.transports.torch_distributed.meeting.sealed_store import Refusals, SealedStore, text_of
 from asyncdist.trust.job_secret import JobSecret
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.rendezvous")
@@ -225,7 +225,7 @@ class _Gathering:
         self._answer()
         here = [peer for peer in (*self._missing, *self._strays) if self.world.check([f"rank {peer}"])]
         for peer in here:
-            _check_sizes(peer, int(_text(self.world, f"rank {peer}")), self._size)
+            _check_sizes(peer, int(text_of(self.world, f"rank {peer}")), self._size)
         if here:
             self._missing = [peer for peer in self._missing if peer not in here]
             self.world.set("missing", _join(self._missing))
@@ -235,13 +235,13 @@ class _Gathering:
         """Send the world's token to each rank that has written a new hello."""
         for peer in range(1, self._size):
             if self._store.check([f"hello/{peer}"]):
-                hello = _text(self._store, f"hello/{peer}")
+                hello = text_of(self._store, f"hello/{peer}")
                 if hello not in self._answered:
                     self._store.set(f"answer/{hello}", self._hello)
                     self._answered.add(hello)
                 self._check_single(peer, hello)
         if self._store.check([_UNANSWERED]):
-            stray, _, hello = _text(self._store, _UNANSWERED).partition(" ")
+            stray, _, hello = text_of(self._store, _UNANSWERED).partition(" ")
             if int(stray) >= self._size and hello not in self._answered:
                 self._store.set(f"answer/{hello}", self._hello)
                 self._answered.add(hello)
@@ -249,14 +249,14 @@ class _Gathering:
 
     def _follow(self) -> None:
         self._until(self._is_answered)
-        self._use_token(_text(self._store, f"answer/{self._hello}"))
+        self._use_token(text_of(self._store, f"answer/{self._hello}"))
         self._until(self._is_released)
 
     def _use_token(self, token: str) -> None:
         self.token = token
         self.world = self._store.part(token)
         self.world.set(f"rank {self._rank}", str(self._size))
-        _check_sizes(self._rank, self._size, int(_text(self.world, "size")))
+        _check_sizes(self._rank, self._size, int(text_of(self.world, "size")))
 
     def _is_answered(self) -> bool:
         if self._store.check([f"answer/{self._hello}"]):
@@ -272,10 +272,10 @@ class _Gathering:
         """
         if self.world.check(["go"]):
             return True
-        newest = _text(self._store, f"answer/{self._hello}")
+        newest = text_of(self._store, f"answer/{self._hello}")
         if newest != self.token:
             self._use_token(newest)
-        missing = map(int, _text(self.world, "missing").split())
+        missing = map(int, text_of(self.world, "missing").split())
         self._missing = [peer for peer in missing if peer != self._rank] or [0]
         return False
 
@@ -307,7 +307,7 @@ class _Gathering:
 
     def _check_alone(self) -> None:
         """Raise an error if another process has started as this rank. An ended process cannot detect its successor."""
-        newest = _text(self._store, f"hello/{self._rank}")
+        newest = text_of(self._store, f"hello/{self._rank}")
         if newest != self._hello:
             self._store.set(f"twice/{newest}", "")
             self._store.set(f"twice/{self._hello}", "")
@@ -321,10 +321,6 @@ class _Gathering:
 
     def _describe_missing(self) -> str:
         return f"rank {self._rank} waits for ranks {self._missing}, which did not arrive at the start of the world"
-
-
-def _text(store: Any, key: str) -> str:
-    return bytes(store.get(key)).decode()
 
 
 def _join(ranks: Sequence[int]) -> str:

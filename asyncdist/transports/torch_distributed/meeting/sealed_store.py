@@ -34,6 +34,11 @@ _NOTHING: Final = "?"
 _ATTEMPT_COUNT: Final = 8
 
 
+def text_of(store: Any, key: str) -> str:
+    """Return a value of any store as a string. Wait until the store has the value."""
+    return bytes(store.get(key)).decode()
+
+
 class Refusals:
     """Logs values without a valid seal: the first immediately, and later ones as a count, at most once a minute."""
 
