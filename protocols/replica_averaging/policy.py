@@ -321,7 +321,7 @@ class ReplicaAveragingPolicy(Ported):
             await self._world.safe_point()
             return NOTHING
         if isinstance(self._inner, ShardAveraging):
-            return await self._inner._guarded_step(functools.partial(self._read_number, local_metric), is_due)
+            return await self._inner._guarded_step(functools.partial(self._read_new_metric, local_metric), is_due)
         metric = await self._metric_of_replica(local_metric) if is_due else None
 
         async def step_of_leader() -> dict[str, Any]:
@@ -333,10 +333,6 @@ class ReplicaAveragingPolicy(Ported):
             if self._others is None and (self._inner._averaging.resets_optimizer or info.recovered):
                 reset_optimizer_state(self.optimizer)
         return info
-
-    def _read_number(self, local_metric: MetricSource) -> float:
-        value = self._read_new_metric(local_metric)
-        return math.nan if value is None else value
 
     async def _metric_of_replica(self, local_metric: MetricSource) -> MetricSource:
         """Return the replica's mean metric on its leader; None on other ranks.

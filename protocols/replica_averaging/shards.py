@@ -45,7 +45,7 @@ class Status(NamedTuple):
     """Report of a rank to its replica's leader at a swap point, where the replica's ranks wait for each other.
 
     Attributes:
-        metric: Metric of the rank, or None if no metric is due.
+        metric: Metric of the rank, or None if no metric is due or the rank has no new measurement.
         assignment_count: Number of received assignments. The following fields refer to the last assignment.
         is_complete: Whether the rank's part of the average is complete.
         failure: Reason for which the rank has abandoned its part, or "".
@@ -242,8 +242,9 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
                 filter(None, [self._own.describe_nonfinite(), *(each.nonfinite for each in followers)]), ""
             )
             info = roles.apply(application, self.iteration, nonfinite)
-        if self._is_due:
-            mean = self._read_metric(math.fsum(float(each.metric or 0.0) for each in statuses) / len(statuses))
+        if statuses[0].metric is not None:  # as without shards, nothing is reported without the leader's measurement
+            metrics = [math.nan if each.metric is None else each.metric for each in statuses]
+            mean = self._read_metric(math.fsum(metrics) / len(metrics))
             self._opened.reporter.report(self.iteration, self._call_count, mean)
         now = tracker.coordinator, tracker.epoch
         return tuple(Decision(member.take_events(), action, self.iteration, nonfinite, asdict(info), *now))
