@@ -21,7 +21,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncdist import Group, LateError, LocalProtocolError, compute_and_broadcast, reduce_and_broadcast, validation
+from asyncdist import (
+    ClosedError,
+    Group,
+    LateError,
+    LocalProtocolError,
+    compute_and_broadcast,
+    reduce_and_broadcast,
+    validation,
+)
 from asyncdist.collectives.groups import free_all
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.exchange.replicas.group import check_sharding, wait_until_all_leave
@@ -148,6 +156,7 @@ class ReplicaAveragingPolicy(Ported):
         self._replica: Group
         self._others: Group | None = None  # this rank, and the ranks of other replicas with which it averages
         self._groups: list[Group] = []
+        self._may_be_unequal = False  # whether an interrupted step may have left the replica's ranks unequal
 
     def statistics(self) -> SelectiveStatistics:
         """Return this replica's counts, which are 0 except on its first rank.
@@ -295,7 +304,7 @@ class ReplicaAveragingPolicy(Ported):
 
     async def _stop(self, error: BaseException | None) -> None:
         try:
-            if error is None:
+            if error is None and not self._may_be_unequal:
                 self._services.shared(ReplicaMates).ranks = frozenset()
                 meeting = reduce_and_broadcast(lambda: 0, sum, group=self._replica, world=self._world)
                 await wait_until_all_leave(self._world, self._replica, self.iteration, meeting)
@@ -320,6 +329,18 @@ class ReplicaAveragingPolicy(Ported):
         if self.is_alone or not (is_due or (self.iteration + 1) % self.swap_every == 0):
             await self._world.safe_point()
             return NOTHING
+        if self._may_be_unequal:
+            raise ClosedError(
+                "an earlier step was cancelled or failed, so the weights of this replica's ranks may be inconsistent; "
+                "leave the policy and load a checkpoint"
+            )
+        self._may_be_unequal = True
+        info = await self._swap(local_metric, is_due)
+        self._may_be_unequal = False
+        return info
+
+    async def _swap(self, local_metric: MetricSource, is_due: bool) -> StepInfo:
+        """Let the leader make a step of the leaders' policy, and copy its new weights, together with the replica."""
         if isinstance(self._inner, ShardAveraging):
             return await self._inner._guarded_step(functools.partial(self._read_new_metric, local_metric), is_due)
         metric = await self._metric_of_replica(local_metric) if is_due else None

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final, NamedTuple
 
-from asyncdist import AsyncdistError, ClosedError, Envelope, Group, World, reduce_and_broadcast, tags
+from asyncdist import AsyncdistError, Envelope, Group, World, reduce_and_broadcast, tags
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.protocols.joining.scopes import PolicyScopes
@@ -101,7 +101,6 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         self._counterparts: Mapping[int, int]
         self._ending: Channel[Leave]
         self._has_leader_left = False
-        self._may_be_unequal = False  # whether an interrupted step may have left the replica's ranks unequal
 
     def place(self, world: World, replica: Group, counterparts: Group, leaders: Sequence[int]) -> None:
         """Set the ranks of this replica, leader first, this rank's counterparts in all replicas, and all leaders."""
@@ -184,15 +183,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
                 local_metric()
             await self._world.safe_point()
             return NOTHING
-        if self._may_be_unequal:
-            raise ClosedError(
-                "an earlier step was cancelled or failed, so the weights of this replica's ranks may be inconsistent; "
-                "leave the policy and load a checkpoint"
-            )
-        self._may_be_unequal = True
-        info = await self._swap(local_metric)
-        self._may_be_unequal = False
-        return info
+        return await self._swap(local_metric)
 
     async def _swap(self, local_metric: Callable[[], Any]) -> StepInfo:
         """Send this rank's status to the leader, and execute the leader's decision."""

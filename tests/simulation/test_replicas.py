@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -207,3 +209,27 @@ def test_a_rank_that_leaves_its_replica_early_is_told(caplog: pytest.LogCaptureF
     told = [record.message for record in caplog.records if " 5 steps" in record.message]
     assert len(told) == 1, told
     assert "rank 1 has left its policy after 5 steps, and waits for rank 0 of its replica" in told[0]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_no_step_follows_a_cancelled_swap(late: int) -> None:
+    """Regression: after a follower's cancelled step, DDP replicas had silently different weights."""
+
+    async def main(world: ad.World) -> str:
+        said = ""
+        with contextlib.suppress(ad.AsyncdistError):
+            async with ReplicaAveragingPolicy(*build(0), replica_size=2, average_every=1) as policy:
+                await policy.step(1.0)
+                if world.rank == late:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(0.01):  # the other rank of the replica makes no second step
+                            await policy.step(1.0)
+                    try:
+                        await asyncio.wait_for(policy.step(1.0), 0.1)
+                    except (ad.ClosedError, TimeoutError) as error:
+                        said = repr(error)
+                elif world.rank < 2:
+                    await asyncio.sleep(1.0)
+        return said
+
+    assert "an earlier step was cancelled" in str(ad.simulate(main, ranks=4, until_s=300).results[late])
