@@ -34,7 +34,7 @@ from asyncdist.collectives.groups import free_all
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.exchange.replicas.group import check_sharding, wait_until_all_leave
 from asyncdist.protocols.joining.state_transfer import broadcast_bytes, cloned, packed, unpacked
-from asyncdist.protocols.metrics import NOT_MEASURED, Metric, MetricSource
+from asyncdist.protocols.metrics import NOT_MEASURED, Metric, MetricSource, mean_of
 from asyncdist.protocols.options import (
     AveragingOptions,
     CommonOptions,
@@ -140,8 +140,10 @@ class ReplicaAveragingPolicy(Ported):
             **among(options, MeasuredOptions),
         )
         self.replica_size = validation.count("replica_size", replica_size, least=2)
-        self.swap_every = _largest_divisor(average_every) if swap_every is None else swap_every
-        if swap_every is not None and average_every % validation.count("swap_every", swap_every):
+        self.swap_every = (
+            _largest_divisor(self.average_every) if swap_every is None else validation.count("swap_every", swap_every)
+        )
+        if self.average_every % self.swap_every:
             validation.refuse("swap_every", swap_every, f"a divisor of average_every={average_every}")
         self.is_sharded = self._holds_shards()
         if self.is_sharded and averaging.makes_fresh_weights:
@@ -150,7 +152,7 @@ class ReplicaAveragingPolicy(Ported):
             )
         kind = ShardAveraging if self.is_sharded else _AmongLeaders
         inner: dict[str, Any] = {**options, "name": f"leaders of {self.name}"[:200], "group": None, "world": None}
-        self._inner = kind(model, optimizer, average_every=average_every // self.swap_every, **inner)
+        self._inner = kind(model, optimizer, average_every=self.average_every // self.swap_every, **inner)
         self._limit = self._inner._limit
         self._journal.include(self._inner._journal)
         self._replica: Group
@@ -365,7 +367,7 @@ class ReplicaAveragingPolicy(Ported):
         metrics = await self._world.collectives.gather(own, self._replica, self._replica.ranks[0])
         if metrics is None:
             return None
-        return math.fsum(map(float, metrics)) / self.replica_size if value is not None else lambda: NOT_MEASURED
+        return mean_of([float(each) for each in metrics]) if value is not None else lambda: NOT_MEASURED
 
     async def _copy_from_leader(self) -> None:
         """Copy the weights of the replica's first rank to its other ranks. All ranks of the replica must call this."""
@@ -381,5 +383,4 @@ class ReplicaAveragingPolicy(Ported):
 
 def _largest_divisor(average_every: int) -> int:
     """Return the largest divisor of ``average_every`` up to a tenth of it; 1 if there is none."""
-    count = validation.count("average_every", average_every)
-    return next(each for each in range(max(1, count // 10), 0, -1) if count % each == 0)
+    return next(each for each in range(max(1, average_every // 10), 0, -1) if average_every % each == 0)

@@ -23,7 +23,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import StateTransfer
-from asyncdist.protocols.metrics import MetricSource
+from asyncdist.protocols.metrics import MetricSource, mean_of
 from asyncdist.protocols.replica_averaging.members import FollowingMember, LeaderEvent, LeadingMember
 from asyncdist.protocols.selective.member import Apply, State, TakeSnapshot
 from asyncdist.protocols.selective.messages import ControlMessage, Leave
@@ -235,7 +235,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
             info = roles.apply(application, self.iteration, nonfinite)
         if statuses[0].metric is not None:  # as without shards, nothing is reported without the leader's measurement
             metrics = [math.nan if each.metric is None else each.metric for each in statuses]
-            mean = self._read_metric(math.fsum(metrics) / len(metrics))
+            mean = self._read_metric(mean_of(metrics))
             self._opened.reporter.report(self.iteration, self._call_count, mean)
         now = tracker.coordinator, tracker.epoch
         return tuple(Decision(member.take_events(), action, self.iteration, nonfinite, asdict(info), *now))
