@@ -117,10 +117,6 @@ def _archive(script: str) -> zipimport.zipimporter | None:
         return None
 
 
-def _unescape(words: Sequence[str]) -> list[str]:
-    return [word[1:] if set(word) == {":"} else word for word in words]
-
-
 def run_script(script: str, arguments: Sequence[str]) -> None:
     """Run this process like ``python script arguments``, with a rank's standard files and error handling.
 
@@ -356,15 +352,13 @@ def report_without_world(_number: int, frame: types.FrameType | None) -> None:
 
     Handles SIGUSR1, which requests a report, while no world is open.
     """
-    while frame is not None and frame.f_back is not None and _is_passed_over(frame):
+    while (frame is not None and frame.f_back is not None) and (
+        frame.f_code.co_filename.startswith("<frozen") or frame.f_globals.get("__name__") == "signal"
+    ):
         frame = frame.f_back
     has_begun = frame is not None and frame.f_code.co_filename != __file__
     where = f"; it is at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None and has_begun else ""
     write_error(f"asyncdist: {_own_name()} has not opened a world, or has closed it{where}\n")
-
-
-def _is_passed_over(frame: types.FrameType) -> bool:
-    return frame.f_code.co_filename.startswith("<frozen") or frame.f_globals.get("__name__") == "signal"
 
 
 def _prefix_output() -> None:
@@ -546,20 +540,17 @@ def explain_import(error: BaseException) -> None:
     """Add a note to an ImportError for ``protocols`` if another module shadows or has overwritten this package."""
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols":
         note = find_shadowing()
-        if note is not None and note not in _notes_of(error):
+        if note is not None and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 
 
 def explain_input(error: BaseException) -> None:
     """Add a note to an end-of-input error, such as a debugger's, if this rank's standard input is empty."""
     is_end = isinstance(error, EOFError) or (type(error).__module__, type(error).__name__) == ("bdb", "BdbQuit")
+    notes = getattr(error, "__notes__", ())
     with contextlib.suppress(OSError):  # raised if standard input is closed
-        if is_end and os.path.samestat(os.fstat(0), os.stat(os.devnull)) and _NO_INPUT not in _notes_of(error):
+        if is_end and os.path.samestat(os.fstat(0), os.stat(os.devnull)) and _NO_INPUT not in notes:
             error.add_note(_NO_INPUT)
-
-
-def _notes_of(error: BaseException) -> list[str]:
-    return getattr(error, "__notes__", [])
 
 
 def find_shadowing() -> str | None:
@@ -605,5 +596,5 @@ def find_overwriting() -> str | None:
 
 
 if __name__ == "__main__":
-    script, *arguments = _unescape(sys.argv[1:])
+    script, *arguments = [word[1:] if set(word) == {":"} else word for word in sys.argv[1:]]  # see rank_command
     run_script(script, arguments)

@@ -175,11 +175,11 @@ def _shown(each: Field[Any]) -> str:
 
 
 def one_of(literal: Any, kind: type[Exception] = ValueError) -> Check:
-    """Return a check that accepts the values of a Literal type."""
+    """Return a check that accepts the values of a Literal type, which are strings."""
     allowed = get_args(literal)
 
     def check(name: str, value: Any) -> Any:
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:  # an array would be compared element by element
             validation.refuse(name, value, validation.one_of(allowed), kind)
         return value
 

@@ -15,6 +15,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.protocols.exchange.counts import AverageCounts
 from asyncdist.protocols.step_info import NOTHING, Contributed, StepInfo
 from asyncdist.recording.events import COUNT_MAX, EventLog, Field
+from asyncdist.tensors.byte_views import flat_bytes, oddity_of
 from asyncdist.tensors.model_tensors import local_part
 from asyncdist.wording import aligned
 
@@ -23,13 +24,14 @@ _CHECKED_NBYTES_MAX: Final = 1 << 30
 
 
 def checksum_of(model: nn.Module) -> int | None:
-    """Return a CRC-32 of this rank's parameters and buffers, or None if they are larger than 1 GiB."""
+    """Return a CRC-32 of this rank's dense parameters and buffers, or None if they are larger than 1 GiB."""
     tensors = [local_part(tensor) for tensor in model.state_dict().values() if isinstance(tensor, torch.Tensor)]
+    tensors = [tensor for tensor in tensors if oddity_of(tensor) is None]
     if sum(tensor.nbytes for tensor in tensors) > _CHECKED_NBYTES_MAX:
         return None
     checksum = 0
     for tensor in tensors:
-        checksum = zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, checksum)
+        checksum = zlib.crc32(flat_bytes(tensor).numpy().data, checksum)
     return checksum
 
 

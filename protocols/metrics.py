@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -30,6 +31,14 @@ def given_metric(
         raise TypeError(f"only one of local_metric, loss and score may be passed to step(), got {' and '.join(names)}")
     is_opposite = names == (["score"] if metric_mode == "min" else ["loss"])
     return (given[names[0]] if names else None), is_opposite
+
+
+def mean_of(metrics: Sequence[float]) -> float:
+    """Return the mean of metrics, which is NaN or infinite if the metrics are not finite."""
+    try:
+        return math.fsum(metrics) / len(metrics)
+    except (OverflowError, ValueError):  # the sum is too large, or contains infinities of both signs
+        return sum(metric / len(metrics) for metric in metrics)
 
 
 def negated(source: MetricSource) -> Callable[[], float]:

@@ -86,7 +86,7 @@ def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) ->
 
     def check(wrapper: nn.Module) -> None:
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
-            _check_group(getattr(wrapper, "process_group", None), list(ranks), world)
+            _check_group(getattr(wrapper, "process_group", None), sorted(ranks), world)
         elif not _is_divided(type(wrapper)):
             raise ValueError(_refusal(_wrapper_name(type(wrapper))))
 

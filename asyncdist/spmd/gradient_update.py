@@ -20,7 +20,7 @@ from asyncdist.spmd.mesh import Axis, find_axis
 from asyncdist.spmd.tree_collectives import pmean, reporting_failure
 from asyncdist.tensors import pytrees
 
-#: A training step: ``async (opt_state, params, *args, **kwargs) -> (loss, params, opt_state)``.
+#: A training step: ``async (opt_state, params, /, *args, **kwargs) -> (loss, params, opt_state)``.
 Update: TypeAlias = Callable[..., Coroutine[Any, Any, tuple[Any, Any, Any]]]
 
 
@@ -50,10 +50,11 @@ def gradient_update(
         has_aux: Whether ``loss_fn`` also returns ``aux``, which may be any tree.
 
     Returns:
-        ``async (opt_state, params, *args, **kwargs) -> (value, params, opt_state)``. ``params`` is a tree of floating
-        tensors. ``value`` is the detached return value of ``loss_fn`` on this rank. With a functional optimizer, the
-        returned parameters are new. A ``torch.optim.Optimizer`` changes its parameters in place, ignores ``opt_state``,
-        and requires that ``params`` are exactly its parameters. The loss may also use them through their module.
+        ``async (opt_state, params, /, *args, **kwargs) -> (value, params, opt_state)``. ``params`` is a tree of
+        floating tensors. ``value`` is the detached return value of ``loss_fn`` on this rank. With a functional
+        optimizer, the returned parameters are new. A ``torch.optim.Optimizer`` changes its parameters in place, ignores
+        ``opt_state``, and requires that ``params`` are exactly its parameters. The loss may also use them through their
+        module.
 
         The training step raises TypeError if a parameter or the loss is not a floating tensor. It raises ValueError if
         the loss depends on no parameter, or if ``params`` are not the optimizer's parameters. It also raises the errors
@@ -80,6 +81,7 @@ async def _update(
     has_aux: bool,
     opt_state: Any,
     params: Any,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any]:
@@ -102,6 +104,7 @@ async def _update_in_place(
     has_aux: bool,
     opt_state: Any,
     params: Any,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any]:
@@ -134,7 +137,7 @@ def agent_gradient_update(
             ``params``.
 
     Returns:
-        ``async (opt_state, agent_state, *args, **kwargs) -> (value, agent_state, opt_state)``.
+        ``async (opt_state, agent_state, /, *args, **kwargs) -> (value, agent_state, opt_state)``.
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer, or ``loss_fn`` is not callable.
@@ -145,12 +148,12 @@ def agent_gradient_update(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of the agent state, got {loss_fn!r:.80}")
 
-    def loss_of_params(params: Any, agent_state: Any, *args: Any, **kwargs: Any) -> Any:
+    def loss_of_params(params: Any, agent_state: Any, /, *args: Any, **kwargs: Any) -> Any:
         return loss_fn(attach(agent_state, params), *args, **kwargs)
 
     update_params = gradient_update(loss_of_params, optimizer, dp_axis_name, has_aux)
 
-    async def update(opt_state: Any, agent_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    async def update(opt_state: Any, agent_state: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         with reporting_failure(_axes(dp_axis_name)):
             params = detach(agent_state)
         value, params, opt_state = await update_params(opt_state, params, agent_state, *args, **kwargs)

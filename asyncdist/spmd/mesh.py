@@ -112,9 +112,10 @@ class Mesh:
         return self
 
     def __exit__(self, *_: object) -> None:
-        *outer, newest = _open_meshes.get()
-        assert newest is self, "meshes must be left in reverse order"
-        _open_meshes.set(tuple(outer))
+        meshes = _open_meshes.get()
+        if self in meshes:  # not if a suspended coroutine is closed in another context, as by the garbage collector
+            assert meshes[-1] is self, "meshes must be left in reverse order"
+            _open_meshes.set(meshes[:-1])
 
     async def free(self) -> None:
         """Free the groups of all axes, after which the mesh cannot be used.

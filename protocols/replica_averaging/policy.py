@@ -21,12 +21,20 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncdist import Group, LateError, LocalProtocolError, compute_and_broadcast, reduce_and_broadcast, validation
+from asyncdist import (
+    ClosedError,
+    Group,
+    LateError,
+    LocalProtocolError,
+    compute_and_broadcast,
+    reduce_and_broadcast,
+    validation,
+)
 from asyncdist.collectives.groups import free_all
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.exchange.replicas.group import check_sharding, wait_until_all_leave
 from asyncdist.protocols.joining.state_transfer import broadcast_bytes, cloned, packed, unpacked
-from asyncdist.protocols.metrics import NOT_MEASURED, Metric, MetricSource
+from asyncdist.protocols.metrics import NOT_MEASURED, Metric, MetricSource, mean_of
 from asyncdist.protocols.options import (
     AveragingOptions,
     CommonOptions,
@@ -132,8 +140,10 @@ class ReplicaAveragingPolicy(Ported):
             **among(options, MeasuredOptions),
         )
         self.replica_size = validation.count("replica_size", replica_size, least=2)
-        self.swap_every = _largest_divisor(average_every) if swap_every is None else swap_every
-        if swap_every is not None and average_every % validation.count("swap_every", swap_every):
+        self.swap_every = (
+            _largest_divisor(self.average_every) if swap_every is None else validation.count("swap_every", swap_every)
+        )
+        if self.average_every % self.swap_every:
             validation.refuse("swap_every", swap_every, f"a divisor of average_every={average_every}")
         self.is_sharded = self._holds_shards()
         if self.is_sharded and averaging.makes_fresh_weights:
@@ -142,12 +152,13 @@ class ReplicaAveragingPolicy(Ported):
             )
         kind = ShardAveraging if self.is_sharded else _AmongLeaders
         inner: dict[str, Any] = {**options, "name": f"leaders of {self.name}"[:200], "group": None, "world": None}
-        self._inner = kind(model, optimizer, average_every=average_every // self.swap_every, **inner)
+        self._inner = kind(model, optimizer, average_every=self.average_every // self.swap_every, **inner)
         self._limit = self._inner._limit
         self._journal.include(self._inner._journal)
         self._replica: Group
         self._others: Group | None = None  # this rank, and the ranks of other replicas with which it averages
         self._groups: list[Group] = []
+        self._may_be_unequal = False  # whether an interrupted step may have left the replica's ranks unequal
 
     def statistics(self) -> SelectiveStatistics:
         """Return this replica's counts, which are 0 except on its first rank.
@@ -295,7 +306,7 @@ class ReplicaAveragingPolicy(Ported):
 
     async def _stop(self, error: BaseException | None) -> None:
         try:
-            if error is None:
+            if error is None and not self._may_be_unequal:
                 self._services.shared(ReplicaMates).ranks = frozenset()
                 meeting = reduce_and_broadcast(lambda: 0, sum, group=self._replica, world=self._world)
                 await wait_until_all_leave(self._world, self._replica, self.iteration, meeting)
@@ -320,8 +331,20 @@ class ReplicaAveragingPolicy(Ported):
         if self.is_alone or not (is_due or (self.iteration + 1) % self.swap_every == 0):
             await self._world.safe_point()
             return NOTHING
+        if self._may_be_unequal:
+            raise ClosedError(
+                "an earlier step was cancelled or failed, so the weights of this replica's ranks may be inconsistent; "
+                "leave the policy and load a checkpoint"
+            )
+        self._may_be_unequal = True
+        info = await self._swap(local_metric, is_due)
+        self._may_be_unequal = False
+        return info
+
+    async def _swap(self, local_metric: MetricSource, is_due: bool) -> StepInfo:
+        """Let the leader make a step of the leaders' policy, and copy its new weights, together with the replica."""
         if isinstance(self._inner, ShardAveraging):
-            return await self._inner._guarded_step(functools.partial(self._read_number, local_metric), is_due)
+            return await self._inner._guarded_step(functools.partial(self._read_new_metric, local_metric), is_due)
         metric = await self._metric_of_replica(local_metric) if is_due else None
 
         async def step_of_leader() -> dict[str, Any]:
@@ -334,10 +357,6 @@ class ReplicaAveragingPolicy(Ported):
                 reset_optimizer_state(self.optimizer)
         return info
 
-    def _read_number(self, local_metric: MetricSource) -> float:
-        value = self._read_new_metric(local_metric)
-        return math.nan if value is None else value
-
     async def _metric_of_replica(self, local_metric: MetricSource) -> MetricSource:
         """Return the replica's mean metric on its leader; None on other ranks.
 
@@ -348,7 +367,7 @@ class ReplicaAveragingPolicy(Ported):
         metrics = await self._world.collectives.gather(own, self._replica, self._replica.ranks[0])
         if metrics is None:
             return None
-        return math.fsum(map(float, metrics)) / self.replica_size if value is not None else lambda: NOT_MEASURED
+        return mean_of([float(each) for each in metrics]) if value is not None else lambda: NOT_MEASURED
 
     async def _copy_from_leader(self) -> None:
         """Copy the weights of the replica's first rank to its other ranks. All ranks of the replica must call this."""
@@ -364,5 +383,4 @@ class ReplicaAveragingPolicy(Ported):
 
 def _largest_divisor(average_every: int) -> int:
     """Return the largest divisor of ``average_every`` up to a tenth of it; 1 if there is none."""
-    count = validation.count("average_every", average_every)
-    return next(each for each in range(max(1, count // 10), 0, -1) if count % each == 0)
+    return next(each for each in range(max(1, average_every // 10), 0, -1) if average_every % each == 0)

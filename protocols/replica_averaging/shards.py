@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final, NamedTuple
 
-from asyncdist import AsyncdistError, ClosedError, Envelope, Group, World, reduce_and_broadcast, tags
+from asyncdist import AsyncdistError, Envelope, Group, World, reduce_and_broadcast, tags
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import StateTransfer
-from asyncdist.protocols.metrics import MetricSource
+from asyncdist.protocols.metrics import MetricSource, mean_of
 from asyncdist.protocols.replica_averaging.members import FollowingMember, LeaderEvent, LeadingMember
 from asyncdist.protocols.selective.member import Apply, State, TakeSnapshot
 from asyncdist.protocols.selective.messages import ControlMessage, Leave
@@ -45,7 +45,7 @@ class Status(NamedTuple):
     """Report of a rank to its replica's leader at a swap point, where the replica's ranks wait for each other.
 
     Attributes:
-        metric: Metric of the rank, or None if no metric is due.
+        metric: Metric of the rank, or None if no metric is due or the rank has no new measurement.
         assignment_count: Number of received assignments. The following fields refer to the last assignment.
         is_complete: Whether the rank's part of the average is complete.
         failure: Reason for which the rank has abandoned its part, or "".
@@ -101,7 +101,6 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         self._counterparts: Mapping[int, int]
         self._ending: Channel[Leave]
         self._has_leader_left = False
-        self._may_be_unequal = False  # whether an interrupted step may have left the replica's ranks unequal
 
     def place(self, world: World, replica: Group, counterparts: Group, leaders: Sequence[int]) -> None:
         """Set the ranks of this replica, leader first, this rank's counterparts in all replicas, and all leaders."""
@@ -184,15 +183,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
                 local_metric()
             await self._world.safe_point()
             return NOTHING
-        if self._may_be_unequal:
-            raise ClosedError(
-                "an earlier step was cancelled or failed, so the weights of this replica's ranks may be inconsistent; "
-                "leave the policy and load a checkpoint"
-            )
-        self._may_be_unequal = True
-        info = await self._swap(local_metric)
-        self._may_be_unequal = False
-        return info
+        return await self._swap(local_metric)
 
     async def _swap(self, local_metric: Callable[[], Any]) -> StepInfo:
         """Send this rank's status to the leader, and execute the leader's decision."""
@@ -242,8 +233,9 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
                 filter(None, [self._own.describe_nonfinite(), *(each.nonfinite for each in followers)]), ""
             )
             info = roles.apply(application, self.iteration, nonfinite)
-        if self._is_due:
-            mean = self._read_metric(math.fsum(float(each.metric or 0.0) for each in statuses) / len(statuses))
+        if statuses[0].metric is not None:  # as without shards, nothing is reported without the leader's measurement
+            metrics = [math.nan if each.metric is None else each.metric for each in statuses]
+            mean = self._read_metric(mean_of(metrics))
             self._opened.reporter.report(self.iteration, self._call_count, mean)
         now = tracker.coordinator, tracker.epoch
         return tuple(Decision(member.take_events(), action, self.iteration, nonfinite, asdict(info), *now))

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from support import mpi, warm
 from support.launchers import HYDRA, OPENMPI, TORCHRUN
 from support.mpi import base_environment
 
-from asyncdist import environment as launch, rank_program
+from asyncdist import environment as launch
 from asyncdist.launch import guardians, mpirun
 from asyncdist.launch.supervision.endings import describe_end
 
@@ -589,19 +588,3 @@ def test_a_job_on_one_host_looks_for_no_fabric_unless_asked(given: dict[str, str
     source = "import os\nprint(os.environ.get('OMPI_MCA_btl'))"
     said = mpi.run_source(1, source, env=given).check().stdout
     assert said == f"{seen if mpi.flavour() == 'openmpi' or given else None}\n"
-
-
-@pytest.mark.parametrize("name", ["__main__.py", "other.py"])
-def test_an_archive_is_run_as_python_runs_it(tmp_path: Path, name: str) -> None:
-    """Regression: a zipapp was refused as invalid Python."""
-    archive = tmp_path / "job.pyz"
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr(
-            name, "import sys, beside\nprint(beside.X, __file__, __spec__.name, __package__, sys.path[0], *sys.argv)\n"
-        )
-        file.writestr("beside.py", "X = 3\n")
-    error = rank_program.find_syntax_error(str(archive))
-    assert error is None if name == "__main__.py" else error is not None and "__main__" in error
-    programs = [[rank_program.PROGRAM, str(archive), "a"], [str(archive), "a"]]
-    runs = [subprocess.run([sys.executable, *words], capture_output=True, text=True) for words in programs]
-    assert runs[0].stdout == runs[1].stdout and bool(runs[0].returncode) == (error is not None), runs

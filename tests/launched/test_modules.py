@@ -1,12 +1,18 @@
-"""Tests ``asyncdist run -m MODULE``, and ``--prefix``: each line begins with the number of the rank that printed it."""
+"""Tests ``asyncdist run -m MODULE``, archives as scripts, and ``--prefix``.
+
+With ``--prefix``, each line begins with the number of the rank that printed it.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
+
+from asyncdist import rank_program
 
 PROGRAM = """
 import os, sys
@@ -62,3 +68,19 @@ def test_what_is_no_module(package: Path, words: list[str], told: str) -> None:
     assert (ended.returncode, ended.stdout) == (2, "")
     [line] = ended.stderr.splitlines()
     assert line.startswith("asyncdist run: ") and told in line
+
+
+@pytest.mark.parametrize("name", ["__main__.py", "other.py"])
+def test_an_archive_is_run_as_python_runs_it(tmp_path: Path, name: str) -> None:
+    """Regression: a zipapp was refused as invalid Python."""
+    archive = tmp_path / "job.pyz"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr(
+            name, "import sys, beside\nprint(beside.X, __file__, __spec__.name, __package__, sys.path[0], *sys.argv)\n"
+        )
+        file.writestr("beside.py", "X = 3\n")
+    error = rank_program.find_syntax_error(str(archive))
+    assert error is None if name == "__main__.py" else error is not None and "__main__" in error
+    programs = [[rank_program.PROGRAM, str(archive), "a"], [str(archive), "a"]]
+    runs = [subprocess.run([sys.executable, *words], capture_output=True, text=True) for words in programs]
+    assert runs[0].stdout == runs[1].stdout and bool(runs[0].returncode) == (error is not None), runs

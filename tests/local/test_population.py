@@ -6,6 +6,7 @@ Tests for every transport, and the comparison with JAX, are in ``conformance/cas
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -276,6 +277,41 @@ async def test_torchs_optimizer_steps_on_these_gradients_alone() -> None:
     step = ad.gradient_update(lambda p: p.sum(), torch.optim.SGD([weight], lr=1.0))
     await step(None, weight)
     assert weight.item() == 1.0 and weight.grad.item() == 100.0
+
+
+async def test_a_loss_may_have_arguments_of_any_name() -> None:
+    """Regression: the step's own parameters, such as ``optimizer``, were refused as keyword arguments of the loss."""
+    names = ("loss_fn", "optimizer", "dp_axis_name", "has_aux", "opt_state", "params", "agent_state")
+    weight, descent = torch.nn.Parameter(torch.tensor([2.0])), jax_table.Descent(1.0, 0.0)
+    for name in names:
+        given: dict[str, Any] = {name: 3.0}
+        await ad.gradient_update(lambda p, **options: p.sum() * len(options), torch.optim.SGD([weight]))(
+            None, weight, **given
+        )
+        await ad.gradient_update(lambda p, **options: p.sum() * len(options), descent)(
+            descent.init(torch.ones(1)), torch.ones(1), **given
+        )
+        agent = {"params": torch.ones(1)}
+        update = ad.agent_gradient_update(lambda agent, **options: agent["params"].sum() * len(options), descent)
+        _, agent, _ = await update(descent.init(agent["params"]), agent, **given)
+        assert agent["params"].item() == 0.0
+
+
+async def test_a_mesh_may_be_left_in_another_context() -> None:
+    """Regression: closing a coroutine inside ``with mesh`` in another context raised ValueError."""
+
+    async def main(world: ad.World) -> None:
+        mesh = await ad.new_mesh({"DP": world.size})
+
+        async def fn(x: torch.Tensor) -> torch.Tensor:
+            await asyncio.sleep(1)
+            return x
+
+        suspended = ad.shmap_map(fn, mesh, "DP", "DP")(torch.arange(4.0))
+        contextvars.copy_context().run(suspended.send, None)
+        suspended.close()
+
+    ad.run_local(main, ranks=1)
 
 
 async def test_training_steps_that_cannot_be() -> None:

@@ -519,3 +519,10 @@ def test_a_checkpoint_of_some_ranks_names_its_sources(tmp_path: Path) -> None:
 
     ad.simulate(save_some, ranks=3, strict=True)
     assert ad.simulate(load_all, ranks=3, strict=True).results == ((1, 1), (2, 2), (1, 1))
+
+
+def test_huge_metrics_of_a_replica_are_compared() -> None:
+    """Regression: the sum of the metrics of a replica's ranks raised OverflowError."""
+    metrics = [1.0, 1.0, 1.5e308, 1.5e308]
+    files = [{"metric": metric, "metric_mode": "max", "replica_size": 2} for metric in metrics]
+    assert manifests.plan(files, 2) == [2, 3]

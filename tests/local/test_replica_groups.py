@@ -26,11 +26,17 @@ class Wrapped(nn.parallel.DistributedDataParallel):
 
 
 def start(
-    monkeypatch: pytest.MonkeyPatch, groups: list[list[int] | None], size: int = 4, outer: Any = None, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    groups: list[list[int] | None],
+    size: int = 4,
+    outer: Any = None,
+    order: tuple[int, ...] = (0, 1, 2, 3),
+    **options: Any,
 ) -> None:
     """Start a policy on four ranks with DDP over ``groups``; torch.distributed has ``size`` ranks.
 
-    If ``outer`` is given, all policies get the model that it makes from DDP.
+    If ``outer`` is given, all policies get the model that it makes from DDP. The policy's group has the ranks in
+    ``order``.
     """
     pretend_initialized(monkeypatch)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: ad.current_world().rank % size)
@@ -43,7 +49,8 @@ def start(
         # if DDP was created on the module inside, the policy must recognise this module
         given = wrapped if world.rank % 2 else model
         given = given if outer is None else outer(wrapped)
-        async with ReplicaAveragingPolicy(given, sgd(model), replica_size=2, average_every=2, **options) as policy:
+        given_options = {"replica_size": 2, "average_every": 2, "group": await ad.new_group(order), **options}
+        async with ReplicaAveragingPolicy(given, sgd(model), **given_options) as policy:
             await policy.step(1.0)
         assert wrapped.module is model
 
@@ -54,6 +61,11 @@ def start(
 @pytest.mark.parametrize("given", [[[0, 1], [1, 0], [2, 3], [2, 3]], [None] * 4])
 def test_the_groups_of_the_replicas_are_right(given: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     start(monkeypatch, given)
+
+
+def test_ranks_of_the_policys_group_may_be_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: DDP over ranks 2 and 3 was refused, because the replica's ranks were ``[3, 2]``."""
+    start(monkeypatch, [[0, 1], [0, 1], [2, 3], [2, 3]], order=(3, 2, 1, 0))
 
 
 @pytest.mark.long

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import asyncdist as ad
 from protocols import ReplicaAveragingPolicy
+from simulation.sharded_replica_scenarios import OfPlainShards
 
 STEPS, EVERY = 65, 20
 
@@ -99,6 +104,31 @@ def test_what_cannot_be_divided_or_is_refused_is_told() -> None:
 
     with pytest.raises(ValueError, match=r"replica_size must be a divisor of the number of ranks \(3\), got 2"):
         ad.run_local(main, ranks=3)
+
+
+def test_swap_every_of_numpy_becomes_an_int() -> None:
+    """Regression: it could not be written to the ranks' start messages, which ended the job."""
+    policy = ReplicaAveragingPolicy(*build(0), replica_size=2, average_every=10, swap_every=np.int64(5))
+    assert type(policy.swap_every) is int and policy.swap_every == 5
+
+
+@pytest.mark.parametrize("metrics", [(math.inf, -math.inf), (1.5e308, 1.5e308)])
+@pytest.mark.parametrize("kind", [OfPlainShards, ReplicaAveragingPolicy])
+def test_extreme_metrics_end_no_job(kind: type[ReplicaAveragingPolicy], metrics: tuple[float, float]) -> None:
+    """Regression: the exact sum of the metrics raised ValueError or OverflowError."""
+
+    async def main(world: ad.World) -> tuple[int, ...]:
+        model = nn.Linear(2, 2)
+        donors: tuple[int, ...] = ()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        async with kind(model, optimizer, replica_size=2, average_every=5, averaging_strategy="best_only") as policy:
+            for _ in range(40):
+                info = await policy.step(loss=metrics[world.rank] if world.rank < 2 else 1.0)
+                donors = info.donors or donors
+        return donors
+
+    results = ad.simulate(main, ranks=4).results
+    assert results[0] == (2,), "the replica with the extreme metrics must rank worst"
 
 
 def test_one_replica_alone_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,3 +237,27 @@ def test_a_rank_that_leaves_its_replica_early_is_told(caplog: pytest.LogCaptureF
     told = [record.message for record in caplog.records if " 5 steps" in record.message]
     assert len(told) == 1, told
     assert "rank 1 has left its policy after 5 steps, and waits for rank 0 of its replica" in told[0]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_no_step_follows_a_cancelled_swap(late: int) -> None:
+    """Regression: after a follower's cancelled step, DDP replicas had silently different weights."""
+
+    async def main(world: ad.World) -> str:
+        said = ""
+        with contextlib.suppress(ad.AsyncdistError):
+            async with ReplicaAveragingPolicy(*build(0), replica_size=2, average_every=1) as policy:
+                await policy.step(1.0)
+                if world.rank == late:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(0.01):  # the other rank of the replica makes no second step
+                            await policy.step(1.0)
+                    try:
+                        await asyncio.wait_for(policy.step(1.0), 0.1)
+                    except (ad.ClosedError, TimeoutError) as error:
+                        said = repr(error)
+                elif world.rank < 2:
+                    await asyncio.sleep(1.0)
+        return said
+
+    assert "an earlier step was cancelled" in str(ad.simulate(main, ranks=4, until_s=300).results[late])

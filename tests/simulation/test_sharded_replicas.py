@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 import asyncdist as ad
 from asyncdist.simulation import Fault, Kill, Restart, simulate
-from protocols import StepInfo
+from protocols import ReplicaAveragingPolicy, StepInfo
+from protocols.metrics import NOT_MEASURED
 from simulation import sharded_replica_scenarios as scenarios
 from simulation.sharded_replica_scenarios import OfPlainShards, Part
 
@@ -150,3 +152,22 @@ def test_parts_of_different_sizes_are_refused_by_name() -> None:
 
     with pytest.raises(ad.DisagreementError, match=r"'weight' .*\(8,\) .*\(7,\)"):
         ad.run_local(main, ranks=4)
+
+
+@pytest.mark.parametrize("kind", [OfPlainShards, ReplicaAveragingPolicy])
+def test_a_due_step_without_a_measurement_reports_nothing(kind: type[ReplicaAveragingPolicy]) -> None:
+    """Regression: sharded replicas reported NaN then, so the best replica ranked worst until its next measurement."""
+    parts = parts_of([1.0, 1.0, 2.0, 2.0, 3.0, 3.0])
+
+    async def main(world: ad.World) -> tuple[int, set[tuple[int, ...]]]:
+        replica, due = world.rank // 2, itertools.count()
+        model = parts[world.rank] if kind is OfPlainShards else Part(0, SIZES)
+        donors = set()
+        async with kind(model, torch.optim.SGD(model.parameters(), lr=0.0), **OPTIONS) as policy:
+            for _ in range(60):
+                donors.add((await policy.step(lambda: replica if next(due) % 3 == replica else NOT_MEASURED)).donors)
+        return policy.statistics().report_count, donors
+
+    results = simulate(main, ranks=6, seed=3, strict=True).results
+    assert {count for count, _ in results[::2]} == {5}
+    assert all((0,) not in donors for _, donors in results), "the best replica replaced its weights by the worst one's"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.facts import naming
@@ -30,7 +31,7 @@ from protocols import (
     ReplicaAveragingPolicy,
     SpawnPolicy,
 )
-from protocols.declared import GROUPS, Options, by_group, declared, in_markdown
+from protocols.declared import GROUPS, Options, by_group, declared, in_markdown, one_of
 from protocols.exchange.options import ExchangeOptions
 from protocols.population_training.hyperparameters import Space, Value
 
@@ -242,3 +243,10 @@ def test_opposite_modes_are_refused() -> None:
         ValueError, match=r"only one of mode and metric_mode may be passed, .*, got mode='max' and metric_mode='min'"
     ):
         pytorch.SelectiveAveraging(*model_and_optimizer(), 1, mode="max", metric_mode="min")
+
+
+@pytest.mark.parametrize("value", [np.array(["mean", "best"]), np.array("mean"), torch.tensor([1, 2]), ["mean"], None])
+def test_an_option_that_is_not_a_string_is_refused_by_name(value: Any) -> None:
+    """Regression: the comparison with an array raised an error about its truth value."""
+    with pytest.raises(ValueError, match=naming("strategy", "'mean'", "'best'")):
+        one_of(typing.Literal["mean", "best"])("strategy", value)

@@ -252,7 +252,7 @@ def _chosen(units: Sequence[Sequence[Mapping[str, Any]]], size: int) -> list[int
         values = [each["metric"] for each in units[source]]
         if any(value is None or not -math.inf < value < math.inf for value in values):
             return False, 0.0
-        value = math.fsum(values) / len(values)
+        value = math.fsum(value / len(values) for value in values)  # the sum of the values may be too large
         return True, -value if units[source][0]["metric_mode"] == "min" else value
 
     best_first = sorted(range(len(units)), key=quality, reverse=True)

@@ -21,6 +21,7 @@ from asyncdist.collectives.groups import free_all
 from asyncdist.protocols.exchange.layout.copies import gather
 from asyncdist.protocols.exchange.layout.wire_layout import Vector, WireLayout
 from asyncdist.protocols.joining.replica_layout import Replicas
+from asyncdist.protocols.metrics import mean_of
 from asyncdist.protocols.starting.differences import LEFT_OUT, explained
 from asyncdist.runtime.failing.replica_mates import ReplicaMates
 from asyncdist.tensors.flat_state import Fingerprint, FlatState
@@ -126,9 +127,7 @@ class ReplicaGroup:
         Raises:
             RemoteError: ``fn`` has raised on another rank.
         """
-        (found,) = await self._combined(
-            lambda: (fn(),), lambda rows: (math.fsum(each for (each,) in rows) / len(rows),)
-        )
+        (found,) = await self._combined(lambda: (fn(),), lambda rows: (mean_of([each for (each,) in rows]),))
         return float(found)
 
     async def share(
