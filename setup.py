@@ -128,7 +128,8 @@ def long_description(readme: str) -> str:
 
 
 if __name__ == "__main__":
-    runpy.run_path(str(TOP / "tools" / "stubs"), run_name="__main__")
+    if (stubs := TOP / "tools" / "stubs").is_file():
+        runpy.run_path(str(stubs), run_name="__main__")
     Path("build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir="build") as scratch:  # setuptools accepts only relative paths
         setup(

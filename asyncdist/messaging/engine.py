@@ -287,7 +287,8 @@ class Engine(Poller):
 
     def check_loop(self) -> None:
         """Raise LocalProtocolError if the calling coroutine runs in another event loop, where it could not wait."""
-        if asyncio.get_running_loop() is not self.loop:
+        running = asyncio._get_running_loop()  # None in a forked child, and in a thread that only makes a coroutine
+        if running is not None and running is not self.loop:
             refuse_other_loop(self.transport.rank, serves_blocking_code=self.serves_blocking_code)
 
     def _new_waiter(self) -> asyncio.Future[None]:

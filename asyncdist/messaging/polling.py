@@ -490,8 +490,9 @@ class Poller:
             self.fail(error)
             return 0
         except BaseException:  # SystemExit, for example, is raised by a signal handler.
-            self._state = _HOT
-            self._handle = self.loop.call_soon(self._take_tick)
+            if self._state is not _STOPPED:
+                self._state = _HOT
+                self._handle = self.loop.call_soon(self._take_tick)
             raise
 
     def _next_tick(self, alone: bool) -> asyncio.Handle | None:

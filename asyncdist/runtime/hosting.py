@@ -166,12 +166,14 @@ async def hosted(
                         yield world
             except (SystemExit, asyncio.CancelledError) as caught:
                 is_cancelled = isinstance(caught, asyncio.CancelledError)
-                ended_by = interrupts.raised if is_cancelled else caught
+                raised = None if interrupts.received is not None else interrupts.raised
+                ended_by = raised if is_cancelled else caught
                 failed = world.services.engine.failure is not None
                 if not isinstance(ended_by, SystemExit) or ended_by.code or failed:
                     raise
                 uncancel()
                 success = ended_by
+            interrupts.note_leaving(main)
             recording.note_end(None)
             _leave_counters(world, options)
             leftovers = await leave(world, transport)

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import FrameType
 from typing import Any, Final
 
@@ -76,6 +76,7 @@ class Interrupts:
         self._story_requests = StoryRequests()
         self._waits: dict[int, Callable[[], str | None]] = {}
         self._waited: dict[int, str | None] = {}
+        self._leaving: set[asyncio.Task[Any] | None] = set()
         self._are_ending: dict[asyncio.Task[Any] | None, Callable[[], bool]] = {}
 
     def ask_before(self, rank: int, wait: Callable[[], str | None]) -> None:
@@ -85,6 +86,10 @@ class Interrupts:
     def spare(self, task: asyncio.Task[Any] | None, is_ending: Callable[[], bool]) -> None:
         """Do not cancel ``task`` if ``is_ending()``, because it may be cleaning up after another rank was stopped."""
         self._are_ending[task] = is_ending
+
+    def note_leaving(self, task: asyncio.Task[Any] | None) -> None:
+        """Record that main has returned in ``task``. A successful exit of other code changes nothing from now on."""
+        self._leaving.add(task)
 
     def error(self, rank: int) -> BaseException | None:
         """Return the exception for the received signal, with a note that describes the wait of ``rank``, or None."""
@@ -106,9 +111,14 @@ class Interrupts:
 
         A callback, a signal handler of the program, or another task of the loop has raised it.
         """
-        if not any(task.cancelling() for task in self._tasks):
-            self.raised = error
-            self._stop()
+        if any(task.cancelling() for task in self._tasks):
+            return
+        is_success = isinstance(error, SystemExit) and not error.code
+        spared = self._leaving if is_success else frozenset[asyncio.Task[Any] | None]()
+        if all(task.done() or task in spared for task in self._tasks):
+            return  # main has returned, so that the rank ends anyway
+        self.raised = error
+        self._stop(spared)
 
     def check(self) -> None:
         """Raise KeyboardInterrupt or SystemExit if a signal was received."""
@@ -174,11 +184,11 @@ class Interrupts:
             return
         self._stopping = loop.call_soon_threadsafe(self._stop)
 
-    def _stop(self) -> None:
+    def _stop(self, spared: Collection[asyncio.Task[Any] | None] = ()) -> None:
         self._is_pending = False
         self._waited = {rank: wait() for rank, wait in self._waits.items()}
         for task in self._tasks:
-            if task not in self._are_ending or not self._are_ending[task]():
+            if task not in spared and (task not in self._are_ending or not self._are_ending[task]()):
                 task.cancel()
 
 

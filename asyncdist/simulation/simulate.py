@@ -364,7 +364,7 @@ class _Simulation:
         try:
             await loop.shutdown_asyncgens()
         except asyncio.CancelledError:
-            error = interrupts.error(rank)
+            error = interrupts.error(rank) or interrupts.raised
             if error is None:
                 raise
             outcome = RankResult(error=error)  # a signal ends the rank even after its main has returned
@@ -451,6 +451,7 @@ class _Simulation:
         self._killed.discard(rank)
         self._trace.add(self._scheduler.now, "join" if rank in self._absent else "restart", rank, 0, 0, 0)
         self._absent.discard(rank)
+        self._loops[rank].on_exit = None  # refers to the tasks of the rank's earlier process
         self._earlier_loops.append(self._loops[rank])
         self._loops[rank] = self._new_loop(rank)
         self._interrupts[rank] = Interrupts()

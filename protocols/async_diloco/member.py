@@ -186,17 +186,9 @@ class AsyncMember:
                 "rank %d leaves %s before another rank has its anchor; the newest versions may be lost", me, self._name
             )
 
-    async def settle(self, *, is_joint: bool) -> None:
-        """As the leader, stop changing the common weights until the server's :meth:`Server.unfreeze`.
-
-        Args:
-            is_joint: Whether the leader waits first until all members have called this method. Meanwhile, it makes
-                versions without them, for which other members may wait in their steps.
-        """
-        if is_joint:
-            await self._membership.settle(lambda: not self._membership.leads and self._store.outstanding is None)
-        if self.server is not None:
-            await self.server.freeze()
+    async def settle(self) -> None:
+        """Notify the leader that this rank makes no steps for now, and wait for the answer to its contribution."""
+        await self._membership.settle(lambda: self._store.outstanding is None)
 
     def leave(self) -> None:
         """Leave the policy, and withdraw the unanswered contribution."""

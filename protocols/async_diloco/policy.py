@@ -318,18 +318,21 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
     async def settle(self) -> None:
         """Stop updating the anchor (common weights) until the next step, so that the states of all ranks match.
 
-        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, all ranks
-        must call it, because the leader waits for the others. Meanwhile, updates continue without the ranks that have
-        called it, because other ranks may wait for them in their steps. With ``late="wait"`` and a quorum, call this
-        method also before a collective operation of the training loop.
+        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, updates
+        continue, because other ranks may wait for them in their steps. The leader then does not wait for ranks that
+        have called this method, even without a quorum. With ``late="wait"`` and a quorum, all ranks must call this
+        method before a collective operation of the training loop.
 
         Raises:
             BusyError: The call is inside a block of :meth:`anchor_weights`.
         """
         self._check_not_evaluating("settle()")
-        if self._member is not None:
-            await self._member.settle(is_joint=self._own_options.late == "wait")
-        if self._federation is not None:
+        member = self._member
+        if member is not None and self._own_options.late == "wait":
+            await member.settle()
+        elif member is not None and member.server is not None:
+            await member.server.freeze()
+        if self._federation is not None and self._own_options.late == "skip":
             await self._federation.freeze()
 
     def _own_state(self) -> dict[str, Any]:

@@ -191,7 +191,7 @@ class RoundLeader:
             return
         unwarned = [rank for rank in self._membership.departed if self._last_unwarned.get(rank, 0) is not None]
         members = sorted(self._membership.living)
-        if not unwarned or self._partners(number, self._services.rank, members) is not None:
+        if not unwarned or len(members) < 2 or self._partners(number, self._services.rank, members) is not None:
             return
         for rank in sorted(unwarned):
             last = self._last_unwarned.setdefault(rank, number + len(self._ledger.retired) - 1)

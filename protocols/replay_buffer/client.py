@@ -157,8 +157,6 @@ class ReplayBuffer:
         give_up_at, period_s = self._services.time() + self._start_timeout_s, _OPEN_PERIOD_S
         while self._welcome is None and self._error is None:
             if self._services.time() >= give_up_at:
-                if self._services.incarnation:
-                    raise late_error(self._server, self._name)
                 raise StartTimeoutError(
                     f"rank {self._server} did not serve the replay buffer {self._name!r} within "
                     f"{self._start_timeout_s:g} s; await serve_replay_buffer with name={self._name!r} on that rank",

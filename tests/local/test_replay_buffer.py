@@ -13,7 +13,7 @@ from support.replay import on_ranks, run
 from support.seeds import seeds
 
 import asyncdist as ad
-from asyncdist.simulation.faults import Kill, Restart
+from asyncdist.simulation.faults import Kill
 from protocols import ReplayBuffer, Sample, serve_replay_buffer
 from protocols.replay_buffer import client as replay_client
 
@@ -418,23 +418,6 @@ def test_a_score_that_is_no_number_ends_the_job() -> None:
 
     with pytest.raises(TypeError, match="score must return a number, a tensor of one element or None, got a str"):
         run(2, client, score=lambda _: "good")
-
-
-def test_a_client_restarted_after_the_servers_end_is_late() -> None:
-    """Regression: it raised StartTimeoutError, and the job failed although all of its work was done."""
-
-    async def main(world: ad.World) -> None:
-        if world.rank == 0:
-            await serve_replay_buffer([1], capacity=10)
-            await world.sleep(5)
-        else:
-            async with ReplayBuffer(0, start_timeout_s=1) as buffer:
-                await buffer.add(torch.zeros(1))
-                await world.sleep(60)
-
-    faults = [Kill(1, at_s=1), Restart(1, at_s=2)]
-    report = ad.simulate(main, ranks=2, faults=faults, return_exceptions=True)
-    assert report.results[0] is None and isinstance(report.results[1], ad.LateError)
 
 
 def test_requests_without_memory_do_not_hinder_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:

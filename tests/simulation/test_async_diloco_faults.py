@@ -239,15 +239,12 @@ def test_contributions_under_way_are_saved_and_applied_once(at: int, late: str, 
 def test_a_save_of_waiting_ranks_has_all_contributions(
     slice_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the leader saved its state before or during the computation of the last version.
-
-    The saved outer momentum was older than the anchor, or the state counted a contribution that its anchor lacked.
-    """
+    """Regression: a state saved during the computation of a version counted contributions that its anchor lacked."""
     monkeypatch.setattr("asyncdist.protocols.async_diloco.anchor._YIELD_NBYTES", 0)
     monkeypatch.setattr("asyncdist.protocols.async_diloco.anchor.yield_to_loop", lambda: asyncio.sleep(slice_s))
     outer, steps = functools.partial(torch.optim.SGD, lr=1.0), 4
 
-    async def main(world: ad.World, is_resumed: bool) -> tuple[float, int]:
+    async def main(world: ad.World, is_resumed: bool) -> float:
         model = nn.Linear(8, 8, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -262,8 +259,8 @@ def test_a_save_of_waiting_ranks_has_all_contributions(
                 await policy.step()
             if not is_resumed:
                 await ad.save_population(tmp_path, model, optimizer, policy=policy)
-        return model.weight[0, 0].item(), policy.statistics().lost_outer_state_count
+        return model.weight[0, 0].item()
 
     ad.simulate(main, False, ranks=2, seed=1, strict=True)
     resumed = ad.simulate(main, True, ranks=2, seed=1, strict=True).results
-    assert resumed == ((steps * (1.0 + 2.0), 0),) * 2
+    assert resumed == (steps * (1.0 + 2.0),) * 2

@@ -10,7 +10,7 @@ import pytest
 import asyncdist as ad
 from asyncdist.messaging import demultiplexer
 from asyncdist.recording import events
-from asyncdist.simulation import simulate
+from asyncdist.simulation import fabric, simulate
 from simulation import long_run
 from simulation.long_run import Note
 
@@ -19,6 +19,7 @@ from simulation.long_run import Note
 def test_memory_is_flat_over_equal_phases_with_kills_and_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     # full early; `./tools/soak --memory` runs long enough to fill larger ones
     monkeypatch.setattr(events, "CAPACITY", 8)
+    monkeypatch.setattr(fabric, "_SHARED_COUNT_MAX", 8)
     looks = long_run.run(16, train_s=1.0)
     long_run.check_flat(looks)
     assert looks[-1].steps > 1000

@@ -297,9 +297,10 @@ def own_error(
         cause = interrupts.raised
     if cause is not None:
         uncancel()
-    elif isinstance(caught, SystemExit) and isinstance(caught.code, int):
-        caught.code = rank_program.exit_code(caught.code)
-    return cause or caught
+    error = cause or caught
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        error.code = rank_program.exit_code(error.code)
+    return error
 
 
 def uncancel() -> None:

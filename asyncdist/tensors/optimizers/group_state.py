@@ -7,6 +7,7 @@ optimizers put initial values of their state there, too. Settings are arguments 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Mapping
@@ -37,14 +38,17 @@ def setting_names(optimizer: Any) -> frozenset[str]:
 @functools.cache
 def _arguments_of(kind: Any) -> frozenset[str]:
     """Return the names of the arguments of a class's constructor, and of those of its base classes."""
-    constructors = [vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)]
-    return frozenset(name for each in constructors for name in inspect.signature(each).parameters)
+    found = set[str]()
+    for constructor in (vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)):
+        with contextlib.suppress(TypeError, ValueError):  # a compiled constructor may have no signature
+            found.update(inspect.signature(constructor).parameters)
+    return frozenset(found)
 
 
 def reset_group_state(optimizer: Any) -> None:
     """Reset the state in an optimizer's parameter groups, in place where it is a tensor that ``defaults`` has.
 
-    Settings, entries of the user, and finite estimates of the learning rate are kept.
+    Settings, the user's own entries that are not tensors, and finite estimates of the learning rate are kept.
     """
     defaults, kept = getattr(optimizer, "defaults", {}), setting_names(optimizer)
     for group in optimizer.param_groups:

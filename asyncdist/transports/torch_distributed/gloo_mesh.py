@@ -117,13 +117,14 @@ class Mesh:
         rank, incarnation = newcomer
         self.vacant -= {rank}
         if incarnation > max(self._announced.get(rank, 0), self._incarnations.get(rank, 0)):
+            was_sought = rank in self._announced
             self._announced[rank] = incarnation
             if rank in self.lost:
-                self._want(rank)
+                self._want(rank, was_sought=was_sought)
 
-    def _want(self, rank: int) -> None:
+    def _want(self, rank: int, *, was_sought: bool = False) -> None:
         if self._connector is not None:
-            welcomes = rank in self.links or rank in self._connector.late_places
+            welcomes = was_sought or rank in self.links or rank in self._connector.late_places
             self._connector.request(rank, self._announced[rank], welcomes=welcomes)
 
     def _on_connected(self, connection: tuple[int, int, list[Any]]) -> None:

@@ -453,8 +453,10 @@ class NewcomerConnector:
             if place not in recorded:
                 recorded.add(place)
                 store.set(f"{place}/{self._rank}", self._process)
-                if welcomes:
-                    store.set(f"welcome/{rank}.{incarnation}", "")
+            welcome = f"welcome/{rank}.{incarnation}"
+            if welcomes and welcome not in recorded:
+                recorded.add(welcome)
+                store.set(welcome, "")
             has_closed = store.check([f"closed/{rank}.{incarnation}"])
             is_there = store.check([f"{place}/{rank}"])
             if not (has_closed or is_there):
