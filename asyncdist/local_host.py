@@ -111,6 +111,13 @@ def print_line(text: str) -> None:
     rank_program.write_error(f"{text}\n")
 
 
+def write_output(descriptor: int, data: bytes) -> None:
+    """Write data to a descriptor of this process's output. Ignore a full disk or a closed pipe."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+
 def available_cores() -> int:
     """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):  # macOS lacks this function

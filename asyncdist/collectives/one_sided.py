@@ -35,7 +35,7 @@ from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.algorithms.shared_memory_reduce import map_shared_buffers
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.version_queries import VersionQueries, VersionRecord as VersionRecord
-from asyncdist.errors import AsyncdistError, BusyError, RankLostError
+from asyncdist.errors import AsyncdistError, BusyError, ClosedError, RankLostError
 from asyncdist.host_memory.shared_memory import SharedMemory, order_memory
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.engine import yield_to_loop
@@ -416,8 +416,10 @@ class _StreamedWindow(VersionedWindow):
         services, version = self._services, record.version
 
         def cancel(slot: int) -> None:
+            # A lost Cancel is harmless, because the chunks are discarded. The window may have been closed before.
             if rank not in self._retired:
-                self._reads.send_nowait(Cancel(slot), rank, round=version)
+                with contextlib.suppress(BusyError, ClosedError):
+                    self._reads.send_nowait(Cancel(slot), rank, round=version)
 
         try:
             with services.slots.inbound(rank, targets, cancel) as stream:

@@ -100,7 +100,10 @@ class VersionQueries:
         self._number = number = self._number % _NUMBER_MAX + 1
         inquiry = self._inquiries[number] = _Inquiry()
         try:
-            inquiry.unanswered.update([rank for rank in ranks if self._send(Question(window, number), rank)])
+            for rank in ranks:
+                inquiry.unanswered.add(rank)  # before the sends, each of which may notice the loss of any rank
+                if not self._send(Question(window, number), rank):
+                    inquiry.unanswered.discard(rank)
             await self._services.engine.until(
                 lambda: not inquiry.unanswered,
                 WaitId(WaitKind.VERSION_ANSWERS),

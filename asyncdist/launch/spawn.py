@@ -262,7 +262,7 @@ class _Child:
         if not self.pipe.closed:
             self.read()
         if code and self.failure is None:
-            how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+            how = f"was killed by {launcher_signals.signal_name(-code)}" if code < 0 else f"exited with code {code}"
             hint = (
                 ""
                 if self.started
@@ -385,13 +385,6 @@ def _describe(child: _Child) -> str:
         if "\n" in child.failure
         else f"rank {child.rank} {child.failure}"
     )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _stop_all(ranks: Sequence[_Child]) -> None:

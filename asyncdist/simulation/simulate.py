@@ -350,7 +350,8 @@ class _Simulation:
     async def _host(self, transport: SimTransport, main: Any, args: tuple[Any, ...], options: RankOptions) -> None:
         rank = transport.rank
         loop, interrupts = self._loops[rank], self._interrupts[rank]
-        interrupts.cancel_on_first(loop, [task for task in (asyncio.current_task(),) if task is not None])
+        if interrupts.received is None:  # otherwise the fault cancels this task
+            interrupts.cancel_on_first(loop, [task for task in (asyncio.current_task(),) if task is not None])
         loop.on_exit = interrupts.end_with
 
         def on_open(world: World) -> None:

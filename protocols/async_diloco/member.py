@@ -190,11 +190,11 @@ class AsyncMember:
         """As the leader, stop changing the common weights until the server's :meth:`Server.unfreeze`.
 
         Args:
-            is_joint: Whether to wait first until all members have called this method. Meanwhile, the leader makes
+            is_joint: Whether the leader waits first until all members have called this method. Meanwhile, it makes
                 versions without them, for which other members may wait in their steps.
         """
         if is_joint:
-            await self._membership.settle(lambda: False)
+            await self._membership.settle(lambda: not self._membership.leads and self._store.outstanding is None)
         if self.server is not None:
             await self.server.freeze()
 

@@ -319,9 +319,9 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         """Stop updating the anchor (common weights) until the next step, so that the states of all ranks match.
 
         :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, all ranks
-        must call it, because it waits for the others. Meanwhile, updates continue without this rank, because other
-        ranks may wait for them in their steps. With ``late="wait"`` and a quorum, call this method also before a
-        collective operation of the training loop.
+        must call it, because the leader waits for the others. Meanwhile, updates continue without the ranks that have
+        called it, because other ranks may wait for them in their steps. With ``late="wait"`` and a quorum, call this
+        method also before a collective operation of the training loop.
 
         Raises:
             BusyError: The call is inside a block of :meth:`anchor_weights`.

@@ -110,6 +110,7 @@ class Server:
         self._sync_times = SyncTimes()
         self._mirrored_at = 0
         self._is_frozen = False
+        self._is_leaving = False  # whether the next leader answers registrations
         self.anchor: Anchor | None = None
         self.applied_count = self.staleness_sum = self.lost_outer_state_count = self.version_count = 0
         self.grace_sum_s = 0.0
@@ -304,6 +305,8 @@ class Server:
         if self.anchor is None:
             if self._membership.living <= self._member_states.keys():
                 self._task = self._anchors.spawn(self._elect(), "election of the anchor")
+        elif self._is_frozen and not self._is_leaving:
+            self._answer_registrations()  # which change no anchor, and the save may wait for a new server's election
         elif self._can_make_version():
             self._task = self._anchors.spawn(self._make_versions(), "versions of the anchor")
         if self._task is not None:
@@ -474,14 +477,15 @@ class Server:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    async def freeze(self) -> None:
+    async def freeze(self, deadline: float | None = None) -> bool:
         """Stop changing the common weights until :meth:`unfreeze`, so that they can be saved.
 
-        Wait for a pending change.
+        Wait for a pending change or election. Return False if the deadline passes first.
         """
         self._is_frozen = True
         self._services.engine.recheck()
-        await self._services.engine.until(lambda: self._task is None, WaitId(WaitKind.OWN_ROUND))
+        wait = WaitId(WaitKind.OWN_ROUND)
+        return await self._services.engine.until(lambda: self._task is None, wait, deadline=deadline)
 
     def unfreeze(self) -> None:
         """Resume changing the common weights after :meth:`freeze`."""
@@ -508,8 +512,10 @@ class Server:
         Returns:
             False if the deadline passed first.
         """
+        self._is_leaving = True
         while True:
-            await self.freeze()
+            if not await self.freeze(deadline):
+                return False
             if self._regional is not None and self.anchor is not None:
                 self._regional.prepare_leaving(self.anchor)
             if not await self._hand_over(deadline):
@@ -524,7 +530,8 @@ class Server:
         engine, me, wait = self._services.engine, self._services.rank, WaitId(WaitKind.OWN_ROUND)
         if not await engine.until(lambda: self.has_begun, wait, deadline=deadline):
             return False
-        await self.freeze()
+        if not await self.freeze(deadline):
+            return False
         if not await engine.until(lambda: self._anchors.is_idle, wait, deadline=deadline):
             return False
         while others := [rank for rank in self._membership.members() if rank != me]:
@@ -541,7 +548,7 @@ class Server:
 
     def close(self) -> None:
         """Stop changing the common weights, because this rank leaves."""
-        self._is_frozen = True
+        self._is_frozen = self._is_leaving = True
 
     # -- sending ----------------------------------------------------------------------------------------------------
 

@@ -281,6 +281,20 @@ class Exchange:
         """
         return await self._membership.settle(lambda: all(map(self.has_merged, numbers)), progress)
 
+    async def catch_up(self) -> None:
+        """Wait until all members wait in this method, and this member has each fragment's newest mean. With a quorum.
+
+        Also return if another rank of this rank's replica is lost.
+        """
+        members, fragments = self._membership, self._fragments
+        least = await members.settle(lambda: False, [-each.version for each in fragments])
+        self._request_all_missed()
+        await self._services.engine.until(
+            lambda: members.is_broken or all(own.version >= -each for own, each in zip(fragments, least, strict=True)),
+            WaitId(WaitKind.OWN_ROUND),
+        )
+        self._are_leaving = False
+
     def contribution_state(self, number: int) -> dict[str, Any]:
         """Return a copy of this member's contribution to an unfinished round, for a checkpoint."""
         own = self._rounds[number]
@@ -445,6 +459,8 @@ class Exchange:
             self._transfers.move_contribution(own, later)
             self._contributed[own.fragment] = later.number
             self._send_to_leader(Captured(later.weight, later.norm, later.scores), later.number)
+            if self._is_paused:  # the leader takes each contribution as the end of a pause
+                self._send_to_leader(Paused(), 0)
 
     def _stop_and_report(self, census: int) -> None:
         """Stop receiving means, and report the state of this member's unfinished rounds to the leader."""

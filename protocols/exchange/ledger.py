@@ -385,12 +385,13 @@ class Ledger:
         return Decide(number, each.verdict, tuple(sorted(self.members - each.merged)))
 
     def _resolve_deadlock(self) -> list[Instruction]:
-        """If all members wait for rounds that cannot reach the quorum, decide the first of these rounds."""
+        """If all members that train wait for rounds that cannot reach the quorum, decide the first of these rounds."""
         if self._quorum is None or not self._quorum.members_wait:
             return []
         waits = {number: each for number, each in self._rounds.items() if each.verdict is None and each.captured}
         waiting = {rank for each in waits.values() for rank in each.captured}
-        if not waits or not self.members <= waiting or any(map(self._has_quorum, waits.values())):
+        training = self.members - self._paused - self._ending
+        if not waits or not training <= waiting or any(map(self._has_quorum, waits.values())):
             return []
         first = min(waits)
         return [self._decide(first, waits[first])]

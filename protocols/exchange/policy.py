@@ -319,16 +319,16 @@ class ExchangePolicy(ReplicatedPolicy):
     async def settle(self) -> None:
         """Wait for the means of this rank's unfinished rounds, so that :meth:`state_dict` can save them.
 
-        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="skip"``, all ranks
-        must call it: a round has no mean until all ranks have contributed, so the state contains this rank's
-        contribution instead. With a quorum and ``late="wait"``, all ranks must call it before a collective operation of
-        the training loop. Rounds do not wait for this rank between the call and its next step.
+        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="skip"`` or a
+        quorum, all ranks must call it. With ``late="skip"``, a round has no mean until all ranks have contributed, so
+        the state contains this rank's contribution instead. With a quorum, each rank then has the newest means.
         """
         self._check_not_evaluating("settle()")
         if self._quorum is not None and self._exchange is not None:
             self._exchange.pause()
             for pending in list(self._pending_rounds.in_flight.values()):
                 await self._merged(pending.number)
+            await self._exchange.catch_up()
             return
         pending_rounds, count, self._unfinished = self._pending_rounds, self._fragment_count, set()
         captured = pending_rounds.captured

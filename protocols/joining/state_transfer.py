@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from asyncdist import BusyError, Envelope, Group, RankLostError, RemoteProtocolError, World, tags
+from asyncdist import BusyError, ClosedError, Envelope, Group, RankLostError, RemoteProtocolError, World, tags
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
@@ -119,6 +119,7 @@ def _unpacked(data: torch.Tensor) -> Any:
     return restore(serialization.decode(byte_view(data[_LENGTH_NBYTES : _LENGTH_NBYTES + length])))
 
 
+@torch.inference_mode(False)  # the copy is used after the caller's inference mode has ended
 def cloned(node: Any) -> Any:
     """Return a copy of a tree, whose tensors do not share the memory of a received state."""
     return node.clone() if isinstance(node, torch.Tensor) else _mapped(cloned, node)
@@ -258,7 +259,8 @@ class StateTransfer:
 
         def cancel(slot: int) -> None:
             if donor not in services.gone:
-                with contextlib.suppress(BusyError):  # a lost Cancel is harmless: a restarted donor ends the stream
+                # A lost Cancel is harmless: a restarted donor ends the stream. The channel may have been closed before.
+                with contextlib.suppress(BusyError, ClosedError):
                     self._channel.send_nowait(Cancel(slot), donor)
 
         with services.slots.inbound(donor, split(byte_view(into), CHUNK_NBYTES), cancel) as stream:

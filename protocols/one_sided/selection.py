@@ -145,20 +145,15 @@ def _gain(metric: float, floor: float, sign: float) -> tuple[float, int]:
     return mantissa, exponent + 1
 
 
-def is_among_worst(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> bool:
-    """Return whether `rank` is among the worst ranks, which the mode `worst_ratio` replaces.
+def must_replace(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> bool:
+    """Return whether `rank` must replace its weights because of its metric. Always False with the mode `age`.
 
     Args:
         metrics: Known metrics by rank, including the metric of `rank`.
     """
-    return rank in _worst(metrics, rules)
-
-
-def must_replace(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> bool:
-    """Return whether `rank` must replace its weights because of its metric. Always False with the mode `age`."""
     if rules.replacement_mode == "threshold":
         return is_worse(metrics[rank], rules.threshold_metric, rules.metric_mode)
-    return rules.replacement_mode == "worst_ratio" and is_among_worst(rank, metrics, rules)
+    return rules.replacement_mode == "worst_ratio" and rank in _worst(metrics, rules)
 
 
 def donor_limit(member_count: int, rules: OneSidedRules) -> int:

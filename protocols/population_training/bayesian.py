@@ -188,9 +188,13 @@ def _without_warnings() -> Any:
 
 
 def _points(rows: Sequence[tuple[int, float, Mapping[str, Any]]], ranges: Mapping[str, Range]) -> NDArray[np.float64]:
-    return np.array(
-        [[time, metric, *(each.unit(values[name]) for name, each in ranges.items())] for time, metric, values in rows]
-    )
+    """Return the points of rows of iteration, metric and hyperparameters. A resumed job may have other ranges."""
+
+    def units(values: Mapping[str, Any]) -> list[float]:
+        nearest: dict[str, Any] = {name: each.clipped(values[name]) for name, each in ranges.items()}
+        return [each.unit(nearest[name]) for name, each in ranges.items()]
+
+    return np.array([[time, metric, *units(values)] for time, metric, values in rows])
 
 
 def _standardised(points: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:

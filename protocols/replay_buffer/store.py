@@ -25,6 +25,8 @@ FORMS: Final[dict[str, Form]] = {"tensor": "tensor", "dict": "dict", "tuple": "t
 
 #: Number of priorities in each block. The sum of a changed block is computed anew, so rounding errors do not add up.
 _BLOCK: Final = 512
+#: Number of prioritised draws that are computed at a time. Each may need a copy of another block.
+_DRAW_COUNT: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,10 +363,23 @@ class _Priorities:
             raise ValueError("at least one priority must be > 0, got only zeros")
         wanted = at * bounds[-1]
         blocks = np.minimum(np.searchsorted(bounds, wanted, side="right"), np.flatnonzero(self._sums)[-1])
-        inside = np.cumsum(self._values[blocks], axis=1)
         # The previous blocks' exact total is subtracted: a smaller number could select an index whose priority is 0.
         rest = wanted - np.concatenate(([0.0], bounds))[blocks]
+        parts = [slice(begin, begin + _DRAW_COUNT) for begin in range(0, max(1, len(at)), _DRAW_COUNT)]
+        columns = [self._search(blocks[part], rest[part]) for part in parts]
+        return np.asarray(blocks * _BLOCK + np.concatenate(columns), np.int64)
+
+    def _search(self, blocks: npt.NDArray[np.int64], rest: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        """Return the columns at which the cumulative sums of these blocks exceed ``rest``."""
+        distinct, rows = np.unique(blocks, return_inverse=True)
+        values = self._values[distinct]
+        inside = np.cumsum(values, axis=1)
+        columns = np.zeros(len(rows), np.int64)
+        step = _BLOCK
+        while step > 1:  # binary search, for all draws at once
+            step //= 2
+            columns += step * (inside[rows, columns + step - 1] <= rest)
+        columns += inside[rows, columns] <= rest
         # Rounding may lead past the end of the block. The right index is then the last one with a priority above 0.
-        columns = (inside <= rest[:, None]).sum(axis=1)
-        last = _BLOCK - 1 - (self._values[blocks][:, ::-1] > 0).argmax(axis=1)
-        return np.asarray(blocks * _BLOCK + np.minimum(columns, last), np.int64)
+        last = _BLOCK - 1 - (values[:, ::-1] > 0).argmax(axis=1)
+        return np.minimum(columns, last[rows])

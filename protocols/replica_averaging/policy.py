@@ -344,7 +344,8 @@ class ReplicaAveragingPolicy(Ported):
     async def _swap(self, local_metric: MetricSource, is_due: bool) -> StepInfo:
         """Let the leader make a step of the leaders' policy, and copy its new weights, together with the replica."""
         if isinstance(self._inner, ShardAveraging):
-            return await self._inner._guarded_step(functools.partial(self._read_new_metric, local_metric), is_due)
+            read: Any = functools.partial(self._read_new_metric, local_metric)  # may return None, unlike a metric
+            return await self._inner._guarded_step(read, is_due)
         metric = await self._metric_of_replica(local_metric) if is_due else None
 
         async def step_of_leader() -> dict[str, Any]:

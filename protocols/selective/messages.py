@@ -314,9 +314,3 @@ ControlMessage = (
     | ReportAcknowledged
     | Admitted
 )
-
-METRIC_TYPES: Final[tuple[type, ...]] = (Report,)
-CONTROL_TYPES: Final[tuple[type, ...]] = (
-    *(PackedAssign, Ready, Decline, PackedFrozen, Applied, Abandoned, End, Leave),
-    *(Joined, Rejoin, ReportAcknowledged, Admitted),
-)

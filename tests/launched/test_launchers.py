@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +15,10 @@ from pathlib import Path
 import pytest
 from support import mpi, warm
 
+from asyncdist import local_host
 from asyncdist.launch import guardians
-from asyncdist.launch.supervision.endings import describe_end
+from asyncdist.launch.supervision import mpirun_process
+from asyncdist.launch.supervision.endings import JobEnds, describe_end
 
 pytestmark = pytest.mark.skipif(not guardians.ARE_SUPPORTED, reason="without guardians mpirun alone passes signals on")
 
@@ -208,3 +212,11 @@ def test_a_kill_is_named_above_what_follows_from_it(tmp_path: Path) -> None:
     assert ("--survive" in lines[0]) == cure, lines
     if cure:
         assert not any("prterun" in line for line in lines), lines
+
+
+def test_an_mpirun_that_cannot_start_is_one_line(tmp_path: Path) -> None:
+    """Regression: it was a traceback, and the launcher's thread kept its signals blocked."""
+    before, mpirun = signal.pthread_sigmask(signal.SIG_BLOCK, ()), str(tmp_path / "mpirun")
+    with pytest.raises(local_host.LaunchError, match=f"{re.escape(mpirun)} cannot be started: .*No such file"):
+        mpirun_process.run(mpirun, ["mpirun"], os.environ, JobEnds(1))
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

@@ -530,3 +530,32 @@ def test_a_hostile_grant_is_answered_by_an_abort() -> None:
         return said
 
     assert len(run(main, 2)[0]) == 3
+
+
+def test_a_read_is_cancelled_after_its_window_was_closed() -> None:
+    """Regression: it raised ClosedError instead, because the channel for the message to the sender was closed."""
+
+    async def main(world: ad.World) -> bool:
+        services = world.services
+        scope = services.next_scope(world.group.ranks, "test")
+        mine = await one_sided.open_versioned_window(services, world.agreements, world.group, 100, scope=scope)
+        assert mine.begin() is not None
+        mine.publish(0, 1.0)
+        await ad.barrier()
+        was_reading = False
+        if world.rank == 0:
+            record = await mine.published_by(1)
+            assert record is not None
+            targets = [memoryview(bytearray(100))]
+            task = asyncio.ensure_future(mine.read(1, record, targets, lambda index: None, deadline=math.inf))
+            await asyncio.sleep(0)
+            was_reading = services.slots.taken_count == 1
+            await mine.close(None)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await ad.barrier()
+        await mine.close(None)
+        return was_reading
+
+    assert run(main, 2) == [True, False]

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from scripts.one_sided import Ledger
 from scripts.population import Mixed, clone_state, equal_states, sgd, values
-from support.local import run
+from support.local import run, worlds
 
 import asyncdist as ad
 from asyncdist.collectives import one_sided
+from asyncdist.collectives.version_queries import VersionQueries, VersionRecord
 from asyncdist.runtime import run as runtime
 from asyncdist.transports import matching
 from protocols import OneSidedSelectiveAveragingPolicy, OneSidedStatistics, StepInfo
@@ -182,3 +183,21 @@ def test_reader_of_a_lost_donor_keeps_its_weights(long_stream: bool, monkeypatch
         assert counts[0].lost_read_count >= 1
         assert any("rank 3" in info.abandoned for info in told[0])
     assert ledger.verify() >= 3
+
+
+async def test_a_loss_that_a_later_question_notices_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: under ``--survive`` on MPI, a send may notice the loss of a rank that was asked just before."""
+    async with worlds(3) as (first, _, third):
+        mine, theirs = VersionQueries(first.services), VersionQueries(third.services)
+        record = VersionRecord(1, 0, 0.5)
+        theirs.open(7, lambda: record)
+        send = mine._send
+
+        def lose_rank_1(message: Any, rank: int) -> bool:
+            if rank == 2:
+                mine._on_gone(1)
+            return send(message, rank)
+
+        monkeypatch.setattr(mine, "_send", lose_rank_1)
+        async with asyncio.timeout(10):
+            assert await mine.ask(7, [1, 2]) == {2: record}

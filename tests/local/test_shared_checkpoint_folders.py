@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +43,20 @@ def test_a_save_locks_its_folder_until_it_ends(tmp_path: Path, monkeypatch: pyte
     (name, _) = ad.run_local(save, tmp_path, ranks=2)
     assert found == [True]
     assert not checkpoint_files.is_locked(tmp_path / name)
+
+
+def test_the_loop_runs_while_a_checkpoint_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the manifest was written, and old checkpoints were deleted, on the thread of the event loop."""
+    threads: list[threading.Thread] = []
+    finish = checkpoint_files.finish
+
+    def watched(*arguments: Any) -> None:
+        threads.append(threading.current_thread())
+        finish(*arguments)
+
+    monkeypatch.setattr(checkpoint_files, "finish", watched)
+    ad.run_local(save, tmp_path, ranks=2)
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
 def test_two_jobs_that_begin_together_take_different_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

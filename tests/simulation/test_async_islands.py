@@ -180,3 +180,35 @@ def test_ranks_may_leave_directly_after_a_save(late: str, tmp_path: Path) -> Non
             await asyncio.sleep(0.002 if world.rank == 3 else 0.0)
 
     assert ad.simulate(main, ranks=4, seed=0, strict=True).virtual_time_s < 10.0
+
+
+@pytest.mark.parametrize("at_ms", [97, 100, 103])
+def test_a_new_regional_server_begins_during_a_save(at_ms: int, tmp_path: Path) -> None:
+    """Regression: it waited for the global server, which did not answer until the end of the save."""
+
+    async def main(world: ad.World) -> int:
+        model, optimizer = made()
+        options: dict[str, Any] = {"average_every": 2, "islands": 2, "global_every": 1, "late": "wait"}
+        async with AsyncDiLoCoPolicy(model, optimizer, **options) as policy:
+            for step in range(10):
+                await asyncio.sleep(0.01)
+                await policy.step()
+                if step == 6:
+                    await ad.save_population(tmp_path, model, optimizer, policy=policy)
+        return policy.iteration
+
+    network, faults = Network(link=Link(latency_s=1e-3)), [Kill(0, at_s=at_ms / 1000)]
+    report = ad.simulate(main, ranks=4, seed=3, network=network, faults=faults, until_s=100.0)
+    assert report.results == (None, 10, 10, 10)
+
+
+def test_leaving_ranks_do_not_wait_forever_for_an_election(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: drain_timeout_s did not limit the wait for a regional server that waits for the global server."""
+    monkeypatch.setattr("asyncdist.protocols.async_diloco.server.Server.on_register", lambda *_: None)
+
+    async def main(world: ad.World) -> None:
+        model, optimizer = made()
+        async with AsyncDiLoCoPolicy(model, optimizer, average_every=2, islands=2, drain_timeout_s=1.0) as policy:
+            await advance(policy, model, optimizer, range(1), world.rank)  # without a contribution
+
+    assert ad.simulate(main, ranks=4, seed=1).virtual_time_s < 10.0

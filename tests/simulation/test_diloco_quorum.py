@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from scripts.population import fill, sgd
 from support.facts import naming
 from support.seeds import seeds
+from torch import nn
 
 import asyncdist as ad
 from asyncdist.protocols.joining.membership import Membership
@@ -369,3 +371,52 @@ def test_ranks_with_different_quorums_are_told_apart() -> None:
 
     with pytest.raises(ad.AsyncdistError, match="quorum"):
         simulate(main, ranks=4).value()
+
+
+@pytest.mark.parametrize("seed", seeds(24))
+@pytest.mark.parametrize(
+    "options", [{"quorum": 3}, {"quorum": 2, "late": "skip"}, {"quorum": 3, "fragments": 2}], ids=str
+)
+def test_after_settle_all_ranks_have_the_newest_anchor(seed: int, options: dict[str, Any]) -> None:
+    """Regression: a rank that was left out of the last rounds exported and saved an older anchor, without a message."""
+
+    async def main(world: ad.World) -> list[float]:
+        model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
+        fill(model, 1.0)
+        sums = []
+        async with DiLoCoPolicy(model, sgd(model), average_every=5, **{"quorum": 3, **options}) as policy:
+            for step in range(40):
+                fill(model, world.rank + step / 64)
+                await policy.step()
+                if step in (24, 39):
+                    await policy.settle()
+                    async with policy.anchor_weights():
+                        sums.append(sum(float(each.detach().double().sum()) for each in model.parameters()))
+                    await ad.barrier()
+        return sums
+
+    compute = Compute(step_s=0.01, factors={3: 1.7})
+    found = ad.simulate(main, ranks=4, seed=seed, compute=compute).results
+    assert len(found[0]) == 2 and all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("seed", seeds(24))
+def test_a_rank_lost_while_others_settle_holds_nobody(seed: int) -> None:
+    async def main(world: ad.World) -> float:
+        model = nn.Linear(8, 4)
+        fill(model, 1.0)
+        async with DiLoCoPolicy(model, sgd(model), average_every=5, quorum=2) as policy:
+            for step in range(20):
+                fill(model, world.rank + step / 64)
+                await policy.step()
+            if world.rank == lost:
+                await world.sleep(60.0)
+            await policy.settle()
+            async with policy.anchor_weights():
+                return sum(float(each.detach().double().sum()) for each in model.parameters())
+
+    lost = seed % 4
+    faults = [Kill(lost, at_s=1.0 + seed / 10)]
+    report = simulate(main, ranks=4, seed=seed, faults=faults, compute=Compute(step_s=0.01, factors={3: 1.7}))
+    sums = {result for rank, result in enumerate(report.results) if rank != lost}
+    assert len(sums) == 1 and isinstance(sums.pop(), float)

@@ -154,3 +154,14 @@ def test_an_exit_outside_main_ends_the_simulated_rank(how: str, code: int) -> No
     ended = report.results[1]
     assert isinstance(ended, SystemExit) and (ended.code or 0) == code
     assert isinstance(report.results[0], ad.RankLostError if code else str)
+
+
+@pytest.mark.parametrize("slow", [SlowRank(0, at_s=0.0, factor=1000.0), ad.Stall(0, at_s=0.0, duration_s=0.1)])
+def test_a_signal_before_the_first_turn_ends_the_rank(slow: ad.Fault) -> None:
+    """Regression: the rank vanished, and the others waited for its end."""
+
+    async def main(world: ad.World) -> None:
+        await world.sleep(1.0)
+
+    report = simulate(main, ranks=2, faults=[slow, Interrupt(0, at_s=1e-5)], return_exceptions=True)
+    assert isinstance(report.results[0], SystemExit) and report.results[0].code == 143

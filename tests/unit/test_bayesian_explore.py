@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import sys
@@ -104,3 +105,13 @@ def test_wrong_arguments_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError) as caught:
         BayesianExplore(**options)
     assert names(caught.value, name)
+
+
+def test_observations_outside_a_changed_range_are_clipped() -> None:
+    """Regression: a resumed job with another range raised ValueError, as for the logarithm of 0."""
+    entries = [
+        dataclasses.replace(each, hyperparameters={"lr": 0.0 if index % 2 else 5.0})
+        for index, each in enumerate(observed(9, -1.0))
+    ]
+    found = BayesianExplore(candidate_count=9).suggest(LR, entries, 160, 0.5, random.Random(1))
+    assert found["lr"] == LR["lr"].clipped(found["lr"])

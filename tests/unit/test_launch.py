@@ -18,7 +18,6 @@ import pytest
 
 from asyncdist import cli, environment as launch, local_host, rank_program
 from asyncdist.launch import mpirun, run_command, store_server
-from asyncdist.launch.hosts import remote_hosts
 from asyncdist.launch.mpirun import Installation
 from asyncdist.launch.supervision import mpirun_process
 from asyncdist.launch.supervision.restarts import Restarts
@@ -399,7 +398,7 @@ def test_a_launcher_continues_if_its_lines_cannot_be_written(monkeypatch: pytest
         patched.setattr("sys.stderr", FullDisk())
         Restarts.print_line("rank 1 was killed")
         mpirun_process._print_line("rank 1 was killed")
-        remote_hosts._write(full, b"a rank's output")
+        local_host.write_output(full, b"a rank's output")
         store_server.process_lines(SimpleNamespace(set=keys.__setitem__), ["!to join, run\n", "places 4\n"])
     os.close(full)
     assert keys == {"places": "4"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from collections import deque
 from typing import Any
 
@@ -240,3 +241,16 @@ def test_priorities_without_a_sum_are_refused_and_not_stored() -> None:
             store.update(np.array([1]), np.array([wrong]))
     assert store.size == 2
     assert set(values_of(store.sample(100).rows)) == {0}
+
+
+def test_a_large_prioritised_draw_needs_little_memory() -> None:
+    """Regression: each drawn item needed 12 KB for a moment, so that a draw of 65,536 items took 800 MB."""
+    store = ReplayStore(100_000, alpha=0.6, seed=3)
+    store.add(np.zeros((100_000, 1), np.uint8), np.linspace(0.0, 1.0, 100_000))
+    tracemalloc.start()
+    try:
+        store.sample(65_536)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_nbytes < 20_000_000

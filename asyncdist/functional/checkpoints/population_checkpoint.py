@@ -404,7 +404,8 @@ class _Save:
         if self._in_thread:
             await self._world.do_file_work(finish)
         else:
-            finish()
+            with self.joint.delayed_cancellation():  # the checkpoint is complete on all ranks or on none
+                await self._world.do_file_work(finish, model=self._model)
 
 
 def _finish_files(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None, moment: Moment | None) -> None:

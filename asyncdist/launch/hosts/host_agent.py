@@ -36,15 +36,10 @@ if __name__ == "__main__":
 
 from asyncdist import environment, local_host  # noqa: E402
 from asyncdist._version import __version__  # noqa: E402
-from asyncdist.launch import local_ranks  # noqa: E402
+from asyncdist.launch import guardians, local_ranks  # noqa: E402
 from asyncdist.launch.supervision.guardian_reports import GuardianReports  # noqa: E402
 from asyncdist.launchers import addresses, child_environment  # noqa: E402
 from asyncdist.trust.mpi_folders import MpiFolders  # noqa: E402
-
-
-def mark(token: str) -> bytes:
-    """Return the mark that begins a line for the launcher."""
-    return f"\x1easyncdist {token} ".encode()
 
 
 def versions() -> dict[str, str]:
@@ -56,7 +51,7 @@ class _Agent:
     """Executes a launcher's commands on this host."""
 
     def __init__(self, token: str) -> None:
-        self._mark = mark(token)
+        self._mark = guardians.report_mark(token)
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._ranks: dict[int, local_ranks.RankProcess] = {}
         self._rank_variables: dict[str, str] = {}

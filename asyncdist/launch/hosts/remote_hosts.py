@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, Final
 
 from asyncdist import environment, local_host
+from asyncdist.launch import guardians
 from asyncdist.launch.hosts import host_agent
 from asyncdist.launchers import launcher_signals
 from asyncdist.trust.mpi_folders import MpiFolders
@@ -304,7 +305,7 @@ class Agent:
             read(pipe)
 
     def _read(self, stdout: IO[bytes]) -> None:
-        mark, rest = host_agent.mark(self._token), b""
+        mark, rest = guardians.report_mark(self._token), b""
         while data := stdout.read1(1 << 16):  # type: ignore[attr-defined]
             rest += data
             while (place := rest.find(mark)) >= 0 and (end := rest.find(b"\n", place)) >= 0:
@@ -358,14 +359,8 @@ class Agent:
 
     def _print(self, descriptor: int, data: bytes) -> None:
         self._printing.add(descriptor)
-        _write(descriptor, data)
+        local_host.write_output(descriptor, data)
         self._printing.discard(descriptor)
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # raised if no process reads this process's output, or its disk is full
-        while data:
-            data = data[os.write(descriptor, data) :]
 
 
 def _remote_command(token: str) -> str:

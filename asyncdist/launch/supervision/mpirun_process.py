@@ -129,7 +129,13 @@ class _Job:
             _print_line("no rank has started yet")
         self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) - {signal.SIGUSR1}
         self._signals.__enter__()
-        self._process = self._start()
+        try:
+            self._process = self._start()
+        except BaseException:
+            self._signals.__exit__(None, None, None)
+            os.close(self._reports)
+            os.close(self._reported)
+            raise
         assert self._process.stderr is not None
         self._copier = threading.Thread(target=self._copy_and_close, args=(self._process.stderr,), daemon=True)
         self._copier.start()
@@ -149,15 +155,18 @@ class _Job:
             guardian.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self._command,
-            executable=self._mpirun,
-            env=self._environ,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            process_group=0,
-            preexec_fn=self._begin,
-        )
+        try:
+            return subprocess.Popen(
+                self._command,
+                executable=self._mpirun,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                process_group=0,
+                preexec_fn=self._begin,
+            )
+        except OSError as error:
+            raise local_host.LaunchError(f"{self._mpirun} cannot be started: {error}") from error
 
     def _begin(self) -> None:
         guardians.die_with_parent(self._pid)
@@ -204,7 +213,7 @@ class _Job:
             _print_line(line)
         if code and not lines and self._ends.cause is None and self._ends.asked_to_end is None:
             for blame in self._output_filter.blames:
-                _write(blame)
+                local_host.write_output(2, blame)
         return code
 
     def _next_event(self) -> tuple[str, Any]:
@@ -307,10 +316,10 @@ class _Job:
         """Copy mpirun's standard error, except reports of guardian processes and messages that blame a rank."""
         while True:
             if self._output_filter.has_held_bytes and not select.select([pipe], [], [], _HOLD_S)[0]:
-                _write(self._output_filter.flush())
+                local_host.write_output(2, self._output_filter.flush())
                 continue
             data = os.read(pipe.fileno(), 1 << 16)
-            _write(self._output_filter.feed(data) if data else self._output_filter.flush())
+            local_host.write_output(2, self._output_filter.feed(data) if data else self._output_filter.flush())
             for report in self._output_filter.reports:
                 self._put_report(report.decode())
             self._output_filter.reports.clear()
@@ -334,9 +343,3 @@ class _RemoteGuardian:
 
 def _print_line(text: str) -> None:
     local_host.print_line(f"asyncdist run: {text}")
-
-
-def _write(data: bytes) -> None:
-    with contextlib.suppress(OSError):  # raised if no process reads the output
-        while data:
-            data = data[os.write(2, data) :]
