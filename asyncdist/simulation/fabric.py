@@ -369,8 +369,6 @@ class Fabric:
         """Fail a send that no receive will match, at once or when the sender detects the loss of ``dest``."""
         source, dest = message.source, message.dest
         is_stale = self.has_restarts and self.liveness.is_stale(message)
-        if is_stale:
-            self.liveness.stale_count += 1
         if message.done or source in self._dead:
             return
         if is_stale or dest in self._known_lost[source]:

@@ -26,7 +26,6 @@ class Liveness:
         died_at: Virtual time of each dead rank's death, in seconds.
         closed: Ranks whose process ended normally.
         known_lost: For each rank, the set of ranks that it regards as lost.
-        stale_count: Number of messages dropped because their sender or receiver was restarted.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class Liveness:
         self.dead: set[int] = set()
         self.died_at: dict[int, float] = {}
         self.known_lost: list[set[int]] = [set() for _ in range(size)]
-        self.stale_count = 0
         self._incarnations = [0] * size
         # Incarnation of ``other`` to which ``observer`` is connected, keyed by (observer, other). The default is 0.
         self._accepted: dict[tuple[int, int], int] = {}
@@ -147,7 +145,7 @@ class Liveness:
         self.closed.discard(rank)
         self._loss_listeners[rank] = self._return_listeners[rank] = None
         self._introduced[rank] = {}
-        self.stale_count += len(self._drop_held(rank))
+        self._drop_held(rank)
         self.known_lost[rank] = {other for other in range(self._size) if other != rank}
         for other in range(self._size):
             if other != rank and other not in self.dead:
