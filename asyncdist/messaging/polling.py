@@ -491,8 +491,7 @@ class Poller:
             return 0
         except BaseException:  # SystemExit, for example, is raised by a signal handler.
             if self._state is not _STOPPED:
-                self._state = _HOT
-                self._handle = self.loop.call_soon(self._take_tick)
+                self._state, self._handle = _HOT, self.loop.call_soon(self._take_tick)
             raise
 
     def _next_tick(self, alone: bool) -> asyncio.Handle | None:

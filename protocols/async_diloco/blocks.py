@@ -110,10 +110,7 @@ class Captures:
         """
         for vector, captured in zip(self._layouts.exact.stepped, self._captured, strict=True):
             gather(vector, tensors, captured)
-        anchors = [
-            base[1][place] for place, vector in enumerate(self._layouts.wire.vectors) if vector.role == "stepped"
-        ]
-        return self._encoder.encode(tensors, encoded, anchors)
+        return self._encoder.encode(tensors, encoded, self._layouts.stepped(base[1]))
 
     @torch.no_grad()
     def apply(self, anchor: Block, tensors: Sequence[Tensor], *, keeps_progress: bool) -> None:

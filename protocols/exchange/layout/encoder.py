@@ -1,7 +1,8 @@
 """Encodes a rank's contributions: a fragment's values, or their differences from reference weights (an anchor).
 
 If all parameters of a vector with a codec are on one CUDA device, their values are computed and encoded there, piece by
-piece, and only encoded bytes are copied to the host. The pieces limit the additional memory on the device.
+piece, and the host receives encoded bytes. With error feedback, the encoding errors are copied in both directions. The
+pieces limit the additional memory on the device.
 """
 
 from __future__ import annotations
