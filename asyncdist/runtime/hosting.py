@@ -129,11 +129,8 @@ async def hosted(
 ) -> AsyncIterator[World]:
     """Run the ``async with`` block as one rank, from the handshake to the end."""
     loop = asyncio.get_running_loop()
-    recording = (
-        Recording(options.record, transport, loop)
-        if options.instrument is None
-        else options.instrument(transport, loop)
-    )
+    instrument = options.instrument or functools.partial(Recording, options.record)
+    recording = instrument(transport, loop)
     transport, engine = recording.transport, recording.engine
     engine.start()
     exporter: Exporter | None = None
@@ -165,14 +162,9 @@ async def hosted(
                     with ending_forked_children():
                         yield world
             except (SystemExit, asyncio.CancelledError) as caught:
-                is_cancelled = isinstance(caught, asyncio.CancelledError)
-                raised = None if interrupts.received is not None else interrupts.raised
-                ended_by = raised if is_cancelled else caught
-                failed = world.services.engine.failure is not None
-                if not isinstance(ended_by, SystemExit) or ended_by.code or failed:
+                success = _successful_exit(caught, world, interrupts)
+                if success is None:
                     raise
-                uncancel()
-                success = ended_by
             interrupts.note_leaving(main)
             recording.note_end(None)
             _leave_counters(world, options)
@@ -201,6 +193,19 @@ async def hosted(
         if token is not None:
             with contextlib.suppress(ValueError):  # An async generator may be finalised in another context.
                 _current_world.reset(token)
+
+
+def _successful_exit(
+    caught: SystemExit | asyncio.CancelledError, world: World, interrupts: Interrupts
+) -> SystemExit | None:
+    """Return the successful SystemExit with which main or other code of the loop has ended this rank, or None."""
+    ended_by: BaseException | None = caught
+    if isinstance(caught, asyncio.CancelledError):
+        ended_by = interrupts.raised if interrupts.received is None else None
+    if not isinstance(ended_by, SystemExit) or ended_by.code or world.services.engine.failure is not None:
+        return None
+    uncancel()
+    return ended_by
 
 
 def _abandon(engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
