@@ -25,6 +25,7 @@ from asyncdist.collectives.error_exchange import (
     share_payload,
 )
 from asyncdist.collectives.groups import Group
+from asyncdist.errors import AsyncdistError
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.runtime.world import World
 from asyncdist.tensors import serialization
@@ -58,7 +59,11 @@ class JointWork(Generic[T]):
         self._is_over = False
 
     async def begin(
-        self, prepare: Callable[[], Coroutine[Any, Any, Any]], work: Callable[[Group, Any], Coroutine[Any, Any, T]]
+        self,
+        prepare: Callable[[], Coroutine[Any, Any, Any]],
+        work: Callable[[Group, Any], Coroutine[Any, Any, T]],
+        *,
+        arrive: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> Any:
         """Start the work when all members have joined and earlier joint work has ended. Return the prepared value.
 
@@ -67,6 +72,9 @@ class JointWork(Generic[T]):
                 this rank, and as RemoteError on the others.
             work: Coroutine function that does the work. Its arguments are a group for the work and the prepared value,
                 the first member's result of ``prepare``.
+            arrive: Coroutine function that every member awaits first, or None. ``prepare`` is then called when
+                ``arrive`` has returned on all members, and not if this rank's caller was cancelled. Exceptions are
+                handled like those of ``prepare``.
         """
         previous, self._group.lease.joint_work = self._group.lease.joint_work, self
         self._previous = previous if isinstance(previous, JointWork) else None
@@ -76,13 +84,21 @@ class JointWork(Generic[T]):
             if earlier is not None:
                 what = WaitId(WaitKind.EARLIER_WORK, name=earlier._operation)
                 await self._engine.until(lambda: earlier._is_over, what)
+            return await (prepare if arrive is None else arrive)()
+
+        async def prepare_after_all() -> Any:
+            self.check()
             return await prepare()
 
-        outcome = await attempt(in_turn)
-        group = self._group
+        outcome = first = await attempt(in_turn)
+        group, call = self._group, Call(self._operation)
 
         async def begin_work(collectives: Collectives) -> Any:
-            headers = await exchange_headers(collectives, group, outcome, Call(self._operation))
+            nonlocal outcome
+            if arrive is not None:
+                raise_first_error(await exchange_headers(collectives, group, first, call))
+                outcome = await attempt(prepare_after_all)
+            headers = await exchange_headers(collectives, group, outcome, call)
             raise_first_error(headers)
             prepared = serialization.decode(await share_payload(collectives, group, outcome, headers[0]))
             self._task = self._world.spawn(self._run(work, prepared), name=self._operation)
@@ -93,13 +109,17 @@ class JointWork(Generic[T]):
                 self._end()
 
         try:
-            prepared = await run_and_raise(self._world.collectives, group, outcome, begin_work, on_end=on_exchanged)
+            prepared = await run_and_raise(self._world.collectives, group, first, begin_work, on_end=on_exchanged)
             assert self._task is not None, "all have come"
             await self._engine.settled_by(self._task, asyncio.shield(self._begun))
             return prepared
         except asyncio.CancelledError:
             await self._abandon()
             raise
+        except AsyncdistError:
+            if outcome.error is None:
+                raise
+            raise outcome.error from None  # raised in `prepare` on this rank
 
     async def result(self) -> T:
         """Return the result of the work. **Cancellation**: the work continues."""

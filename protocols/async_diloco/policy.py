@@ -335,6 +335,25 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         if self._federation is not None and self._own_options.late == "skip":
             await self._federation.freeze()
 
+    async def freeze(self) -> None:
+        """Stop updating the anchor (common weights) on this rank until :meth:`unfreeze`.
+
+        :func:`asyncdist.save_population` calls this method when all ranks have called :meth:`settle`, and
+        :meth:`unfreeze` when all of them have copied their states, so that no rank's anchor is newer than the leader's.
+        Other calls may deadlock: a rank that waits in a step with ``late="wait"`` waits for an update.
+        """
+        if self._member is not None and self._member.server is not None:
+            await self._member.server.freeze()
+        if self._federation is not None:
+            await self._federation.freeze()
+
+    def unfreeze(self) -> None:
+        """Resume updating the anchor after :meth:`freeze` or :meth:`settle`."""
+        if self._member is not None and self._member.server is not None:
+            self._member.server.unfreeze()
+        if self._federation is not None:
+            self._federation.unfreeze()
+
     def _own_state(self) -> dict[str, Any]:
         if self._saved is not None:
             return {name: self._saved[name] for name in _OWN_STATE}
@@ -418,10 +437,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         if self.is_alone:
             await self._world.safe_point()
         else:
-            if self._member is not None and self._member.server is not None:
-                self._member.server.unfreeze()
-            if self._federation is not None:
-                self._federation.unfreeze()
+            self.unfreeze()
             await self._world.progress()
         if self._stopwatch is None:
             return await self._contribute()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -184,13 +183,41 @@ def test_a_save_waits_for_one_that_this_rank_has_given_up(tmp_path: Path) -> Non
                 await world.sleep(0.1)
             save = asyncio.ensure_future(ad.save_population(tmp_path, model_of(number), keep=1))
             outcomes.append(await given_up_after(0.05 if world.rank == 1 and number < 3 else None, save))
-        with contextlib.suppress(FileNotFoundError):
-            await ad.load_population(tmp_path, model_of(0.0))
-        return outcomes
+        model = model_of(0.0)
+        await ad.load_population(tmp_path, model)
+        return [*outcomes, str(model.bias[0].item())]
 
     results = ad.simulate(main, ranks=3, strict=True).results
-    assert results[1] == ["cancelled"] * 3 + ["done"]
-    assert [folder.name for folder in tmp_path.iterdir()] == ["checkpoint-000004"]
+    assert results[1] == ["cancelled"] * 3 + ["done", "3.0"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("ends_by", ["error", "cancellation"])
+def test_a_policy_that_cannot_settle_ends_the_save_on_all_ranks(ends_by: str, tmp_path: Path) -> None:
+    """Regression: the other ranks waited for a rank whose policy refused to settle, or whose caller was cancelled."""
+
+    class Own:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        async def settle(self) -> None:
+            if ad.current_world().rank:
+                return
+            if ends_by == "error":
+                raise ad.BusyError("the policy is busy")
+            await asyncio.sleep(1e9)
+
+    async def main(world: World) -> str:
+        save = asyncio.ensure_future(ad.save_population(tmp_path, model_of(0.0), policy=Own()))
+        try:
+            return await given_up_after(0.2 if world.rank == 0 else None, save)
+        except ad.BusyError as error:
+            return f"busy: {error}"
+
+    first, *others = ad.simulate(main, ranks=3, strict=True).results
+    assert first == ("busy: the policy is busy" if ends_by == "error" else "cancelled")
+    assert all(("BusyError" if ends_by == "error" else "CancelledError") in each for each in others), others
+    assert not list(tmp_path.iterdir())
 
 
 def test_rank_lost_in_a_save_is_named_and_delays_no_later_save(

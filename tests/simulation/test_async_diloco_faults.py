@@ -21,7 +21,7 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.simulation import Kill, Link, Network, Restart, Uniform
-from protocols import AsyncDiLoCoPolicy
+from protocols import AsyncDiLoCoPolicy, AsyncDiLoCoStatistics
 from simulation.async_diloco_scenarios import Plan, Record, check, noted_steps, run, seen_in
 
 #: Two tests examine the same runs.
@@ -264,3 +264,26 @@ def test_a_save_of_waiting_ranks_has_all_contributions(
     ad.simulate(main, False, ranks=2, seed=1, strict=True)
     resumed = ad.simulate(main, True, ranks=2, seed=1, strict=True).results
     assert resumed == (steps * (1.0 + 2.0),) * 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_leader_that_saves_before_others_keeps_its_momentum(seed: int, tmp_path: Path) -> None:
+    """Regression: the leader saved its state, and then made versions for ranks that had not yet called the save."""
+    network = Network(link=Link(latency_s=Uniform(1e-3, 0.03)))
+
+    async def main(world: ad.World, first: int, last: int) -> AsyncDiLoCoStatistics:
+        model, optimizer = made()
+        policy = AsyncDiLoCoPolicy(model, optimizer, average_every=2, late="wait")
+        if first:
+            await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        async with policy:
+            for step in range(first, last):
+                await asyncio.sleep(0.02 * world.rank)
+                await advance(policy, model, optimizer, range(step, step + 1), world.rank)
+            if not first:
+                await ad.save_population(tmp_path, model, optimizer, policy=policy)
+        return policy.statistics()
+
+    ad.simulate(main, 0, 10, ranks=3, seed=seed, network=network, strict=True)
+    resumed = ad.simulate(main, 10, 20, ranks=3, seed=seed, network=network, strict=True).results
+    assert [each.lost_outer_state_count for each in resumed] == [0, 0, 0]

@@ -26,12 +26,13 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
 
 from asyncdist import validation
+from asyncdist.collectives.error_exchange import LocalResult, attempt
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import RankLostError
 from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, restarted_ranks
@@ -50,6 +51,17 @@ logger = logging.getLogger("asyncdist.population_checkpoint")
 #: How a rank saves: as a member of its group; or, after a restart, alone because all ranks were restarted and it is the
 #: first of them, by adding itself to a checkpoint of others, or not at all.
 _Role: TypeAlias = Literal["member", "alone", "adds itself", "nothing"]
+
+
+@runtime_checkable
+class _Freezable(Protocol):
+    """A policy whose state may change between two steps. The ranks' states must not change while they are copied."""
+
+    async def freeze(self) -> None:
+        """Stop changing the state. Called on each rank when all ranks have called ``settle``."""
+
+    def unfreeze(self) -> None:
+        """Resume changing the state, because all ranks have copied theirs."""
 
 
 async def save_population(
@@ -106,18 +118,10 @@ async def save_population(
     """
     policy = checkpoint_state.without_wrapper(policy)
     save = _Save(path, model, keep, format, group, world, policy)
-    await _settle(policy)
-    if await save.choose_role() == "nothing":
+    if await save.arrive() == "nothing":
         return Path(path)
     await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return await save.joint.result_or_abandon()
-
-
-async def _settle(policy: HasState | None) -> None:
-    """Let a policy that has a method ``settle`` receive the data in transit, so that its state can be saved."""
-    settle = getattr(policy, "settle", None)
-    if settle is not None:
-        await settle()
 
 
 async def async_save_population(
@@ -156,8 +160,7 @@ async def async_save_population(
     """
     policy = checkpoint_state.without_wrapper(policy)
     save = _Save(path, model, keep, format, group, world, policy, in_thread=True)
-    await _settle(policy)
-    if await save.choose_role() == "nothing":
+    if await save.arrive() == "nothing":
         return PendingSave(Path(path), None)
     name = await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return PendingSave(Path(path) / name, save.joint)
@@ -210,7 +213,7 @@ class _Save:
     ) -> None:
         self._world, self._group = resolve_group(world, group)
         self._is_default_group = group is None
-        self._policy = policy
+        self._policy: Any = policy
         self._moment: Moment | None = None
         self._role: _Role = "member"
         self._path = path
@@ -218,12 +221,33 @@ class _Save:
         self._keep = keep
         self._format: ModelFormat = format
         self._in_thread = in_thread
+        self._arrival = LocalResult()
         self._state: dict[str, Any] = {}
         self._lock: FolderLock | None = None
         self._is_writing = False
         self.joint: JointWork[Path] = JointWork(self._world, self._group, "save_population")
 
-    async def choose_role(self) -> _Role:
+    async def arrive(self) -> _Role:
+        """Let the policy receive the data in transit, so that its state can be saved. Return how this rank saves.
+
+        An error is kept for :meth:`begin`, which reports it to the other ranks, unless this rank saves alone.
+        """
+        self._arrival = await attempt(self._settle_and_choose_role)
+        if self._arrival.error is not None and self._is_default_group and self._world.incarnation:
+            raise self._arrival.error
+        return self._role
+
+    async def _settle_and_choose_role(self) -> None:
+        settle = getattr(self._policy, "settle", None)
+        if settle is not None:
+            await settle()
+        await self._choose_role()
+
+    async def _raise_error_of_arrival(self) -> None:
+        if self._arrival.error is not None:
+            raise self._arrival.error
+
+    async def _choose_role(self) -> _Role:
         """Choose and return how this rank saves. If it saves nothing, log the reason as a warning."""
         if not self._is_default_group:
             return self._role
@@ -311,10 +335,14 @@ class _Save:
             if self._keep is not None:
                 validation.count("keep", self._keep, besides=" or None")
             checkpoint_files.check_format(self._format)
+            if isinstance(self._policy, _Freezable):
+                await self._policy.freeze()
+                self.joint.check()
             self._state = take_state()
             if self._in_thread:
                 copy = functools.partial(checkpoint_state.copy_of, self._state)
                 self._state = await self._world.do_file_work(copy, model=self._model)
+                self.joint.check()
             if self._group.index or self._role == "adds itself":
                 return ""
             folder = checkpoint_files.new_folder(Path(self._path))
@@ -322,11 +350,14 @@ class _Save:
             return folder.name
 
         try:
-            name: str = await self.joint.begin(prepare, self._work)
+            name: str = await self.joint.begin(prepare, self._work, arrive=self._raise_error_of_arrival)
         except BaseException:
             if not self._is_writing:  # If only the caller is cancelled, the save may still begin.
                 self._unlock()
             raise
+        finally:
+            if isinstance(self._policy, _Freezable):
+                self._policy.unfreeze()
         return name
 
     def _unlock(self) -> None:
