@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from asyncdist import Envelope, RankLostError, tags
-from asyncdist.messaging.channels import Channel
+from asyncdist import Envelope, RankLostError
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
@@ -30,9 +29,10 @@ from asyncdist.protocols.async_diloco.messages import (
     Registered,
 )
 from asyncdist.protocols.async_diloco.options import ServerOptions
-from asyncdist.protocols.async_diloco.server import Server, post
+from asyncdist.protocols.async_diloco.server import Server
 from asyncdist.protocols.exchange.catching_up.offers import SECOND, Offers
 from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.policy_channel import PolicyChannel
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.tensors.byte_views import new_memory
 from asyncdist.waits import WaitId, WaitKind
@@ -84,12 +84,8 @@ class AsyncMember:
         self.server: Server | None = None
         self._contributions = Offers(services, scopes.to_members, is_overlapped=is_overlapped)
         self._anchors = Offers(services, scopes.to_coordinator, is_overlapped=is_overlapped)
-        self._channel: Channel[AsyncMessage] = services.open_channel(
-            AsyncMessage,
-            tag=tags.CONTROL,
-            scope=scopes.to_members,
-            name=name,
-            handler=self._on_message,
+        self._channel: PolicyChannel[AsyncMessage] = PolicyChannel(
+            services, AsyncMessage, scope=scopes.to_members, name=name, listener=self
         )
         membership.open(self)
         if not membership.is_joining:
@@ -275,7 +271,8 @@ class AsyncMember:
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
-    def _on_message(self, envelope: Envelope[AsyncMessage]) -> None:
+    def on_message(self, envelope: Envelope[AsyncMessage]) -> None:
+        """Handle a message of another member."""
         message, source, number = envelope.message, envelope.source, envelope.round
         if source not in self._membership.known:
             logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
@@ -383,4 +380,4 @@ class AsyncMember:
 
     def post(self, message: AsyncMessage, dest: int, number: int) -> None:
         """Send a message to ``dest``, unless ``dest`` is lost."""
-        post(self._channel, message, dest, number)
+        self._channel.post(message, dest, number)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from asyncdist import RankLostError
-from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution, Outcome
@@ -46,6 +45,7 @@ from asyncdist.protocols.async_diloco.timing.grace import SyncTimes, grace_perio
 from asyncdist.protocols.async_diloco.timing.pace import steps_at_speed
 from asyncdist.protocols.exchange.catching_up.offers import SECOND, Offers
 from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.policy_channel import PolicyChannel
 from asyncdist.protocols.joining.state_transfer import packed, unpacked
 from asyncdist.tensors.byte_views import new_memory
 from asyncdist.waits import WaitId, WaitKind
@@ -73,7 +73,7 @@ class Server:
     def __init__(
         self,
         services: Services,
-        channel: Channel[AsyncMessage],
+        channel: PolicyChannel[AsyncMessage],
         membership: Membership,
         layouts: Layouts,
         store: MemberStore,
@@ -556,15 +556,7 @@ class Server:
         self._post(AnchorTaken(), holder, version)
 
     def _post(self, message: AsyncMessage, dest: int, number: int) -> None:
-        post(self._channel, message, dest, number)
-
-
-def post(channel: Channel[AsyncMessage], message: AsyncMessage, dest: int, number: int) -> None:
-    """Send a message to ``dest``, unless ``dest`` is lost."""
-    try:
-        channel.send_nowait(message, dest, round=number)
-    except RankLostError as error:  # the loss is handled when the world reports it
-        logger.debug("the message %s was not sent: %s", type(message).__name__, error)
+        self._channel.post(message, dest, number)
 
 
 async def answered_alone(

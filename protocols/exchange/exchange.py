@@ -22,8 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from asyncdist import Envelope, RankLostError, tags
-from asyncdist.messaging.channels import Channel
+from asyncdist import Envelope
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.exchange.catching_up.catch_up import CatchUp
 from asyncdist.protocols.exchange.catching_up.offers import Offers
@@ -48,6 +47,7 @@ from asyncdist.protocols.exchange.replicas.division import weighing_of
 from asyncdist.protocols.exchange.round_leader import MemberMessage, RoundLeader
 from asyncdist.protocols.exchange.rounds import Exchanged, MemberRound, RoundTransfers, has_merged
 from asyncdist.protocols.joining.membership import Membership
+from asyncdist.protocols.joining.policy_channel import PolicyChannel
 from asyncdist.protocols.joining.replica_layout import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
@@ -120,8 +120,8 @@ class Exchange:
             merges_at_once=replicas.size == 1,
             keeps_means=quorum is None,  # with a quorum, a round's memory is freed even if a member lacks the mean
         )
-        self._channel: Channel[ExchangeMessage] = services.open_channel(
-            ExchangeMessage, tag=tags.CONTROL, scope=scopes.to_members, name="exchange", handler=self._on_message
+        self._channel: PolicyChannel[ExchangeMessage] = PolicyChannel(
+            services, ExchangeMessage, scope=scopes.to_members, name="exchange", listener=self
         )
         slice_nbytes = [each.layout.nbytes_of(part) for each in fragments for part in each.layout.slices]
         if not membership.is_joining:
@@ -136,7 +136,7 @@ class Exchange:
             self._begin_leading()
         unread, self._unread = self._unread, None
         for envelope in unread:
-            self._on_message(envelope)
+            self.on_message(envelope)
 
     # -- the policy's calls -----------------------------------------------------------------------------------------
 
@@ -350,7 +350,8 @@ class Exchange:
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
-    def _on_message(self, envelope: Envelope[ExchangeMessage]) -> None:
+    def on_message(self, envelope: Envelope[ExchangeMessage]) -> None:
+        """Handle a message of another member."""
         message, source, number = envelope.message, envelope.source, envelope.round
         if self._unread is not None:
             self._unread.append(envelope)
@@ -550,7 +551,4 @@ class Exchange:
 
     def post(self, message: ExchangeMessage, dest: int, number: int = 0) -> None:
         """Send a message about a round to another rank."""
-        try:
-            self._channel.send_nowait(message, dest, round=number)
-        except RankLostError as error:  # on_lost() handles the loss
-            logger.debug("the message %s was not sent: %s", type(message).__name__, error)
+        self._channel.post(message, dest, number)

@@ -24,9 +24,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from asyncdist import Envelope, RankLostError, tags
+from asyncdist import Envelope
 from asyncdist.messaging import wire
-from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.joining.messages import (
     Abdicated,
@@ -37,6 +36,7 @@ from asyncdist.protocols.joining.messages import (
     Settled,
     Settling,
 )
+from asyncdist.protocols.joining.policy_channel import PolicyChannel
 from asyncdist.protocols.joining.replica_layout import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.waits import WaitId, WaitKind
@@ -124,7 +124,7 @@ class Membership:
         self._settlings: dict[int, Settling] = {}  # on the leader: last call of settle() by rank
         self._is_closed = False
         self._early: list[Envelope[MembershipMessage]] | None = []  # messages received before open(); None afterwards
-        self._channel: Channel[MembershipMessage]
+        self._channel: PolicyChannel[MembershipMessage]
         self._listener: MembershipListener
         self.leader = self._order[0] if leader is None else leader
         self.living = set(members)
@@ -139,9 +139,7 @@ class Membership:
         """Start to track the members, and to notify ``listener`` of changes among them."""
         services = self._services
         self._listener = listener
-        self._channel = services.open_channel(
-            MembershipMessage, tag=tags.CONTROL, scope=self._scope, name="membership", handler=self._on_message
-        )
+        self._channel = PolicyChannel(services, MembershipMessage, scope=self._scope, name="membership", listener=self)
         needed = {each for rank in self.known for each in self.replicas.replica_ranks(rank)}
         services.on_gone(self._on_gone, among=frozenset(needed))
         services.on_returned(self._on_returned)
@@ -152,7 +150,7 @@ class Membership:
             services.engine.loop.call_soon(self._note_gone, rank)
         early, self._early = self._early or [], None
         for envelope in early:
-            self._on_message(envelope)
+            self.on_message(envelope)
 
     def call_when_leading(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` when this rank becomes the leader."""
@@ -474,7 +472,8 @@ class Membership:
         self._abdications[rank] = count
         self._follow_next()
 
-    def _on_message(self, envelope: Envelope[MembershipMessage]) -> None:
+    def on_message(self, envelope: Envelope[MembershipMessage]) -> None:
+        """Handle a message of another member."""
         message, source = envelope.message, envelope.source
         if self._early is not None:
             self._early.append(envelope)
@@ -561,7 +560,4 @@ class Membership:
         self._listener.on_reachable(rank)
 
     def _post(self, message: MembershipMessage, dest: int, number: int = 0) -> None:
-        try:
-            self._channel.send_nowait(message, dest, round=number)
-        except RankLostError as error:  # _on_gone() handles the loss
-            logger.debug("the message %s was not sent: %s", type(message).__name__, error)
+        self._channel.post(message, dest, number)

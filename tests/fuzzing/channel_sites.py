@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncdist.messaging.channels import Overflow
+from asyncdist.protocols.joining.policy_channel import Part
+from asyncdist.tags import CONTROL
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 #: The only call that passes a user's arguments on.
 _USERS: Final = "asyncdist.messaging.services"
+#: Opens the channels that the code creates with ``PolicyChannel(services, message_types, ...)``.
+_POLICIES: Final = "protocols.joining.policy_channel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +60,19 @@ def channel_sites() -> tuple[ChannelSite, ...]:
     found = []
     for package in ("asyncdist", "protocols"):
         for path in sorted((_ROOT / package).rglob("*.py")):
-            if "_compiled" not in path.parts and "open_channel(" in (text := path.read_text()):
-                found += _sites_in(ast.parse(text), ".".join(path.relative_to(_ROOT).with_suffix("").parts))
+            name = ".".join(path.relative_to(_ROOT).with_suffix("").parts)
+            if "_compiled" in path.parts or name == _POLICIES:
+                continue
+            text = path.read_text()
+            if "open_channel(" in text or "PolicyChannel(" in text:
+                found += _sites_in(ast.parse(text), name)
     return tuple(found)
 
 
 def _sites_in(tree: ast.Module, name: str) -> list[ChannelSite]:
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    calls = [call for call in calls if call.func.attr == "open_channel"]  # type: ignore[attr-defined]  # see above
+    all_calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [call for call in all_calls if isinstance(call.func, ast.Attribute) and call.func.attr == "open_channel"]
+    of_policies = [call for call in all_calls if isinstance(call.func, ast.Name) and call.func.id == "PolicyChannel"]
     if name == _USERS:
         users = [call for call in calls if ast.unparse(call.args[0]) == "message_type"]
         assert len(users) == 1, "the calls for users' channels and for the runtime's own cannot be told apart"
@@ -73,7 +82,10 @@ def _sites_in(tree: ast.Module, name: str) -> list[ChannelSite]:
     def value_of(node: ast.expr) -> Any:
         return eval(ast.unparse(node), known)  # the evaluated text is our own source code
 
-    found = []
+    found = [
+        ChannelSite(f"{name}, line {call.lineno}", value_of(call.args[1]) | Part, CONTROL, "error", True, False, False)
+        for call in of_policies
+    ]
     for call in calls:
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         found.append(
