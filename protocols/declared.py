@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import textwrap
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Final, Self, TypeAlias, TypeVar, cast, get_args
@@ -20,6 +21,8 @@ T = TypeVar("T")
 #: Function of an option's name and value that returns the value to store, or raises TypeError or ValueError.
 Check: TypeAlias = Callable[[str, Any], Any]
 _KEY: Final = "option"
+#: Maximum length of a value's text that is compared in full between the ranks.
+_TEXT_LENGTH_MAX: Final = 1000
 #: Headings of the option groups, in documentation order.
 GROUPS: Final = (
     "start here",
@@ -91,7 +94,16 @@ class Options:
 
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be equal on all members, by name, as JSON values."""
-        return {each.name: getattr(self, each.name) for each in declared(type(self)) if each.metadata[_KEY].is_agreed}
+        found = [each.name for each in declared(type(self)) if each.metadata[_KEY].is_agreed]
+        return {name: _shortened(getattr(self, name)) for name in found}
+
+
+def _shortened(value: Any) -> Any:
+    """Return ``value``, or the beginning of its text and a checksum if the text is long."""
+    text = repr(value)
+    if len(text) <= _TEXT_LENGTH_MAX:
+        return value
+    return f"{text[:100]}... ({len(text)} characters, CRC-32 {zlib.crc32(text.encode()):08x})"
 
 
 def among(options: Mapping[str, Any], kind: type) -> dict[str, Any]:

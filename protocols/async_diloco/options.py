@@ -15,7 +15,7 @@ from asyncdist.protocols.async_diloco.corrections import Correction, StalenessWe
 from asyncdist.protocols.async_diloco.delayed_nesterov import DelayedNesterov
 from asyncdist.protocols.declared import Options, boolean, function, integer, like, number, one_of, option, or_none
 from asyncdist.protocols.diloco.foreign_options import FOREIGN_OPTIONS as DILOCO_FOREIGN_OPTIONS
-from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Merge, described
+from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Merge, described, text_of
 from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
 from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
 from asyncdist.protocols.selective.islands.layout import IslandOptions
@@ -293,14 +293,13 @@ class AsyncDiLoCoOptions(Options):
 
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks, by name, as JSON values."""
-        correct = "None" if self.correct is None else repr(self.correct)
         return {
             **Options.agreed(self),
             "optimizer_state": self.optimizer_state,
-            "wire": repr(self.wire),
+            "wire": text_of(self.wire),
             "outer_optimizer": "None" if self.outer_optimizer is None else described(self.outer_optimizer),
             "global_optimizer": "None" if self.global_optimizer is None else described(self.global_optimizer),
-            "correct": correct if "0x" not in correct else getattr(self.correct, "__qualname__", "a function"),
+            "correct": text_of(self.correct),
         }
 
 

@@ -269,7 +269,7 @@ class DiLoCoOptions(ExchangeOptions):
         outer = "None" if self.outer_optimizer is None else described(self.outer_optimizer)
         return {
             **ExchangeOptions.agreed(self),
-            "wire": repr(self.wire),
+            "wire": text_of(self.wire),
             "outer_optimizer": outer,
         }
 

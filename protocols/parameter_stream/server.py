@@ -35,7 +35,8 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 logger = logging.getLogger("protocols.parameter_stream.server")
 
-EARLY_COUNT_MAX: Final = 4096  #: Maximum number of requests that wait for an offer. Further requests are aborted.
+#: Maximum number of requests that wait for an offer, for each rank of the job. Further requests are aborted.
+EARLY_COUNT_MAX: Final = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -288,7 +289,7 @@ class SnapshotServer:
         part = mean_asked(request)
         has_no_mean = part and (round <= self._ended_mean_round or (round, part) in self._no_means)
         is_over = round <= self._ended_round or has_no_mean
-        if not is_over and len(self._early) < EARLY_COUNT_MAX:
+        if not is_over and len(self._early) < EARLY_COUNT_MAX * self._services.size:
             self._early[key] = round, request
         else:
             self._refuse(key)

@@ -176,9 +176,10 @@ class Graph:
             kept = [each for each in range(len(left)) if each != place]
             passed = left[kept, place].outer(left[place, kept]) / (1.0 - left[place, place])
             left = left[kept][:, kept] + passed
+        living = [rank for rank in self._ranks if rank in members]  # rows and columns are in the group's order
         return {
-            rank: {other: share for other, share in zip(members, row, strict=True) if share > 0.0}
-            for rank, row in zip(members, left.tolist(), strict=True)
+            rank: {other: share for other, share in zip(living, row, strict=True) if share > 0.0}
+            for rank, row in zip(living, left.tolist(), strict=True)
         }
 
     def _rotated(self, members: tuple[int, ...], cycle: int) -> list[int]:

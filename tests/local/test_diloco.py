@@ -480,3 +480,52 @@ def test_a_fragment_of_an_empty_parameter_is_exchanged(wire: str) -> None:
         return policy.statistics().average_count
 
     assert min(run(main, 2)) > 2
+
+
+class Halves:
+    """A user's codec. Its text contains its address, which differs between ranks."""
+
+    name, for_states, block = "halves", False, 1
+
+    def nbytes(self, count: int) -> int:
+        return 2 * count
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(values.to(torch.float16).view(torch.uint8))
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(encoded.clone().view(torch.float16))
+
+
+@pytest.mark.parametrize("kind", [DiLoCoPolicy, AsyncDiLoCoPolicy])
+def test_each_rank_may_pass_its_own_object_of_a_users_codec(kind: Any) -> None:
+    """Regression: the ranks compared the addresses of their codecs."""
+
+    async def main(world: ad.World) -> int:
+        model = linear()
+        async with kind(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=2, wire=Halves()) as policy:
+            await policy.step()
+        return policy.iteration
+
+    assert ad.simulate(main, ranks=2, seed=1).results == (1, 1)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_long_fragment_pattern_is_compared_by_its_checksum(differs: bool) -> None:
+    """Regression: with 1,500 names, the start failed because its message was larger than a frame."""
+
+    async def main(world: ad.World) -> int:
+        torch.manual_seed(0)
+        names = [f"decoder_layer_{number}_mixture_of_experts_expert_projection" for number in range(1500)]
+        model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names})
+        pattern = [names[:-1], names[-1:]] if differs and world.rank else [names[::2], names[1::2]]
+        options: dict[str, Any] = {"average_every": 4, "fragments": 2, "fragment_pattern": pattern}
+        async with DiLoCoPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), **options) as policy:
+            await policy.step()
+        return policy.iteration
+
+    if not differs:
+        assert ad.simulate(main, ranks=2, seed=1).results == (1, 1)
+        return
+    with pytest.raises(ad.DisagreementError, match=r"fragment_pattern.*characters, CRC-32"):
+        ad.simulate(main, ranks=2, seed=1)

@@ -353,7 +353,7 @@ async def test_failed_donor_is_named_when_the_early_request_is_used() -> None:
 
 
 async def test_no_more_grants_wait_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_stream.server, "EARLY_COUNT_MAX", 2)
+    monkeypatch.setattr(parameter_stream.server, "EARLY_COUNT_MAX", 2 / 6)  # for each of six ranks
     async with worlds(6) as made:
         party = Party.of(made, late=True)
         intakes = [party.intake()[0] for _ in range(3)]

@@ -130,6 +130,16 @@ def test_a_lost_ranks_partners_mix_with_each_other() -> None:
     assert graph.partners(9, 3, (3,)) == {3: 1.0}
 
 
+def test_rows_follow_the_order_of_the_group() -> None:
+    """Regression: after the loss of a rank, the row of another rank was removed."""
+    matrix = [[0.9, 0.1, 0.0], [0.1, 0.8, 0.1], [0.0, 0.1, 0.9]]
+    graph = Graph(checked(matrix), 0, (2, 0, 1))
+    shares = [graph.partners(1, rank, (0, 1, 2)) for rank in (2, 0, 1)]
+    assert shares == [{2: 0.9, 0: 0.1}, {2: 0.1, 0: 0.8, 1: 0.1}, {0: 0.1, 1: 0.9}]
+    left = graph.partners(1, 2, (1, 2))
+    assert left == pytest.approx({2: 0.95, 1: 0.05})
+
+
 def test_a_smaller_matrix_keeps_its_sums() -> None:
     weights = np.random.default_rng(0).random((6, 6))
     for _ in range(200):  # Sinkhorn
