@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import asyncdist as ad
 from asyncdist.simulation import Compute, Link, Network, Uniform
+from protocols import AsyncDiLoCoPolicy
 from simulation import diloco_scenarios
 from simulation.async_diloco_scenarios import OUTERS, Plan, check, run
 
@@ -83,3 +86,16 @@ def test_no_rank_waits_for_a_slow_one() -> None:
         _, record = run(Plan(steps=steps, compute=Compute(factors={slow: 100.0})))
         fast = [life.statistics for (rank, _), life in record.lives.items() if rank != slow]
         assert all(each is not None and each.waited_s < 0.01 * 300 * 0.01 for each in fast)
+
+
+def test_a_model_may_have_only_empty_tensors() -> None:
+    """Regression: the leader waited for bytes that it had not requested."""
+
+    async def main(world: ad.World) -> int:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(0, 3))])
+        async with AsyncDiLoCoPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=2) as policy:
+            for _ in range(6):
+                await policy.step()
+        return policy.iteration
+
+    assert ad.simulate(main, ranks=3, seed=1).results == (6, 6, 6)
