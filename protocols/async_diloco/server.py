@@ -161,7 +161,7 @@ class Server:
         except (RankLostError, StreamAborted) as error:
             logger.info("the anchor of rank %d did not arrive: %s", holder, error)
             return None
-        self._post_taken(holder, version)
+        self._channel.post(AnchorTaken(), holder, version)
         return HeldAnchor(version, given.applied, block, given.merged)
 
     async def _fetch_outer(self, holder: int, version: int) -> tuple[int, Tensor] | None:
@@ -174,12 +174,12 @@ class Server:
         except (RankLostError, StreamAborted) as error:
             logger.info("the outer state of rank %d did not arrive: %s", holder, error)
             return None
-        self._post_taken(holder, version)
+        self._channel.post(AnchorTaken(), holder, version)
         return version, outer
 
     async def _request_offer(self, holder: int, version: int, *, is_outer: bool) -> AnchorOffer | None:
         self._anchor_offers.pop((holder, version), None)
-        self._post(AnchorRequest(is_outer), holder, version)
+        self._channel.post(AnchorRequest(is_outer), holder, version)
 
         def has_news() -> bool:
             return (holder, version) in self._anchor_offers or holder not in self._membership.living
@@ -412,7 +412,7 @@ class Server:
         if is_mirror:
             self._anchors.offer(anchor.version, outer, rank, SECOND)
         self._anchors.offer(anchor.version, block[0], rank)
-        self._post(report, rank, arrival.sequence)
+        self._channel.post(report, rank, arrival.sequence)
 
     def _steps_of(self, rank: int) -> int:
         every = self._options.average_every
@@ -463,7 +463,7 @@ class Server:
                 self._services.engine.recheck()
             elif rank in self._membership.living:
                 self._anchors.offer(version, block[0], rank)
-                self._post(Registered(applied), rank, version)
+                self._channel.post(Registered(applied), rank, version)
 
     def on_merge_due(self) -> None:
         """Start merging the global common weights that have arrived."""
@@ -539,7 +539,7 @@ class Server:
             held, outer = self.held()
             self._anchors.offer(held.version, outer, successor, SECOND)
             self._anchors.offer(held.version, held.block[0], successor)
-            self._post(AnchorOffer(held.applied, outer.numel(), held.merged), successor, held.version)
+            self._channel.post(AnchorOffer(held.applied, outer.numel(), held.merged), successor, held.version)
             if not await engine.until(lambda: self._anchors.is_idle, wait, deadline=deadline):
                 return False
             if successor in self._membership.living:
@@ -549,14 +549,6 @@ class Server:
     def close(self) -> None:
         """Stop changing the common weights, because this rank leaves."""
         self._is_frozen = self._is_leaving = True
-
-    # -- sending ----------------------------------------------------------------------------------------------------
-
-    def _post_taken(self, holder: int, version: int) -> None:
-        self._post(AnchorTaken(), holder, version)
-
-    def _post(self, message: AsyncMessage, dest: int, number: int) -> None:
-        self._channel.post(message, dest, number)
 
 
 async def answered_alone(

@@ -9,34 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from asyncdist import RankLostError, RemoteProtocolError
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.exchange.catching_up.offers import Offers
-from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.exchange.messages import ExchangeMessage, StateOffer, StateRequest, StateTaken
+from asyncdist.protocols.exchange.rounds import Exchanged
 from asyncdist.protocols.joining.state_transfer import packed, state_nbytes_max, unpacked
 from asyncdist.tensors.byte_views import new_memory
 
 logger = logging.getLogger("protocols.exchange.catching_up")
-
-
-class SharedFragment(Protocol):
-    """Interface to a fragment, a separately averaged part of the model.
-
-    Its state is equal on all members after the same number of rounds.
-    """
-
-    layout: WireLayout
-    version: int
-
-    def shared_state(self) -> Any:
-        """Return the fragment's state as a tree that :func:`packed` can pack."""
-
-    def load_shared_state(self, state: Any) -> None:
-        """Load a model fragment's state from another member."""
 
 
 class CatchUpOwner(Protocol):
@@ -56,9 +40,7 @@ class CatchUp:
         offers: Offers for blocks of bytes, on a separate channel.
     """
 
-    def __init__(
-        self, owner: CatchUpOwner, services: Services, offers: Offers, fragments: Sequence[SharedFragment]
-    ) -> None:
+    def __init__(self, owner: CatchUpOwner, services: Services, offers: Offers, fragments: Sequence[Exchanged]) -> None:
         self._owner = owner
         self._services = services
         self._fragments = fragments
