@@ -97,7 +97,9 @@ class JointWork(Generic[T]):
             nonlocal outcome
             if arrive is not None:
                 raise_first_error(await exchange_headers(collectives, group, first, call))
-                outcome = await attempt(prepare_after_all)
+                result = await attempt(prepare_after_all)
+                result.raise_if_cancelled()  # a loss has ended these exchanges
+                outcome = result
             headers = await exchange_headers(collectives, group, outcome, call)
             raise_first_error(headers)
             prepared = serialization.decode(await share_payload(collectives, group, outcome, headers[0]))

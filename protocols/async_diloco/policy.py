@@ -335,11 +335,11 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         if self._federation is not None and self._own_options.late == "skip":
             await self._federation.freeze()
 
-    async def freeze(self) -> None:
-        """Stop updating the anchor (common weights) on this rank until :meth:`unfreeze`.
+    async def freeze_state(self) -> None:
+        """Stop updating the anchor (common weights) on this rank until :meth:`unfreeze_state`.
 
         :func:`asyncdist.save_population` calls this method when all ranks have called :meth:`settle`, and
-        :meth:`unfreeze` when all of them have copied their states, so that no rank's anchor is newer than the leader's.
+        :meth:`unfreeze_state` when all of them have copied their states, so that no rank's anchor is newer than the leader's.
         Other calls may deadlock: a rank that waits in a step with ``late="wait"`` waits for an update.
         """
         if self._member is not None and self._member.server is not None:
@@ -347,8 +347,8 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         if self._federation is not None:
             await self._federation.freeze()
 
-    def unfreeze(self) -> None:
-        """Resume updating the anchor after :meth:`freeze` or :meth:`settle`."""
+    def unfreeze_state(self) -> None:
+        """Resume updating the anchor after :meth:`freeze_state` or :meth:`settle`."""
         if self._member is not None and self._member.server is not None:
             self._member.server.unfreeze()
         if self._federation is not None:
@@ -437,7 +437,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         if self.is_alone:
             await self._world.safe_point()
         else:
-            self.unfreeze()
+            self.unfreeze_state()
             await self._world.progress()
         if self._stopwatch is None:
             return await self._contribute()

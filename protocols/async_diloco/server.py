@@ -488,8 +488,8 @@ class Server:
         return await self._services.engine.until(lambda: self._task is None, wait, deadline=deadline)
 
     def unfreeze(self) -> None:
-        """Resume changing the common weights after :meth:`freeze`."""
-        if self._is_frozen:
+        """Resume changing the common weights after :meth:`freeze`, unless this rank leaves."""
+        if self._is_frozen and not self._is_leaving:
             self._is_frozen = False
             self._start_due_task()
 

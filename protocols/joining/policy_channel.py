@@ -25,6 +25,8 @@ M = TypeVar("M")
 
 #: Bytes of a message in one part. The remaining bytes of the frame are for the other fields of the part.
 PART_NBYTES: Final = wire.PAYLOAD_NBYTES_MAX - 64
+#: Maximum number of sends in progress: a message of several parts to each of many ranks.
+_CAPACITY: Final = 1 << 16
 #: Maximum number of parts of a message, which limits the memory that another rank can make this rank use.
 PART_COUNT_MAX: Final = 1024
 
@@ -79,7 +81,7 @@ class PolicyChannel(Generic[M]):
         self._last: tuple[Any, tuple[Part, ...]] = (None, ())  # a large message is often sent to many ranks in turn
         self._received: dict[int, list[Part]] = {}  # by source: parts of a message that is not complete yet
         self._channel = services.open_channel(
-            message_types | Part, tag=CONTROL, scope=scope, name=name, handler=self._on_message
+            message_types | Part, tag=CONTROL, scope=scope, name=name, handler=self._on_message, capacity=_CAPACITY
         )
 
     def post(self, message: M, dest: int, number: int = 0) -> None:

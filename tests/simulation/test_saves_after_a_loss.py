@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import asyncdist as ad
 from asyncdist.simulation import Fault, Kill, Network, Restart, simulate
@@ -141,3 +144,65 @@ def test_a_restarted_rank_joins_without_loading(tmp_path: Path, prepare_s: float
     assert saved_ranks(newest) == SURVIVORS
     incarnation, begun, folder = results[LOST]
     assert incarnation == 1 and begun > 10 and folder in (tmp_path, newest)
+
+
+class OwnPolicy:
+    """An object whose state may change between two steps, as that of a policy."""
+
+    def __init__(self, *, settles_s: float = 0.0, freezes_s: float = 0.0, uses_barrier: bool = False) -> None:
+        self.settles_s, self.freezes_s, self.uses_barrier = settles_s, freezes_s, uses_barrier
+        self.freeze_count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    async def settle(self) -> None:
+        if self.uses_barrier:
+            await ad.barrier()
+        await asyncio.sleep(self.settles_s)
+
+    async def freeze_state(self) -> None:
+        self.freeze_count += 1
+        await asyncio.sleep(self.freezes_s)
+
+    def unfreeze_state(self) -> None:
+        self.freeze_count -= 1
+
+
+async def outcome_of_save(policy: OwnPolicy, path: Path, timeout_s: float | None = None) -> str:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return (await ad.save_population(path, nn.Linear(2, 2), policy=policy)).name
+    except (ad.AsyncdistError, TimeoutError) as error:
+        return type(error).__name__
+
+
+def test_a_rank_that_is_lost_while_states_are_taken_is_left_out(tmp_path: Path) -> None:
+    async def main(world: ad.World) -> tuple[str, int]:
+        policy = OwnPolicy(freezes_s=0.5)
+        return await outcome_of_save(policy, tmp_path), policy.freeze_count
+
+    report = ad.simulate(main, ranks=3, seed=1, faults=[Kill(2, at_s=0.2)], until_s=100.0)
+    assert report.results == (("checkpoint-000001", 0), ("checkpoint-000001", 0), None)
+
+
+def test_a_policy_whose_settle_fails_by_a_loss_ends_the_save(tmp_path: Path) -> None:
+    async def main(world: ad.World) -> str:
+        await asyncio.sleep(0.1 if world.rank != 2 else 10.0)
+        return await outcome_of_save(OwnPolicy(uses_barrier=True), tmp_path)
+
+    report = ad.simulate(main, ranks=3, seed=1, faults=[Kill(2, at_s=0.3)], until_s=100.0)
+    assert report.results == ("RankLostError", "RankLostError", None)
+
+
+def test_a_cancelled_save_after_a_loss_does_not_wait_for_others(tmp_path: Path) -> None:
+    async def main(world: ad.World) -> float:
+        await asyncio.sleep(0.5)
+        if world.rank == 0:
+            assert await outcome_of_save(OwnPolicy(settles_s=1e6), tmp_path, timeout_s=2.0) == "TimeoutError"
+            return world.time()
+        await asyncio.sleep(100.0)
+        return 0.0
+
+    report = ad.simulate(main, ranks=3, seed=1, faults=[Kill(2, at_s=0.2)], until_s=1000.0)
+    assert report.results[0] == pytest.approx(2.5, abs=0.1)

@@ -57,10 +57,10 @@ _Role: TypeAlias = Literal["member", "alone", "adds itself", "nothing"]
 class _Freezable(Protocol):
     """A policy whose state may change between two steps. The ranks' states must not change while they are copied."""
 
-    async def freeze(self) -> None:
+    async def freeze_state(self) -> None:
         """Stop changing the state. Called on each rank when all ranks have called ``settle``."""
 
-    def unfreeze(self) -> None:
+    def unfreeze_state(self) -> None:
         """Resume changing the state, because all ranks have copied theirs."""
 
 
@@ -298,13 +298,15 @@ class _Save:
         """
         world = self._world
         if self._role != "member" or (self._is_default_group and world.peers.attendance.loss_count):
+            if self._arrival.error is not None and not isinstance(self._arrival.error, Exception):
+                raise self._arrival.error  # a cancelled caller does not wait for the other survivors
             await self._move_to_survivors()
         while True:
             try:
                 return await self._begin_in_group(take_state)
             except RankLostError:
                 await self._free_survivors()
-                if not self._survives_loss():
+                if self._arrival.error is not None or not self._survives_loss():
                     raise
                 await self._move_to_survivors()
             except BaseException:
@@ -336,7 +338,7 @@ class _Save:
                 validation.count("keep", self._keep, besides=" or None")
             checkpoint_files.check_format(self._format)
             if isinstance(self._policy, _Freezable):
-                await self._policy.freeze()
+                await self._policy.freeze_state()
                 self.joint.check()
             self._state = take_state()
             if self._in_thread:
@@ -357,7 +359,7 @@ class _Save:
             raise
         finally:
             if isinstance(self._policy, _Freezable):
-                self._policy.unfreeze()
+                self._policy.unfreeze_state()
         return name
 
     def _unlock(self) -> None:
