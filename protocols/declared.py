@@ -103,7 +103,7 @@ def _shortened(value: Any) -> Any:
     text = repr(value)
     if len(text) <= _TEXT_LENGTH_MAX:
         return value
-    return f"{text[:100]}... ({len(text)} characters, CRC-32 {zlib.crc32(text.encode()):08x})"
+    return f"{text[:100]}... ({len(text)} characters, CRC-32 {zlib.crc32(text.encode(errors='backslashreplace')):08x})"
 
 
 def among(options: Mapping[str, Any], kind: type) -> dict[str, Any]:

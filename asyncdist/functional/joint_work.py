@@ -80,11 +80,13 @@ class JointWork(Generic[T]):
         self._previous = previous if isinstance(previous, JointWork) else None
 
         async def in_turn() -> Any:
+            if arrive is not None:
+                await arrive()
             earlier = self._previous
             if earlier is not None:
                 what = WaitId(WaitKind.EARLIER_WORK, name=earlier._operation)
                 await self._engine.until(lambda: earlier._is_over, what)
-            return await (prepare if arrive is None else arrive)()
+            return await prepare() if arrive is None else None
 
         async def prepare_after_all() -> Any:
             self.check()
@@ -98,7 +100,9 @@ class JointWork(Generic[T]):
             if arrive is not None:
                 raise_first_error(await exchange_headers(collectives, group, first, call))
                 result = await attempt(prepare_after_all)
-                result.raise_if_cancelled()  # a loss has ended these exchanges
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # a loss has ended these exchanges
+                    raise asyncio.CancelledError
                 outcome = result
             headers = await exchange_headers(collectives, group, outcome, call)
             raise_first_error(headers)

@@ -318,7 +318,8 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
     async def settle(self) -> None:
         """Stop updating the anchor (common weights) until the next step, so that the states of all ranks match.
 
-        :func:`asyncdist.save_population` calls this method. The weights do not change. With ``late="wait"``, updates
+        :func:`asyncdist.save_population` calls this method, and updates resume before it returns. The weights do not
+        change. With ``late="wait"``, updates
         continue, because other ranks may wait for them in their steps. The leader then does not wait for ranks that
         have called this method, even without a quorum. With ``late="wait"`` and a quorum, all ranks must call this
         method before a collective operation of the training loop.
@@ -338,9 +339,9 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
     async def freeze_state(self) -> None:
         """Stop updating the anchor (common weights) on this rank until :meth:`unfreeze_state`.
 
-        :func:`asyncdist.save_population` calls this method when all ranks have called :meth:`settle`, and
-        :meth:`unfreeze_state` when all of them have copied their states, so that no rank's anchor is newer than the leader's.
-        Other calls may deadlock: a rank that waits in a step with ``late="wait"`` waits for an update.
+        :func:`asyncdist.save_population` calls this method when all ranks have called :meth:`settle`. It calls
+        :meth:`unfreeze_state` when all ranks have copied their states, so that no rank's anchor is newer than the
+        leader's. Other calls may deadlock: a rank that waits in a step with ``late="wait"`` waits for an update.
         """
         if self._member is not None and self._member.server is not None:
             await self._member.server.freeze()

@@ -98,6 +98,7 @@ class Fetch:
 
     async def _arrival(self, in_place: bool) -> Tensor:
         if self._stream is None:
+            assert self.is_whole, "the bytes were not requested"
             return self._into
         if in_place and isinstance(self._stream, PartReading):
             await self._stream.located()

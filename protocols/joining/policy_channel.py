@@ -8,6 +8,7 @@ exceed the size of a frame (:data:`asyncdist.messaging.wire.FRAME_NBYTES_MAX`). 
 from __future__ import annotations
 
 import logging
+import sys
 import typing
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -25,8 +26,6 @@ M = TypeVar("M")
 
 #: Bytes of a message in one part. The remaining bytes of the frame are for the other fields of the part.
 PART_NBYTES: Final = wire.PAYLOAD_NBYTES_MAX - 64
-#: Maximum number of sends in progress: a message of several parts to each of many ranks.
-_CAPACITY: Final = 1 << 16
 #: Maximum number of parts of a message, which limits the memory that another rank can make this rank use.
 PART_COUNT_MAX: Final = 1024
 
@@ -81,7 +80,12 @@ class PolicyChannel(Generic[M]):
         self._last: tuple[Any, tuple[Part, ...]] = (None, ())  # a large message is often sent to many ranks in turn
         self._received: dict[int, list[Part]] = {}  # by source: parts of a message that is not complete yet
         self._channel = services.open_channel(
-            message_types | Part, tag=CONTROL, scope=scope, name=name, handler=self._on_message, capacity=_CAPACITY
+            message_types | Part,
+            tag=CONTROL,
+            scope=scope,
+            name=name,
+            handler=self._on_message,
+            capacity=sys.maxsize,  # a message to a member must never raise BusyError
         )
 
     def post(self, message: M, dest: int, number: int = 0) -> None:
@@ -143,8 +147,11 @@ class PolicyChannel(Generic[M]):
 
     def admit(self, rank: int) -> None:
         """Allow messages to the new process of a restarted rank."""
+        self._received.pop(rank, None)
         self._channel.admit(rank)
 
     def close(self) -> None:
         """Stop sending and receiving."""
+        self._last = None, ()
+        self._received.clear()
         self._channel.close()
