@@ -282,3 +282,57 @@ def test_checkpoint_of_another_optimizer_is_refused_unchanged(tmp_path: Path) ->
         assert weights_of(other) == before
 
     ad.simulate(main, ranks=1, strict=True).value()
+
+
+class Foreign:
+    """An object that is saved as a policy, whose state and attributes have the names of a policy's."""
+
+    def __init__(self, state: dict[str, Any], iteration: Any = None, completed_rounds: Any = ()) -> None:
+        self.state, self.iteration, self.completed_rounds = state, iteration, completed_rounds
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+@pytest.mark.parametrize(
+    ("state", "entry"),
+    [
+        ({"metric": "accuracy"}, (None, "max", 1)),
+        ({"metric": True, "metric_mode": None}, (None, "max", 1)),
+        ({"metric": 10**400, "metric_mode": "min"}, (None, "min", 1)),
+        ({"metric": 0.5, "metric_mode": "maximize"}, (None, "max", 1)),
+        ({"metric": 3, "metric_mode": "min", "replica_size": 2}, (3.0, "min", 2)),
+        ({"metric": 0.5, "metric_mode": ["min"], "replica_size": "2"}, (None, "max", 1)),
+        ({"metric": torch.ones(2), "replica_size": True}, (None, "max", 1)),
+        ({"replica_size": 0}, (None, "max", 1)),
+    ],
+)
+def test_unsuitable_keys_of_a_foreign_state_are_ignored(
+    state: dict[str, Any], entry: tuple[Any, ...], tmp_path: Path
+) -> None:
+    """Regression: no checkpoint of such an object could be loaded, because its manifest was refused."""
+
+    async def main(world: World) -> None:
+        folder = await ad.save_population(tmp_path, nn.Linear(1, 1), policy=Foreign(state))
+        manifest = json.loads((folder / "manifest.json").read_text())
+        assert tuple(manifest["files"][0][name] for name in ("metric", "metric_mode", "replica_size")) == entry
+        loaded = Foreign({})
+        await ad.load_population(tmp_path, nn.Linear(1, 1), policy=loaded)
+        assert list(loaded.state) == list(state)
+
+    ad.simulate(main, ranks=1, strict=True).value()
+
+
+@pytest.mark.parametrize("attributes", [(-1,), (True,), (1 << 61,), (3, 5), (3, ["a"]), (3, [1, 2])])
+def test_unsuitable_iterations_of_an_object_are_ignored(attributes: tuple[Any, ...], tmp_path: Path) -> None:
+    """Regression: a checkpoint of an object with the iteration -1 or True could not be loaded."""
+
+    async def main(world: World) -> None:
+        folder = await ad.save_population(tmp_path, nn.Linear(1, 1), policy=Foreign({"a": 1}, *attributes))
+        assert ("moment" in json.loads((folder / "manifest.json").read_text())) == (attributes == (3, [1, 2]))
+        await ad.load_population(tmp_path, nn.Linear(1, 1), policy=Foreign({}))
+
+    ad.simulate(main, ranks=1, strict=True).value()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from asyncdist.functional.checkpoints import optimizer_fit
+from asyncdist.functional.checkpoints import manifests, optimizer_fit
 from asyncdist.functional.checkpoints.shards import shard_of
 from asyncdist.tensors.compiled_names import plain_name, plain_state
 from asyncdist.tensors.optimizers import loading
@@ -137,9 +137,26 @@ def reason(error: Exception) -> str:
 
 
 def _metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
+    """Return a rank's metric and replica size for the manifest.
+
+    A foreign object's state may have the same keys with other meanings. Values that a manifest cannot have are ignored.
+    """
     state = policy if isinstance(policy, Mapping) else {}
-    value = state.get("metric") if metric is None else float(metric)
-    return {"metric": value, "metric_mode": state.get("metric_mode") or "max", "replica_size": _replica_size(state)}
+    mode = "max" if state.get("metric_mode") is None else state["metric_mode"]
+    is_mode = isinstance(mode, str) and mode in ("min", "max")
+    value = _number(state.get("metric")) if is_mode else None
+    return {
+        "metric": value if metric is None else float(metric),
+        "metric_mode": mode if is_mode else "max",
+        "replica_size": _replica_size(state),
+    }
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value) if type(value) in (int, float) else None
+    except OverflowError:
+        return None
 
 
 def replica_size_of(policy: HasState | None) -> int:
@@ -148,7 +165,8 @@ def replica_size_of(policy: HasState | None) -> int:
 
 
 def _replica_size(policy_state: Any) -> int:
-    return policy_state.get("replica_size", 1) if isinstance(policy_state, Mapping) else 1
+    size = policy_state.get("replica_size", 1) if isinstance(policy_state, Mapping) else 1
+    return size if type(size) is int and 1 <= size <= manifests.REPLICA_SIZE_MAX else 1
 
 
 def policy_state(state: dict[str, Any], sources: Mapping[int, int], *, is_copy: bool) -> dict[str, Any]:
