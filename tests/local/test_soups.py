@@ -459,6 +459,15 @@ def test_an_empty_loader_would_leave_no_statistics() -> None:
     assert (model[1].running_mean == 3.0).all()
 
 
+def test_an_unfit_batch_leaves_the_momenta_of_batchnorm() -> None:
+    """Regression: BatchNorm.momentum was None afterwards, so that training used cumulative averages."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=0.3), nn.BatchNorm1d(2, momentum=None))
+    given = [copy.deepcopy(model.state_dict()) for _ in range(2)]
+    with pytest.raises(RuntimeError):
+        ad.uniform_soup(model, given, loader=[torch.randn(4, 2), torch.randn(4, 5)])
+    assert [layer.momentum for layer in model[1:]] == [0.3, None] and model.training
+
+
 def test_a_check_of_a_loader_does_not_begin_to_read_it() -> None:
     """Regression: it started the loader's workers, and drew from torch's generator."""
     before = torch.get_rng_state()
