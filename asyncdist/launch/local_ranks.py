@@ -310,7 +310,12 @@ def start(
         process.wait()
         ended()
 
-    threading.Thread(target=await_end, name=f"rank {rank}", daemon=True).start()
+    try:
+        threading.Thread(target=await_end, name=f"rank {rank}", daemon=True).start()
+    except RuntimeError as error:  # there are too many processes and threads
+        process.end()
+        process.wait()
+        raise local_host.LaunchError(f"rank {rank} cannot be supervised: {error}") from error
     return process
 
 
