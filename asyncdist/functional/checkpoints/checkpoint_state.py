@@ -113,8 +113,10 @@ def _plain_number(value: Any) -> Any:
 
 
 def _check_loadable(name: str, part: Any) -> None:
+    empty = torch.empty(0, device="cpu")  # torch would write a record for each of several tensors
+
     def without_contents(value: Any) -> Any:
-        return torch.empty(0, device="cpu") if type(value) is torch.Tensor and not value.__dict__ else value
+        return empty if type(value) is torch.Tensor and not value.__dict__ else value
 
     buffer = io.BytesIO()
     try:
