@@ -67,6 +67,7 @@ def _with_option(**options: Any) -> Callable[[dict[str, Any]], None]:
             lambda state: state.update(extra=[torch.zeros(1).expand(3 << 26)] * 5 + [torch.ones(1).expand(3 << 26)]),
             "it has expanded tensors of 1610612736 bytes",
         ),
+        (_with_option(params=[0, 1, 2, (-1, -2)]), "the parameters of a group must be numbers or names, got a tuple"),
         (_with_state(exp_avg=torch.zeros(3, 4, device="meta")), "'exp_avg' of parameter 0 has no values"),
         (_with_state(exp_avg=torch.ones(3, 4, dtype=torch.int64)), "must have floating-point numbers, got torch.int64"),
         (_with_state(exp_avg="x"), "must be a tensor or a number, got 'x'"),

@@ -218,6 +218,9 @@ def check_parts(state: Any) -> None:
         for group in optimizer["param_groups"]:
             if not isinstance(group["params"], list):
                 raise TypeError(f"the parameters of a group must be a list, got a {type(group['params']).__name__}")
+            for each in group["params"]:
+                if not isinstance(each, (int, str)):  # as keys, other values could take too long
+                    raise TypeError(f"the parameters of a group must be numbers or names, got a {type(each).__name__}")
         optimizer["state"].items()
         if (named := state.get("optimizer_names")) is not None:
             for group, names in zip(optimizer["param_groups"], named, strict=True):
