@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.facts import naming
@@ -202,6 +203,17 @@ def test_a_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path: Path) -> None:
             ValueError,
             "position of numpy's generator must be from 0 to 624, got 625",
         ),
+        (
+            lambda folder: put(folder, {}, random={**RANDOM, "numpy": numpy_text("Philox", buffer_pos=-1)}),
+            ValueError,
+            "position of numpy's generator must be from 0 to 4, got -1",
+        ),
+        (
+            lambda folder: put(folder, {}, random={**RANDOM, "numpy": numpy_text("PCG64", bit_generator="shuffle")}),
+            ValueError,
+            "numpy's generator must be one of numpy's, got 'shuffle'",
+        ),
+        (lambda folder: put(folder, {}, random={**RANDOM, "numpy": "[]"}), ValueError, "reading it raised TypeError"),
         (lambda folder: put(folder, {}, optimizer=[]), ValueError, "reading it raised TypeError"),
         (lambda folder: put_bytes(folder, b"no archive"), ValueError, "rank-00000.pt must be the file of a rank"),
     ],
@@ -229,6 +241,11 @@ RANDOM = {
     "torch": torch.get_rng_state(),
     "cuda": [],
 }
+
+
+def numpy_text(kind: str, **fields: Any) -> str:
+    state: Any = np.random.RandomState(getattr(np.random, kind)(1)).get_state(legacy=False)
+    return json.dumps({**state, **fields}, default=np.ndarray.tolist)
 
 
 def change_version(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import random
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from asyncdist.functional.checkpoints import manifests, optimizer_fit
+from asyncdist.functional.checkpoints.random_states import check_random_states, random_states
 from asyncdist.functional.checkpoints.shards import shard_of
 from asyncdist.tensors.compiled_names import plain_name, plain_state
 from asyncdist.tensors.optimizers import loading
@@ -62,7 +62,7 @@ def state_of(
         "optimizer_names": None if optimizer is None else loading.parameter_names(model, optimizer),
         "policy": None if policy is None else _map_leaves(_plain_number, policy.state_dict()),
         "extra": _map_leaves(_plain_number, extra),
-        "random": _random_states(),
+        "random": random_states(),
     }
     for name, part in state.items():
         _check_loadable(name, part)
@@ -183,27 +183,6 @@ def policy_state(state: dict[str, Any], sources: Mapping[int, int], *, is_copy: 
     return {**state, **{name: value for name, value in changed.items() if name in state}}
 
 
-def _random_states() -> dict[str, Any]:
-    numbers: Any = np.random.get_state()
-    name, words, position, has_gauss, gauss = numbers
-    return {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(words.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
-    }
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Restore the saved random states."""
-    random.setstate(states["python"])
-    name, words, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((name, words.numpy().astype(np.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
-
-
 def check_parts(state: Any) -> None:
     """Raise an error of any type unless a loaded state has all parts of :func:`state_of` and valid random states."""
     for name in ("model", "optimizer", "policy", "extra", "random"):
@@ -225,15 +204,7 @@ def check_parts(state: Any) -> None:
         if (named := state.get("optimizer_names")) is not None:
             for group, names in zip(optimizer["param_groups"], named, strict=True):
                 "".join(name for _, name in zip(group["params"], names, strict=True))  # raises unless all are strings
-    states = state["random"]
-    random.Random().setstate(states["python"])
-    name, words, position, has_gauss, gauss = states["numpy"]
-    if type(position) is not int or not 0 <= position <= 624:
-        raise ValueError(f"the position of numpy's generator must be from 0 to 624, got {position!r:.80}")
-    np.random.RandomState().set_state((name, words.numpy().astype(np.uint32), position, has_gauss, gauss))
-    torch.Generator(device="cpu").set_state(states["torch"])
-    if not all(isinstance(each, torch.Tensor) for each in states["cuda"]):
-        raise TypeError("the saved generator states of the GPUs must be tensors")
+    check_random_states(state["random"])
 
 
 def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: Mapping[str, Any]) -> None:
