@@ -189,6 +189,14 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert [source for source, _, _ in found] == [0, 1]
 
 
+def test_old_checkpoints_are_deleted_if_the_newest_was_deleted(tmp_path: Path) -> None:
+    """Regression: ValueError, if another job deleted the new checkpoint before its ranks deleted older ones."""
+    for number in (1, 2, 4):
+        (tmp_path / manifests.name_of(number)).mkdir()
+    checkpoint_files._delete_old(tmp_path / manifests.name_of(3), keep=1)
+    assert manifests.numbers(tmp_path) == [4]
+
+
 def test_a_checkpoint_behind_a_link_is_not_deleted(tmp_path: Path) -> None:
     """Regression: the manifest behind a symbolic link, in a different folder, was deleted."""
     aside, place = tmp_path / "best", tmp_path / "checkpoints"

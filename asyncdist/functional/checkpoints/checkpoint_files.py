@@ -249,8 +249,9 @@ def _delete_old(newest: Path, keep: int) -> None:
 
     A checkpoint that another job is writing is kept, and a warning is logged.
     """
-    folders = [newest.parent / manifests.name_of(number) for number in manifests.numbers(newest.parent)]
-    older = [folder for folder in folders[: folders.index(newest)] if not folder.is_symlink()]
+    place, own_number = newest.parent, manifests.number_of(newest.name)
+    folders = [place / manifests.name_of(number) for number in manifests.numbers(place) if number < own_number]
+    older = [folder for folder in folders if not folder.is_symlink()]
     whole = [folder for folder in older if (folder / manifests.MANIFEST).is_file()]
     outdated = whole[: max(0, len(whole) - (keep - 1))]
     for folder in older:

@@ -102,6 +102,11 @@ def name_of(number: int) -> str:
     return f"{_PREFIX}{number:06}"
 
 
+def number_of(name: str) -> int:
+    """Return the number in the name of the folder of a checkpoint."""
+    return int(name.removeprefix(_PREFIX))
+
+
 def numbers(place: Path) -> list[int]:
     """Return the numbers of all checkpoint folders in ``place``, complete or not."""
     ends = [entry.name.removeprefix(_PREFIX) for entry in place.glob(f"{_PREFIX}*") if entry.is_dir()]
