@@ -40,7 +40,7 @@ def run(words: Sequence[str]) -> int:
     shown = [number for number in (1, 2) if os.isatty(number)]
     if not shown or not top.has_rich():
         why = top.NEEDS_RICH if shown else "the output is not a terminal"
-        local_host.print_line(f"asyncdist run: --live: {why}; the job runs without the table")
+        local_host.print_launcher_line(f"--live: {why}; the job runs without the table")
         os.execv(sys.executable, command)
     own_pid = os.getpid()
 
