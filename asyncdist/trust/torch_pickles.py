@@ -164,7 +164,8 @@ class _Values:
             self._stack.append(argument)
         elif name in _NUMBERS:
             self._stack.append(argument)
-            self._count_number(argument)
+            if abs(argument) >= _HASH_MODULUS:
+                self._count_hash(hash(argument), _other_hash(argument))
         elif name in ("EMPTY_LIST", "EMPTY_DICT"):
             self._stack.append(_Container("list" if name == "EMPTY_LIST" else "dict"))
         elif name == "GLOBAL":
@@ -234,10 +235,6 @@ class _Values:
             if isinstance(value, _Tuple):
                 self._count_hash(value.hash, value.other_hash)
 
-    def _count_number(self, value: complex) -> None:
-        if isinstance(value, complex) or abs(value) >= _HASH_MODULUS:
-            self._count_hash(hash(value), _other_hash(value))
-
     def _count_hash(self, value: int, other: int) -> None:
         others = self._hashes.get(value, ())
         if other not in others:
@@ -253,7 +250,7 @@ class _Values:
                 return items
             case "builtins.complex", (int() | float() as real, int() | float() as imaginary):
                 number = complex(real, imaginary)
-                self._count_number(number)
+                self._count_hash(hash(number), _other_hash(number))
                 return number
         return None
 
