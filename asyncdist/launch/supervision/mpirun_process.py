@@ -128,28 +128,27 @@ class _Job:
             signal.sigwait({signal.SIGUSR1})
             local_host.print_launcher_line("no rank has started yet")
         self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) - {signal.SIGUSR1}
-        self._signals.__enter__()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            stack.enter_context(self._signals)
             self._process = self._start()
-        except BaseException:
-            self._signals.__exit__(None, None, None)
-            os.close(self._reports)
-            os.close(self._reported)
-            raise
-        assert self._process.stderr is not None
-        self._copier = threading.Thread(target=self._copy_and_close, args=(self._process.stderr,), daemon=True)
-        self._copier.start()
-        self._reader = threading.Thread(target=self._read_reports, args=(self._reports,), daemon=True)
-        self._reader.start()
-        for agent in self._agents:
-            agent.on_report = functools.partial(self._put_report, agent=agent)
-        threading.Thread(target=self._await_end, daemon=True).start()
-        if self._ends.survives and self._agents:
-            threading.Thread(target=self._probe_hosts, daemon=True).start()
+            assert self._process.stderr is not None
+            self._copier = threading.Thread(target=self._copy_and_close, args=(self._process.stderr,), daemon=True)
+            self._copier.start()
+            self._reader = threading.Thread(target=self._read_reports, args=(self._reports,), daemon=True)
+            self._reader.start()
+            for agent in self._agents:
+                agent.on_report = functools.partial(self._put_report, agent=agent)
+            threading.Thread(target=self._await_end, daemon=True).start()
+            if self._ends.survives and self._agents:
+                threading.Thread(target=self._probe_hosts, daemon=True).start()
+            self._entered = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._signals.__exit__(None, None, None)
+        self._entered.close()
+
+    def _close(self) -> None:
         self._have_joined.set()  # ends the probing of hosts
         for guardian in self._guarded.values():
             guardian.close()
@@ -166,6 +165,8 @@ class _Job:
                 preexec_fn=self._begin,
             )
         except OSError as error:
+            os.close(self._reports)
+            os.close(self._reported)
             raise local_host.LaunchError(f"{self._mpirun} cannot be started: {error}") from error
 
     def _begin(self) -> None:
