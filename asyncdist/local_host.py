@@ -78,8 +78,8 @@ def report_lone_ranks(variables: dict[str, str], ranks: int) -> None:
     """
     _, _, descriptor = variables.get(rank_program.LONE_VARIABLE, "").partition(" ")
     if descriptor and os.fstat(int(descriptor)).st_size == ranks > 1:
-        print_line(
-            "asyncdist run: no rank opened a world, so each rank ran alone: call asyncdist.run(main), or, without "
+        print_launcher_line(
+            "no rank opened a world, so each rank ran alone: call asyncdist.run(main), or, without "
             "async def, asyncdist.blocking.run(main)"
         )
 
@@ -104,6 +104,11 @@ def open_standard_files() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open returns the lowest free descriptor
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
+def print_launcher_line(text: str) -> None:
+    """Print a line of ``asyncdist run`` on standard error, as :func:`print_line` does."""
+    print_line(f"asyncdist run: {text}")
 
 
 def print_line(text: str) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 from asyncdist.collectives.groups import Group
-from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtocolError, RankLostError, RemoteError
+from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RankLostError, RemoteError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.runtime.world import World, world_to_await
 from asyncdist.tensors.serialization import name_and_message
 from asyncdist.waits import WaitId, WaitKind
+
+#: Minimum number of unread messages at which a rank stops receiving.
+_CAPACITY: Final = 1024
 
 AskT = TypeVar("AskT")
 AnswerT = TypeVar("AnswerT")
@@ -91,7 +95,10 @@ class Calls(Generic[AskT, AnswerT]):
         self._world = world = world_to_await(self._world)
         kind: Any = ask_type | answer_type | _Failed | _Left
         name = f"calls of {ask_type.__name__}"
-        self._channel = world.channel(kind, tag=self._tag, name=name, group=self._group)
+        # Each rank must have room for the notices of all others, which this rank sends without waiting when it leaves.
+        capacity = max(_CAPACITY, len((self._group or world.group).ranks))
+        self._channel = world.channel(kind, tag=self._tag, name=name, capacity=capacity, group=self._group)
+        self._not_answering.clear()  # this object may have been entered before
         world.services.on_gone(self._on_gone)
         self._reader = world.services.spawn_service(self._read(self._channel), name=name)
         return self
@@ -112,7 +119,8 @@ class Calls(Generic[AskT, AnswerT]):
             )
         for rank in (self._group or world.group).ranks:
             if rank != world.rank and rank not in self._not_answering and rank not in world.services.gone:
-                self._send_nowait(channel, _Left(), rank, 0)
+                with contextlib.suppress(ClosedError, RankLostError):  # the rank is lost, or its main has returned
+                    channel.send_nowait(_Left(), rank)
         channel.close()
 
     async def ask(self, question: AskT, dest: int) -> AnswerT:
@@ -201,12 +209,6 @@ class Calls(Generic[AskT, AnswerT]):
             raise
         except Exception as error:  # the answer has a field that cannot be sent
             await channel.send(_failed(error), envelope.source, round=envelope.round)
-
-    def _send_nowait(self, channel: Channel[Any], message: Any, dest: int, number: int) -> None:
-        try:
-            channel.send_nowait(message, dest, round=number)
-        except (BusyError, ClosedError, RankLostError):
-            return  # the receiver is lost, has left its block, or is not receiving
 
     def _on_gone(self, rank: int) -> None:
         is_deaf = rank in self._not_answering

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import torch
 
 from asyncdist import validation
+from asyncdist.functional.checkpoints.random_states import numpy_text
 from asyncdist.runtime.world import World, current_world
 
 
@@ -32,9 +32,7 @@ class RestoredNumbers:
 
 
 def _hash_of_states() -> int:
-    name, words, *others = np.random.get_state(legacy=True)
-    numpy_state: Any = (name, np.asarray(words).tobytes(), *others)
-    return hash((random.getstate(), numpy_state, torch.get_rng_state().numpy().tobytes()))
+    return hash((random.getstate(), numpy_text(), torch.get_rng_state().numpy().tobytes()))
 
 
 def seed_all(seed: int, *, world: World | None = None) -> int:

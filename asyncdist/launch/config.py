@@ -105,12 +105,12 @@ class MultiprocessConfig:
         """Return a copy that also has the missing fields that can be determined before the ranks start.
 
         - ``local_world_size``: ``world_size`` if given, otherwise the number of GPUs, or 1 without a GPU.
-        - ``master_port``: a free port of this host.
+        - ``master_port``: a free port of this host, unless ``rank`` is given: other ranks would choose other ports.
         - ``rank`` and ``local_rank``: 0 if there is one rank. Otherwise, ``local_rank`` is derived from ``rank``.
 
         Raises:
-            ValueError: The new values contradict the given ones, ``master_port`` is missing in a job on several hosts,
-                or ``master_addr`` cannot be resolved.
+            ValueError: The new values contradict the given ones, ``master_port`` is missing in a job on several hosts
+                or with a given ``rank``, or ``master_addr`` cannot be resolved.
         """
         local_size = self.local_world_size or self.world_size or max(1, torch.cuda.device_count())
         size = self.world_size or local_size
@@ -119,6 +119,8 @@ class MultiprocessConfig:
                 f"master_port must be set, because only {local_size} of the {size} ranks are on this host; pass the "
                 "same port on all hosts"
             )
+        if self.master_port is None and size > 1 and self.rank is not None and self.init_method == "env://":
+            raise ValueError("master_port must be set to the same port on all ranks if rank is set, got None")
         if size > 1 and self.init_method == "env://":
             addresses.check_address("master_addr", self.master_addr)
         rank = 0 if size == 1 else self.rank

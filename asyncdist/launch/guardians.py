@@ -72,6 +72,8 @@ _ENDS_JOB: Final = b"3"
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
 _PR_SET_CHILD_SUBREAPER: Final = 36
+#: Option of waitpid(2) to include children that clone(2) has created without SIGCHLD.
+_WALL: Final = 0x40000000
 
 
 def guarded(command: list[str], *, parent: int = 0, started: int = 0) -> list[str]:
@@ -123,21 +125,31 @@ def adopt_orphans() -> None:
 
 
 def end_children() -> None:
-    """End all descendants of this process, including orphans that it adopts meanwhile. Works only on Linux."""
+    """End all descendants of this process, including orphans that it adopts meanwhile. Works only on Linux.
+
+    A child of another user, such as a command of sudo, cannot be ended and is not waited for.
+    """
     terminated: set[int] = set()
+    foreign: set[int] = set()
     deadline = time.monotonic() + GRACE_S
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for a killed data worker
     while ARE_SUPPORTED and (late_s := time.monotonic() - deadline) < _GONE_S:
-        while _reap() is not None:
-            pass
-        children = [pid for pid, parent in _parents().items() if parent == os.getpid()]
+        try:
+            while os.waitpid(-1, os.WNOHANG | _WALL)[0]:
+                pass
+        except ChildProcessError:  # without a child, it has no descendants that could become its children
+            return
+        children = {pid for pid, parent in _parents().items() if parent == os.getpid()} - foreign
         if not children:
             return
         for pid in children:
             if late_s >= 0 or pid not in terminated:
                 terminated.add(pid)
-                # The pid cannot have been reused, because only this process reaps its children.
-                os.kill(pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM)
+                try:
+                    # The pid cannot have been reused, because only this process reaps its children.
+                    os.kill(pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM)
+                except PermissionError:
+                    foreign.add(pid)
         time.sleep(_PERIOD_S)
 
 
@@ -165,13 +177,16 @@ class ProcessHandle:
             except OSError:  # the kernel has no pidfds, or the container forbids them
                 pass
 
-    def send(self, number: int) -> None:
-        """Send a signal to the process, unless it has ended."""
-        with contextlib.suppress(ProcessLookupError):
+    def send(self, number: int) -> bool:
+        """Send a signal to the process. Return False if it has ended, or is of another user, such as one of sudo."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             if self._pidfd is not None:
                 signal.pidfd_send_signal(self._pidfd, number)
-            elif _start_of(self._pid) == self._start:
+                return True
+            if _start_of(self._pid) == self._start:
                 os.kill(self._pid, number)
+                return True
+        return False
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the process has ended, or until the timeout has passed."""
@@ -201,11 +216,10 @@ def open_descendants(pid: int) -> list[ProcessHandle]:
 
 
 def kill_all(handles: list[ProcessHandle]) -> None:
-    """Kill these processes, wait until they have ended, and close the handles."""
-    for handle in handles:
-        handle.send(signal.SIGKILL)
-    for handle in handles:
+    """Kill these processes, except those of other users, wait until they have ended, and close the handles."""
+    for handle in [handle for handle in handles if handle.send(signal.SIGKILL)]:
         handle.wait(_GONE_S)
+    for handle in handles:
         handle.close()
 
 

@@ -22,7 +22,6 @@ from typing import Any, Final
 from asyncdist import environment, local_host
 from asyncdist._version import __version__
 from asyncdist.launch import local_ranks, place_claims
-from asyncdist.launch.supervision.restarts import Restarts
 from asyncdist.launchers import addresses, child_environment
 from asyncdist.trust import secret_files
 
@@ -67,7 +66,7 @@ def run(
         job = _read_claim(keeper, address)
         environments = build_environments(environ, job, host=host, port=port, threads=threads, secret=secret)
         taken = ", ".join(map(str, environments))
-        Restarts.print_line(f"joins as rank{'s' if ranks > 1 else ''} {taken} of {job['size']}")
+        local_host.print_launcher_line(f"joins as rank{'s' if ranks > 1 else ''} {taken} of {job['size']}")
         store = contextlib.nullcontext(keeper)
         return local_ranks.run_ranks(
             script, arguments, environments, restarts=restarts, store=store, is_open=True, have_joined=True

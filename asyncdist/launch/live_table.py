@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Final
 
 from asyncdist import environment, local_host
@@ -40,7 +40,7 @@ def run(words: Sequence[str]) -> int:
     shown = [number for number in (1, 2) if os.isatty(number)]
     if not shown or not top.has_rich():
         why = top.NEEDS_RICH if shown else "the output is not a terminal"
-        local_host.print_line(f"asyncdist run: --live: {why}; the job runs without the table")
+        local_host.print_launcher_line(f"--live: {why}; the job runs without the table")
         os.execv(sys.executable, command)
     own_pid = os.getpid()
 
@@ -84,26 +84,31 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
     from rich.live import Live
 
     top.allow_all_text()
-    console, view, is_gone = Console(stderr=is_on_stderr), top.JobView(), False
+    console, view = Console(stderr=is_on_stderr), top.JobView()
+    live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+    is_gone = False  # whether the terminal was closed, which usually also ends the child
     own: str | None = None  # name of the child's job, once it is known
-    with (
-        contextlib.suppress(OSError),  # the terminal may be closed at the end
-        Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
-    ):
-        pipes = [pipe for pipe in (child.stdout, child.stderr) if pipe is not None]
-        copiers = [threading.Thread(target=_copy_and_close, args=(pipe, console), daemon=True) for pipe in pipes]
-        for copier in copiers:
-            copier.start()
+
+    def draw(act: Callable[[], object]) -> None:
+        nonlocal is_gone
+        try:
+            act()
+        except OSError:
+            is_gone = True
+
+    draw(live.start)
+    pipes = [pipe for pipe in (child.stdout, child.stderr) if pipe is not None]
+    copiers = [threading.Thread(target=_copy_and_close, args=(pipe, console), daemon=True) for pipe in pipes]
+    for copier in copiers:
+        copier.start()
+    try:
         while child.poll() is None:
-            found = sockets.jobs()
-            job = job_of_process(child.pid, found)
-            own = job or own
-            if job is not None and not is_gone:
-                view.ask(found[job])
-                try:
-                    live.update(view.drawn(console), refresh=True)
-                except OSError:  # the terminal was closed, which usually also ends the child
-                    is_gone = True
+            with contextlib.suppress(OSError):  # there may be too many open files
+                found = sockets.jobs()
+                if (job := job_of_process(child.pid, found)) is not None and not is_gone:
+                    own = job
+                    view.ask(found[job])
+                    draw(lambda: live.update(view.drawn(console), refresh=True))
             came = signal.sigtimedwait({*launcher_signals.PASSED_ON_SIGNALS, signal.SIGCHLD}, top.PERIOD_S)
             if came is not None and came.si_signo != signal.SIGCHLD:
                 if not launcher_signals.has_reached_foreground(came):
@@ -111,9 +116,11 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
                 launcher_signals.stop_with_ranks(came.si_signo)
         if not is_gone:
             final = last_counters.collect(folder, own) if folder else []
-            live.update(view.drawn_at_end(console, final), refresh=True)
+            draw(lambda: live.update(view.drawn_at_end(console, final), refresh=True))
         for copier in copiers:
             copier.join(1.0)  # a process that outlives the child may hold the pipe open
+    finally:
+        draw(live.stop)
 
 
 def _copy_and_close(pipe: IO[bytes], console: Console) -> None:

@@ -310,7 +310,12 @@ def start(
         process.wait()
         ended()
 
-    threading.Thread(target=await_end, name=f"rank {rank}", daemon=True).start()
+    try:
+        threading.Thread(target=await_end, name=f"rank {rank}", daemon=True).start()
+    except RuntimeError as error:  # there are too many processes and threads
+        process.end()
+        process.wait()
+        raise local_host.LaunchError(f"rank {rank} cannot be supervised: {error}") from error
     return process
 
 
@@ -416,7 +421,7 @@ class _Supervision(Generic[P]):
             return
         if returncode > 0 and newcomer:  # the ranks of the joined job decide whether the job fails
             self._lost_code = self._lost_code or returncode
-            self._restarts.print_line(f"rank {rank}, {newcomer}, {endings.describe_end(returncode)}")
+            local_host.print_launcher_line(f"rank {rank}, {newcomer}, {endings.describe_end(returncode)}")
         elif (
             self._restarts.can_lose_ranks
             and returncode < 0
@@ -459,7 +464,7 @@ def _next_event(events: queue.SimpleQueue[Event], deadline: float | None) -> Eve
 
 def _explain(ranks: Sequence[int], returncode: int, *, others: bool, was_passed_on: bool = False) -> int:
     stopping = "; stopping the others" if others else ""
-    Restarts.print_line(
+    local_host.print_launcher_line(
         f"{ranks_in_words(ranks)} {endings.describe_end(returncode, was_passed_on=was_passed_on)}{stopping}"
     )
     return endings.exit_code(returncode)

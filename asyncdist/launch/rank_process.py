@@ -64,11 +64,13 @@ def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args,
 
     Args:
         func: Function to run. Its return value is dropped.
-        cfg: Config with the rank of this process.
+        cfg: Config with the rank of this process and, if there are several ranks, with the ``master_port`` or
+            ``init_method`` of all ranks.
 
     Raises:
         TypeError: ``func`` is not a function, or ``cfg`` is not a config.
-        ValueError: The config lacks a rank, or has process group options although ``func`` is a coroutine function.
+        ValueError: The config lacks a rank or the ``master_port`` of all ranks, or has process group options although
+            ``func`` is a coroutine function.
         TransportError: The other ranks did not join within 300 s. The message names the rendezvous.
         Exception: An error that ``func`` raised.
     """

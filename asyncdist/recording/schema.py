@@ -63,20 +63,26 @@ class RecordedCapabilities(Struct, frozen=True):
 
 
 class RandomStates(Struct, frozen=True):
-    """Initial states of a rank's random generators, as Python, numpy and torch return them."""
+    """Initial states of a rank's random generators, as Python, numpy and torch return them.
+
+    ``numpy`` is None if numpy's global generator is not an MT19937.
+    """
 
     python: tuple[
         Literal[3],
         Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(min_length=625, max_length=625)],
         float | None,
     ]
-    numpy: tuple[
-        Literal["MT19937"],
-        Annotated[bytes, Meta(min_length=2496, max_length=2496)],
-        Annotated[float, Meta(ge=0, le=624)],
-        Annotated[float, Meta(ge=0, le=1)],
-        float,
-    ]
+    numpy: (
+        tuple[
+            Literal["MT19937"],
+            Annotated[bytes, Meta(min_length=2496, max_length=2496)],
+            Annotated[float, Meta(ge=0, le=624)],
+            Annotated[float, Meta(ge=0, le=1)],
+            float,
+        ]
+        | None
+    )
     torch: Annotated[bytes, Meta(max_length=1 << 16)]
 
     def __post_init__(self) -> None:

@@ -244,7 +244,12 @@ class RecordedEngine(ObservedEngine):
 def _conditions(world: World) -> dict[str, Any]:
     """Return the data that a replay needs in addition to the events, such as capabilities and random states."""
     version, numbers, gauss = random.getstate()
-    numpy_state: Any = numpy.random.get_state()
+    numpy_state: Any = numpy.random.get_state(legacy=False)
+    if numpy_state["bit_generator"] == "MT19937":
+        own, others = numpy_state["state"], (numpy_state["has_gauss"], numpy_state["gauss"])
+        numpy_fields = ["MT19937", own["key"].tobytes(), *map(float, (own["pos"], *others))]
+    else:
+        numpy_fields = None  # a replay does not repeat the numbers of other generators
     return {
         "nonce": world.services.nonce,
         "hosts": None if world.services.hosts is None else list(world.services.hosts),
@@ -253,7 +258,7 @@ def _conditions(world: World) -> dict[str, Any]:
         "first_seed": _FIRST_SEED,
         "random": {
             "python": [version, list(numbers), gauss],
-            "numpy": [numpy_state[0], numpy_state[1].tobytes(), *map(float, numpy_state[2:])],
+            "numpy": numpy_fields,
             "torch": torch.get_rng_state().numpy().tobytes(),
         },
     }

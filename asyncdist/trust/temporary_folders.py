@@ -43,7 +43,8 @@ class TemporaryFolder:
         path = os.path.join(base, prefix + name)
         with private_folders.opened(path, makes=True) as folder:
             with contextlib.suppress(OSError):  # a network drive may not support locks
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A process that looks for left folders may have locked it for a moment. Two hosts may share the folder.
+                fcntl.flock(folder, fcntl.LOCK_SH)
                 return TemporaryFolder(path, os.dup(folder))
             return TemporaryFolder(path)
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import _compat_pickle
 import pickletools
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -23,8 +23,8 @@ import torch
 #: Number of items that a tuple, and the tuples in it, may always have together. A larger number is allowed if the
 #: pickle contains that many items.
 _ITEM_COUNT_MAX: Final = 1_000_000
-#: Number of different numbers or tuples that may have the same hash. Other values than -1 and -2, and tuples of them,
-#: have equal hashes only if they were chosen.
+#: Number of different large numbers, or tuples that may become keys, that may have the same hash. Other values than -1
+#: and -2, and tuples of them, have equal hashes only if they were chosen.
 _EQUAL_HASH_COUNT_MAX: Final = 100
 #: Integers of smaller absolute value have different hashes.
 _HASH_MODULUS: Final = sys.hash_info.modulus
@@ -60,10 +60,10 @@ class _Tuple:
 
 @dataclass(slots=True)
 class _Container:
-    """A list or dictionary, and its number of items, or of keys and values."""
+    """A list or dictionary, and its items, or keys and values."""
 
     kind: str
-    count: int = 0
+    items: list[Any] = field(default_factory=list)
 
 
 # Strings and numbers on the stack are themselves, and all other values are None.
@@ -79,8 +79,8 @@ def _copies(kind: str) -> Callable[[tuple[Any, ...]], int | None]:
         match arguments:
             case ():
                 return 0
-            case (_Container(found, count),) if found == kind:
-                return count
+            case (_Container(found, items),) if found == kind:
+                return len(items)
         return None
 
     return count
@@ -183,12 +183,16 @@ class _Values:
             self._check_call(function, arguments, is_new=name == "NEWOBJ")
             self._stack.append(self._result(function, arguments))
         elif name == "BINPERSID":
-            self._popped(1)
+            (storage,) = self._popped(1)
+            if isinstance(storage, _Tuple):
+                self._count_keys(storage.items[2:3])  # the name by which torch finds the storage
             self._stack.append(None)
-        elif name in _POPPED:
-            self._add(self._popped(_POPPED[name]))
-        elif name in ("APPENDS", "SETITEMS"):
-            self._add(self._popped_to_mark())
+        elif name in ("APPEND", "APPENDS"):
+            self._append(self._popped(1) if name == "APPEND" else self._popped_to_mark())
+        elif name in ("SETITEM", "SETITEMS"):
+            self._set_items(self._popped(2) if name == "SETITEM" else self._popped_to_mark())
+        elif name == "BUILD":
+            self._popped(1)
         elif name not in ("PROTO", "STOP"):
             raise ValueError(f"it has the instruction {name}, which torch.save does not write")
 
@@ -205,9 +209,16 @@ class _Values:
                 return self._popped(count + 1)[1:]
         raise ValueError("its pickle is invalid")
 
-    def _add(self, items: list[Any]) -> None:
+    def _append(self, items: list[Any]) -> None:
         if self._stack and isinstance(self._stack[-1], _Container):
-            self._stack[-1].count += len(items)
+            if not self._stack[-1].items:
+                self._count_keys(items[:1])  # a list of a key and a value may become an item of a dictionary
+            self._stack[-1].items += items
+
+    def _set_items(self, items: list[Any]) -> None:
+        self._count_keys(items[::2])
+        if self._stack and isinstance(self._stack[-1], _Container):
+            self._stack[-1].items += items
 
     def _make_tuple(self, items: list[Any]) -> None:
         count = 1 + sum(each.count if isinstance(each, _Tuple) else 1 for each in items)
@@ -215,8 +226,14 @@ class _Values:
             raise ValueError("it has tuples that contain each other too often")
         known = tuple(each if isinstance(each, str | int | float | complex | _Tuple) else None for each in items)
         made = _Tuple(tuple(items), count, hash(known), hash(tuple(map(_other_hash, known))))
-        self._count_hash(made.hash, made.other_hash)
+        self._count_keys(items[:1])
         self._stack.append(made)
+
+    def _count_keys(self, values: Sequence[Any]) -> None:
+        """Count the hashes of tuples that are or may become keys or items of a set. Others may have equal hashes."""
+        for value in values:
+            if isinstance(value, _Tuple):
+                self._count_hash(value.hash, value.other_hash)
 
     def _count_hash(self, value: int, other: int) -> None:
         others = self._hashes.get(value, ())
@@ -255,11 +272,11 @@ class _Values:
             self._copied_count += count
             if self._copied_count > self._count:  # torch.save writes each value that it copies
                 raise ValueError(f"it calls {name} too often with the same arguments")
+            if name == "builtins.set" and items:
+                self._count_keys(items[0].items)
 
 
 _TUPLES: Final[Mapping[str, int]] = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-#: Instructions that remove values from the stack, and change the value below.
-_POPPED: Final[Mapping[str, int]] = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}
 _CONSTANTS: Final[Mapping[str, Any]] = {
     "MARK": _MARK,
     **dict.fromkeys(("NONE", "NEWTRUE", "NEWFALSE", "EMPTY_SET", "SHORT_BINSTRING"), None),

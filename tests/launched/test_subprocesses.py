@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import torchrun
+from support.facts import naming
 from support.subprocesses import TIMEOUT_S, config, launch_here, note_rank, report, reports
 
 import asyncdist as ad
@@ -36,7 +37,7 @@ def test_what_is_missing_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cfg.world_size, cfg.local_world_size, cfg.rank, cfg.local_rank) == (4, 4, None, None)
     assert cfg.master_port is not None
     assert 0 < cfg.master_port < 65536
-    assert MultiprocessConfig.resolve(MultiprocessConfig(world_size=2, rank=1)).local_rank == 1
+    assert MultiprocessConfig(world_size=2, rank=1, master_port=1).resolve().local_rank == 1
     assert MultiprocessConfig(local_world_size=3).resolve().world_size == 3
     on_the_second_host = MultiprocessConfig(world_size=8, local_world_size=4, rank=6, master_port=1).resolve()
     assert on_the_second_host.local_rank == 2
@@ -108,6 +109,15 @@ def test_a_config_that_cannot_be_is_refused(options: dict[str, Any], words: str)
 def test_hosts_must_agree_on_a_port() -> None:
     with pytest.raises(ValueError, match="master_port must be set, because only 4 of the 8 ranks are on this host"):
         MultiprocessConfig(world_size=8, local_world_size=4).resolve()
+
+
+def test_ranks_that_start_on_their_own_must_agree_on_a_port(tmp_path: Path) -> None:
+    """Regression: each process chose a port of its own, and waited there for the others for 300 s."""
+    for cfg in (config(2, rank=0), config(2, rank=1, master_addr="localhost")):
+        with pytest.raises(ValueError, match=naming("master_port", "None", "all ranks")):
+            ad.init_and_run(note_rank, cfg, str(tmp_path))
+    config(2, rank=1, init_method="tcp://127.0.0.1:1").resolve()
+    config(1, rank=0).resolve()
 
 
 def test_an_address_without_a_host_is_named_before_a_rank_waits() -> None:

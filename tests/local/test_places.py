@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -27,6 +28,7 @@ from asyncdist.launch.supervision.endings import describe_end
 from asyncdist.launch.supervision.restarts import Restarts
 from asyncdist.launchers import detection, job_rendezvous
 from asyncdist.launchers.variables import TorchRendezvous
+from asyncdist.local_host import LaunchError
 from asyncdist.transports.matching import CallbackQueue, Matcher
 from asyncdist.transports.torch_distributed.gloo_mesh import Mesh
 from asyncdist.transports.torch_distributed.meeting import newcomers, rendezvous
@@ -482,6 +484,7 @@ class Supervised:
         self.events: queue.SimpleQueue[local_ranks.Event] = queue.SimpleQueue()
         self.keeper = Keeper()
         self.started: list[tuple[int, str]] = []
+        self.is_memory_short = False
         environments = {rank: {environment.INCARNATION_VARIABLE: str(number)} for rank, number in ranks.items()}
         self.processes = {rank: Rank(rank, self.events) for rank in ranks}
         self.again = Restarts(
@@ -494,6 +497,8 @@ class Supervised:
         )
 
     def _start(self, rank: int, variables: Mapping[str, str]) -> Rank:
+        if self.is_memory_short:
+            raise LaunchError(f"rank {rank} cannot be started: {os.strerror(errno.ENOMEM)}")
         self.started.append((rank, variables[environment.INCARNATION_VARIABLE]))
         process = Rank(rank, self.events)
         process.ends(0)
@@ -541,6 +546,20 @@ def test_a_launcher_whose_store_has_ended_restarts_no_rank(capsys: pytest.Captur
     assert job.run() == 0 and not job.started
     first, *_ = capsys.readouterr().err.splitlines()
     assert names(first, "the store", describe_end(-9))
+
+
+@pytest.mark.parametrize("have_joined", [False, True])
+def test_a_restart_that_fails_ends_no_healthy_job(capsys: pytest.CaptureFixture[str], *, have_joined: bool) -> None:
+    """Regression: if fork() found no memory, the error killed the other ranks."""
+    job = Supervised({0: 0, 1: 0, 2: 0}, 3, have_joined=have_joined)
+    job.is_memory_short = True
+    job.processes[1].ends(-9)
+    job.processes[0].ends(0)
+    job.processes[2].ends(0)
+    assert job.run() == (137 if have_joined else 0) and not job.processes[2].signals
+    assert job.keeper.said[:2] == ["exited/1.0 ", "place/1 free 1"]
+    _, second = capsys.readouterr().err.splitlines()
+    assert names(second, "rank 1", os.strerror(errno.ENOMEM))
 
 
 def test_launcher_asked_for_a_report_forwards_it_to_its_ranks() -> None:

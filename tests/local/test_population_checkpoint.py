@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import random
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from asyncdist import World
 from asyncdist.errors import LocalProtocolError, RankLostError, RemoteError
 from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, manifests
 from asyncdist.functional.checkpoints.checkpoint_files import ModelFormat
+from asyncdist.functional.seeding import RestoredNumbers
 from asyncdist.functional.soups.saved import uniform_soup
 from asyncdist.simulation import Fault, Kill, Restart
 from asyncdist.tensors.optimizers import loading
@@ -184,6 +187,14 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert kept == {"checkpoint-000009", "checkpoint-000010", *foreign}
     found = ad.simulate(load, tmp_path / "checkpoint-000009", ranks=2, strict=True).results
     assert [source for source, _, _ in found] == [0, 1]
+
+
+def test_old_checkpoints_are_deleted_if_the_newest_was_deleted(tmp_path: Path) -> None:
+    """Regression: ValueError, if another job deleted the new checkpoint before its ranks deleted older ones."""
+    for number in (1, 2, 4):
+        (tmp_path / manifests.name_of(number)).mkdir()
+    checkpoint_files._delete_old(tmp_path / manifests.name_of(3), keep=1)
+    assert manifests.numbers(tmp_path) == [4]
 
 
 def test_a_checkpoint_behind_a_link_is_not_deleted(tmp_path: Path) -> None:
@@ -526,3 +537,39 @@ def test_huge_metrics_of_a_replica_are_compared() -> None:
     metrics = [1.0, 1.0, 1.5e308, 1.5e308]
     files = [{"metric": metric, "metric_mode": "max", "replica_size": 2} for metric in metrics]
     assert manifests.plan(files, 2) == [2, 3]
+
+
+@pytest.fixture
+def generator() -> Iterator[np.random.BitGenerator]:
+    """Return numpy's global bit generator, which is a PCG64 during the test."""
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    yield np.random.get_bit_generator()
+    np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "Philox", "SFC64"])
+@pytest.mark.usefixtures("generator")
+def test_another_generator_of_numpy_continues(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: save_population, and integrations that compare random states, failed with KeyError or ValueError."""
+    np.random.set_bit_generator(getattr(np.random, kind)(1))
+    expected = []
+
+    async def main(world: ad.World, *, loads: bool) -> None:
+        if loads:
+            await ad.load_population(tmp_path, nn.Linear(1, 1))
+            return
+        np.random.normal()  # stores the second number of a pair
+        await ad.save_population(tmp_path, nn.Linear(1, 1))
+        restored = RestoredNumbers(None)
+        restored.note()
+        assert restored.are_unchanged
+        expected.extend([np.random.normal(), np.random.rand(), np.random.randint(9)])
+        assert not restored.are_unchanged
+
+    ad.run_local(functools.partial(main, loads=False), ranks=1)
+    ad.run_local(functools.partial(main, loads=True), ranks=1)
+    assert [np.random.normal(), np.random.rand(), np.random.randint(9)] == expected and not caplog.records
+    np.random.set_bit_generator(np.random.MT19937(1))
+    ad.run_local(functools.partial(main, loads=True), ranks=1)
+    assert names(caplog.text, kind, "MT19937")

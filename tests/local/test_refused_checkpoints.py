@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.facts import naming
@@ -67,6 +68,7 @@ def _with_option(**options: Any) -> Callable[[dict[str, Any]], None]:
             lambda state: state.update(extra=[torch.zeros(1).expand(3 << 26)] * 5 + [torch.ones(1).expand(3 << 26)]),
             "it has expanded tensors of 1610612736 bytes",
         ),
+        (_with_option(params=[0, 1, 2, (-1, -2)]), "the parameters of a group must be numbers or names, got a tuple"),
         (_with_state(exp_avg=torch.zeros(3, 4, device="meta")), "'exp_avg' of parameter 0 has no values"),
         (_with_state(exp_avg=torch.ones(3, 4, dtype=torch.int64)), "must have floating-point numbers, got torch.int64"),
         (_with_state(exp_avg="x"), "must be a tensor or a number, got 'x'"),
@@ -201,6 +203,17 @@ def test_a_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path: Path) -> None:
             ValueError,
             "position of numpy's generator must be from 0 to 624, got 625",
         ),
+        (
+            lambda folder: put(folder, {}, random={**RANDOM, "numpy": numpy_text("Philox", buffer_pos=-1)}),
+            ValueError,
+            "position of numpy's generator must be from 0 to 4, got -1",
+        ),
+        (
+            lambda folder: put(folder, {}, random={**RANDOM, "numpy": numpy_text("PCG64", bit_generator="shuffle")}),
+            ValueError,
+            "numpy's generator must be one of numpy's, got 'shuffle'",
+        ),
+        (lambda folder: put(folder, {}, random={**RANDOM, "numpy": "[]"}), ValueError, "reading it raised TypeError"),
         (lambda folder: put(folder, {}, optimizer=[]), ValueError, "reading it raised TypeError"),
         (lambda folder: put_bytes(folder, b"no archive"), ValueError, "rank-00000.pt must be the file of a rank"),
     ],
@@ -228,6 +241,11 @@ RANDOM = {
     "torch": torch.get_rng_state(),
     "cuda": [],
 }
+
+
+def numpy_text(kind: str, **fields: Any) -> str:
+    state: Any = np.random.RandomState(getattr(np.random, kind)(1)).get_state(legacy=False)
+    return json.dumps({**state, **fields}, default=np.ndarray.tolist)
 
 
 def change_version(folder: Path) -> None:
@@ -280,5 +298,76 @@ def test_checkpoint_of_another_optimizer_is_refused_unchanged(tmp_path: Path) ->
         with pytest.raises(ValueError, match="an optimizer of the class SGD, got Adam"):
             await ad.load_population(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.1))
         assert weights_of(other) == before
+
+    ad.simulate(main, ranks=1, strict=True).value()
+
+
+def test_the_check_of_a_large_state_writes_few_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each tensor had a record in a file in memory; 1,000 parameters blocked the event loop for 1 s."""
+    counts, check = [], torch_files.check_archive
+
+    def check_and_count(file: Any) -> None:
+        counts.append(len(zipfile.ZipFile(file).namelist()))
+        check(file)
+
+    async def main(world: World) -> None:
+        monkeypatch.setattr(torch_files, "check_archive", check_and_count)
+        await ad.save_population(tmp_path, nn.Sequential(*(nn.Linear(1, 1) for _ in range(50))))
+        monkeypatch.undo()
+
+    ad.simulate(main, ranks=1, strict=True).value()
+    assert counts and max(counts) < 20
+
+
+class Foreign:
+    """An object that is saved as a policy, whose state and attributes have the names of a policy's."""
+
+    def __init__(self, state: dict[str, Any], iteration: Any = None, completed_rounds: Any = ()) -> None:
+        self.state, self.iteration, self.completed_rounds = state, iteration, completed_rounds
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+@pytest.mark.parametrize(
+    ("state", "entry"),
+    [
+        ({"metric": "accuracy"}, (None, "max", 1)),
+        ({"metric": True, "metric_mode": None}, (None, "max", 1)),
+        ({"metric": 10**400, "metric_mode": "min"}, (None, "min", 1)),
+        ({"metric": 0.5, "metric_mode": "maximize"}, (None, "max", 1)),
+        ({"metric": 3, "metric_mode": "min", "replica_size": 2}, (3.0, "min", 2)),
+        ({"metric": 0.5, "metric_mode": ["min"], "replica_size": "2"}, (None, "max", 1)),
+        ({"metric": torch.ones(2), "replica_size": True}, (None, "max", 1)),
+        ({"replica_size": 0}, (None, "max", 1)),
+    ],
+)
+def test_unsuitable_keys_of_a_foreign_state_are_ignored(
+    state: dict[str, Any], entry: tuple[Any, ...], tmp_path: Path
+) -> None:
+    """Regression: no checkpoint of such an object could be loaded, because its manifest was refused."""
+
+    async def main(world: World) -> None:
+        folder = await ad.save_population(tmp_path, nn.Linear(1, 1), policy=Foreign(state))
+        manifest = json.loads((folder / "manifest.json").read_text())
+        assert tuple(manifest["files"][0][name] for name in ("metric", "metric_mode", "replica_size")) == entry
+        loaded = Foreign({})
+        await ad.load_population(tmp_path, nn.Linear(1, 1), policy=loaded)
+        assert list(loaded.state) == list(state)
+
+    ad.simulate(main, ranks=1, strict=True).value()
+
+
+@pytest.mark.parametrize("attributes", [(-1,), (True,), (1 << 61,), (3, 5), (3, ["a"]), (3, [1, 2])])
+def test_unsuitable_iterations_of_an_object_are_ignored(attributes: tuple[Any, ...], tmp_path: Path) -> None:
+    """Regression: a checkpoint of an object with the iteration -1 or True could not be loaded."""
+
+    async def main(world: World) -> None:
+        folder = await ad.save_population(tmp_path, nn.Linear(1, 1), policy=Foreign({"a": 1}, *attributes))
+        assert ("moment" in json.loads((folder / "manifest.json").read_text())) == (attributes == (3, [1, 2]))
+        await ad.load_population(tmp_path, nn.Linear(1, 1), policy=Foreign({}))
 
     ad.simulate(main, ranks=1, strict=True).value()

@@ -9,6 +9,7 @@ import pytest
 from support.facts import naming
 
 import asyncdist as ad
+from asyncdist.functional import calls as calls_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,44 @@ def test_who_answers_nobody_and_who_has_left() -> None:
     ad.run_local(main, ranks=3, strict=False)
     for seed in range(20):
         ad.simulate(main, ranks=3, seed=seed).value()
+
+
+def test_one_object_may_be_entered_several_times() -> None:
+    """Regression: with some seeds, a rank that had left the first block was refused in the second (ClosedError)."""
+
+    async def main(world: ad.World) -> list[int]:
+        replies, calls = [], ad.Calls(Ask, Answer, tag=50, answer=slowly)
+        for number in range(3):
+            async with calls:
+                replies.append((await calls.ask(Ask(number), 1 - world.rank)).number)
+                await ad.barrier()
+        return replies
+
+    for seed in range(20):
+        assert list(ad.simulate(main, ranks=2, seed=seed, strict=True).results) == [[0, 2, 4]] * 2
+
+
+def test_every_rank_is_notified_that_a_rank_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with more than 1024 ranks that took no messages, some waited forever for an answer."""
+    monkeypatch.setattr(calls_module, "_CAPACITY", 1)
+
+    async def main(world: ad.World) -> None:
+        calls = ad.Calls(Ask, Answer, tag=50, answer=slowly)
+        if world.rank == 0:
+            async with calls:
+                # After 1024 messages that a rank has not received, further messages wait.
+                asks = [asyncio.ensure_future(calls.ask(Ask(0), dest)) for dest in (1, 2, 3) for _ in range(1030)]
+                await asyncio.wait(asks, timeout=1.0)
+                for ask in asks:
+                    ask.cancel()
+        else:
+            await asyncio.sleep(2.0)
+            async with calls:
+                with pytest.raises(ad.ClosedError, match=naming("rank 0")):
+                    await asyncio.wait_for(calls.ask(Ask(1), 0), 100.0)
+        await ad.barrier()
+
+    ad.simulate(main, ranks=4, seed=1).value()
 
 
 def test_who_is_killed_leaves_nobody_waiting() -> None:

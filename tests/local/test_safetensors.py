@@ -100,6 +100,27 @@ def test_tensors_that_overlap_or_share_come_back_as_they_were(state: dict[str, A
     assert all(torch.equal(value, found[name]) for name, value in state.items())
 
 
+def test_a_negated_view_is_not_tied(tmp_path: Path) -> None:
+    """Regression: a view like ``number.conj().imag`` was loaded with the sign of the memory that it shares."""
+    number = torch.tensor([1 + 2j])
+    written = {"imag": number.imag, "negated": number.conj().imag}
+    rest, tied = write_model(tmp_path / "model.safetensors", written)
+    state = read_model(tmp_path / "model.safetensors", rest, tied)
+    assert {name: value.tolist() for name, value in state.items()} == {"imag": [2.0], "negated": [-2.0]}
+
+
+def test_the_metadata_format_is_no_tied_name(tmp_path: Path) -> None:
+    """Regression: a file with a parameter ``pt`` was refused, because its metadata has the entry format=pt."""
+    model = nn.Module()
+    model.pt = nn.Parameter(torch.ones(3))
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert ad.uniform_soup(model, [tmp_path / "model.safetensors"]).members == (0,)
+    shared = torch.ones(2)
+    write_model(tmp_path / "tied.safetensors", {"a": shared, "format": shared})
+    with safetensors.safe_open(tmp_path / "tied.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
 def test_torn_or_missing_weights_are_refused_without_a_change(tmp_path: Path) -> None:
     async def main(_: World) -> None:
         folder = await ad.save_population(tmp_path, nn.Linear(2, 2), format="safetensors")

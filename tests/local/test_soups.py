@@ -185,6 +185,24 @@ def test_folders_of_save_population_are_sources(population: Path) -> None:
         ad.lawa(model, population, rank=2)
 
 
+def test_lawa_counts_checkpoints_in_a_list_of_folders(population: Path) -> None:
+    """Regression: ``last`` counted the models of all ranks, and ``rank`` was refused for a list of folders."""
+    model = model_with(np.zeros(8, np.float32))
+
+    def mean(*numbers: int) -> np.ndarray[Any, Any]:
+        return running_mean([vector_of(number) for number in numbers])
+
+    folders = sorted(population.iterdir())
+    assert ad.lawa(model, folders, last=2).members == (0, 1, 2, 3)
+    assert np.array_equal(vector(model), mean(20, 21, 30, 31))
+    ad.lawa(model, iter(folders[:3]), last=2, rank=1)
+    assert np.array_equal(vector(model), mean(11, 21))
+    with pytest.raises(ValueError, match=naming("rank", "0", "folder")):
+        ad.lawa(model, [*folders, states(1)[0]], rank=0)
+    with pytest.raises(TypeError, match=naming("sources[4]", "int")):
+        ad.lawa(model, [*folders, 5], last=2)  # type: ignore[list-item]
+
+
 def test_models_with_nan_are_left_out_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     given = states(4)
     given[1]["weight"][0, 3] = math.nan
@@ -394,6 +412,7 @@ OTHER = nn.Linear(3, 1).state_dict()
         (lambda: ad.greedy_soup(MODEL, [MODEL.state_dict()], score=lambda _: math.nan), ValueError, ("finite", "nan")),
         (lambda: ad.lawa(MODEL, [MODEL.state_dict()], last=0), ValueError, ("last", "0")),
         (lambda: ad.lawa(MODEL, [MODEL.state_dict()], rank=0), ValueError, ("rank", "0")),
+        (lambda: ad.lawa(MODEL, [MODEL.state_dict()], rank=True), ValueError, ("rank", "True", "integer")),
         (lambda: ad.ema(MODEL, 1.0), ValueError, ("decay", "1.0", "below 1")),
         (lambda: ad.ema(MODEL, -0.1), ValueError, ("decay", "-0.1")),
         (lambda: ad.ema(MODEL, math.nan), ValueError, ("decay", "nan")),
@@ -438,6 +457,15 @@ def test_an_empty_loader_would_leave_no_statistics() -> None:
     with pytest.raises(ValueError, match=naming("loader", "at least one batch")):
         ad.uniform_soup(model, given, loader=[])
     assert (model[1].running_mean == 3.0).all()
+
+
+def test_an_unfit_batch_leaves_the_momenta_of_batchnorm() -> None:
+    """Regression: BatchNorm.momentum was None afterwards, so that training used cumulative averages."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=0.3), nn.BatchNorm1d(2, momentum=None))
+    given = [copy.deepcopy(model.state_dict()) for _ in range(2)]
+    with pytest.raises(RuntimeError):
+        ad.uniform_soup(model, given, loader=[torch.randn(4, 2), torch.randn(4, 5)])
+    assert [layer.momentum for layer in model[1:]] == [0.3, None] and model.training
 
 
 def test_a_check_of_a_loader_does_not_begin_to_read_it() -> None:

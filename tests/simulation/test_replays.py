@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -210,6 +211,22 @@ async def adds(world: ad.World) -> float:
         total += await ad.all_reduce(torch.tensor([float(world.rank)]))
     await ad.barrier()
     return total.item()
+
+
+def test_a_run_with_another_generator_of_numpy_is_recorded(tmp_path: Path) -> None:
+    """Regression: the rank ended with KeyError when it began to record."""
+
+    async def main(world: ad.World) -> int:
+        await ad.barrier()
+        return world.rank
+
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        ad.run_local(main, ranks=2, record=tmp_path)
+    finally:
+        np.random.set_bit_generator(before)
+    assert replay(main, recording=read_recording(tmp_path)).report.results == (0, 1)
 
 
 def test_collectives_that_used_no_recorded_message_take_place(tmp_path: Path) -> None:

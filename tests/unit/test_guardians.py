@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -56,3 +58,56 @@ def test_processes_that_a_user_may_not_see_are_passed_over(monkeypatch: pytest.M
     monkeypatch.setattr(guardians, "_parent_of", hide_the_first)
     parents = guardians._parents()
     assert parents[os.getpid()] == os.getppid() and 1 not in parents
+
+
+@pytest.fixture
+def _sigchld() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("_sigchld")
+def test_a_child_of_another_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a command of sudo that a successful rank had left ended the job with PermissionError and code 1."""
+    sent = []
+
+    def kill(pid: int, number: int) -> None:
+        sent.append((pid, number))
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr(os, "waitpid", lambda *_: (0, 0))
+    monkeypatch.setattr(guardians, "_parents", lambda: {7: os.getpid()})
+    monkeypatch.setattr(guardians, "GRACE_S", 60.0)
+    guardians.end_children()
+    assert sent == [(7, signal.SIGTERM)]
+
+
+@pytest.mark.usefixtures("_sigchld")
+def test_proc_is_not_read_for_a_process_without_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading /proc takes long on a host with many processes."""
+
+    def waitpid(*_: int) -> tuple[int, int]:
+        raise ChildProcessError
+
+    monkeypatch.setattr(os, "waitpid", waitpid)
+    monkeypatch.setattr(guardians, "_parents", lambda: pytest.fail("it has read /proc"))
+    guardians.end_children()
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_processes_of_other_users_are_not_waited_for(monkeypatch: pytest.MonkeyPatch, *, has_pidfd: bool) -> None:
+    """Regression: PermissionError when ``launch_subprocesses`` stopped a rank that had started a command of sudo."""
+
+    def refuse(*_: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refuse)
+    if has_pidfd and hasattr(signal, "pidfd_send_signal"):
+        monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    else:
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+    handle = guardians.ProcessHandle(os.getppid())
+    monkeypatch.setattr(handle, "wait", lambda _: pytest.fail("it waits for a process that has got no signal"))
+    guardians.kill_all([handle])

@@ -19,8 +19,6 @@ import pytest
 from asyncdist import cli, environment as launch, local_host, rank_program
 from asyncdist.launch import mpirun, run_command, store_server
 from asyncdist.launch.mpirun import Installation
-from asyncdist.launch.supervision import mpirun_process
-from asyncdist.launch.supervision.restarts import Restarts
 from asyncdist.launchers import addresses
 
 # -- finding an MPI ----------------------------------------------------------------------------------------------------
@@ -396,8 +394,7 @@ def test_a_launcher_continues_if_its_lines_cannot_be_written(monkeypatch: pytest
     full = os.open("/dev/full", os.O_WRONLY)
     with monkeypatch.context() as patched:
         patched.setattr("sys.stderr", FullDisk())
-        Restarts.print_line("rank 1 was killed")
-        mpirun_process._print_line("rank 1 was killed")
+        local_host.print_launcher_line("rank 1 was killed")
         local_host.write_output(full, b"a rank's output")
         store_server.process_lines(SimpleNamespace(set=keys.__setitem__), ["!to join, run\n", "places 4\n"])
     os.close(full)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -408,3 +409,32 @@ def test_lost_or_limited_terminal_blocks_no_rank() -> None:
     copied([b"caf\xc3\xa9\n" * 12_000], to)
     to.close()
     copied([b"cafe\n" * 20_000], to)
+
+
+class Child:
+    """A process that ends at the third look."""
+
+    pid, stdout, stderr = 1, None, None
+
+    def __init__(self) -> None:
+        self.codes = [None, None, 0]
+
+    def poll(self) -> int | None:
+        return self.codes.pop(0)
+
+
+@pytest.mark.parametrize("fault", ["no descriptors", "closed terminal"])
+def test_the_table_waits_for_the_job_after_an_error(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: an OSError while the job ran ended ``asyncdist run --live`` with a TypeError, and the job."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(live_table.top, "PERIOD_S", 0.001)
+    if fault == "no descriptors":
+        monkeypatch.setattr(live_table.sockets, "jobs", fail)
+    else:
+        monkeypatch.setattr(Console, "print", fail)
+    child = Child()
+    live_table._show(child, "", is_on_stderr=True)  # type: ignore[arg-type]
+    assert not child.codes

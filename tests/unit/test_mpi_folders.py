@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from asyncdist.launch import guardians, live_table
 from asyncdist.trust import mpi_folders, private_folders
 from asyncdist.trust.mpi_folders import MpiFolders
+from asyncdist.trust.temporary_folders import TemporaryFolder
 
 MPIRUN = "PRTE_MCA_prte_local_tmpdir_base"
 DAEMONS = "PRTE_MCA_prte_remote_tmpdir_base"
@@ -41,6 +44,29 @@ def test_only_this_user_can_enter_the_folders(bases: tuple[Path, Path]) -> None:
             "two hosts that share a folder for temporary files must be able to make it"
         )
     assert [list(base.iterdir()) for base in bases] == [[], []]
+
+
+def test_a_folder_is_locked_even_if_a_job_looks_at_it(
+    bases: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it was not locked if another job, which looked for folders of killed jobs, had just locked it."""
+    flock, ends = fcntl.flock, []
+
+    def flock_after_a_look(descriptor: int, operation: int) -> None:
+        if not ends:
+            look = os.open(next(bases[0].iterdir()), os.O_RDONLY)
+            flock(look, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ends.append(threading.Timer(0.05, os.close, [look]))
+            ends[0].start()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_after_a_look)
+    folder = TemporaryFolder.make(str(bases[0]), "asyncdist-mpi-", "new")
+    ends[0].join()
+    os.utime(folder.path, (0, 0))
+    TemporaryFolder.make(str(bases[0]), "asyncdist-mpi-", "newer").remove()
+    assert Path(folder.path).is_dir()
+    folder.remove()
 
 
 def test_the_next_job_removes_folders_of_killed_jobs(bases: tuple[Path, Path]) -> None:

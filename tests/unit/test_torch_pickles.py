@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import struct
 import zipfile
@@ -73,6 +74,31 @@ EQUAL_HASHES = {
     "pairs": keys(*(tuple_of(number(a), number(b)) for a, b in PAIRS)),
     "sizes": keys(*(tuple_of(call("torch", "Size", tuple_of(number(a), number(b)))) for a, b in PAIRS)),
     "complex numbers": keys(*(call("__builtin__", "complex", real(-1000003 * k), real(k)) for k in range(1, 103))),
+}
+_SIGNS = [tuple_of(*(number(-1 - (index >> bit & 1)) for bit in range(7))) for index in range(1 << 7)]
+EQUAL_HASHES |= {
+    "numbers -1 and -2": keys(*_SIGNS),
+    "single keys": b"}" + b"".join(pair + b"Ns" for pair in _SIGNS),
+    "single items of a set": call("__builtin__", "set", b"]" + b"".join(pair + b"a" for pair in _SIGNS)),
+    "items of a set": call("__builtin__", "set", b"](" + b"".join(_SIGNS) + b"e"),
+    "set by type": call(
+        "torch._tensor",
+        "_rebuild_from_type_v2",
+        named("__builtin__", "set"),
+        named("torch", "Tensor"),
+        tuple_of(b"](" + b"".join(_SIGNS) + b"e"),
+        b"}",
+    ),
+    "pairs in lists": call(
+        "collections", "OrderedDict", b"](" + b"".join(b"](" + pair + b"Ne" for pair in _SIGNS) + b"e"
+    ),
+    "pairs in tuples": call("collections", "OrderedDict", b"](" + b"".join(pair + b"N\x86" for pair in _SIGNS) + b"e"),
+    "storages": b"]("
+    + b"".join(
+        tuple_of(text("storage"), named("torch", "FloatStorage"), pair, text("cpu"), number(1)) + b"Q"
+        for pair in _SIGNS
+    )
+    + b"e",
 }
 LATIN = call("_codecs", "encode", text("a"), text("latin1"))
 HOSTILE = {
@@ -189,6 +215,7 @@ def test_all_other_objects_that_torch_loads_are_read(tmp_path: Path) -> None:
         "groups": [{"betas": shared, "params": [0]} for _ in range(1000)],
         "table": {(row, column / 8): row for row in range(30) for column in range(-9, 9)},
         "moves": [(column, 0) for _ in range(200) for column in (-1, -2)],  # these numbers have equal hashes
+        "signs": [*itertools.product((-1, -2), repeat=7), *itertools.product((0.0, -0.0), repeat=7)],
         "repeated": [(1 << 70, (1, -1.0, None)) for _ in range(1000)],
         "large": [1 << power for power in range(200)],
     }
@@ -199,6 +226,7 @@ def test_all_other_objects_that_torch_loads_are_read(tmp_path: Path) -> None:
         found = torch_files.load(tmp_path / "a.pt")
         assert found.keys() == content.keys()
         assert found["containers"] == content["containers"] and found["values"] == content["values"]
+        assert found["signs"] == content["signs"]
 
 
 @pytest.mark.slow  # DTensors take most of a second to import

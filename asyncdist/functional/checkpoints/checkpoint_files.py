@@ -131,15 +131,22 @@ def write_rank(folder: Path, index: int, state: Mapping[str, Any], format: Model
             raise
 
 
-def read_rank(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state written by :func:`write_rank`. Raise ValueError if a file is incomplete or damaged."""
+def read_rank(folder: Path, entry: Mapping[str, Any], *, is_mapped: bool = False) -> dict[str, Any]:
+    """Return the state written by :func:`write_rank`, memory-mapped if ``is_mapped``.
+
+    Raise ValueError if a file is incomplete or damaged.
+    """
     stem: Path = folder / entry["stem"]
     path = stem.with_suffix(".pt")
     _check_whole(path, entry)
     with reading(path):
-        state: dict[str, Any] = torch_files.load(path)
+        state: dict[str, Any] = torch_files.load(path, is_mapped=is_mapped)
         checkpoint_state.check_parts(state)
-    _read_weights(stem, entry, state)
+    if entry.get("safetensors") is not None:
+        path = stem.with_suffix(".safetensors")
+        _check_whole(path, entry["safetensors"])
+        with reading(path):
+            state["model"] = safetensors_model.read_model(path, state["model"], state["tied"])
     return state
 
 
@@ -152,24 +159,9 @@ def read_extra(folder: Path, entry: Mapping[str, Any]) -> Any:
 
 
 def read_model(folder: Path, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the model's state written by :func:`write_rank`, memory-mapped. The optimizer's state is not read."""
-    stem: Path = folder / entry["stem"]
-    path = stem.with_suffix(".pt")
-    _check_whole(path, entry)
-    with reading(path):
-        state: dict[str, Any] = torch_files.load(path, is_mapped=True)
-        checkpoint_state.check_parts(state)
-    _read_weights(stem, entry, state)
-    model: Mapping[str, Any] = state["model"]
+    """Return the model's state written by :func:`write_rank`, memory-mapped. The optimizer's state is not copied."""
+    model: Mapping[str, Any] = read_rank(folder, entry, is_mapped=True)["model"]
     return model
-
-
-def _read_weights(stem: Path, entry: Mapping[str, Any], state: dict[str, Any]) -> None:
-    if entry.get("safetensors") is not None:
-        path = stem.with_suffix(".safetensors")
-        _check_whole(path, entry["safetensors"])
-        with reading(path):
-            state["model"] = safetensors_model.read_model(path, state["model"], state["tied"])
 
 
 @contextlib.contextmanager
@@ -249,8 +241,9 @@ def _delete_old(newest: Path, keep: int) -> None:
 
     A checkpoint that another job is writing is kept, and a warning is logged.
     """
-    folders = [newest.parent / manifests.name_of(number) for number in manifests.numbers(newest.parent)]
-    older = [folder for folder in folders[: folders.index(newest)] if not folder.is_symlink()]
+    place, own_number = newest.parent, manifests.number_of(newest.name)
+    folders = [place / manifests.name_of(number) for number in manifests.numbers(place) if number < own_number]
+    older = [folder for folder in folders if not folder.is_symlink()]
     whole = [folder for folder in older if (folder / manifests.MANIFEST).is_file()]
     outdated = whole[: max(0, len(whole) - (keep - 1))]
     for folder in older:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import random
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -14,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from asyncdist.functional.checkpoints import optimizer_fit
+from asyncdist.functional.checkpoints import manifests, optimizer_fit
+from asyncdist.functional.checkpoints.random_states import check_random_states, random_states
 from asyncdist.functional.checkpoints.shards import shard_of
 from asyncdist.tensors.compiled_names import plain_name, plain_state
 from asyncdist.tensors.optimizers import loading
@@ -62,7 +62,7 @@ def state_of(
         "optimizer_names": None if optimizer is None else loading.parameter_names(model, optimizer),
         "policy": None if policy is None else _map_leaves(_plain_number, policy.state_dict()),
         "extra": _map_leaves(_plain_number, extra),
-        "random": _random_states(),
+        "random": random_states(),
     }
     for name, part in state.items():
         _check_loadable(name, part)
@@ -113,8 +113,10 @@ def _plain_number(value: Any) -> Any:
 
 
 def _check_loadable(name: str, part: Any) -> None:
+    empty = torch.empty(0, device="cpu")  # torch would write a record for each of several tensors
+
     def without_contents(value: Any) -> Any:
-        return torch.empty(0, device="cpu") if type(value) is torch.Tensor and not value.__dict__ else value
+        return empty if type(value) is torch.Tensor and not value.__dict__ else value
 
     buffer = io.BytesIO()
     try:
@@ -137,9 +139,26 @@ def reason(error: Exception) -> str:
 
 
 def _metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
+    """Return a rank's metric and replica size for the manifest.
+
+    A foreign object's state may have the same keys with other meanings. Values that a manifest cannot have are ignored.
+    """
     state = policy if isinstance(policy, Mapping) else {}
-    value = state.get("metric") if metric is None else float(metric)
-    return {"metric": value, "metric_mode": state.get("metric_mode") or "max", "replica_size": _replica_size(state)}
+    mode = "max" if state.get("metric_mode") is None else state["metric_mode"]
+    is_mode = isinstance(mode, str) and mode in ("min", "max")
+    value = _number(state.get("metric")) if is_mode else None
+    return {
+        "metric": value if metric is None else float(metric),
+        "metric_mode": mode if is_mode else "max",
+        "replica_size": _replica_size(state),
+    }
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value) if type(value) in (int, float) else None
+    except OverflowError:
+        return None
 
 
 def replica_size_of(policy: HasState | None) -> int:
@@ -148,7 +167,8 @@ def replica_size_of(policy: HasState | None) -> int:
 
 
 def _replica_size(policy_state: Any) -> int:
-    return policy_state.get("replica_size", 1) if isinstance(policy_state, Mapping) else 1
+    size = policy_state.get("replica_size", 1) if isinstance(policy_state, Mapping) else 1
+    return size if type(size) is int and 1 <= size <= manifests.REPLICA_SIZE_MAX else 1
 
 
 def policy_state(state: dict[str, Any], sources: Mapping[int, int], *, is_copy: bool) -> dict[str, Any]:
@@ -161,27 +181,6 @@ def policy_state(state: dict[str, Any], sources: Mapping[int, int], *, is_copy: 
     if is_copy:
         changed["draws"] = None
     return {**state, **{name: value for name, value in changed.items() if name in state}}
-
-
-def _random_states() -> dict[str, Any]:
-    numbers: Any = np.random.get_state()
-    name, words, position, has_gauss, gauss = numbers
-    return {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(words.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
-    }
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Restore the saved random states."""
-    random.setstate(states["python"])
-    name, words, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((name, words.numpy().astype(np.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
 
 
 def check_parts(state: Any) -> None:
@@ -198,19 +197,14 @@ def check_parts(state: Any) -> None:
         for group in optimizer["param_groups"]:
             if not isinstance(group["params"], list):
                 raise TypeError(f"the parameters of a group must be a list, got a {type(group['params']).__name__}")
+            for each in group["params"]:
+                if not isinstance(each, (int, str)):  # as keys, other values could take too long
+                    raise TypeError(f"the parameters of a group must be numbers or names, got a {type(each).__name__}")
         optimizer["state"].items()
         if (named := state.get("optimizer_names")) is not None:
             for group, names in zip(optimizer["param_groups"], named, strict=True):
                 "".join(name for _, name in zip(group["params"], names, strict=True))  # raises unless all are strings
-    states = state["random"]
-    random.Random().setstate(states["python"])
-    name, words, position, has_gauss, gauss = states["numpy"]
-    if type(position) is not int or not 0 <= position <= 624:
-        raise ValueError(f"the position of numpy's generator must be from 0 to 624, got {position!r:.80}")
-    np.random.RandomState().set_state((name, words.numpy().astype(np.uint32), position, has_gauss, gauss))
-    torch.Generator(device="cpu").set_state(states["torch"])
-    if not all(isinstance(each, torch.Tensor) for each in states["cuda"]):
-        raise TypeError("the saved generator states of the GPUs must be tensors")
+    check_random_states(state["random"])
 
 
 def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: Mapping[str, Any]) -> None:

@@ -28,6 +28,8 @@ _VERSION: Final = 1
 _PREFIX: Final = "checkpoint-"
 #: Maximum size of a manifest in bytes. A rank's entry takes about 150 bytes.
 _NBYTES_MAX: Final = 1 << 26
+#: Maximum number of ranks of a replica.
+REPLICA_SIZE_MAX: Final = 1 << 16
 
 
 class _FileEntry(msgspec.Struct, frozen=True):
@@ -42,7 +44,7 @@ class _RankEntry(_FileEntry, frozen=True):
     metric_mode: Literal["min", "max"]
     safetensors: _FileEntry | None = None
     rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] | None = None
-    replica_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+    replica_size: Annotated[int, msgspec.Meta(ge=1, le=REPLICA_SIZE_MAX)] = 1
 
 
 _RankEntries: TypeAlias = Annotated[list[_RankEntry], msgspec.Meta(min_length=1, max_length=1 << 16)]
@@ -98,6 +100,11 @@ def stem_of(index: int) -> str:
 def name_of(number: int) -> str:
     """Return the name of the folder of a checkpoint."""
     return f"{_PREFIX}{number:06}"
+
+
+def number_of(name: str) -> int:
+    """Return the number in the name of the folder of a checkpoint."""
+    return int(name.removeprefix(_PREFIX))
 
 
 def numbers(place: Path) -> list[int]:

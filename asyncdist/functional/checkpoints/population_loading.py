@@ -22,6 +22,7 @@ from asyncdist.collectives.groups import Group
 from asyncdist.errors import RankLostError
 from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, manifests, shards
 from asyncdist.functional.checkpoints.checkpoint_state import Stateful
+from asyncdist.functional.checkpoints.random_states import set_random_states
 from asyncdist.functional.collectives import resolve_group
 from asyncdist.functional.joint_work import SURVIVORS_TIMEOUT_S, JointWork
 from asyncdist.functional.main_process import gather_from_all_ranks
@@ -194,7 +195,7 @@ async def _load(
     for step in (read, load_policy, apply):
         await _on_all_ranks(step, group, world, survives=survives)  # raises on all ranks if it raises on one
     if not is_copy:
-        checkpoint_state.set_random_states(loaded["random"])
+        set_random_states(loaded["random"])
         world.services.shared(RestoredNumbers).note()
     return LoadedPopulation(folder, sources[world.rank], is_copy, entry["metric"], loaded["extra"])
 

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
+
 from asyncdist.functional.checkpoints import checkpoint_files, manifests
 from asyncdist.functional.checkpoints.manifests import Moment
 from asyncdist.runtime.world import World
@@ -74,13 +76,20 @@ class SaveCounts:
 
 
 def moment_of(world: World, policy: Any, path: Path) -> Moment | None:
-    """Return the moment of a save that begins now, or None if ``policy`` does not count iterations."""
+    """Return the moment of a save that begins now, or None if ``policy`` does not count iterations.
+
+    A foreign object may have the same attributes with other meanings, which a manifest cannot have.
+    """
     iteration = getattr(policy, "iteration", None)
-    if not isinstance(iteration, int):
+    if iteration is None:
         return None
-    run = f"{world.services.job}-{getattr(policy, 'start_number', 0):x}"
-    rounds = getattr(policy, "completed_rounds", ())
-    return world.services.shared(SaveCounts).counted(path, Moment(run, iteration, tuple(rounds)))
+    try:
+        run = f"{world.services.job}-{getattr(policy, 'start_number', 0):x}"
+        rounds = tuple(getattr(policy, "completed_rounds", ()))
+        moment = msgspec.convert({"run": run, "iteration": iteration, "rounds": rounds}, Moment)
+    except (TypeError, ValueError):
+        return None
+    return world.services.shared(SaveCounts).counted(path, moment)
 
 
 def position(place: Path, moment: Moment) -> Literal["ahead", "at a checkpoint", "late"]:

@@ -50,14 +50,15 @@ def write_model(path: Path, state: Mapping[str, Any]) -> tuple[OrderedDict[str, 
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.dtype not in _DTYPES:
             rest[name] = value
             continue
-        same = (value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype)
+        place = value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride()
+        same = (*place, value.dtype, value.is_neg())
         first = names.setdefault(same, name)
         if first == name or not value.numel():
             tensors[name] = value.resolve_neg().contiguous()
         else:
             tied[name] = first
     try:
-        save_file(_unshared(tensors), path, metadata={"format": "pt", **tied})
+        save_file(_unshared(tensors), path, metadata={**tied, "format": "pt"})
     except SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
@@ -85,7 +86,9 @@ def read_foreign(path: Path) -> dict[str, torch.Tensor]:
     with safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         tied = file.metadata() or {}
-    return {**tensors, **{name: tensors[first] for name, first in tied.items() if first in tensors}}
+    # The entry "format" has the name of a library, such as "pt", instead of a tensor's name.
+    known = {name: tensors[first] for name, first in tied.items() if name != "format" and first in tensors}
+    return {**tensors, **known}
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

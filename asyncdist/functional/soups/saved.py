@@ -70,8 +70,9 @@ def lawa(
     Args:
         model: Model with the layout of all checkpoints, changed in place.
         sources: Folder of :func:`save_population`, or sources as for :func:`uniform_soup`, the oldest first.
-        last: Maximum number of checkpoints in the mean.
-        rank: Rank whose checkpoints are averaged, for a folder of :func:`save_population`, by default all ranks.
+        last: Maximum number of checkpoints or, if several sources are passed, of sources in the mean.
+        rank: Rank whose checkpoints are averaged, if each source is a folder of :func:`save_population`, by default all
+            ranks.
         loader: Batches of training data from which BatchNorm statistics are recomputed.
 
     Raises:

@@ -71,64 +71,68 @@ def sources_of(given: ModelSource | Iterable[ModelSource]) -> list[Source]:
         TypeError, ValueError: There is no model, or a value is not a source.
         FileNotFoundError: A file does not exist, or a folder has no complete checkpoint.
     """
-    if isinstance(given, (str, os.PathLike)):
-        found = _at(Path(given))
-    elif isinstance(given, (Mapping, nn.Module)) or not isinstance(given, Iterable):
-        validation.refuse("sources", type(given).__name__, f"a sequence; each is {_ALLOWED}", TypeError)
-    else:
-        found = []
-        for place, each in enumerate(given):
-            if isinstance(each, (str, os.PathLike)):
-                found += _at(Path(each))
-            elif isinstance(each, Mapping):
-                found.append(Source(f"sources[{place}]", lambda state=each: state, each))  # type: ignore[misc]
-            else:
-                validation.refuse(f"sources[{place}]", type(each).__name__, _ALLOWED, TypeError)
-    if not found:
-        raise ValueError(f"sources must have at least one model, got no model; each source is {_ALLOWED}")
-    return found
+    return _models_in(_named(given), None)
 
 
 def newest_sources(given: ModelSource | Iterable[ModelSource], last: int, rank: int | None) -> list[Source]:
     """Return the models of the ``last`` newest checkpoints in a folder of save_population, the oldest first.
 
     Args:
-        given: The folder. Of other sources, which must be oldest first, the last ``last`` are returned.
+        given: The folder. Of several sources, which must be oldest first, the last ``last`` are used.
         rank: Rank whose models are returned, or None for all ranks.
     """
-    if not isinstance(given, (str, os.PathLike)) or not Path(given).is_dir():
-        if rank is not None:
-            raise ValueError(f"rank must be None unless the source is a folder of save_population, got {rank!r}")
-        return sources_of(given)[-last:]
-    found = []
-    for folder, manifest in manifests.find_last(Path(given), last):
-        own = _of_checkpoint(folder, manifest)
-        if rank is None:
-            found += own
-            continue
-        ranks = [manifests.saved_rank(entry, index) for index, entry in enumerate(manifest["files"])]
-        if rank not in ranks:
-            raise ValueError(f"rank must be one of {ranks}, the ranks of {folder}, got {rank}")
-        found.append(own[ranks.index(rank)])
-    return found
+    if rank is not None:
+        rank = validation.count("rank", rank, least=0, besides=" or None")
+    if isinstance(given, (str, os.PathLike)) and Path(given).is_dir():
+        checkpoints = manifests.find_last(Path(given), last)
+        return [model for folder, manifest in checkpoints for model in _of_checkpoint(folder, manifest, rank)]
+    return _models_in(_named(given)[-last:], rank)
 
 
-def _at(path: Path) -> list[Source]:
-    if path.is_dir():
-        return _of_checkpoint(*manifests.find_newest(path))
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} must be {_ALLOWED}, but it does not exist")
-    return [Source(str(path), lambda: _read_file(path))]
+def _named(given: ModelSource | Iterable[ModelSource]) -> list[tuple[str, ModelSource]]:
+    """Return the sources, which are not checked, and their names for errors."""
+    if isinstance(given, (str, os.PathLike)):
+        return [("sources", given)]
+    if isinstance(given, (Mapping, nn.Module)) or not isinstance(given, Iterable):
+        validation.refuse("sources", type(given).__name__, f"a sequence; each is {_ALLOWED}", TypeError)
+    return [(f"sources[{place}]", each) for place, each in enumerate(given)]
 
 
-def _of_checkpoint(folder: Path, manifest: Mapping[str, Any]) -> list[Source]:
-    def source(index: int, entry: Mapping[str, Any]) -> Source:
-        return Source(
-            f"rank {manifests.saved_rank(entry, index)} of {folder}",
-            lambda: checkpoint_files.read_model(folder, entry),
-        )
+def _models_in(named: Sequence[tuple[str, ModelSource]], rank: int | None) -> list[Source]:
+    if not named:
+        raise ValueError(f"sources must have at least one model, got no model; each source is {_ALLOWED}")
+    return [model for name, source in named for model in _models_of(name, source, rank)]
 
-    return [source(index, entry) for index, entry in enumerate(manifest["files"])]
+
+def _models_of(name: str, source: ModelSource, rank: int | None) -> list[Source]:
+    """Return the models of one source. If it is a folder, return those of ``rank``, or of all ranks if it is None."""
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source)
+        if path.is_dir():
+            return _of_checkpoint(*manifests.find_newest(path), rank)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} must be {_ALLOWED}, but it does not exist")
+        model = Source(str(path), lambda: _read_file(path))
+    elif isinstance(source, Mapping):
+        model = Source(name, lambda: source, source)
+    else:
+        validation.refuse(name, type(source).__name__, _ALLOWED, TypeError)
+    if rank is not None:
+        raise ValueError(f"rank must be None unless each source is a folder of save_population, got {rank!r}")
+    return [model]
+
+
+def _of_checkpoint(folder: Path, manifest: Mapping[str, Any], rank: int | None) -> list[Source]:
+    def source(saved: int, entry: Mapping[str, Any]) -> Source:
+        return Source(f"rank {saved} of {folder}", lambda: checkpoint_files.read_model(folder, entry))
+
+    ranks = [manifests.saved_rank(entry, index) for index, entry in enumerate(manifest["files"])]
+    models = list(map(source, ranks, manifest["files"]))
+    if rank is None:
+        return models
+    if rank not in ranks:
+        raise ValueError(f"rank must be one of {ranks}, the ranks of {folder}, got {rank}")
+    return [models[ranks.index(rank)]]
 
 
 def _read_file(path: Path) -> Mapping[str, Any]:

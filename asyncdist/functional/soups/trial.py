@@ -50,9 +50,13 @@ def has_statistics(model: nn.Module) -> bool:
 
 def statistics_of(model: nn.Module) -> list[torch.Tensor]:
     """Return the running statistics of all BatchNorm layers, and their counters, in the order of the modules."""
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    layers = _layers_of(model)
     found = [each for layer in layers for each in (layer.running_mean, layer.running_var, layer.num_batches_tracked)]
     return [each for each in found if each is not None]
+
+
+def _layers_of(model: nn.Module) -> list[_BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
 def check_loader(loader: Any) -> None:
@@ -82,8 +86,13 @@ def recompute_statistics(model: nn.Module, loader: Iterable[Any] | None) -> None
             yield batch
 
     device = next((tensor.device for tensor in model.parameters()), None)
-    with evaluating(model):  # restores each module's mode, while update_bn would set all to the outermost module's mode
-        update_bn(counted(), model, device)
+    momenta = [(layer, layer.momentum) for layer in _layers_of(model)]
+    try:
+        with evaluating(model):  # restores each module's mode; update_bn would set all to the outermost module's mode
+            update_bn(counted(), model, device)
+    finally:
+        for layer, momentum in momenta:  # after an error, update_bn leaves them None
+            layer.momentum = momentum
     if not count:
         raise ValueError("loader must have at least one batch to recompute BatchNorm statistics, got no batch")
 

@@ -139,7 +139,7 @@ class _Agent:
                 ended=lambda: events.put(("ended", rank)),
             )
         except local_host.LaunchError as error:
-            local_host.print_line(f"asyncdist run: {error}")
+            local_host.print_launcher_line(str(error))
             self._send(ended=rank, code=127)
 
     def _send(self, **message: Any) -> None:

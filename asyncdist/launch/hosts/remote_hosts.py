@@ -343,9 +343,8 @@ class Agent:
         code = self._process.wait()
         self._readers[1].join(_CLOSE_S)
         why = f"; {self._last_line}" * bool(self._last_line)
-        local_host.print_line(
-            f"asyncdist run: the connection to {self.host.name} has ended (exit code {code}{why}), and with it "
-            f"{ranks_in_words(ranks)}"
+        local_host.print_launcher_line(
+            f"the connection to {self.host.name} has ended (exit code {code}{why}), and with it {ranks_in_words(ranks)}"
         )
         for rank in sorted(ranks):
             ranks[rank].note_end(255)

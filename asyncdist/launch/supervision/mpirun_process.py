@@ -126,30 +126,29 @@ class _Job:
     def __enter__(self) -> _Job:
         if signal.SIGUSR1 in signal.sigpending():  # SIGUSR1 has been blocked since this process started
             signal.sigwait({signal.SIGUSR1})
-            _print_line("no rank has started yet")
+            local_host.print_launcher_line("no rank has started yet")
         self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) - {signal.SIGUSR1}
-        self._signals.__enter__()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            stack.enter_context(self._signals)
             self._process = self._start()
-        except BaseException:
-            self._signals.__exit__(None, None, None)
-            os.close(self._reports)
-            os.close(self._reported)
-            raise
-        assert self._process.stderr is not None
-        self._copier = threading.Thread(target=self._copy_and_close, args=(self._process.stderr,), daemon=True)
-        self._copier.start()
-        self._reader = threading.Thread(target=self._read_reports, args=(self._reports,), daemon=True)
-        self._reader.start()
-        for agent in self._agents:
-            agent.on_report = functools.partial(self._put_report, agent=agent)
-        threading.Thread(target=self._await_end, daemon=True).start()
-        if self._ends.survives and self._agents:
-            threading.Thread(target=self._probe_hosts, daemon=True).start()
+            assert self._process.stderr is not None
+            self._copier = threading.Thread(target=self._copy_and_close, args=(self._process.stderr,), daemon=True)
+            self._copier.start()
+            self._reader = threading.Thread(target=self._read_reports, args=(self._reports,), daemon=True)
+            self._reader.start()
+            for agent in self._agents:
+                agent.on_report = functools.partial(self._put_report, agent=agent)
+            threading.Thread(target=self._await_end, daemon=True).start()
+            if self._ends.survives and self._agents:
+                threading.Thread(target=self._probe_hosts, daemon=True).start()
+            self._entered = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._signals.__exit__(None, None, None)
+        self._entered.close()
+
+    def _close(self) -> None:
         self._have_joined.set()  # ends the probing of hosts
         for guardian in self._guarded.values():
             guardian.close()
@@ -166,6 +165,8 @@ class _Job:
                 preexec_fn=self._begin,
             )
         except OSError as error:
+            os.close(self._reports)
+            os.close(self._reported)
             raise local_host.LaunchError(f"{self._mpirun} cannot be started: {error}") from error
 
     def _begin(self) -> None:
@@ -210,7 +211,7 @@ class _Job:
         if code and connection is not None and self._ends.asked_to_end is None and self._ends.cause is None:
             lines = [connection]
         for line in lines:
-            _print_line(line)
+            local_host.print_launcher_line(line)
         if code and not lines and self._ends.cause is None and self._ends.asked_to_end is None:
             for blame in self._output_filter.blames:
                 local_host.write_output(2, blame)
@@ -235,7 +236,7 @@ class _Job:
             if number in _FOR_MPIRUN:
                 self._process.send_signal(number)
         elif number == launcher_signals.STORY_SIGNAL and not self._guarded_count:
-            _print_line("no rank has started yet")
+            local_host.print_launcher_line("no rank has started yet")
         else:
             for rank, guardian in self._guarded.items():
                 if not (is_key and rank in self._at_terminal):
@@ -260,7 +261,7 @@ class _Job:
             self._guarded.pop(rank).close()
         line = self._ends.note(rank, number)
         if line is not None:
-            _print_line(line)
+            local_host.print_launcher_line(line)
 
     def _end_late(self) -> None:
         """End mpirun, which ends the remaining ranks. The first call terminates mpirun, and the second kills it."""
@@ -278,7 +279,7 @@ class _Job:
             return
         self._has_silent_hosts = True
         have, run = ("has", "it runs") if len(hosts) == 1 else ("have", "they run")
-        _print_line(
+        local_host.print_launcher_line(
             f"{', '.join(hosts)} {have} not answered for {remote_hosts.SILENCE_S:g} s, and not all ranks are connected "
             f"yet, so the job ends: check that {run} and that the network is up"
         )
@@ -339,7 +340,3 @@ class _RemoteGuardian:
 
     def close(self) -> None:
         """Do nothing. The agent owns the guardian's descriptor."""
-
-
-def _print_line(text: str) -> None:
-    local_host.print_line(f"asyncdist run: {text}")

@@ -45,29 +45,38 @@ class Restarts(Generic[P]):
         self.can_lose_ranks = count > 0 or is_open
 
     def start(self, rank: int, returncode: int, others: int) -> P | None:
-        """Restart a killed rank, and return its process, or None if no restart is left or no other rank is alive."""
+        """Restart a killed rank, and return its process.
+
+        Return None if no restart is left, no other rank is alive, or the process cannot be started.
+        """
         why = endings.describe_end(returncode)
         number = self._newest[rank] - self._first[rank]
         has_others = others > 0 or self.have_joined
+        left = "the others continue without it" if has_others else "no other rank is left for it to join"
         is_only_one = len(self._environments) == 1  # a job's only rank can start a new world alone
-        if not (has_others or is_only_one) or number >= self._count:
-            left = "the others continue without it" if has_others else "no other rank is left for it to join"
-            again = f"; it is not restarted ({number} of {self._count})" if self._count else ""
-            self.print_line(f"rank {rank} {why}{again}: {left}")
-            if self._is_open:
-                self.note(f"place/{rank}", f"free {self._newest[rank] + 1}")
+        if (has_others or is_only_one) and number < self._count:
+            local_host.print_launcher_line(f"rank {rank} {why}; restarting it ({number + 1} of {self._count})")
+            newest = self._newest[rank] + 1
+            try:
+                process = self._start(rank, {**self._environments[rank], environment.INCARNATION_VARIABLE: str(newest)})
+            except local_host.LaunchError as error:  # for example, fork() found no memory
+                local_host.print_launcher_line(f"{error}: {left}")
             else:
-                self.note("gone", str(rank))
-            return None
-        self._newest[rank] += 1
-        self.print_line(f"rank {rank} {why}; restarting it ({number + 1} of {self._count})")
-        variables = {**self._environments[rank], environment.INCARNATION_VARIABLE: str(self._newest[rank])}
-        return self._start(rank, variables)
+                self._newest[rank] = newest
+                return process
+        else:
+            again = f"; it is not restarted ({number} of {self._count})" if self._count else ""
+            local_host.print_launcher_line(f"rank {rank} {why}{again}: {left}")
+        if self._is_open:
+            self.note(f"place/{rank}", f"free {self._newest[rank] + 1}")
+        else:
+            self.note("gone", str(rank))
+        return None
 
     def do_without_store(self, returncode: int) -> None:
         """Report that the store's process has ended. No killed rank is restarted from now on."""
         self._count = 0
-        self.print_line(
+        local_host.print_launcher_line(
             f"the process that serves the store {endings.describe_end(returncode)}: no rank can join or be restarted, "
             "and ranks that are not connected yet will fail"
         )
@@ -92,8 +101,3 @@ class Restarts(Generic[P]):
         if self.have_joined:
             return "which had joined the others"
         return "which was restarted" if self._newest[rank] else ""
-
-    @staticmethod
-    def print_line(text: str) -> None:
-        """Print ``text`` as one line of the launcher's output."""
-        local_host.print_line(f"asyncdist run: {text}")

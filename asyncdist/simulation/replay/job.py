@@ -183,8 +183,9 @@ def draw_as(conditions: Conditions) -> None:
     states = conditions.random
     version, numbers, gauss = states.python
     random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = states.numpy
-    numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), int(rest[0]), int(rest[1]), rest[2]))
+    if states.numpy is not None:
+        name, keys, *rest = states.numpy
+        numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), int(rest[0]), int(rest[1]), rest[2]))
     torch.set_rng_state(torch_state_of(conditions))
 
 
