@@ -59,7 +59,8 @@ def run(words: Sequence[str]) -> int:
             preexec_fn=prepare,
         )
         _show(child, folder, is_on_stderr=1 not in shown)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+        code = child.wait()
+    return code if code >= 0 else 128 - code
 
 
 @contextlib.contextmanager
@@ -95,11 +96,14 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
         for copier in copiers:
             copier.start()
         while child.poll() is None:
-            found = sockets.jobs()
-            job = job_of_process(child.pid, found)
-            own = job or own
+            job = None
+            with contextlib.suppress(OSError):  # no file descriptor is free at this moment
+                found = sockets.jobs()
+                job = job_of_process(child.pid, found)
+                own = job or own
+                if job is not None and not is_gone:
+                    view.ask(found[job])
             if job is not None and not is_gone:
-                view.ask(found[job])
                 try:
                     live.update(view.drawn(console), refresh=True)
                 except OSError:  # the terminal was closed, which usually also ends the child

@@ -263,7 +263,8 @@ def exchange(asked: Sequence[RankSocket], question: bytes, timeout_s: float = AN
 
 def _exchange(asked: Sequence[RankSocket], question: bytes, timeout_s: float) -> dict[int, bytes]:
     answers: dict[int, bytes] = {}
-    with selectors.DefaultSelector() as ready, contextlib.ExitStack() as opened:
+    # Other selectors need a file descriptor of their own, and may therefore raise an error.
+    with selectors.PollSelector() as ready, contextlib.ExitStack() as opened:
         waiting = 0
         for peer in asked:
             client = _connect(peer, question)
@@ -292,24 +293,12 @@ def _decoded(answers: dict[int, bytes]) -> Iterator[tuple[int, RankStory]]:
 
 def answers_pulse(peer: RankSocket) -> bool:
     """Return whether the rank's thread that answers requests responds."""
-    return bool(_answer(peer, PULSE))
+    return exchange([peer], PULSE) == {peer.rank: YES}
 
 
-def was_asked(peer: RankSocket) -> bool:
-    """Return whether a signal has just asked the rank to print what all ranks of the job are doing."""
-    return _answer(peer, ASKED) == YES
-
-
-def _answer(peer: RankSocket, question: bytes) -> bytes:
-    client = _connect(peer, question)
-    if client is None:
-        return b""
-    with client:
-        client.settimeout(ANSWER_S)
-        try:
-            return client.recv(1)
-        except OSError:
-            return b""
+def were_asked(asked: Sequence[RankSocket]) -> bool:
+    """Return whether a signal has just asked one of the ranks to print what all ranks of the job are doing."""
+    return YES in exchange(asked, ASKED).values()
 
 
 def notify_reported(peer: RankSocket, story: str = "") -> None:
@@ -320,7 +309,10 @@ def notify_reported(peer: RankSocket, story: str = "") -> None:
 
 
 def _connect(peer: RankSocket, question: bytes) -> socket.socket | None:
-    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError:  # no file descriptor is free
+        return None
     client.setblocking(False)
     try:
         client.connect(str(peer.path))

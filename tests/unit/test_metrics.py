@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -11,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -408,3 +409,26 @@ def test_lost_or_limited_terminal_blocks_no_rank() -> None:
     copied([b"caf\xc3\xa9\n" * 12_000], to)
     to.close()
     copied([b"cafe\n" * 20_000], to)
+
+
+def test_a_look_that_fails_ends_neither_table_nor_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the job was killed if the command had no free file descriptor for a look at its ranks."""
+    looks = list[int]()
+
+    class Child:
+        pid, stdout, stderr = 7, None, None
+
+        def poll(self) -> int | None:
+            return None if len(looks) < 3 else 0
+
+    def jobs() -> dict[str, list[Any]]:
+        looks.append(len(looks))
+        if len(looks) < 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return {}
+
+    monkeypatch.setattr(live_table.top, "PERIOD_S", 0.0)
+    monkeypatch.setattr(live_table.top, "allow_all_text", lambda: None)
+    monkeypatch.setattr(live_table.sockets, "jobs", jobs)
+    live_table._show(cast("Any", Child()), "", is_on_stderr=True)
+    assert looks == [0, 1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import selectors
@@ -407,6 +408,15 @@ class TestSockets:
         teller._listener.close()
         sockets.withdraw(teller._path)
 
+    def test_without_free_descriptors_no_rank_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Regression: a lack of file descriptors ended ``asyncdist run --live``, and thereby the job."""
+
+        def full(*_: object) -> socket.socket:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(sockets.socket, "socket", full)
+        assert sockets.exchange([sockets.RankSocket(Path("0.1"), 0, 1)], sockets.COUNTERS) == {}
+
     def test_process_of_another_user_is_not_asked_or_answered(
         self, base: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -474,17 +484,25 @@ def test_a_word_that_is_neither_a_job_nor_a_folder_is_named(
     assert "no job of this user" in (told := capsys.readouterr().err) and "folder" not in told
 
 
-@pytest.mark.parametrize(("asked", "tells"), [((), True), ((2,), True), ((0,), False), ((0, 2), False)])
+@pytest.mark.parametrize(("asked", "tells"), [((), True), ((3,), True), ((0,), False), ((1, 3), False)])
 def test_lowest_of_several_signalled_ranks_reports_for_all(
     asked: tuple[int, ...], tells: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places = [sockets.RankSocket(Path(str(rank)), rank, 100 + rank) for rank in (0, 2)]
+    """Regression: ranks were asked in turn, a second for each blocked rank, so several ranks printed the report."""
+    places = [sockets.RankSocket(Path(str(rank)), rank, 100 + rank) for rank in (0, 1, 3)]
     monkeypatch.setattr(answering, "_ASKED_TOGETHER_S", 0.0)
-    monkeypatch.setattr(answering.sockets, "was_asked", lambda place: place.rank in asked)
+    questions = list[tuple[bytes, list[int]]]()
+
+    def exchange(places: list[sockets.RankSocket], question: bytes) -> dict[int, bytes]:
+        questions.append((question, [each.rank for each in places]))
+        return {each.rank: sockets.YES if each.rank in asked else sockets.NO for each in places}
+
+    monkeypatch.setattr(sockets, "exchange", exchange)
     monkeypatch.setattr(answering.sockets, "ask", lambda others: {each.rank: story(each.rank) for each in others})
     monkeypatch.setattr(answering.WaitReporter, "_other_sockets", lambda _: places)
     teller = object.__new__(answering.WaitReporter)
-    teller._world, teller._path = SimpleNamespace(rank=1), Path("1")  # type: ignore[assignment]
-    teller._print_all(story(1))
+    teller._world, teller._path = SimpleNamespace(rank=2), Path("2")  # type: ignore[assignment]
+    teller._print_all(story(2))
     said = capsys.readouterr().err
+    assert questions == [(sockets.ASKED, [0, 1])]
     assert ("asyncdist: job 0123abcd: train.py, 3 ranks on here" in said) is tells is bool(said)

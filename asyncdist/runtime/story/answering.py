@@ -44,8 +44,9 @@ _PERIOD_S_MAX: Final = 1.0
 _KEEPER_COUNT: Final = 4
 #: Seconds between a signal and the report. In this time, the signal reaches all ranks, and only one of them prints.
 _ASKED_TOGETHER_S: Final = 0.3
-#: Seconds during which a rank answers other ranks that it has received the signal.
-_ASKED_S: Final = 1.0
+#: Seconds during which a rank answers other ranks that it has received the signal, because a signal waits while
+#: compiled code runs.
+_ASKED_S: Final = 3.0
 
 
 class WaitReporter:
@@ -228,8 +229,7 @@ class WaitReporter:
     def _print_all(self, own: RankStory) -> None:
         try:
             time.sleep(_ASKED_TOGETHER_S)
-            lower = (peer for peer in self._other_sockets() if peer.rank < self._world.rank)
-            if not any(sockets.was_asked(peer) for peer in lower):
+            if not sockets.were_asked([peer for peer in self._other_sockets() if peer.rank < self._world.rank]):
                 local_host.print_line(f"asyncdist: {describe_job(*self._ask_all(own))}")
         except Exception as error:  # A report must never end a run.
             logger.debug("rank %d could not report the waits of all ranks", self._world.rank, exc_info=error)
