@@ -102,12 +102,8 @@ def _notes(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _step_s(rows: Sequence[Row]) -> dict[int, float]:
-    """Return the recent seconds per step of each rank that has made a step."""
-    found = {}
-    for row in rows:
-        if row.now is not None and row.before is not None and row.now.step > row.before.step:
-            found[row.rank] = (row.now.time_s - row.before.time_s) / (row.now.step - row.before.step)
-    return found
+    """Return the recent seconds per step of each answering rank that has made several steps."""
+    return {row.rank: row.step_s for row in rows if row.step_s is not None and not row.is_silent}
 
 
 def _line(shown: Sequence[Column], row: Row, number: int) -> dict[str, Any]:
