@@ -206,13 +206,12 @@ def _lineage(summary: Summary) -> Iterator[str]:
 
 
 def _messages(summary: Summary) -> Iterator[str]:
-    lost = {line: count for line, count in summary.lost_messages().items() if count}
+    lost = summary.messages.lost(summary.ends)
     if not lost:
         yield f"{summary.message_count:,} messages were sent; no message of the program's channels was lost."
         return
-    total = sum(lost.values())
+    total = sum(count for count, _ in lost)
     named = [
-        f"{count:,} from rank {source} to rank {dest} on tag {tag}"
-        for (source, dest, tag), count in sorted(lost.items(), key=lambda item: -item[1])[:_COUNT_MAX]
+        f"{count:,} from rank {source} to rank {dest} on tag {tag}" for count, (source, dest, tag) in lost[:_COUNT_MAX]
     ]
     yield f"{plural(total, 'message')} of the program's channels never arrived: {', '.join(named)}."

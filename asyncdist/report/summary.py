@@ -11,11 +11,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncdist import tags
 from asyncdist.recording.events import Event
+from asyncdist.recording.message_counts import MessageCounts
 from asyncdist.recording.reader import Recording, RecordingError
 from asyncdist.report.averages import Averages
-from asyncdist.report.clock_alignment import Clocks, Line
+from asyncdist.report.clock_alignment import Clocks
 from asyncdist.report.series import LogHistogram, Thinned, TimeBins
 
 #: Maximum number of metric values that are stored, divided among the ranks.
@@ -125,8 +125,7 @@ class Summary:
         ends: Error that ended main on each recorded rank: an empty string if main returned, None if the end is not
             recorded. For a restarted rank, it is the error in the last process.
         message_count: Number of messages, including messages of policies and of the runtime.
-        sent_counts, received_counts: Numbers of messages of the program's own channels, keyed by (source, destination,
-            tag).
+        messages: Numbers of messages of the program's own channels.
         told: Summaries of the reports that the job made no progress, without duplicates. They are also in ``news``.
     """
 
@@ -146,16 +145,7 @@ class Summary:
     first_step_s: float = np.inf
     ends: dict[int, str | None] = field(default_factory=dict)
     message_count: int = 0
-    sent_counts: Counter[Line] = field(default_factory=Counter)
-    received_counts: Counter[Line] = field(default_factory=Counter)
-
-    def lost_messages(self) -> dict[Line, int]:
-        """Count the messages that were sent to recorded ranks but not received, keyed by (source, destination, tag)."""
-        return {
-            line: count - self.received_counts[line]
-            for line, count in self.sent_counts.items()
-            if line[1] in self.ends and count > self.received_counts[line]
-        }
+    messages: MessageCounts = field(default_factory=MessageCounts)
 
 
 def summarise(recording: Recording) -> Summary:
@@ -391,15 +381,10 @@ def _add_step(summary: Summary, last_step_s: dict[int, float], rank: int, time_s
 
 
 def _add_message(summary: Summary, rank: int, event: Event) -> None:
-    tag = int(event.get("tag"))
+    summary.messages.add(rank, event)
     if event.kind == "sent":
-        dest = int(event.get("dest"))
-        summary.nbytes[rank, dest] += int(event.get("nbytes"))
+        summary.nbytes[rank, int(event.get("dest"))] += int(event.get("nbytes"))
         summary.message_count += 1
-        if tags.is_for_users(tag):
-            summary.sent_counts[rank, dest, tag] += 1
-    elif tags.is_for_users(tag):
-        summary.received_counts[int(event.get("source")), rank, tag] += 1
 
 
 def _add_to_round(rounds: dict[RoundNumber, Round], rank: int, time_s: float, event: Event) -> None:

@@ -106,8 +106,8 @@ def test_rounds_that_were_not_applied_are_counted_by_reason() -> None:
 
 def test_messages_that_never_arrived_are_named() -> None:
     summary = job(0.5, 0.5)
-    summary.sent_counts.update({(0, 1, 40): 5, (1, 0, 40): 2})
-    summary.received_counts.update({(0, 1, 40): 3, (1, 0, 40): 2})
+    summary.messages.sent.update({(0, 1, 40): 5, (1, 0, 40): 2})
+    summary.messages.received.update({(0, 1, 40): 3, (1, 0, 40): 2})
     told = "2 messages of the program's channels never arrived: 2 from rank 0 to rank 1 on tag 40."
     assert conclusions(summary)[-1] == told
     del summary.ends[1]
