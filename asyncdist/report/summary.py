@@ -6,6 +6,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -161,10 +162,13 @@ def summarise(recording: Recording) -> Summary:
     rounds: dict[RoundNumber, Round] = {}
     first_at: dict[tuple[int, int, int], float] = {}
     populations = _Populations()
-    policies_of = {each.path: _Policies(populations, each.incarnation > 0) for each in recording.ranks}
+    policies_of: dict[Path, _Policies] = {}
+    newest: dict[int, _Policies] = {}  # policies of each rank's newest process
     for each in recording.ranks:
         offset = clocks.offset(each)
-        policies, last_step_s = policies_of[each.path], dict[int, float]()
+        policies = _Policies(populations, newest.get(each.rank), is_restarted=each.incarnation > 0)
+        newest[each.rank] = policies_of[each.path] = policies
+        last_step_s = dict[int, float]()
         time_s, tells_end, over = each.header.clock_s + offset, False, None
         for event in each.events():
             time_s = event.time_s + offset
@@ -244,14 +248,19 @@ class _Span:
 
 
 class _Policies:
-    """Assigns the policies of one process to populations, and numbers this process's policies in each population."""
+    """Assigns the policies of one process to populations, and numbers this rank's policies in each population.
 
-    def __init__(self, populations: _Populations, is_again: bool) -> None:
-        self.is_again = is_again
+    A restarted process continues with the first policy that its predecessor has not closed.
+    """
+
+    def __init__(self, populations: _Populations, predecessor: _Policies | None, *, is_restarted: bool) -> None:
         self._populations = populations
         self._open: dict[int, tuple[int, _Span]] = {}
         self._places: dict[int, tuple[int, int]] = {}
-        self._counts: Counter[int] = Counter()
+        self._is_restarted = is_restarted
+        self._first_numbers = Counter[int]() if predecessor is None else predecessor._closed_counts
+        self._counts = self._first_numbers.copy()
+        self._closed_counts = self._first_numbers.copy()
 
     def begin(self, policy: int, name: str, time_s: float) -> int:
         taken = {place for place, _ in self._open.values()}
@@ -261,19 +270,28 @@ class _Policies:
         self._counts[place] += 1
         return place
 
-    def end(self, policy: int, time_s: float) -> None:
+    def close(self, policy: int, time_s: float) -> None:
         if policy in self._open:
-            self._open.pop(policy)[1].end(time_s)
+            self._closed_counts[self._open[policy][0]] += 1
+            self._end(policy, time_s)
+
+    def _end(self, policy: int, time_s: float) -> None:
+        self._open.pop(policy)[1].end(time_s)
 
     def end_all(self, time_s: float) -> None:
         for policy in list(self._open):
-            self.end(policy, time_s)
+            self._end(policy, time_s)
+
+    def restarts(self, policy: int) -> bool:
+        """Return whether a policy is the first policy of a restarted process in its population."""
+        place, number = self.place(policy)
+        return self._is_restarted and number == self._first_numbers[place]
 
     def population(self, policy: int) -> int:
         return self.place(policy)[0]
 
     def place(self, policy: int) -> tuple[int, int]:
-        """Return the index of a policy's population, and the policy's index among this process's policies there."""
+        """Return the index of a policy's population, and the policy's index among the rank's policies there."""
         return self._places.get(policy, (0, 0))
 
 
@@ -358,14 +376,14 @@ def _parsed(text: Any) -> dict[str, Any]:
 def _add_life_of_policy(summary: Summary, policies: _Policies, rank: int, time_s: float, event: Event) -> None:
     policy = int(event.get("policy"))
     if event.kind == "closed":
-        policies.end(policy, time_s)
+        policies.close(policy, time_s)
     elif event.kind == "joined":
         summary.begun.append(Begun(time_s, rank, policies.population(policy), int(event.get("donor"))))
     else:
         name = str(event.get("name") or event.get("class_name"))
         place = policies.begin(policy, name, time_s)
         _population(summary, place, name)
-        if policies.is_again and policies.place(policy) == (place, 0):
+        if policies.restarts(policy):
             summary.begun.append(Begun(time_s, rank, place, rank))
 
 

@@ -273,3 +273,25 @@ def test_policies_on_two_groups_have_rounds_of_their_own(tmp_path: Path) -> None
     rounds = summarise(read_recording(tmp_path)).averages.rounds()
     found = sorted((each.key.group, each.key.round, each.donors) for each in rounds)
     assert found == [(0, 1, (0, 1)), (0, 2, (0, 1)), (2, 1, (2, 3)), (2, 2, (2, 3))]
+
+
+def test_a_restarted_ranks_second_policy_is_not_its_first(tmp_path: Path) -> None:
+    """Regression: a restarted process's policies were numbered from 0, so rounds of two policies were merged."""
+
+    async def main(world: ad.World) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for name in ("first", "second")[bool(world.incarnation) :]:
+            async with DiLoCoPolicy(model, optimizer, average_every=5, name=name) as policy:
+                while policy.iteration < (20 if name == "first" else 60):
+                    await world.sleep(0.1)
+                    await policy.step(0.0)
+
+    faults = [ad.Kill(2, at_s=4.0), ad.Restart(2, at_s=4.5)]
+    ad.simulate(main, ranks=3, seed=3, record=tmp_path, faults=faults)
+    rounds = summarise(read_recording(tmp_path)).averages.rounds()
+    assert max(each.late_s for each in rounds) < 0.05
+    counts = [(each.key.policy, each.contribution_count) for each in rounds]
+    assert counts[:4] == [(0, 3)] * 4 and {policy for policy, _ in counts[4:]} == {1}
+    assert counts[-1] == (1, 3)
