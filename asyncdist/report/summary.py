@@ -17,7 +17,7 @@ from asyncdist.recording.message_counts import MessageCounts
 from asyncdist.recording.reader import Recording, RecordingError
 from asyncdist.report.averages import Averages
 from asyncdist.report.clock_alignment import Clocks
-from asyncdist.report.series import LogHistogram, Thinned, TimeBins
+from asyncdist.report.series import Interned, LogHistogram, Thinned, TimeBins
 
 #: Maximum number of metric values that are stored, divided among the ranks.
 _METRIC_COUNT: Final = 20_000
@@ -127,6 +127,7 @@ class Summary:
             recorded. For a restarted rank, it is the error in the last process.
         message_count: Number of messages, including messages of policies and of the runtime.
         messages: Numbers of messages of the program's own channels.
+        donor_lists, weight_lists: Donors and their weights in ``applied``. All ranks record the same ones.
         told: Summaries of the reports that the job made no progress, without duplicates. They are also in ``news``.
     """
 
@@ -147,6 +148,8 @@ class Summary:
     ends: dict[int, str | None] = field(default_factory=dict)
     message_count: int = 0
     messages: MessageCounts = field(default_factory=MessageCounts)
+    donor_lists: Interned = field(default_factory=Interned)
+    weight_lists: Interned = field(default_factory=Interned)
 
 
 def summarise(recording: Recording) -> Summary:
@@ -338,7 +341,7 @@ def _add(
             pass
         case "applied":
             policy, number, iteration = (int(event.get(name)) for name in ("policy", "round", "iteration"))
-            donors, weights = tuple(event.get("donors") or ()), tuple(event.get("weights") or ())
+            donors, weights = summary.donor_lists(event.get("donors")), summary.weight_lists(event.get("weights"))
             of, by = policies.population(policy), event.get("coordinator")
             if event.get("fragment") is not None:
                 summary.averages.add(rank, policies.place(policy), time_s, event)
