@@ -261,9 +261,9 @@ class _Policies:
         self._open: dict[int, tuple[int, _Span]] = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._is_restarted = is_restarted
-        self._first_numbers = Counter[int]() if predecessor is None else predecessor._closed_counts
+        self._first_numbers: Counter[int] = Counter() if predecessor is None else predecessor._closed_counts
         self._counts = self._first_numbers.copy()
-        self._closed_counts = self._first_numbers.copy()
+        self._closed_counts: Counter[int] = self._first_numbers.copy()
 
     def begin(self, policy: int, name: str, time_s: float) -> int:
         taken = {place for place, _ in self._open.values()}
