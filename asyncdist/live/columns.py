@@ -138,7 +138,9 @@ def steps_per_s(row: Row, policy: PolicyCounters | None) -> float | None:
 def _waiting(row: Row, _: PolicyCounters | None) -> float | None:
     if row.now is None or row.before is None:
         return None
-    return per_second(row.now.waited_s, row.before.waited_s, row.now.time_s - row.before.time_s)
+    now_s, before_s = (each.waited_s + each.waiting_s for each in (row.now, row.before))
+    share = per_second(now_s, before_s, row.now.time_s - row.before.time_s)
+    return None if share is None else min(share, 1.0)  # several tasks may have waited at the same time
 
 
 def _of_policy(

@@ -74,6 +74,7 @@ class RankCounters:
         received_nbytes: Number of bytes of tensors received, or read from other ranks' memory.
         waited_s: Seconds that main and its tasks have waited for other ranks since the counters were first read. Waits
             in progress are excluded.
+        waiting_s: Age in seconds of main's wait for other ranks that is in progress, or 0.
     """
 
     rank: int
@@ -87,6 +88,7 @@ class RankCounters:
     sent_nbytes: int = 0
     received_nbytes: int = 0
     waited_s: float = 0.0
+    waiting_s: float = 0.0
     lost: tuple[int, ...] = ()
 
     @property

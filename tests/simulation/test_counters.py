@@ -9,6 +9,7 @@ import torch
 
 import asyncdist as ad
 from asyncdist.live.counters import RankCounters
+from asyncdist.runtime.story.collecting import seconds_waited
 from asyncdist.simulation import Kill
 from protocols import AsyncSelectiveAveragingPolicy, SelectiveStatistics
 
@@ -85,3 +86,19 @@ async def ask_meanwhile(world: ad.World) -> float:
 
 def test_a_wait_that_began_before_anybody_asked_is_not_counted() -> None:
     assert max(ad.simulate(ask_meanwhile, ranks=2, seed=1).results) < 3.0
+
+
+async def look_at_waits_of_main(world: ad.World) -> list[float]:
+    found, main = list[float](), asyncio.current_task()
+    assert main is not None
+    loop = asyncio.get_running_loop()
+    for after_s in (0.5, 3.5):
+        loop.call_later(after_s, lambda: found.append(seconds_waited(main, world)))
+    await world.sleep(1.0 if world.rank == 0 else 5.0)
+    await ad.barrier()
+    return found
+
+
+def test_a_wait_of_main_in_progress_has_an_age_and_a_sleep_has_none() -> None:
+    first, second = ad.simulate(look_at_waits_of_main, ranks=2, seed=1).results
+    assert first == [0.0, pytest.approx(2.5, abs=0.01)] and second == [0.0, 0.0]

@@ -20,7 +20,7 @@ from support.facts import names
 
 from asyncdist.launch import live_table
 from asyncdist.live import destinations as places, exporting, last_counters
-from asyncdist.live.columns import Readings, Row, amount
+from asyncdist.live.columns import COLUMNS, Readings, Row, amount
 from asyncdist.live.counters import (
     EXPORTED,
     PolicyCounters,
@@ -328,6 +328,17 @@ def test_a_rank_that_was_started_again_counts_anew() -> None:
     readings.add(replace(COUNTERS, incarnation=1, time_s=1.0))
     assert readings.row(1) == Row(1, replace(COUNTERS, incarnation=1, time_s=1.0))
     assert readings.row(3, "silent") == Row(3, None, None, "silent")
+
+
+def test_waits_in_progress_are_shown_and_are_at_most_the_time() -> None:
+    """Regression: during a wait of 17 s the column showed 0 %, and after it 350 %."""
+    column = next(each for each in COLUMNS if each.name == "waits")
+    readings, shown = Readings(), []
+    for time_s in range(20):
+        waited_s, waiting_s = (0.0, max(0.0, time_s - 4.0)) if time_s < 17 else (3 * 13.0, 0.0)  # by three tasks
+        readings.add(replace(COUNTERS, time_s=float(time_s), waited_s=waited_s, waiting_s=waiting_s))
+        shown.append(column.text(readings.row(1), None))
+    assert shown == ["", *["0%"] * 4, "20%", "40%", "60%", "80%", *["100%"] * 11]
 
 
 def test_rates_are_those_of_the_last_seconds() -> None:

@@ -15,13 +15,14 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from asyncdist import local_host
 from asyncdist.live import counters
 from asyncdist.runtime.story.activity import Activity
-from asyncdist.runtime.story.collecting import collect
+from asyncdist.runtime.story.collecting import collect, seconds_waited
 from asyncdist.runtime.world import World
 from asyncdist.story import sockets
 from asyncdist.story.event_texts import ABORT
@@ -187,7 +188,7 @@ class WaitReporter:
                 client.sendall(to_bytes(self._story()))
             elif question == sockets.COUNTERS:
                 self._world.services.count_waits()
-                client.sendall(counters.to_bytes(counters.counters_of(self._world.services)))
+                client.sendall(counters.to_bytes(self._counters()))
             elif question == sockets.REPORTED:
                 self._note_reported(_read_all(client))
             elif question == sockets.PULSE:
@@ -195,6 +196,12 @@ class WaitReporter:
             elif question == sockets.ASKED:
                 was_asked = time.monotonic() - self._asked_at < _ASKED_S
                 client.sendall(sockets.YES if was_asked else sockets.NO)
+
+    def _counters(self) -> counters.RankCounters:
+        found = counters.counters_of(self._world.services)
+        with contextlib.suppress(RuntimeError, AttributeError):  # Main continued while its wait was read.
+            return replace(found, waiting_s=seconds_waited(self._main, self._world))
+        return found
 
     def _story(self) -> RankStory:
         answer: list[RankStory] = []

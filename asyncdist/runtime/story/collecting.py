@@ -89,6 +89,12 @@ def _is_users(frame: types.FrameType) -> bool:
 # -- waits ------------------------------------------------------------------------------------------------------------
 
 
+def seconds_waited(main: asyncio.Task[Any], world: World) -> float:
+    """Return how long main has been waiting for other ranks, or 0 if it does not wait for them."""
+    ages = map(world.services.engine.awaited_s, futures_awaited(main, world, set()) or ())
+    return max((age for age in ages if age is not None), default=0.0)
+
+
 def _waits(world: World, main: asyncio.Task[Any], *, with_main: bool) -> Iterator[Wait]:
     if with_main:
         yield _wait("main", main, world)
