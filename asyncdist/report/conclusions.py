@@ -43,6 +43,9 @@ def _ends(summary: Summary) -> Iterator[str]:
             failed.setdefault(error.partition("\n")[0].rstrip(": "), []).append(rank)
     for error, ranks in list(failed.items())[:_REASON_COUNT_MAX]:
         yield f"{ranks_at_start(ranks)} ended with {error}."
+    others = [rank for ranks in list(failed.values())[_REASON_COUNT_MAX:] for rank in ranks]
+    if others:
+        yield f"{ranks_at_start(others)} ended with other errors."
     open_ended = [rank for rank, error in summary.ends.items() if error is None]
     if open_ended:
         have = "has" if len(open_ended) == 1 else "have"
@@ -109,7 +112,7 @@ def _rounds(summary: Summary) -> Iterator[str]:
     idle = sum(not each.replacers for each in summary.rounds)
     rounds = plural(count, "round")
     text = f"{len(whole):,} of {rounds} {'was' if count == 1 else 'were'} applied by all ranks that they replaced"
-    text += f", with {len(summary.applied):,} replacements in total"
+    text += f", with {plural(summary.replacement_count, 'replacement')} in total"
     text += f"; {idle:,} replaced no rank" if idle else ""
     yield f"{text}."
     left = [each for each in summary.rounds if each.replacers and each.applied_count < len(each.replacers)]
@@ -188,7 +191,7 @@ def _reasons(rounds: Sequence[Round]) -> str:
     counts = Counter(each.reason or "no end in the recording" for each in rounds)
     told = [f"{count:,} ({reason})" for reason, count in counts.most_common(_REASON_COUNT_MAX)]
     more = len(counts) - len(told)
-    return ", ".join(told) + (f" and {more} more reasons" if more else "")
+    return ", ".join(told) + (f" and {plural(more, 'more reason')}" if more else "")
 
 
 def _lineage(summary: Summary) -> Iterator[str]:

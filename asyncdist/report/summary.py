@@ -151,6 +151,11 @@ class Summary:
     donor_lists: Interned = field(default_factory=Interned)
     weight_lists: Interned = field(default_factory=Interned)
 
+    @property
+    def replacement_count(self) -> int:
+        """Number of times that a policy has replaced a rank's weights, without averages of contributions."""
+        return len(self.applied) - sum(each.applied_count for each in self.averages.rounds())
+
 
 def summarise(recording: Recording) -> Summary:
     """Summarise a recording, reading it twice. Raise RecordingError if it has more than SIZE_MAX ranks."""

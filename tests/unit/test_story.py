@@ -192,6 +192,12 @@ class TestWords:
         assert "2 more ranks are on other hosts, or have ended: run asyncdist story 0123abcd" in describe_job(
             of(story(0))
         )
+        assert "1 more rank is on another host, or has ended" in describe_job(of(story(0), story(1)))
+
+    def test_a_lost_rank_whose_process_is_there_is_counted_once(self) -> None:
+        """Regression: it was subtracted twice, so no line said that rank 2 is on another host."""
+        told = describe_job(of(replace(story(0), lost=(1,))), [Silent(1, 101, True)])
+        assert "1 more rank is on another host" in told
 
     def test_events(self) -> None:
         events = [
@@ -204,6 +210,13 @@ class TestWords:
             "round 7 was abandoned: rank 1 was lost 2.0 s ago",
             "lost rank 1 1.0 s ago",
         )
+
+    def test_events_without_ranks(self) -> None:
+        """Regression: such an event was described as "took the average of ranks , round 3"."""
+        fields = (0, 3, 15, None, None, 0, 0.1, 100, -1, "", 0, 3, 0, (), (), 100, 100, 0.5, 0.5, 0.1)
+        events = [Event(1.0, "applied", fields), Event(2.0, "decided", (0, 4, (), (), "direct"))]
+        told = ("took an average, round 3 2.0 s ago", "decided round 4: no rank to be replaced 1.0 s ago")
+        assert describe_events(events, 3.0, 2) == told
 
 
 def test_report_shows_the_wait_of_a_rank_at_the_signal_if_known() -> None:
