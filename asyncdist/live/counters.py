@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 
+from asyncdist.story import facts
 from asyncdist.validation import printable
 
 if TYPE_CHECKING:  # avoids importing torch, which asyncdist top does not need
@@ -146,8 +147,8 @@ def per_second(now: float, before: float, seconds: float) -> float | None:
 
 
 def to_bytes(counters: RankCounters) -> bytes:
-    """Encode the counters as MessagePack, which, unlike JSON, can represent NaN."""
-    return msgspec.msgpack.encode(counters)
+    """Encode the counters as bytes."""
+    return facts.to_bytes(counters)
 
 
 _decoder: Final = msgspec.msgpack.Decoder(RankCounters)

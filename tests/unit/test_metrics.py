@@ -314,6 +314,23 @@ def test_the_table_shows_names_without_obeying_them() -> None:
     assert line.split()[1] == "[red]\\x1b[1m" and line.endswith("[/]")
 
 
+def test_a_policy_may_have_any_name() -> None:
+    """Regression: ``asyncdist top`` got no answer if a name had a lone surrogate, as in undecodable arguments."""
+    named = replace(COUNTERS, policies=(replace(POLICY, policy="a\udce4", latest="\ud800"),))
+    assert [(each.policy, each.latest) for each in from_bytes(to_bytes(named)).policies] == [("a?", "?")]
+
+
+def test_lines_of_several_policies_fit_into_the_terminal() -> None:
+    """Regression: ranks were counted instead of lines, so the notes below the table were cut off."""
+    policies = (POLICY, replace(POLICY, policy="other"))
+    rows = [Row(rank, replace(COUNTERS, rank=rank, policies=policies), None, "waits") for rank in range(8)]
+    lines = drawn(rows[:3], 80, 20)
+    assert len(lines) == 2 + 6 + 3
+    head, _, *shown = drawn(rows[:6], 120, 16)
+    assert "showing the 3 with the fewest steps" in head
+    assert len(shown) == 6 + 6 and shown[-1].startswith("rank 5 waits")
+
+
 @pytest.mark.parametrize("metric", [float("nan"), float("inf"), -float("inf")])
 def test_a_metric_that_is_no_finite_number_is_shown(metric: float) -> None:
     told = replace(COUNTERS, policies=(replace(POLICY, metric=metric),))

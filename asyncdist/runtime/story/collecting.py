@@ -166,21 +166,9 @@ def _waiters(task: asyncio.Task[Any], engine: Any) -> Iterator[Any]:
 
 
 def _policies(services: Services) -> Iterator[PolicyState]:
-    coordinators: dict[int, int] = {}
-    numbers: dict[str, int] = {}
-    for event in services.events.latest():
-        if event.kind == "policy":
-            numbers[event.get("name")] = event.get("policy")
-        elif event.kind == "coordinator":
-            coordinators[event.get("policy")] = event.get("rank")
-        elif event.kind == "decided":
-            coordinators[event.get("policy")] = services.rank
     for probe in tuple(services.progress_probes):
         probed = probe()
-        number = numbers.get(probed.policy, -1)
-        yield PolicyState(
-            probed.policy, probed.step, probed.metric, probed.round, probed.role, coordinators.get(number)
-        )
+        yield PolicyState(probed.policy, probed.step, probed.metric, probed.round, probed.role, probed.coordinator)
 
 
 def _channels(services: Services) -> Iterator[ChannelState]:
