@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from asyncdist.recording.command_output import print_to, refuse
 from asyncdist.story.finding import find_job
@@ -16,7 +16,7 @@ def run(name: str | None, recorded: str | None = None) -> int:
     ``name`` is the name of the job, the pid of one of its processes or of their launcher, or the folder of a recording.
     None selects the only job. ``recorded`` is the name of the job if a folder has recordings of several jobs.
     """
-    if name is not None and Path(name).is_dir():
+    if name is not None and os.path.isdir(name):  # Path.is_dir raises an error if the name is too long
         return _print_recording(name, recorded)
     if recorded is not None:
         return refuse("story", "--job needs the folder of a recording: asyncdist story DIR --job JOB")

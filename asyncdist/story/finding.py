@@ -13,6 +13,8 @@ from asyncdist.story.sockets import RankSocket, jobs
 
 #: Maximum number of characters of a job's command that are shown.
 _COMMAND_LENGTH_MAX: Final = 60
+#: Maximum number of digits of a pid. Python refuses to convert more than 4,300 digits.
+_PID_LENGTH_MAX: Final = 20
 
 
 def find_job(name: str | None) -> str:
@@ -25,7 +27,8 @@ def find_job(name: str | None) -> str:
         return next(iter(found))
     if name is not None and name in found:
         return name
-    job = job_of_process(int(name), found) if name is not None and name.isdecimal() else None
+    is_pid = name is not None and name.isdecimal() and len(name) <= _PID_LENGTH_MAX
+    job = job_of_process(int(name), found) if name is not None and is_pid else None
     if job is None:
         raise LookupError(_refusal(name, found))
     return job

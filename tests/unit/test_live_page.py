@@ -247,12 +247,26 @@ def test_the_end_of_the_job_keeps_the_last_answers(
     before = read(server)
     ranks.close()
     monkeypatch.setattr(snapshots, "PERIOD_S", 0.0)
+    monkeypatch.setattr(snapshots, "_GONE_S", 0.0)
     after = read(server)
     assert (before["is_running"], after["is_running"], after["notes"]) == (True, False, [])
     for same in ("answered_at", "lines", "summary", "size", "history"):
         assert after[same] == before[same]
     monkeypatch.setattr(server.snapshots, "_find", lambda: pytest.fail("an ended job must not be looked up"))
     assert read(server) == after
+
+
+def test_sockets_that_return_are_those_of_a_running_job(
+    server: PageServer, ranks: ServedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the job was shown as ended forever if the folder of its sockets was removed for a moment."""
+    monkeypatch.setattr(snapshots, "PERIOD_S", 0.0)
+    before, find = read(server), server.snapshots._find
+    monkeypatch.setattr(server.snapshots, "_find", dict)
+    meanwhile = read(server)
+    assert meanwhile["is_running"] and meanwhile["lines"] == before["lines"]
+    monkeypatch.setattr(server.snapshots, "_find", find)
+    assert read(server)["is_running"] and server.snapshots.read_count == 2
 
 
 def test_few_ranks_have_a_line_each_and_many_have_quantiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import selectors
 import shutil
 import socket
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -495,6 +496,28 @@ def test_a_word_that_is_neither_a_job_nor_a_folder_is_named(
     )
     assert command.run(None) == 2
     assert "no job of this user" in (told := capsys.readouterr().err) and "folder" not in told
+
+
+def test_ranks_that_compute_for_long_are_not_asked_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: while all ranks computed for longer than stall_s, all of them were asked every second."""
+    teller = object.__new__(answering.WaitReporter)
+    teller._stall_s, teller._look_again_at = 60.0, 0.0
+    computing = {rank: replace(story(rank, state="computes"), still_s=100.0) for rank in range(2)}
+    monkeypatch.setattr(teller, "_does_lower_rank_report", lambda: False)
+    monkeypatch.setattr(teller, "_story", lambda: computing[0])
+    monkeypatch.setattr(teller, "_ask_all", lambda own: (computing, []))
+    began_at = time.monotonic()
+    teller._report_if_none_progresses()
+    assert 15.0 <= teller._look_again_at - began_at < 16.0
+
+
+def test_a_word_of_thousands_of_digits_names_no_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: the command ended with a traceback, because int() refuses more than 4,300 digits."""
+    monkeypatch.setattr(finding, "jobs", dict)
+    assert command.run("1" * 5000) == 2
+    assert "no job '111" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("asked", "tells"), [((), True), ((3,), True), ((0,), False), ((1, 3), False)])

@@ -267,6 +267,8 @@ class WaitReporter:
                 self._look_again_at = time.monotonic() + self._stall_s - least_s
             elif any(story.state != "computes" for story in stories.values()):
                 self._report_standstill(stories, silent, least_s)
+            else:
+                self._look_again_at = time.monotonic() + self._stall_s / _LOOKS_IN_STALL
 
     def _report_standstill(self, stories: dict[int, RankStory], silent: list[Silent], still_s: float) -> None:
         what = f"no rank here has made a step or received a message for {seconds_in_words(still_s)}"
