@@ -7,8 +7,6 @@ independently, so the group's lowest rank is part of the identity.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -156,8 +154,3 @@ class Averages:
     def _find(self, rank: int, place: tuple[int, int], event: Event) -> Average:
         key = AverageKey(*place, self._groups.get((rank, *place), 0), int(event.get("round")))
         return self._rounds.setdefault(key, Average(key, int(event.get("fragment"))))
-
-
-def median_late_s(rounds: Iterable[Average]) -> float:
-    """Return the median time between the first and the last contribution, over rounds with several contributions."""
-    return statistics.median(each.late_s for each in rounds if each.contribution_count > 1)

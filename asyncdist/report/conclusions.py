@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from asyncdist.report.averages import median_late_s
 from asyncdist.report.slow_ranks import ranks_at_start, slow_ranks_in_words
 from asyncdist.report.summary import Round, Summary
 from asyncdist.wording import plural, ranks_in_words, seconds_in_words, size_in_words
@@ -136,9 +135,10 @@ def _averages(summary: Summary) -> Iterator[str]:
     if joint:
         last = max(ranks, key=lambda rank: ranks[rank].last_count)
         longest = max(joint, key=lambda each: each.late_s)
+        median_s = statistics.median(each.late_s for each in joint)
         yield (
-            f"The last contribution to a round came {seconds_in_words(median_late_s(joint))} after the first in the "
-            f"median, at most {seconds_in_words(longest.late_s)} (round {longest.key.round}, rank {longest.last_rank})."
+            f"The last contribution to a round came {seconds_in_words(median_s)} after the first in the median, at "
+            f"most {seconds_in_words(longest.late_s)} (round {longest.key.round}, rank {longest.last_rank})."
             f" Rank {last} was the last in {ranks[last].last_count:,} of {plural(len(joint), 'round')}."
         )
     yield from _waits(summary)
