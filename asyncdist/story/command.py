@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from asyncdist.recording.command_output import print_to, refuse
-from asyncdist.story.finding import find_job
+from asyncdist.story.finding import chosen_job
 from asyncdist.story.formatting import Silent, describe_job
-from asyncdist.story.sockets import ask, jobs, warn_of_refused_directories
+from asyncdist.story.sockets import ask, jobs
 
 
 def run(name: str | None, recorded: str | None = None) -> int:
@@ -20,12 +20,10 @@ def run(name: str | None, recorded: str | None = None) -> int:
         return _print_recording(name, recorded)
     if recorded is not None:
         return refuse("story", "--job needs the folder of a recording: asyncdist story DIR --job JOB")
-    warn_of_refused_directories("story")
-    try:
-        job = find_job(name)
-    except LookupError as error:
-        no_folder = "" if name is None or name.isdecimal() else f", and {name!r} is not a folder of recordings"
-        return refuse("story", f"{error}{no_folder}")
+    no_folder = "" if name is None or name.isdecimal() else f", and {name!r} is not a folder of recordings"
+    job = chosen_job("story", name, no_folder)
+    if job is None:
+        return 2
     rank_sockets = jobs().get(job, ())
     stories = ask(rank_sockets)
     silent = [

@@ -397,7 +397,7 @@ class TestSockets:
         listener, path = opened
         other = path.with_name("0.99999999")  # its number there; it has none here
         path.rename(other)
-        monkeypatch.setattr(sockets, "_process_at", lambda _: 0)
+        monkeypatch.setattr(sockets, "_credentials", lambda _: (0, os.getuid()))
         assert [each.path for each in sockets.jobs()["job"]] == [other]
         monkeypatch.undo()
         assert base.exists() and other.exists()
