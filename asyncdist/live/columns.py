@@ -51,7 +51,7 @@ class Readings:
         if said and (said[-1].job, said[-1].incarnation) != (counters.job, counters.incarnation):
             said.clear()  # the counters of a new process start at 0
         said.append(counters)
-        while len(said) > 2 and counters.time_s - said[1].time_s >= _WINDOW_S:
+        while len(said) > 2 and _is_too_old(said, counters.time_s):
             said.popleft()
         self._add_steps(counters, is_first=len(said) == 1)
 
@@ -76,6 +76,11 @@ class Readings:
     def rows(self) -> list[Row]:
         """Return the latest counters of all ranks that have answered."""
         return [self.row(rank) for rank in sorted(self._said)]
+
+
+def _is_too_old(said: Sequence[RankCounters], now_s: float) -> bool:
+    """Return whether the first reading is not needed for rates, or was made before a pause."""
+    return now_s - said[1].time_s >= _WINDOW_S or now_s - said[0].time_s >= 2 * _WINDOW_S
 
 
 def _is_enough(since: tuple[int, float], now: RankCounters) -> bool:

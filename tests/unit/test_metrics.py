@@ -367,6 +367,16 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     assert (row.now.time_s, row.before.time_s) == (19.0, 14.0)
 
 
+def test_rates_after_a_pause_cover_it_only_once() -> None:
+    """Regression: for five seconds after an hour without readings, rates were means over that hour."""
+    readings, before_s = Readings(), []
+    for time_s in (0.0, 1.0, 3600.0, 3601.0, 3602.0):
+        readings.add(replace(COUNTERS, time_s=time_s))
+        before = readings.row(1).before
+        before_s.append(before and before.time_s)
+    assert before_s == [None, 0.0, 1.0, 3600.0, 3600.0]
+
+
 def test_a_narrow_or_low_terminal_shows_what_matters_most() -> None:
     rows = [
         Row(rank, replace(COUNTERS, rank=rank, policies=(replace(POLICY, step=100 - rank, policy=""),)))
