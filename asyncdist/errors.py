@@ -7,7 +7,7 @@ libraries with ``raise ... from``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -143,17 +143,28 @@ class RemoteError(AsyncdistError):
         return self.message  # the message already contains the facts
 
 
+def inner_errors(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors of an exception group, which may contain further groups, or ``error`` if it is not a group."""
+    pending = [error]
+    while pending:  # groups may be nested more deeply than functions may call each other
+        each = pending.pop()
+        if isinstance(each, BaseExceptionGroup):
+            pending += reversed(each.exceptions)
+        else:
+            yield each
+
+
 def is_consequence(error: BaseException) -> bool:
     """Return whether an error only reports the failure of another rank."""
-    if isinstance(error, BaseExceptionGroup):
-        return all(map(is_consequence, error.exceptions))
-    return isinstance(error, (RankLostError, RemoteError))
+    return all(isinstance(each, (RankLostError, RemoteError)) for each in inner_errors(error))
 
 
 def has_cause_here(error: BaseException) -> bool:
     """Return whether ``error`` contains a failure of this rank, not only another rank's failure or a cancellation."""
-    if isinstance(error, BaseExceptionGroup):
-        return any(map(has_cause_here, error.exceptions))
+    return any(map(_is_cause_here, inner_errors(error)))
+
+
+def _is_cause_here(error: BaseException) -> bool:
     if not isinstance(error, Exception):
         return False
     import asyncio  # not at the top, because the command line imports this module, and asyncio imports 60 others

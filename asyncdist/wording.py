@@ -32,13 +32,14 @@ def ordinal(number: int) -> str:
 
 def seconds_in_words(seconds: float) -> str:
     """Return a duration in a suitable unit, like ``"12 min"``, ``"61 s"``, ``"1.2 s"`` or ``"12.5 ms"``."""
-    if seconds >= 600:
+    # The limits are those of the rounded numbers, because 999.7 with three digits is "1e+03".
+    if seconds >= 599.5:
         return f"{seconds / 60:.0f} min"
-    if seconds >= 10:
+    if seconds >= 9.95:
         return f"{seconds:.0f} s"
-    if seconds >= 1 or not seconds:
+    if seconds >= 0.9995 or not seconds:
         return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} us"
 
 
 def size_in_words(nbytes: float) -> str:

@@ -59,7 +59,8 @@ def run(words: Sequence[str]) -> int:
             preexec_fn=prepare,
         )
         _show(child, folder, is_on_stderr=1 not in shown)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+        code = child.wait()
+    return code if code >= 0 else 128 - code
 
 
 @contextlib.contextmanager
@@ -105,9 +106,9 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
         while child.poll() is None:
             with contextlib.suppress(OSError):  # there may be too many open files
                 found = sockets.jobs()
-                if (job := job_of_process(child.pid, found)) is not None and not is_gone:
-                    own = job
-                    view.ask(found[job])
+                own = job_of_process(child.pid, found) or own
+                if own in found and not is_gone:
+                    view.ask(found[own])
                     draw(lambda: live.update(view.drawn(console), refresh=True))
             came = signal.sigtimedwait({*launcher_signals.PASSED_ON_SIGNALS, signal.SIGCHLD}, top.PERIOD_S)
             if came is not None and came.si_signo != signal.SIGCHLD:

@@ -13,6 +13,8 @@ logger = logging.getLogger("asyncdist.live.address_server")
 
 #: Maximum number of open connections. Otherwise, any user of the host could exhaust the process's file descriptors.
 CONNECTION_COUNT_MAX: Final = 64
+#: Seconds after which an idle connection is closed, because each connection occupies a thread.
+_IDLE_S: Final = 10.0
 
 
 class AddressServer(ThreadingHTTPServer):
@@ -45,6 +47,7 @@ class AddressServer(ThreadingHTTPServer):
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer a connection, in its thread."""
         try:
+            request.settimeout(_IDLE_S)
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()

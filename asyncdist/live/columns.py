@@ -13,6 +13,9 @@ from asyncdist.validation import printable
 
 #: Seconds over which rates are computed.
 _WINDOW_S: Final = 5.0
+#: Minimum number of steps from which a rank's step time is computed. As each end of the interval is up to one step off,
+#: equally fast ranks then differ by a factor of less than 10/8.
+_STEP_COUNT_MIN: Final = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class Row:
         before: Counters some seconds earlier, or None.
         note: Note for the user, for example why the rank makes no steps.
         is_silent: Whether the rank has not answered the last request, so that ``now`` is old.
+        step_s: Mean seconds per step over the last nine or more steps, or None if there were fewer.
     """
 
     rank: int
@@ -31,6 +35,7 @@ class Row:
     before: RankCounters | None = None
     note: str = ""
     is_silent: bool = False
+    step_s: float | None = None
 
 
 class Readings:
@@ -38,6 +43,7 @@ class Readings:
 
     def __init__(self) -> None:
         self._said: dict[int, deque[RankCounters]] = {}
+        self._stepped: dict[int, deque[tuple[int, float]]] = {}  # numbers of steps, and the times of their readings
 
     def add(self, counters: RankCounters) -> None:
         """Add the current counters of a rank."""
@@ -45,19 +51,40 @@ class Readings:
         if said and (said[-1].job, said[-1].incarnation) != (counters.job, counters.incarnation):
             said.clear()  # the counters of a new process start at 0
         said.append(counters)
-        while len(said) > 2 and counters.time_s - said[1].time_s >= _WINDOW_S:
+        while len(said) > 2 and _is_too_old(said, counters.time_s):
             said.popleft()
+        self._add_steps(counters, is_first=len(said) == 1)
+
+    def _add_steps(self, counters: RankCounters, *, is_first: bool) -> None:
+        stepped = self._stepped.setdefault(counters.rank, deque())
+        if is_first or counters.step < stepped[-1][0]:  # the policy with the most steps was closed
+            stepped.clear()
+        if not stepped or counters.step > stepped[-1][0]:
+            stepped.append((counters.step, counters.time_s))
+        while len(stepped) > 1 and _is_enough(stepped[1], counters):
+            stepped.popleft()
 
     def row(self, rank: int, note: str = "") -> Row:
         """Return the latest counters of a rank."""
         said = self._said.get(rank)
         if not said:
             return Row(rank, None, None, note)
-        return Row(rank, said[-1], said[0] if len(said) > 1 else None, note)
+        now, (step, time_s) = said[-1], self._stepped[rank][0]
+        step_s = (now.time_s - time_s) / (now.step - step) if now.step - step >= _STEP_COUNT_MIN else None
+        return Row(rank, now, said[0] if len(said) > 1 else None, note, step_s=step_s)
 
     def rows(self) -> list[Row]:
         """Return the latest counters of all ranks that have answered."""
         return [self.row(rank) for rank in sorted(self._said)]
+
+
+def _is_too_old(said: Sequence[RankCounters], now_s: float) -> bool:
+    """Return whether the first reading is not needed for rates, or was made before a pause."""
+    return now_s - said[1].time_s >= _WINDOW_S or now_s - said[0].time_s >= 2 * _WINDOW_S
+
+
+def _is_enough(since: tuple[int, float], now: RankCounters) -> bool:
+    return now.step - since[0] >= _STEP_COUNT_MIN and now.time_s - since[1] >= _WINDOW_S
 
 
 Value: TypeAlias = float | str | None
@@ -116,7 +143,9 @@ def steps_per_s(row: Row, policy: PolicyCounters | None) -> float | None:
 def _waiting(row: Row, _: PolicyCounters | None) -> float | None:
     if row.now is None or row.before is None:
         return None
-    return per_second(row.now.waited_s, row.before.waited_s, row.now.time_s - row.before.time_s)
+    now_s, before_s = (each.waited_s + each.waiting_s for each in (row.now, row.before))
+    share = per_second(now_s, before_s, row.now.time_s - row.before.time_s)
+    return None if share is None else min(share, 1.0)  # several tasks may have waited at the same time
 
 
 def _of_policy(
@@ -164,7 +193,15 @@ COLUMNS: Final = (
     Column("rank", "rank of the process", 0, 4, lambda row, _: row.rank),
     _of_policy("policy", "policy", "name of the policy", (2, 8), is_optional=True),
     _of_policy("step", "step", "number of steps", (0, 6)),
-    Column("step/s", "mean of the last five seconds", 1, 6, steps_per_s, rate, is_of_policy=True),
+    Column(
+        "step/s",
+        "mean of the last five seconds, or since the previous reading",
+        1,
+        6,
+        steps_per_s,
+        rate,
+        is_of_policy=True,
+    ),
     _of_policy("metric", "metric", "the last metric given to the policy", (1, 8), number),
     _of_policy("round", "round", "the newest round (exchange of weights) in which the rank had a role", (3, 5)),
     _of_policy("role", "role", "current role of the rank", (2, 8)),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 
+from asyncdist.story import facts
 from asyncdist.validation import printable
 
 if TYPE_CHECKING:  # avoids importing torch, which asyncdist top does not need
@@ -74,6 +75,7 @@ class RankCounters:
         received_nbytes: Number of bytes of tensors received, or read from other ranks' memory.
         waited_s: Seconds that main and its tasks have waited for other ranks since the counters were first read. Waits
             in progress are excluded.
+        waiting_s: Age in seconds of main's wait for other ranks that is in progress, or 0.
     """
 
     rank: int
@@ -87,6 +89,7 @@ class RankCounters:
     sent_nbytes: int = 0
     received_nbytes: int = 0
     waited_s: float = 0.0
+    waiting_s: float = 0.0
     lost: tuple[int, ...] = ()
 
     @property
@@ -144,8 +147,8 @@ def per_second(now: float, before: float, seconds: float) -> float | None:
 
 
 def to_bytes(counters: RankCounters) -> bytes:
-    """Encode the counters as MessagePack, which, unlike JSON, can represent NaN."""
-    return msgspec.msgpack.encode(counters)
+    """Encode the counters as bytes."""
+    return facts.to_bytes(counters)
 
 
 _decoder: Final = msgspec.msgpack.Decoder(RankCounters)

@@ -15,8 +15,6 @@ from asyncdist.live.address_server import AddressServer
 from asyncdist.live.counters import EXPORTED, RankCounters, samples
 
 _LABELS = ("rank", "policy", "role")
-#: Seconds after which an idle connection is closed, because each connection occupies a thread.
-_TIMEOUT_S = 10.0
 
 
 class RankCollector(Collector):
@@ -53,8 +51,7 @@ class PrometheusServer:
         registry.register(RankCollector(read))
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server = type("_ServerOfFamily", (AddressServer,), {"address_family": family})
-        handler = type("_HandlerInTime", (MetricsHandler.factory(registry),), {"timeout": _TIMEOUT_S})
-        self._server: AddressServer = server((host, port), handler)
+        self._server: AddressServer = server((host, port), MetricsHandler.factory(registry))
         self._thread = threading.Thread(target=self._server.serve_forever, name="asyncdist prometheus", daemon=True)
         self._thread.start()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -42,10 +44,13 @@ def screen(
     notes = [f"rank {row.rank} {row.note}" for row in rows if row.note]
     if len(notes) > _NOTE_COUNT_MAX:
         notes[_NOTE_COUNT_MAX - 1 :] = [f"and {len(notes) - _NOTE_COUNT_MAX + 1} more; asyncdist story shows all"]
-    if height is not None and len(shown) > (place := max(1, height - _FRAME_HEIGHT - len(notes))):
+    if height is not None:
         by_steps = sorted(shown, key=lambda row: (0 if row.now is None else row.now.step, row.rank))
-        shown = sorted(by_steps[:place], key=lambda row: row.rank)
-        head += f"; showing the {place} with the fewest steps"
+        ends = list(itertools.accumulate(len(policies_of(row)) for row in by_steps))  # numbers of lines
+        count = max(1, bisect.bisect(ends, height - _FRAME_HEIGHT - len(notes)))
+        if count < len(shown):
+            shown = sorted(by_steps[:count], key=lambda row: row.rank)
+            head += f"; showing the {count} with the fewest steps"
     drawn = Table.grid()  # a Group would not be shown in notebooks
     drawn.add_row(Text(printable(head), no_wrap=True, overflow="ellipsis"))
     drawn.add_row(table(shown, width))

@@ -19,10 +19,9 @@ from asyncdist.live.columns import Readings, Row
 from asyncdist.live.counters import RankCounters, from_bytes
 from asyncdist.live.table import screen
 from asyncdist.story import sockets
-from asyncdist.story.finding import find_job
+from asyncdist.story.finding import chosen_job
 from asyncdist.story.formatting import summarize
 from asyncdist.story.sockets import RankSocket
-from asyncdist.validation import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -123,11 +122,8 @@ def run(name: str | None) -> int:
     if not has_rich():
         print(f"asyncdist top: {NEEDS_RICH}", file=sys.stderr)
         return 2
-    sockets.warn_of_refused_directories("top")
-    try:
-        job = find_job(name)
-    except LookupError as error:
-        print(f"asyncdist top: {printable(str(error))}", file=sys.stderr)
+    job = chosen_job("top", name)
+    if job is None:
         return 2
     from rich.console import Console
     from rich.live import Live

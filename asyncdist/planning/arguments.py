@@ -14,9 +14,10 @@ from asyncdist.planning.outer_rules import SHARDS
 
 _MULTIPLES: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 _BINARY: Final = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
-_NUMBER: Final = r"(\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d+)?)"
+_NUMBER: Final = r"(\d+(?:_\d+)*(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 _PARAMS: Final = re.compile(rf"{_NUMBER} ?([kmbgt]?)", re.IGNORECASE)
-_BITS: Final = re.compile(rf"{_NUMBER} ?([kmgt]?)(?:bit(?:/s|ps)?|bps)", re.IGNORECASE)
+#: Gbps are bits, and GBps are bytes.
+_BITS: Final = re.compile(rf"{_NUMBER} ?([kKmMgGtT]?)(?:(?i:bit(?:/s|ps)?)|bps)")
 _BYTES: Final = re.compile(rf"{_NUMBER} ?([kKMGT]?)(i?)B(?:/s|ps)")
 _PARAM_COUNT_MAX: Final = 10**15
 _BANDWIDTH_MAX: Final = 1e15

@@ -90,8 +90,8 @@ def lines(slowest: float, shards: str, every: int) -> Iterator[str]:
     yield "The policy and the utilisation above are for ranks of equal speed."
     cells = _nearest_measurements(slowest, found.cells)
     if not cells:
-        measured = " and ".join(map(str, found.cells))
-        yield f"There is no recommendation: this was only measured with ranks that are {measured} times slower."
+        measured = ", ".join(map(str, found.cells))
+        yield f"There is no recommendation: this was only measured with ratios of {measured}."
         return
     winning = {cell.rule: cell for cell in cells.values() if cell.wins}
     programs = [list(_python(cell, every)) for cell in winning.values()]

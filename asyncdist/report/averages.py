@@ -7,15 +7,13 @@ independently, so the group's lowest rank is part of the identity.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from asyncdist.recording.events import Event
-from asyncdist.report.series import TimeBins
+from asyncdist.report.series import Interned, TimeBins
 
 
 class AverageKey(NamedTuple):
@@ -97,6 +95,7 @@ class Averages:
         self.ranks: dict[int, RankAverages] = {}
         self.populations: set[int] = set()
         self._rounds: dict[AverageKey, Average] = {}
+        self._rank_lists = Interned()
         self._groups: dict[tuple[int, int, int], int] = {}  # the group's lowest rank, keyed by rank and policy
 
     def add(self, rank: int, place: tuple[int, int], time_s: float, event: Event) -> None:
@@ -124,7 +123,8 @@ class Averages:
         own.waited_s, own.waited_max_s = own.waited_s + waited_s, max(own.waited_max_s, waited_s)
         own.wait_bins.add(time_s, waited_s)
         found.applied_s, found.applied_count = np.fmax(found.applied_s, time_s), found.applied_count + 1
-        found.donors, found.left_out = tuple(event.get("donors") or ()), tuple(event.get("left_out") or ())
+        found.donors = self._rank_lists(event.get("donors"))
+        found.left_out = self._rank_lists(event.get("left_out"))
         found.gains = tuple(event.get("gains") or ())
         found.waited_s = max(found.waited_s, waited_s)
         found.staleness_steps = max(found.staleness_steps, int(event.get("staleness_steps") or 0))
@@ -154,8 +154,3 @@ class Averages:
     def _find(self, rank: int, place: tuple[int, int], event: Event) -> Average:
         key = AverageKey(*place, self._groups.get((rank, *place), 0), int(event.get("round")))
         return self._rounds.setdefault(key, Average(key, int(event.get("fragment"))))
-
-
-def median_late_s(rounds: Iterable[Average]) -> float:
-    """Return the median time between the first and the last contribution, over rounds with several contributions."""
-    return statistics.median(each.late_s for each in rounds if each.contribution_count > 1)

@@ -13,13 +13,12 @@ import itertools
 from array import array
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final
 
 from asyncdist.recording.events import whole
+from asyncdist.recording.message_counts import Line
 from asyncdist.recording.reader import RankRecording, Recording
 
-#: Source, destination and tag of a sequence of messages.
-Line: TypeAlias = tuple[int, int, int]
 #: Maximum number of passes over all pairs of hosts. A correction that needs more contradicts itself.
 _ROUND_COUNT_MAX: Final = 64
 

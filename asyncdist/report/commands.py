@@ -109,7 +109,7 @@ def run_report(folder: str, job: str | None, out: str | None) -> int:
             file.write_text(page, encoding="utf-8")
     except (RecordingError, _WriteError, OSError) as error:
         return refuse("report", error)
-    return _print("report", f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    return _print_path("report", path, f"{path.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
 def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[str]) -> int:
@@ -124,9 +124,8 @@ def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[
             count = write_trace(recording, path, [Path(each) for each in profiles])
     except (RecordingError, TraceError, _WriteError, OSError) as error:
         return refuse("trace", error)
-    return _print(
-        "trace", f"wrote {path}, {count} entries, {len(recording.ranks)} ranks; open it at https://ui.perfetto.dev"
-    )
+    what = f"{count} entries, {len(recording.ranks)} ranks; open it at https://ui.perfetto.dev"
+    return _print_path("trace", path, what)
 
 
 def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
@@ -173,6 +172,11 @@ def _printable(row: Sequence[object]) -> list[object]:
 
 def _print(command: str, text: str) -> int:
     return print_to(command, lambda: print(printable(text)))
+
+
+def _print_path(command: str, path: Path, what: str) -> int:
+    """Print the path of a written file, unless it is a device or a pipe, such as ``/dev/stdout``."""
+    return _print(command, f"wrote {path}, {what}") if path.is_file() else 0
 
 
 def _print_table(names: Sequence[str], found: Iterable[Sequence[object]]) -> bool:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from asyncdist.report.averages import median_late_s
 from asyncdist.report.slow_ranks import ranks_at_start, slow_ranks_in_words
 from asyncdist.report.summary import Round, Summary
 from asyncdist.wording import plural, ranks_in_words, seconds_in_words, size_in_words
@@ -43,6 +42,9 @@ def _ends(summary: Summary) -> Iterator[str]:
             failed.setdefault(error.partition("\n")[0].rstrip(": "), []).append(rank)
     for error, ranks in list(failed.items())[:_REASON_COUNT_MAX]:
         yield f"{ranks_at_start(ranks)} ended with {error}."
+    others = [rank for ranks in list(failed.values())[_REASON_COUNT_MAX:] for rank in ranks]
+    if others:
+        yield f"{ranks_at_start(others)} ended with other errors."
     open_ended = [rank for rank, error in summary.ends.items() if error is None]
     if open_ended:
         have = "has" if len(open_ended) == 1 else "have"
@@ -109,7 +111,7 @@ def _rounds(summary: Summary) -> Iterator[str]:
     idle = sum(not each.replacers for each in summary.rounds)
     rounds = plural(count, "round")
     text = f"{len(whole):,} of {rounds} {'was' if count == 1 else 'were'} applied by all ranks that they replaced"
-    text += f", with {len(summary.applied):,} replacements in total"
+    text += f", with {plural(summary.replacement_count, 'replacement')} in total"
     text += f"; {idle:,} replaced no rank" if idle else ""
     yield f"{text}."
     left = [each for each in summary.rounds if each.replacers and each.applied_count < len(each.replacers)]
@@ -133,9 +135,10 @@ def _averages(summary: Summary) -> Iterator[str]:
     if joint:
         last = max(ranks, key=lambda rank: ranks[rank].last_count)
         longest = max(joint, key=lambda each: each.late_s)
+        median_s = statistics.median(each.late_s for each in joint)
         yield (
-            f"The last contribution to a round came {seconds_in_words(median_late_s(joint))} after the first in the "
-            f"median, at most {seconds_in_words(longest.late_s)} (round {longest.key.round}, rank {longest.last_rank})."
+            f"The last contribution to a round came {seconds_in_words(median_s)} after the first in the median, at "
+            f"most {seconds_in_words(longest.late_s)} (round {longest.key.round}, rank {longest.last_rank})."
             f" Rank {last} was the last in {ranks[last].last_count:,} of {plural(len(joint), 'round')}."
         )
     yield from _waits(summary)
@@ -188,7 +191,7 @@ def _reasons(rounds: Sequence[Round]) -> str:
     counts = Counter(each.reason or "no end in the recording" for each in rounds)
     told = [f"{count:,} ({reason})" for reason, count in counts.most_common(_REASON_COUNT_MAX)]
     more = len(counts) - len(told)
-    return ", ".join(told) + (f" and {more} more reasons" if more else "")
+    return ", ".join(told) + (f" and {plural(more, 'more reason')}" if more else "")
 
 
 def _lineage(summary: Summary) -> Iterator[str]:
@@ -206,13 +209,12 @@ def _lineage(summary: Summary) -> Iterator[str]:
 
 
 def _messages(summary: Summary) -> Iterator[str]:
-    lost = {line: count for line, count in summary.lost_messages().items() if count}
+    lost = summary.messages.lost(summary.ends)
     if not lost:
         yield f"{summary.message_count:,} messages were sent; no message of the program's channels was lost."
         return
-    total = sum(lost.values())
+    total = sum(count for count, _ in lost)
     named = [
-        f"{count:,} from rank {source} to rank {dest} on tag {tag}"
-        for (source, dest, tag), count in sorted(lost.items(), key=lambda item: -item[1])[:_COUNT_MAX]
+        f"{count:,} from rank {source} to rank {dest} on tag {tag}" for count, (source, dest, tag) in lost[:_COUNT_MAX]
     ]
     yield f"{plural(total, 'message')} of the program's channels never arrived: {', '.join(named)}."

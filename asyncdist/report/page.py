@@ -16,15 +16,22 @@ from plotly.offline import get_plotlyjs
 from asyncdist.recording.reader import Recording
 from asyncdist.report.conclusions import conclusions
 from asyncdist.report.figures.average_figures import average_sections
-from asyncdist.report.figures.drawing import evenly, name_ranks, named_ranks, new_figure, scale, times
+from asyncdist.report.figures.drawing import (
+    ROUND_COUNT_MAX,
+    evenly,
+    name_ranks,
+    named_ranks,
+    new_figure,
+    scale,
+    times,
+)
 from asyncdist.report.figures.hyperparameter_figures import hyperparameter_sections
 from asyncdist.report.summary import Round, Summary, summarise
-from asyncdist.wording import ranks_in_words, size_in_words
+from asyncdist.wording import plural, ranks_in_words, size_in_words
 
 #: Maximum number of ranks for which each rank has its own line. For more ranks, quantiles are drawn.
 LINE_COUNT_MAX: Final = 64
-#: Maximum numbers of rounds and of replacements of weights to draw, evenly spaced.
-ROUND_COUNT_MAX: Final = 400
+#: Maximum number of replacements of weights to draw, evenly spaced.
 MARK_COUNT_MAX: Final = 1500
 #: Number of columns of the heat maps over time.
 COLUMN_COUNT: Final = 200
@@ -123,7 +130,7 @@ def _facts_of_rounds(summary: Summary) -> Iterator[tuple[str, str]]:
     averages = summary.averages.rounds()
     of_averages = sum(each.applied_count for each in averages)
     if summary.rounds or not averages:
-        yield "rounds", f"{len(summary.rounds):,}, with {len(summary.applied) - of_averages:,} replacements"
+        yield "rounds", f"{len(summary.rounds):,}, with {plural(summary.replacement_count, 'replacement')}"
     if averages:
         yield "rounds of averaging", f"{len(averages):,}, with {of_averages:,} averages applied"
 

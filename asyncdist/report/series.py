@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,18 @@ from numpy.typing import NDArray
 _PER_DECADE: Final = 40
 _LOWEST_DECADE: Final = -7
 _BIN_COUNT: Final = 13 * _PER_DECADE
+
+
+class Interned:
+    """Returns the same tuple for all equal sequences, so that each is stored once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def __call__(self, values: Iterable[Any] | None) -> tuple[Any, ...]:
+        """Return the values as a tuple, which is empty for None."""
+        found = tuple(values or ())
+        return self._known.setdefault(found, found)
 
 
 class LogHistogram:

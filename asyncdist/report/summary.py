@@ -6,17 +6,18 @@ import json
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncdist import tags
 from asyncdist.recording.events import Event
+from asyncdist.recording.message_counts import MessageCounts
 from asyncdist.recording.reader import Recording, RecordingError
 from asyncdist.report.averages import Averages
-from asyncdist.report.clock_alignment import Clocks, Line
-from asyncdist.report.series import LogHistogram, Thinned, TimeBins
+from asyncdist.report.clock_alignment import Clocks
+from asyncdist.report.series import Interned, LogHistogram, Thinned, TimeBins
 
 #: Maximum number of metric values that are stored, divided among the ranks.
 _METRIC_COUNT: Final = 20_000
@@ -125,8 +126,8 @@ class Summary:
         ends: Error that ended main on each recorded rank: an empty string if main returned, None if the end is not
             recorded. For a restarted rank, it is the error in the last process.
         message_count: Number of messages, including messages of policies and of the runtime.
-        sent_counts, received_counts: Numbers of messages of the program's own channels, keyed by (source, destination,
-            tag).
+        messages: Numbers of messages of the program's own channels.
+        donor_lists, weight_lists: Donors and their weights in ``applied``. All ranks record the same ones.
         told: Summaries of the reports that the job made no progress, without duplicates. They are also in ``news``.
     """
 
@@ -146,16 +147,14 @@ class Summary:
     first_step_s: float = np.inf
     ends: dict[int, str | None] = field(default_factory=dict)
     message_count: int = 0
-    sent_counts: Counter[Line] = field(default_factory=Counter)
-    received_counts: Counter[Line] = field(default_factory=Counter)
+    messages: MessageCounts = field(default_factory=MessageCounts)
+    donor_lists: Interned = field(default_factory=Interned)
+    weight_lists: Interned = field(default_factory=Interned)
 
-    def lost_messages(self) -> dict[Line, int]:
-        """Count the messages that were sent to recorded ranks but not received, keyed by (source, destination, tag)."""
-        return {
-            line: count - self.received_counts[line]
-            for line, count in self.sent_counts.items()
-            if line[1] in self.ends and count > self.received_counts[line]
-        }
+    @property
+    def replacement_count(self) -> int:
+        """Number of times that a policy has replaced a rank's weights, without averages of contributions."""
+        return len(self.applied) - sum(each.applied_count for each in self.averages.rounds())
 
 
 def summarise(recording: Recording) -> Summary:
@@ -171,10 +170,13 @@ def summarise(recording: Recording) -> Summary:
     rounds: dict[RoundNumber, Round] = {}
     first_at: dict[tuple[int, int, int], float] = {}
     populations = _Populations()
-    policies_of = {each.path: _Policies(populations, each.incarnation > 0) for each in recording.ranks}
+    policies_of: dict[Path, _Policies] = {}
+    newest: dict[int, _Policies] = {}  # policies of each rank's newest process
     for each in recording.ranks:
         offset = clocks.offset(each)
-        policies, last_step_s = policies_of[each.path], dict[int, float]()
+        policies = _Policies(populations, newest.get(each.rank), is_restarted=each.incarnation > 0)
+        newest[each.rank] = policies_of[each.path] = policies
+        last_step_s = dict[int, float]()
         time_s, tells_end, over = each.header.clock_s + offset, False, None
         for event in each.events():
             time_s = event.time_s + offset
@@ -254,14 +256,19 @@ class _Span:
 
 
 class _Policies:
-    """Assigns the policies of one process to populations, and numbers this process's policies in each population."""
+    """Assigns the policies of one process to populations, and numbers this rank's policies in each population.
 
-    def __init__(self, populations: _Populations, is_again: bool) -> None:
-        self.is_again = is_again
+    A restarted process continues with the first policy that its predecessor has not closed.
+    """
+
+    def __init__(self, populations: _Populations, predecessor: _Policies | None, *, is_restarted: bool) -> None:
         self._populations = populations
         self._open: dict[int, tuple[int, _Span]] = {}
         self._places: dict[int, tuple[int, int]] = {}
-        self._counts: Counter[int] = Counter()
+        self._is_restarted = is_restarted
+        self._first_numbers: Counter[int] = Counter() if predecessor is None else predecessor._closed_counts
+        self._counts = self._first_numbers.copy()
+        self._closed_counts: Counter[int] = self._first_numbers.copy()
 
     def begin(self, policy: int, name: str, time_s: float) -> int:
         taken = {place for place, _ in self._open.values()}
@@ -271,19 +278,28 @@ class _Policies:
         self._counts[place] += 1
         return place
 
-    def end(self, policy: int, time_s: float) -> None:
+    def close(self, policy: int, time_s: float) -> None:
         if policy in self._open:
-            self._open.pop(policy)[1].end(time_s)
+            self._closed_counts[self._open[policy][0]] += 1
+            self._end(policy, time_s)
+
+    def _end(self, policy: int, time_s: float) -> None:
+        self._open.pop(policy)[1].end(time_s)
 
     def end_all(self, time_s: float) -> None:
         for policy in list(self._open):
-            self.end(policy, time_s)
+            self._end(policy, time_s)
+
+    def restarts(self, policy: int) -> bool:
+        """Return whether a policy is the first policy of a restarted process in its population."""
+        place, number = self.place(policy)
+        return self._is_restarted and number == self._first_numbers[place]
 
     def population(self, policy: int) -> int:
         return self.place(policy)[0]
 
     def place(self, policy: int) -> tuple[int, int]:
-        """Return the index of a policy's population, and the policy's index among this process's policies there."""
+        """Return the index of a policy's population, and the policy's index among the rank's policies there."""
         return self._places.get(policy, (0, 0))
 
 
@@ -330,7 +346,7 @@ def _add(
             pass
         case "applied":
             policy, number, iteration = (int(event.get(name)) for name in ("policy", "round", "iteration"))
-            donors, weights = tuple(event.get("donors") or ()), tuple(event.get("weights") or ())
+            donors, weights = summary.donor_lists(event.get("donors")), summary.weight_lists(event.get("weights"))
             of, by = policies.population(policy), event.get("coordinator")
             if event.get("fragment") is not None:
                 summary.averages.add(rank, policies.place(policy), time_s, event)
@@ -368,14 +384,14 @@ def _parsed(text: Any) -> dict[str, Any]:
 def _add_life_of_policy(summary: Summary, policies: _Policies, rank: int, time_s: float, event: Event) -> None:
     policy = int(event.get("policy"))
     if event.kind == "closed":
-        policies.end(policy, time_s)
+        policies.close(policy, time_s)
     elif event.kind == "joined":
         summary.begun.append(Begun(time_s, rank, policies.population(policy), int(event.get("donor"))))
     else:
         name = str(event.get("name") or event.get("class_name"))
         place = policies.begin(policy, name, time_s)
         _population(summary, place, name)
-        if policies.is_again and policies.place(policy) == (place, 0):
+        if policies.restarts(policy):
             summary.begun.append(Begun(time_s, rank, place, rank))
 
 
@@ -391,15 +407,10 @@ def _add_step(summary: Summary, last_step_s: dict[int, float], rank: int, time_s
 
 
 def _add_message(summary: Summary, rank: int, event: Event) -> None:
-    tag = int(event.get("tag"))
+    summary.messages.add(rank, event)
     if event.kind == "sent":
-        dest = int(event.get("dest"))
-        summary.nbytes[rank, dest] += int(event.get("nbytes"))
+        summary.nbytes[rank, int(event.get("dest"))] += int(event.get("nbytes"))
         summary.message_count += 1
-        if tags.is_for_users(tag):
-            summary.sent_counts[rank, dest, tag] += 1
-    elif tags.is_for_users(tag):
-        summary.received_counts[int(event.get("source")), rank, tag] += 1
 
 
 def _add_to_round(rounds: dict[RoundNumber, Round], rank: int, time_s: float, event: Event) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from asyncdist.recording.command_output import print_to, refuse
-from asyncdist.story.finding import find_job
+from asyncdist.story.finding import chosen_job
 from asyncdist.story.formatting import Silent, describe_job
-from asyncdist.story.sockets import ask, jobs, warn_of_refused_directories
+from asyncdist.story.sockets import ask, jobs
 
 
 def run(name: str | None, recorded: str | None = None) -> int:
@@ -16,16 +16,14 @@ def run(name: str | None, recorded: str | None = None) -> int:
     ``name`` is the name of the job, the pid of one of its processes or of their launcher, or the folder of a recording.
     None selects the only job. ``recorded`` is the name of the job if a folder has recordings of several jobs.
     """
-    if name is not None and Path(name).is_dir():
+    if name is not None and os.path.isdir(name):  # Path.is_dir raises an error if the name is too long
         return _print_recording(name, recorded)
     if recorded is not None:
         return refuse("story", "--job needs the folder of a recording: asyncdist story DIR --job JOB")
-    warn_of_refused_directories("story")
-    try:
-        job = find_job(name)
-    except LookupError as error:
-        no_folder = "" if name is None or name.isdecimal() else f", and {name!r} is not a folder of recordings"
-        return refuse("story", f"{error}{no_folder}")
+    no_folder = "" if name is None or name.isdecimal() else f", and {name!r} is not a folder of recordings"
+    job = chosen_job("story", name, no_folder)
+    if job is None:
+        return 2
     rank_sockets = jobs().get(job, ())
     stories = ask(rank_sockets)
     silent = [

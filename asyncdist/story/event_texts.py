@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from asyncdist.recording.events import Event
@@ -12,14 +12,20 @@ from asyncdist.wording import ranks_in_words, seconds_in_words
 ABORT: Final = "the job is aborted"
 
 
+def _named(before: str, ranks: Collection[int] | None, otherwise: str) -> str:
+    return f"{before}{ranks_in_words(ranks)}" if ranks else otherwise
+
+
 _TEXTS: Final[Mapping[str, Callable[[Event], str]]] = {
     "policy": lambda event: f"entered {event.get('class_name')}",
-    "applied": lambda event: f"took the average of {ranks_in_words(event.get('donors'))}, round {event.get('round')}",
+    "applied": lambda event: (
+        f"took {_named('the average of ', event.get('donors'), 'an average')}, round {event.get('round')}"
+    ),
     "contributed": lambda event: f"contributed to round {event.get('round')}",
     "joined": lambda event: f"began with the state of rank {event.get('donor')}, at step {event.get('iteration')}",
     "abandoned": lambda event: f"round {event.get('round')} was abandoned: {event.get('reason')}",
     "decided": lambda event: (
-        f"decided round {event.get('round')}: {ranks_in_words(event.get('replacers') or ())} to be replaced"
+        f"decided round {event.get('round')}: {_named('', event.get('replacers'), 'no rank')} to be replaced"
     ),
     "ended": lambda event: f"round {event.get('round')} ended",
     "coordinator": lambda event: f"rank {event.get('rank')} coordinates from then on",

@@ -60,7 +60,8 @@ class PolicyState:
     """The state of a policy on this rank.
 
     ``round`` is the number of an exchange of weights, and ``role`` the rank's part in it: a state of
-    ``protocols.selective.member``, in lower case.
+    ``protocols.selective.member``, in lower case. ``coordinator`` is the rank that has taken over from the first
+    coordinator, or None.
     """
 
     name: str
@@ -112,12 +113,15 @@ class RankStory:
 _decoder: Final = msgspec.msgpack.Decoder(RankStory)
 
 
-def to_bytes(story: RankStory) -> bytes:
-    """Encode a rank's description as MessagePack, which can represent NaN. Unencodable characters become ``?``."""
+def to_bytes(found: Any) -> bytes:
+    """Encode a rank's description, or its counters, as MessagePack. Unencodable characters become ``?``.
+
+    Unlike JSON, MessagePack can represent NaN.
+    """
     try:
-        return msgspec.msgpack.encode(story)
+        return msgspec.msgpack.encode(found)
     except UnicodeEncodeError:
-        return msgspec.msgpack.encode(_as_text(msgspec.to_builtins(story)))
+        return msgspec.msgpack.encode(_as_text(msgspec.to_builtins(found)))
 
 
 def _as_text(value: Any) -> Any:

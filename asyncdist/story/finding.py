@@ -9,10 +9,23 @@ from pathlib import Path
 from typing import Final
 
 from asyncdist.rank_program import PROGRAM
-from asyncdist.story.sockets import RankSocket, jobs
+from asyncdist.recording.command_output import refuse
+from asyncdist.story.sockets import RankSocket, jobs, state_and_parent, warn_of_refused_directories
 
 #: Maximum number of characters of a job's command that are shown.
 _COMMAND_LENGTH_MAX: Final = 60
+#: Maximum number of digits of a pid. Python refuses to convert more than 4,300 digits.
+_PID_LENGTH_MAX: Final = 20
+
+
+def chosen_job(command: str, name: str | None, hint: str = "") -> str | None:
+    """Return the job that :func:`find_job` finds for ``command``, or print why there is none, and ``hint``."""
+    warn_of_refused_directories(command)
+    try:
+        return find_job(name)
+    except LookupError as error:
+        refuse(command, f"{error}{hint}")
+        return None
 
 
 def find_job(name: str | None) -> str:
@@ -25,7 +38,8 @@ def find_job(name: str | None) -> str:
         return next(iter(found))
     if name is not None and name in found:
         return name
-    job = job_of_process(int(name), found) if name is not None and name.isdecimal() else None
+    is_pid = name is not None and name.isdecimal() and len(name) <= _PID_LENGTH_MAX
+    job = job_of_process(int(name), found) if name is not None and is_pid else None
     if job is None:
         raise LookupError(_refusal(name, found))
     return job
@@ -70,8 +84,6 @@ def _described(rank_sockets: Sequence[RankSocket]) -> str:
 
 def _line_of(pid: int) -> Iterator[int]:
     """Yield the pids of a process, its parent, its grandparent, and so on."""
-    with contextlib.suppress(OSError, ValueError):
-        while pid > 1:
-            yield pid
-            text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-            pid = int(text.rpartition(")")[2].split()[1])  # the program's name, before ")", may contain any character
+    while pid > 1:
+        yield pid
+        _, pid = state_and_parent(pid)

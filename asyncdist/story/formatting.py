@@ -75,9 +75,11 @@ def describe_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()
             lines += [f"    {line}" for line in _details_of_all(ranks, stories)]
     if len(groups) > GROUP_COUNT_MAX:
         lines.append(f"  and {len(groups) - GROUP_COUNT_MAX} more")
-    others = some.size - len(stories) - len(silent) - len(some.lost) - len(some.vacant) - len(some.left)
+    known = {*stories, *(each.rank for each in silent), *some.lost, *some.vacant, *some.left}
+    others = some.size - len(known)
     if others > 0 and len({story.hostname for story in stories.values()}) == 1:
-        lines.append(f"  {others} more ranks are on other hosts, or have ended: run asyncdist story {some.job} there")
+        where = "is on another host, or has ended" if others == 1 else "are on other hosts, or have ended"
+        lines.append(f"  {plural(others, 'more rank')} {where}: run asyncdist story {some.job} there")
     return "\n".join(map(printable, lines))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from asyncdist import tags
 from asyncdist.recording.events import Event
+from asyncdist.recording.message_counts import MessageCounts
 from asyncdist.recording.reader import RankRecording, Recording, read_recording
 from asyncdist.story.event_texts import ABORT, describe_events
 from asyncdist.validation import printable
@@ -30,7 +30,6 @@ class _LastEvents:
         reports: Last recorded report on the ranks of this rank's host. The key True is for reports before an abort, and
             False for all others.
         latest: Latest other events, oldest first.
-        sent, received: Numbers of sent and received messages, keyed by peer and tag.
     """
 
     file: RankRecording
@@ -41,8 +40,6 @@ class _LastEvents:
     waited: Event | None = None
     reports: dict[bool, Event] = field(default_factory=dict)
     latest: deque[Event] = field(default_factory=lambda: deque(maxlen=64))
-    sent: Counter[tuple[int, int]] = field(default_factory=Counter)
-    received: Counter[tuple[int, int]] = field(default_factory=Counter)
 
 
 def describe_recording(folder: str, job: str | None = None) -> str:
@@ -53,12 +50,17 @@ def describe_recording(folder: str, job: str | None = None) -> str:
     the job is not unique or is unreadable.
     """
     recording = read_recording(folder, job)
-    ranks = {each.rank: _last_events_of(each) for each in recording.ranks}  # for a restarted rank, its last recording
+    messages = MessageCounts()
+    # For a restarted rank, the last events are those of its last process.
+    ranks = {each.rank: _last_events_of(each, messages) for each in recording.ranks}
     end_s = max(each.last_s for each in ranks.values())
     lines = [_title(recording, end_s)]
     if recording.missing:
         lines.append(f"  {ranks_in_words(recording.missing)} wrote no recording")
-    lines += _undelivered(ranks)
+    lines += [
+        f"  {plural(count, 'message')} of rank {source} on tag {tag} never reached rank {dest}"
+        for count, (source, dest, tag) in messages.lost(ranks)[:PAIR_COUNT_MAX]
+    ]
     ended = [rank for rank, each in ranks.items() if each.over == ""]
     if ended:
         lines.append(f"  {ranks_in_words(ended)} {_has_or_have(ended)} returned from main")
@@ -82,7 +84,8 @@ def _title(recording: Recording, end_s: float) -> str:
     return f"job {recording.job}: {script}, {plural(recording.size, 'rank')}, recorded for {length}"
 
 
-def _last_events_of(file: RankRecording) -> _LastEvents:
+def _last_events_of(file: RankRecording, messages: MessageCounts) -> _LastEvents:
+    """Collect the last events of a process, and add its messages to ``messages``."""
     found = _LastEvents(file, file.header.unix_s)
     event = None
     for event in file.events():
@@ -97,10 +100,8 @@ def _last_events_of(file: RankRecording) -> _LastEvents:
                 found.waited = event
             case "told":
                 found.reports[str(event.get("story")).startswith(ABORT)] = event
-            case "sent":
-                found.sent[event.get("dest"), event.get("tag")] += 1
-            case "received":
-                found.received[event.get("source"), event.get("tag")] += 1
+            case "sent" | "received":
+                messages.add(file.rank, event)
             case "metric" | "clock" | "safe_point" | "heard" | "deadline":
                 pass
             case _:
@@ -147,18 +148,3 @@ def _host_reports(ranks: dict[int, _LastEvents], end_s: float) -> list[str]:
         lines.append(f"  reported {seconds_in_words(max(0.0, end_s - at_s))} before the end: {first}")
         lines += [f"  {line}" for line in others]
     return lines
-
-
-def _undelivered(ranks: dict[int, _LastEvents]) -> list[str]:
-    """Return lines about messages on users' channels that were sent but never reached the receiver's program."""
-    missing = [
-        (count - ranks[dest].received[source, tag], source, dest, tag)
-        for source, last in ranks.items()
-        for (dest, tag), count in last.sent.items()
-        if dest in ranks and tags.is_for_users(tag) and count > ranks[dest].received[source, tag]
-    ]
-    missing.sort(reverse=True)
-    return [
-        f"  {plural(count, 'message')} of rank {source} on tag {tag} never reached rank {dest}"
-        for count, source, dest, tag in missing[:PAIR_COUNT_MAX]
-    ]

@@ -59,6 +59,16 @@ _NAME: Final = re.compile(r"[0-9]+\.[0-9]+~?")
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
+def state_and_parent(pid: int) -> tuple[str, int]:
+    """Return a process's state, a letter as in ``ps``, and its parent's pid, or ("", 0) if the system hides them."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        state, parent = text.rpartition(")")[2].split()[:2]  # the program's name, before ")", may be any text
+        return state, int(parent)
+    except (OSError, ValueError):
+        return "", 0
+
+
 @dataclass(frozen=True, slots=True)
 class RankSocket:
     """The path of a rank's socket, which contains the rank and its pid."""
@@ -70,10 +80,7 @@ class RankSocket:
     @property
     def state(self) -> str:
         """State of the process, a letter as in ``ps``, or "" if the system does not show it."""
-        with contextlib.suppress(OSError, IndexError):
-            text = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
-            return text.rpartition(")")[2].split()[0]  # the program's name, before ")", may contain any character
-        return ""
+        return state_and_parent(self.pid)[0]
 
     @property
     def is_alive(self) -> bool:
@@ -95,9 +102,9 @@ class RankSocket:
                 client.connect(str(self.path))
             except OSError as error:
                 return isinstance(error, BlockingIOError)  # connecting would block, because the socket's queue is full
-            listener = _process_at(client)
-            pid = self.pid if listener is None else listener
-            return listener == 0 or RankSocket(self.path, self.rank, pid).is_alive
+            listener, _ = _credentials(client) or (self.pid, 0)
+            # The pid is 0 if the process is in another container.
+            return listener == 0 or RankSocket(self.path, self.rank, listener).is_alive
 
 
 def directories() -> list[Path]:
@@ -162,20 +169,19 @@ def _listen_in(base: Path, job: str, rank: int) -> tuple[socket.socket, Path] | 
     return None
 
 
-def _process_at(connection: socket.socket) -> int | None:
-    """Return the pid of the process at the other end, 0 if it is in another container, or None if it is unknown."""
+def _credentials(connection: socket.socket) -> tuple[int, int] | None:
+    """Return the pid and the user of the process at the other end, or None if the system does not show them."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(data)[0])
+    pid, user, _ = _CREDENTIALS.unpack(data)
+    return pid, user
 
 
 def is_of_own_user(connection: socket.socket) -> bool:
     """Return whether the process at the other end runs as this user or root, or the system does not show its user."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(data)[1] in (os.getuid(), 0)
+    credentials = _credentials(connection)
+    return credentials is None or credentials[1] in (os.getuid(), 0)
 
 
 def withdraw(path: Path) -> None:
@@ -263,7 +269,8 @@ def exchange(asked: Sequence[RankSocket], question: bytes, timeout_s: float = AN
 
 def _exchange(asked: Sequence[RankSocket], question: bytes, timeout_s: float) -> dict[int, bytes]:
     answers: dict[int, bytes] = {}
-    with selectors.DefaultSelector() as ready, contextlib.ExitStack() as opened:
+    # Other selectors need a file descriptor of their own, and may therefore raise an error.
+    with selectors.PollSelector() as ready, contextlib.ExitStack() as opened:
         waiting = 0
         for peer in asked:
             client = _connect(peer, question)
@@ -292,24 +299,12 @@ def _decoded(answers: dict[int, bytes]) -> Iterator[tuple[int, RankStory]]:
 
 def answers_pulse(peer: RankSocket) -> bool:
     """Return whether the rank's thread that answers requests responds."""
-    return bool(_answer(peer, PULSE))
+    return exchange([peer], PULSE) == {peer.rank: YES}
 
 
-def was_asked(peer: RankSocket) -> bool:
-    """Return whether a signal has just asked the rank to print what all ranks of the job are doing."""
-    return _answer(peer, ASKED) == YES
-
-
-def _answer(peer: RankSocket, question: bytes) -> bytes:
-    client = _connect(peer, question)
-    if client is None:
-        return b""
-    with client:
-        client.settimeout(ANSWER_S)
-        try:
-            return client.recv(1)
-        except OSError:
-            return b""
+def were_asked(asked: Sequence[RankSocket]) -> bool:
+    """Return whether a signal has just asked one of the ranks to print what all ranks of the job are doing."""
+    return YES in exchange(asked, ASKED).values()
 
 
 def notify_reported(peer: RankSocket, story: str = "") -> None:
@@ -320,7 +315,10 @@ def notify_reported(peer: RankSocket, story: str = "") -> None:
 
 
 def _connect(peer: RankSocket, question: bytes) -> socket.socket | None:
-    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError:  # no file descriptor is free
+        return None
     client.setblocking(False)
     try:
         client.connect(str(peer.path))

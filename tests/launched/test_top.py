@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +275,18 @@ def test_without_a_terminal_the_job_runs_without_the_table(tmp_path: Path) -> No
     assert ended.returncode == 0, ended.stderr
     assert "asyncdist run: --live: the output is not a terminal; the job runs without the table" in ended.stderr
     assert sorted(ended.stdout.splitlines()) == [f"rank {rank} has seen the file after 0 steps" for rank in (0, 1)]
+
+
+def test_an_axis_between_neighbouring_numbers_has_an_end() -> None:
+    """Regression: adding the step did not change the tick, so the page froze."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    page = resources.files("asyncdist.report.live_page").joinpath("page.html").read_text(encoding="utf-8")
+    (function,) = re.findall(r"^function ticks\(.*?^}$", page, re.MULTILINE | re.DOTALL)
+    axes = [(0.0, 1.0), (-0.25, 0.9), (0.1, math.nextafter(0.1, 1.0)), (7e5, math.nextafter(7e5, 1e6)), (-1e308, 1e308)]
+    shown = f"{function}; console.log(JSON.stringify({json.dumps(axes)}.map(([low, high]) => ticks(low, high, 4))))"
+    ended = subprocess.run([node, "-e", shown], capture_output=True, text=True, timeout=20, check=True)
+    whole, signed, *others = json.loads(ended.stdout)
+    assert whole == pytest.approx([0, 0.5, 1.0]) and signed == pytest.approx([0, 0.5])
+    assert all(len(each) <= 5 for each in others)

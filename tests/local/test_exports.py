@@ -85,7 +85,7 @@ def test_who_never_completes_a_question_is_left(monkeypatch: pytest.MonkeyPatch)
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     from asyncdist.live import prometheus
 
-    monkeypatch.setattr(prometheus, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(address_server, "_IDLE_S", 0.05)
     port = addresses.find_free_port()
     server = prometheus.PrometheusServer(lambda: AFTER, "127.0.0.1", port)
     with socket.create_connection(("127.0.0.1", port), timeout=5.0) as client:

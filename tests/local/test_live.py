@@ -101,7 +101,7 @@ def test_table_is_printed_once_where_a_terminal_cannot_draw(
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, for rich
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setattr(top, "PERIOD_S", 0.0)
-    monkeypatch.setattr(top, "find_job", lambda name: "0000abcd")
+    monkeypatch.setattr(top, "chosen_job", lambda command, name: "0000abcd")
     monkeypatch.setattr(top.sockets, "jobs", dict)
     assert top.run(None) == 0
     said = capsys.readouterr().out

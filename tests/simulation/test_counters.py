@@ -9,6 +9,8 @@ import torch
 
 import asyncdist as ad
 from asyncdist.live.counters import RankCounters
+from asyncdist.runtime.story.activity import Activity
+from asyncdist.runtime.story.collecting import collect, seconds_waited
 from asyncdist.simulation import Kill
 from protocols import AsyncSelectiveAveragingPolicy, SelectiveStatistics
 
@@ -57,6 +59,25 @@ def test_losses_and_another_coordinator_are_counted() -> None:
         assert told.policies[0].coordinator in (1, 2, 3)
 
 
+async def see_the_second_coordinator(world: ad.World) -> int | None:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5, name="mine") as policy:
+        for _ in range(300):
+            await policy.step(float(world.rank))
+        main = asyncio.current_task()
+        assert main is not None
+        return collect(world, main, Activity(world)).policies[0].coordinator
+
+
+@pytest.mark.slow
+def test_a_coordinator_is_named_long_after_it_has_taken_over() -> None:
+    """Regression: a report of waits named it only as long as the event was one of the last 256."""
+    results = ad.simulate(see_the_second_coordinator, ranks=4, seed=5, faults=[Kill(0, 0.1)]).results
+    (coordinator,) = set(results[1:])
+    assert coordinator in (1, 2, 3)
+
+
 async def wait_for_it(world: ad.World) -> tuple[float, float]:
     assert world.counters().waited_s == 0
     began_at = world.time()
@@ -85,3 +106,19 @@ async def ask_meanwhile(world: ad.World) -> float:
 
 def test_a_wait_that_began_before_anybody_asked_is_not_counted() -> None:
     assert max(ad.simulate(ask_meanwhile, ranks=2, seed=1).results) < 3.0
+
+
+async def look_at_waits_of_main(world: ad.World) -> list[float]:
+    found, main = list[float](), asyncio.current_task()
+    assert main is not None
+    loop = asyncio.get_running_loop()
+    for after_s in (0.5, 3.5):
+        loop.call_later(after_s, lambda: found.append(seconds_waited(main, world)))
+    await world.sleep(1.0 if world.rank == 0 else 5.0)
+    await ad.barrier()
+    return found
+
+
+def test_a_wait_of_main_has_an_age_and_a_sleep_has_none() -> None:
+    first, second = ad.simulate(look_at_waits_of_main, ranks=2, seed=1).results
+    assert first == [0.0, pytest.approx(2.5, abs=0.01)] and second == [0.0, 0.0]

@@ -15,6 +15,7 @@ import torch
 import asyncdist as ad
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import read_recording
+from asyncdist.report.summary import summarise
 from asyncdist.story import command, last_events
 from asyncdist.story.last_events import describe_recording
 from asyncdist.waits import WaitId, WaitKind
@@ -193,3 +194,24 @@ def test_the_story_of_a_recording_says_what_a_rank_had_come_to(tmp_path: Path) -
     assert [line for line in lines if line.startswith("  rank 1: ")]
     steps = sum(event.kind == "step" for event in read_recording(tmp_path).ranks[1].events())
     assert f"    {steps} steps or more: steps of its last second may not be recorded" in lines
+
+
+async def receive_before_and_after_a_kill(world: ad.World) -> None:
+    words = world.channel(Word, tag=100)
+    if world.rank == 0:
+        for _ in range(3):
+            await words.send(Word(), 1)
+    elif not world.incarnation:
+        for _ in range(3):
+            await words.receive()
+    await world.sleep(4.0)
+
+
+def test_messages_received_before_a_restart_are_not_lost(tmp_path: Path) -> None:
+    """Regression: a story compared all sent messages with those that the restarted process had received."""
+    faults = [ad.Kill(1, at_s=2.0), ad.Restart(1, at_s=3.0)]
+    ad.simulate(receive_before_and_after_a_kill, ranks=2, seed=1, record=tmp_path, faults=faults)
+    recording = read_recording(tmp_path)
+    assert [each.incarnation for each in recording.ranks if each.rank == 1] == [0, 1]
+    assert "never reached" not in describe_recording(str(tmp_path))
+    assert summarise(recording).messages.lost(range(2)) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import re
 import sys
 from collections import Counter
@@ -18,6 +19,7 @@ from support.recorded_run import counted, train
 
 import asyncdist as ad
 from asyncdist.recording.reader import Recording, read_recording
+from asyncdist.report import commands
 from asyncdist.report.page import render
 from asyncdist.report.summary import summarise
 from asyncdist.story.last_events import describe_recording
@@ -232,3 +234,14 @@ def test_a_report_shows_no_absence_for_peers_of_a_new_process(tmp_path: Path) ->
     ad.simulate(train, ranks=3, seed=3, record=tmp_path, faults=faults, until_s=60.0)
     news = {(rank, text) for _, rank, text in summarise(read_recording(tmp_path)).news}
     assert {(0, "rank 2 is there, as a new process"), (2, "rank 0 is there")} <= news
+
+
+def test_nothing_follows_a_page_or_trace_that_is_piped(
+    recording: Recording, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: with ``-o /dev/stdout`` the line with the file's name was appended to the page."""
+    folder = str(recording.ranks[0].path.parent)
+    assert commands.run_trace(folder, None, os.devnull, []) == commands.run_report(folder, None, os.devnull) == 0
+    assert capsys.readouterr().out == ""
+    assert commands.run_trace(folder, None, str(tmp_path / "trace.gz"), []) == 0
+    assert "trace.gz" in capsys.readouterr().out

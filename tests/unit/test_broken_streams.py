@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from asyncdist import local_host, rank_program
-from asyncdist.runtime.failing import failure, process_ends, replica_mates
+from asyncdist.errors import is_consequence
+from asyncdist.runtime.failing import failure, failure_report, process_ends, replica_mates
 from asyncdist.transports import matching
 
 
@@ -138,3 +139,22 @@ def test_a_failure_of_printing_is_told_instead(
     error = KeyboardInterrupt()
     error.__notes__ = [5]
     assert failure._with_notes("line", error) == "line; 5"
+
+
+def nested_group(depth: int) -> BaseException:
+    error: BaseException = ValueError("boom")
+    for _ in range(depth):
+        error = BaseExceptionGroup("outer", [error])
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "part"),
+    [(SystemExit([1, 2]), "[1, 2]"), (SystemExit({}), "{}"), (nested_group(1_000), "ValueError: boom")],
+    ids=["list", "dict", "nested group"],
+)
+def test_every_failure_can_be_sent_to_the_other_ranks(error: BaseException, part: str) -> None:
+    """Regression: ``sys.exit([1, 2])``, or a deeply nested exception group, left the other ranks of a job waiting."""
+    assert part in failure_report.summarise(error)
+    assert not failure_report.is_stop(error) and not is_consequence(error)
+    assert failure_report.is_stop(SystemExit(143)) and not failure_report.is_stop(SystemExit(7))

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from support.facts import names
 
+from asyncdist.report.averages import Average, AverageKey
 from asyncdist.report.conclusions import conclusions
+from asyncdist.report.page import _facts_of_rounds
 from asyncdist.report.series import Thinned
 from asyncdist.report.summary import Applied, Population, RankSummary, Round, Summary
 
@@ -104,10 +106,28 @@ def test_rounds_that_were_not_applied_are_counted_by_reason() -> None:
     assert "Not applied by all: 1 (a donor was lost), 1 (no end in the recording)." in told
 
 
+def test_replacements_are_not_averages() -> None:
+    """Regression: averages of another policy were counted as replacements of ranks."""
+    summary = job(0.5, 0.5, rounds=[a_round(1, 1)], applied=applied(5))
+    key = AverageKey(1, 0, 0, 1)
+    summary.averages._rounds[key] = Average(key, 0, applied_count=4)
+    told = conclusions(summary)
+    assert "1 of 1 round was applied by all ranks that they replaced, with 1 replacement in total." in told
+    assert dict(_facts_of_rounds(summary))["rounds"] == "1, with 1 replacement"
+
+
+def test_errors_that_are_not_shown_are_counted() -> None:
+    """Regression: ranks with a fourth error were not mentioned."""
+    ends = {0: "A: a", 1: "B: b", 2: "B: b", 3: "C: c", 4: "D: d", 5: "E: e", 6: ""}
+    told = conclusions(job(*[0.5] * 7, ends=ends))
+    assert told[:3] == ["Rank 0 ended with A: a.", "Ranks 1, 2 ended with B: b.", "Rank 3 ended with C: c."]
+    assert told[3] == "Ranks 4, 5 ended with other errors."
+
+
 def test_messages_that_never_arrived_are_named() -> None:
     summary = job(0.5, 0.5)
-    summary.sent_counts.update({(0, 1, 40): 5, (1, 0, 40): 2})
-    summary.received_counts.update({(0, 1, 40): 3, (1, 0, 40): 2})
+    summary.messages.sent.update({(0, 1, 40): 5, (1, 0, 40): 2})
+    summary.messages.received.update({(0, 1, 40): 3, (1, 0, 40): 2})
     told = "2 messages of the program's channels never arrived: 2 from rank 0 to rank 1 on tag 40."
     assert conclusions(summary)[-1] == told
     del summary.ends[1]

@@ -11,7 +11,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -19,10 +19,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support.facts import names
 from support.served_ranks import ServedRanks
 
 from asyncdist import cli, environment
-from asyncdist.live.columns import COLUMNS, Row, columns, together
+from asyncdist.live.columns import COLUMNS, Readings, Row, columns, together
 from asyncdist.live.counters import PolicyCounters, RankCounters
 from asyncdist.live.top import JobView
 from asyncdist.report.live_page import history as history_module, snapshots
@@ -161,18 +162,31 @@ def test_a_reading_has_the_words_and_cells_of_the_table(server: PageServer) -> N
     assert [row[1:] for row in history["quantities"]["metric"]] == [[0.0, 0.5, None]]
 
 
+def step_times(step_s: Mapping[int, float], seconds: int) -> list[dict[int, float]]:
+    """Return the live page's step times, read every second, of ranks whose steps take ``step_s`` out of phase."""
+    readings, found = Readings(), []
+    for second in range(seconds):
+        time_s = 1.003 * second
+        for rank, each_s in step_s.items():
+            step = int(time_s / each_s + 0.37 * rank)
+            readings.add(replace(counters(rank), time_s=time_s, policies=(PolicyCounters("", step, None),)))
+        found.append(snapshots._step_s(readings.rows()))
+    return found
+
+
 def test_slow_ranks_are_named_as_in_the_report(server: PageServer, ranks: ServedRanks) -> None:
     assert read(server)["slow"] is None
-    rates = {0: 10.0, 1: 10.0, 2: 4.0, 3: 0.0}
-    rows = [
-        Row(rank, replace(now, time_s=15.0, policies=(replace(now.policies[0], step=40 + int(5 * rate)),)), now)
-        for rank, rate in rates.items()
-        for now in [replace(counters(rank), policies=(PolicyCounters("", 40, None),))]
-    ]
-    assert snapshots._step_s(rows) == {0: 0.1, 1: 0.1, 2: 0.25}
-    assert slow_ranks_in_words(snapshots._step_s(rows)) == (
-        "Rank 2 took 2.5 times as long per step as the other ranks (100 ms)."
-    )
+    found = step_times({0: 0.1, 1: 0.1, 2: 0.25, 3: 1e9}, 20)[-1]
+    assert found == pytest.approx({0: 0.1, 1: 0.1, 2: 0.25}, rel=0.05)
+    assert names(slow_ranks_in_words(found), "Rank 2 took 2.5 times as long per step as the other ranks (100 ms).")
+
+
+@pytest.mark.parametrize("step_s", [0.02, 0.3, 0.5, 1.0, 3.0, 10.0])
+def test_equally_fast_ranks_are_not_called_slow(step_s: float) -> None:
+    """Regression: whole steps were counted in five seconds, so ranks with steps of 3 s were always called slow."""
+    found = step_times(dict.fromkeys(range(8), step_s), 120)
+    assert [slow_ranks_in_words(each) for each in found] == [None] * 120
+    assert len(found[-1]) == 8
 
 
 def test_ranks_that_wait_are_named_after_their_likely_cause() -> None:
@@ -233,12 +247,26 @@ def test_the_end_of_the_job_keeps_the_last_answers(
     before = read(server)
     ranks.close()
     monkeypatch.setattr(snapshots, "PERIOD_S", 0.0)
+    monkeypatch.setattr(snapshots, "_GONE_S", 0.0)
     after = read(server)
     assert (before["is_running"], after["is_running"], after["notes"]) == (True, False, [])
     for same in ("answered_at", "lines", "summary", "size", "history"):
         assert after[same] == before[same]
     monkeypatch.setattr(server.snapshots, "_find", lambda: pytest.fail("an ended job must not be looked up"))
     assert read(server) == after
+
+
+def test_sockets_that_return_are_those_of_a_running_job(
+    server: PageServer, ranks: ServedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the job was shown as ended forever if the folder of its sockets was removed for a moment."""
+    monkeypatch.setattr(snapshots, "PERIOD_S", 0.0)
+    before, find = read(server), server.snapshots._find
+    monkeypatch.setattr(server.snapshots, "_find", dict)
+    meanwhile = read(server)
+    assert meanwhile["is_running"] and meanwhile["lines"] == before["lines"]
+    monkeypatch.setattr(server.snapshots, "_find", find)
+    assert read(server)["is_running"] and server.snapshots.read_count == 2
 
 
 def test_few_ranks_have_a_line_each_and_many_have_quantiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from support.facts import names
 
 from asyncdist.launch import live_table
 from asyncdist.live import destinations as places, exporting, last_counters
-from asyncdist.live.columns import Readings, Row, amount
+from asyncdist.live.columns import COLUMNS, Readings, Row, amount
 from asyncdist.live.counters import (
     EXPORTED,
     PolicyCounters,
@@ -314,6 +314,23 @@ def test_the_table_shows_names_without_obeying_them() -> None:
     assert line.split()[1] == "[red]\\x1b[1m" and line.endswith("[/]")
 
 
+def test_a_policy_may_have_any_name() -> None:
+    """Regression: ``asyncdist top`` got no answer if a name had a lone surrogate, as in undecodable arguments."""
+    named = replace(COUNTERS, policies=(replace(POLICY, policy="a\udce4", latest="\ud800"),))
+    assert [(each.policy, each.latest) for each in from_bytes(to_bytes(named)).policies] == [("a?", "?")]
+
+
+def test_lines_of_several_policies_fit_into_the_terminal() -> None:
+    """Regression: ranks were counted instead of lines, so the notes below the table were cut off."""
+    policies = (POLICY, replace(POLICY, policy="other"))
+    rows = [Row(rank, replace(COUNTERS, rank=rank, policies=policies), None, "waits") for rank in range(8)]
+    lines = drawn(rows[:3], 80, 20)
+    assert len(lines) == 2 + 6 + 3
+    head, _, *shown = drawn(rows[:6], 120, 16)
+    assert "showing the 3 with the fewest steps" in head
+    assert len(shown) == 6 + 6 and shown[-1].startswith("rank 5 waits")
+
+
 @pytest.mark.parametrize("metric", [float("nan"), float("inf"), -float("inf")])
 def test_a_metric_that_is_no_finite_number_is_shown(metric: float) -> None:
     told = replace(COUNTERS, policies=(replace(POLICY, metric=metric),))
@@ -330,6 +347,17 @@ def test_a_rank_that_was_started_again_counts_anew() -> None:
     assert readings.row(3, "silent") == Row(3, None, None, "silent")
 
 
+def test_waits_in_progress_are_shown_and_are_at_most_the_time() -> None:
+    """Regression: during a wait of 17 s the column showed 0 %, and after it 350 %."""
+    column = next(each for each in COLUMNS if each.name == "waits")
+    readings, shown = Readings(), []
+    for time_s in range(20):
+        waited_s, waiting_s = (0.0, max(0.0, time_s - 4.0)) if time_s < 17 else (3 * 13.0, 0.0)  # by three tasks
+        readings.add(replace(COUNTERS, time_s=float(time_s), waited_s=waited_s, waiting_s=waiting_s))
+        shown.append(column.text(readings.row(1), None))
+    assert shown == ["", *["0%"] * 4, "20%", "40%", "60%", "80%", *["100%"] * 11]
+
+
 def test_rates_are_those_of_the_last_seconds() -> None:
     readings = Readings()
     for time_s in range(20):
@@ -337,6 +365,16 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     row = readings.row(1)
     assert row.now is not None and row.before is not None
     assert (row.now.time_s, row.before.time_s) == (19.0, 14.0)
+
+
+def test_rates_after_a_pause_cover_it_only_once() -> None:
+    """Regression: for five seconds after an hour without readings, rates were means over that hour."""
+    readings, before_s = Readings(), []
+    for time_s in (0.0, 1.0, 3600.0, 3601.0, 3602.0):
+        readings.add(replace(COUNTERS, time_s=time_s))
+        before = readings.row(1).before
+        before_s.append(before and before.time_s)
+    assert before_s == [None, 0.0, 1.0, 3600.0, 3600.0]
 
 
 def test_a_narrow_or_low_terminal_shows_what_matters_most() -> None:

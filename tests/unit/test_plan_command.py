@@ -88,6 +88,9 @@ def test_values_are_converted() -> None:
                 "800kbit": 1e5,
                 "8 bit/s": 1.0,
                 "12.5MB/s": 12.5e6,
+                "1GBps": 1e9,
+                "8 bps": 1.0,
+                "1GBit": 125e6,
                 "1GiB/s": 2.0**30,
                 "1e6B/s": 1e6,
                 "3 kB/s": 3e3,
@@ -113,7 +116,19 @@ def test_quantities_have_their_usual_units(convert: Callable[[str], float], text
         ),
         *(
             ("--link", value, ("50mbit", "1gbit", "12.5MB/s"))
-            for value in ("x", "1000", "1gb", "1Gb/s", "1GB", "12.5mb/s", "0gbit", "0.1bit", "1e99gbit", "-1gbit")
+            for value in (
+                "x",
+                "1000",
+                "1gb",
+                "1Gb/s",
+                "1GB",
+                "1GBPS",
+                "12.5mb/s",
+                "0gbit",
+                "0.1bit",
+                "1e99gbit",
+                "-1gbit",
+            )
         ),
         *(("--ranks", value, (2,)) for value in ("1", "x", "0")),
         *(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import selectors
 import shutil
 import socket
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +193,12 @@ class TestWords:
         assert "2 more ranks are on other hosts, or have ended: run asyncdist story 0123abcd" in describe_job(
             of(story(0))
         )
+        assert "1 more rank is on another host, or has ended" in describe_job(of(story(0), story(1)))
+
+    def test_a_lost_rank_whose_process_is_there_is_counted_once(self) -> None:
+        """Regression: it was subtracted twice, so no line said that rank 2 is on another host."""
+        told = describe_job(of(replace(story(0), lost=(1,))), [Silent(1, 101, True)])
+        assert "1 more rank is on another host" in told
 
     def test_events(self) -> None:
         events = [
@@ -203,6 +211,13 @@ class TestWords:
             "round 7 was abandoned: rank 1 was lost 2.0 s ago",
             "lost rank 1 1.0 s ago",
         )
+
+    def test_events_without_ranks(self) -> None:
+        """Regression: such an event was described as "took the average of ranks , round 3"."""
+        fields = (0, 3, 15, None, None, 0, 0.1, 100, -1, "", 0, 3, 0, (), (), 100, 100, 0.5, 0.5, 0.1)
+        events = [Event(1.0, "applied", fields), Event(2.0, "decided", (0, 4, (), (), "direct"))]
+        told = ("took an average, round 3 2.0 s ago", "decided round 4: no rank to be replaced 1.0 s ago")
+        assert describe_events(events, 3.0, 2) == told
 
 
 def test_report_shows_the_wait_of_a_rank_at_the_signal_if_known() -> None:
@@ -382,7 +397,7 @@ class TestSockets:
         listener, path = opened
         other = path.with_name("0.99999999")  # its number there; it has none here
         path.rename(other)
-        monkeypatch.setattr(sockets, "_process_at", lambda _: 0)
+        monkeypatch.setattr(sockets, "_credentials", lambda _: (0, os.getuid()))
         assert [each.path for each in sockets.jobs()["job"]] == [other]
         monkeypatch.undo()
         assert base.exists() and other.exists()
@@ -406,6 +421,15 @@ class TestSockets:
         assert [each.path for each in sockets.jobs()["job"]] == [teller._path]
         teller._listener.close()
         sockets.withdraw(teller._path)
+
+    def test_without_free_descriptors_no_rank_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Regression: a lack of file descriptors ended ``asyncdist run --live``, and thereby the job."""
+
+        def full(*_: object) -> socket.socket:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(sockets.socket, "socket", full)
+        assert sockets.exchange([sockets.RankSocket(Path("0.1"), 0, 1)], sockets.COUNTERS) == {}
 
     def test_process_of_another_user_is_not_asked_or_answered(
         self, base: Path, monkeypatch: pytest.MonkeyPatch
@@ -474,17 +498,47 @@ def test_a_word_that_is_neither_a_job_nor_a_folder_is_named(
     assert "no job of this user" in (told := capsys.readouterr().err) and "folder" not in told
 
 
-@pytest.mark.parametrize(("asked", "tells"), [((), True), ((2,), True), ((0,), False), ((0, 2), False)])
+def test_ranks_that_compute_for_long_are_not_asked_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: while all ranks computed for longer than stall_s, all of them were asked every second."""
+    teller = object.__new__(answering.WaitReporter)
+    teller._stall_s, teller._look_again_at = 60.0, 0.0
+    computing = {rank: replace(story(rank, state="computes"), still_s=100.0) for rank in range(2)}
+    monkeypatch.setattr(teller, "_does_lower_rank_report", lambda: False)
+    monkeypatch.setattr(teller, "_story", lambda: computing[0])
+    monkeypatch.setattr(teller, "_ask_all", lambda own: (computing, []))
+    began_at = time.monotonic()
+    teller._report_if_none_progresses()
+    assert 15.0 <= teller._look_again_at - began_at < 16.0
+
+
+def test_a_word_of_thousands_of_digits_names_no_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: the command ended with a traceback, because int() refuses more than 4,300 digits."""
+    monkeypatch.setattr(finding, "jobs", dict)
+    assert command.run("1" * 5000) == 2
+    assert "no job '111" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("asked", "tells"), [((), True), ((3,), True), ((0,), False), ((1, 3), False)])
 def test_lowest_of_several_signalled_ranks_reports_for_all(
     asked: tuple[int, ...], tells: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places = [sockets.RankSocket(Path(str(rank)), rank, 100 + rank) for rank in (0, 2)]
+    """Regression: ranks were asked in turn, a second for each blocked rank, so several ranks printed the report."""
+    places = [sockets.RankSocket(Path(str(rank)), rank, 100 + rank) for rank in (0, 1, 3)]
     monkeypatch.setattr(answering, "_ASKED_TOGETHER_S", 0.0)
-    monkeypatch.setattr(answering.sockets, "was_asked", lambda place: place.rank in asked)
+    questions = list[tuple[bytes, list[int]]]()
+
+    def exchange(places: list[sockets.RankSocket], question: bytes) -> dict[int, bytes]:
+        questions.append((question, [each.rank for each in places]))
+        return {each.rank: sockets.YES if each.rank in asked else sockets.NO for each in places}
+
+    monkeypatch.setattr(sockets, "exchange", exchange)
     monkeypatch.setattr(answering.sockets, "ask", lambda others: {each.rank: story(each.rank) for each in others})
     monkeypatch.setattr(answering.WaitReporter, "_other_sockets", lambda _: places)
     teller = object.__new__(answering.WaitReporter)
-    teller._world, teller._path = SimpleNamespace(rank=1), Path("1")  # type: ignore[assignment]
-    teller._print_all(story(1))
+    teller._world, teller._path = SimpleNamespace(rank=2), Path("2")  # type: ignore[assignment]
+    teller._print_all(story(2))
     said = capsys.readouterr().err
+    assert questions == [(sockets.ASKED, [0, 1])]
     assert ("asyncdist: job 0123abcd: train.py, 3 ranks on here" in said) is tells is bool(said)

@@ -32,6 +32,8 @@ def test_runs_of_ranks_are_spans() -> None:
 def test_durations_have_a_unit_that_fits() -> None:
     seconds = (0.0, 2e-6, 0.0125, 1.25, 61.2, 700)
     assert [seconds_in_words(each) for each in seconds] == ["0.0 s", "2 us", "12.5 ms", "1.2 s", "61 s", "12 min"]
+    rounded = (0.9994, 0.9997, 0.0009997, 9.97, 599.7)  # Regression: the second was "1e+03 ms"
+    assert [seconds_in_words(each) for each in rounded] == ["999 ms", "1.0 s", "1 ms", "10 s", "10 min"]
 
 
 def test_nouns_and_ordinals_follow_their_number() -> None:

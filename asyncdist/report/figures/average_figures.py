@@ -5,20 +5,21 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import numpy as np
 import plotly.graph_objects as go
 
 from asyncdist.report.averages import Average
-from asyncdist.report.figures.drawing import evenly, named_ranks, new_figure, times
+from asyncdist.report.figures.drawing import (
+    RANK_COUNT_MAX,
+    ROUND_COUNT_MAX,
+    evenly,
+    named_ranks,
+    new_figure,
+    times,
+)
 from asyncdist.report.summary import Summary
 from asyncdist.wording import seconds_in_words, size_in_words
-
-#: Maximum number of rounds to draw, evenly spaced.
-ROUND_COUNT_MAX: Final = 400
-#: Maximum number of ranks in the table: those with the longest and the shortest waits.
-RANK_COUNT_MAX: Final = 64
 
 
 def average_sections(summary: Summary) -> Iterator[tuple[str, str, go.Figure | str | None]]:

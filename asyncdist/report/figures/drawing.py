@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import plotly.graph_objects as go
 
 from asyncdist.wording import ranks_in_words
+
+#: Maximum numbers of rounds and of ranks that a figure or a table shows.
+ROUND_COUNT_MAX: Final = 400
+RANK_COUNT_MAX: Final = 64
 
 
 def name_ranks(figure: go.Figure, size: int, axes: str) -> None:

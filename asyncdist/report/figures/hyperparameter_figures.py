@@ -7,12 +7,11 @@ from typing import Any, Final
 
 import plotly.graph_objects as go
 
-from asyncdist.report.figures.drawing import evenly, new_figure, times
+from asyncdist.report.figures.drawing import RANK_COUNT_MAX, evenly, new_figure, times
 from asyncdist.report.summary import Summary
 
-#: Maximum numbers of hyperparameters, of ranks and of values per rank to draw.
+#: Maximum numbers of hyperparameters, and of values per rank, to draw.
 FIGURE_COUNT_MAX: Final = 12
-RANK_COUNT_MAX: Final = 64
 VALUE_COUNT_MAX: Final = 200
 #: Ratio of the largest to the smallest value from which the axis is logarithmic.
 _LOG_FACTOR: Final = 20.0

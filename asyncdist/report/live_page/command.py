@@ -9,9 +9,7 @@ import sys
 
 from asyncdist.report.live_page.server import ADDRESS, PageServer
 from asyncdist.report.live_page.snapshots import Snapshots
-from asyncdist.story import sockets
-from asyncdist.story.finding import find_job
-from asyncdist.validation import printable
+from asyncdist.story.finding import chosen_job
 
 
 def run(name: str | None, port: int) -> int:
@@ -20,13 +18,11 @@ def run(name: str | None, port: int) -> int:
     ``name`` is the name of the job, or the pid of one of its processes or of their parent. None selects the only job.
     Port 0 selects a free port.
     """
-    sockets.warn_of_refused_directories("top")
-    try:
-        job = find_job(name)
-        server = PageServer(Snapshots(job), port)
-    except LookupError as error:
-        print(f"asyncdist top: {printable(str(error))}", file=sys.stderr)
+    job = chosen_job("top", name)
+    if job is None:
         return 2
+    try:
+        server = PageServer(Snapshots(job), port)
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else str(error)
         cure = "choose another port, or omit --port to use a free one"

@@ -24,8 +24,6 @@ from asyncdist.report.live_page.snapshots import Snapshots
 ADDRESS: Final = "127.0.0.1"
 #: Names in the Host header by which a browser may reach the server, directly or through a tunnel.
 _NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
-#: Seconds after which an idle connection is closed, because each connection occupies a thread.
-_TIMEOUT_S: Final = 10.0
 _HEADERS: Final = {
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -71,7 +69,6 @@ class PageServer(AddressServer):
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
     protocol_version = "HTTP/1.1"
-    timeout = _TIMEOUT_S
     #: Nonce that permits the scripts and styles of the next response, and additional headers of that response.
     nonce = ""
     more: Mapping[str, str] = MappingProxyType({})

@@ -19,6 +19,9 @@ from asyncdist.report.slow_ranks import slow_ranks_in_words
 from asyncdist.story import sockets
 from asyncdist.story.sockets import RankSocket
 
+#: Seconds without sockets after which a job has ended. If their folder is removed, its ranks create new sockets.
+_GONE_S: Final = 3.0
+
 _encoder: Final = msgspec.json.Encoder()
 
 
@@ -53,6 +56,7 @@ class Snapshots:
         self._history = History()
         self._lock = threading.Lock()
         self._answered_at: float | None = None  # time of the last answer, in seconds since 1970
+        self._gone_since: float | None = None  # time at which the job's sockets were first missing
         self._newest: Snapshot | None = None
 
     def newest(self) -> tuple[Snapshot, float]:
@@ -69,13 +73,15 @@ class Snapshots:
         if rank_sockets:
             self.read_count += 1
             self._view.ask(rank_sockets)
-            rows: Sequence[Row] = self._view.rows
             self._answered_at = time.time()
-            self._history.add(self._answered_at, rows)
-        else:
-            rows, _ = self._view.rows_at_end()
-        body = _encoder.encode(self._content(rows, is_running=bool(rank_sockets)))
-        return Snapshot(body, gzip.compress(body, 1), began_s, not rank_sockets)
+            self._history.add(self._answered_at, self._view.rows)
+            self._gone_since = None
+        elif self._gone_since is None:
+            self._gone_since = began_s
+        has_ended = self._gone_since is not None and began_s - self._gone_since >= _GONE_S
+        rows = self._view.rows_at_end()[0] if has_ended else self._view.rows
+        body = _encoder.encode(self._content(rows, is_running=not has_ended))
+        return Snapshot(body, gzip.compress(body, 1), began_s, has_ended)
 
     def _content(self, rows: Sequence[Row], *, is_running: bool) -> dict[str, Any]:
         shown = columns(rows)
@@ -102,12 +108,8 @@ def _notes(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _step_s(rows: Sequence[Row]) -> dict[int, float]:
-    """Return the recent seconds per step of each rank that has made a step."""
-    found = {}
-    for row in rows:
-        if row.now is not None and row.before is not None and row.now.step > row.before.step:
-            found[row.rank] = (row.now.time_s - row.before.time_s) / (row.now.step - row.before.step)
-    return found
+    """Return the recent seconds per step of each answering rank that has made several steps."""
+    return {row.rank: row.step_s for row in rows if row.step_s is not None and not row.is_silent}
 
 
 def _line(shown: Sequence[Column], row: Row, number: int) -> dict[str, Any]:

@@ -15,14 +15,14 @@ from types import TracebackType
 from typing import Any, Final
 
 from asyncdist import local_host
-from asyncdist.errors import RankLostError
+from asyncdist.errors import RankLostError, inner_errors
 from asyncdist.runtime.failing.tracebacks import format_error
 from asyncdist.tensors.serialization import cut_text, name_and_message
 
 #: Maximum size of a rank's failure summary, in bytes.
 _SUMMARY_NBYTES_MAX: Final = 1200
 #: Names of the signals that end a rank with SystemExit, by exit code.
-_TERMINATIONS: Final[Mapping[object, str]] = {128 + number: number.name for number in (signal.SIGTERM, signal.SIGHUP)}
+_TERMINATIONS: Final[Mapping[int, str]] = {128 + number: number.name for number in (signal.SIGTERM, signal.SIGHUP)}
 
 #: Function that receives the exception that ends this rank. Set by programs that start ranks and report their failures.
 failure_reporter: ContextVar[Callable[[BaseException], None] | None] = ContextVar("failure_reporter", default=None)
@@ -93,12 +93,10 @@ def _let_interrupts_kill() -> None:
 
 def summarise(error: BaseException) -> str:
     """Return a one-line summary of an error, short enough for a message to the other ranks. Never raises."""
-    return cut_text(_summary(error), _SUMMARY_NBYTES_MAX)
+    return cut_text("; ".join(map(_summary, inner_errors(error))), _SUMMARY_NBYTES_MAX)
 
 
 def _summary(error: BaseException) -> str:
-    if isinstance(error, BaseExceptionGroup):
-        return "; ".join(map(_summary, error.exceptions))
     _, text = name_and_message(error)
     first = text.splitlines()[0] if text else ""
     if name := termination_of(error):
@@ -111,7 +109,8 @@ def termination_of(error: BaseException) -> str:
 
     The error of ``sys.exit`` with the corresponding exit code is treated like the signal.
     """
-    return _TERMINATIONS.get(error.code, "") if isinstance(error, SystemExit) else ""
+    # The argument of sys.exit may be any object, and dictionaries accept only hashable keys.
+    return _TERMINATIONS.get(error.code, "") if isinstance(error, SystemExit) and type(error.code) is int else ""
 
 
 def is_stop(error: BaseException) -> bool:

@@ -15,13 +15,14 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from asyncdist import local_host
 from asyncdist.live import counters
 from asyncdist.runtime.story.activity import Activity
-from asyncdist.runtime.story.collecting import collect
+from asyncdist.runtime.story.collecting import collect, seconds_waited
 from asyncdist.runtime.world import World
 from asyncdist.story import sockets
 from asyncdist.story.event_texts import ABORT
@@ -44,8 +45,9 @@ _PERIOD_S_MAX: Final = 1.0
 _KEEPER_COUNT: Final = 4
 #: Seconds between a signal and the report. In this time, the signal reaches all ranks, and only one of them prints.
 _ASKED_TOGETHER_S: Final = 0.3
-#: Seconds during which a rank answers other ranks that it has received the signal.
-_ASKED_S: Final = 1.0
+#: Seconds during which a rank answers other ranks that it has received the signal, because a signal waits while
+#: compiled code runs.
+_ASKED_S: Final = 3.0
 
 
 class WaitReporter:
@@ -186,7 +188,7 @@ class WaitReporter:
                 client.sendall(to_bytes(self._story()))
             elif question == sockets.COUNTERS:
                 self._world.services.count_waits()
-                client.sendall(counters.to_bytes(counters.counters_of(self._world.services)))
+                client.sendall(counters.to_bytes(self._counters()))
             elif question == sockets.REPORTED:
                 self._note_reported(_read_all(client))
             elif question == sockets.PULSE:
@@ -194,6 +196,12 @@ class WaitReporter:
             elif question == sockets.ASKED:
                 was_asked = time.monotonic() - self._asked_at < _ASKED_S
                 client.sendall(sockets.YES if was_asked else sockets.NO)
+
+    def _counters(self) -> counters.RankCounters:
+        found = counters.counters_of(self._world.services)
+        with contextlib.suppress(RuntimeError, AttributeError):  # Main continued while its wait was read.
+            return replace(found, waiting_s=seconds_waited(self._main, self._world))
+        return found
 
     def _story(self) -> RankStory:
         answer: list[RankStory] = []
@@ -228,8 +236,7 @@ class WaitReporter:
     def _print_all(self, own: RankStory) -> None:
         try:
             time.sleep(_ASKED_TOGETHER_S)
-            lower = (peer for peer in self._other_sockets() if peer.rank < self._world.rank)
-            if not any(sockets.was_asked(peer) for peer in lower):
+            if not sockets.were_asked([peer for peer in self._other_sockets() if peer.rank < self._world.rank]):
                 local_host.print_line(f"asyncdist: {describe_job(*self._ask_all(own))}")
         except Exception as error:  # A report must never end a run.
             logger.debug("rank %d could not report the waits of all ranks", self._world.rank, exc_info=error)
@@ -260,6 +267,8 @@ class WaitReporter:
                 self._look_again_at = time.monotonic() + self._stall_s - least_s
             elif any(story.state != "computes" for story in stories.values()):
                 self._report_standstill(stories, silent, least_s)
+            else:
+                self._look_again_at = time.monotonic() + self._stall_s / _LOOKS_IN_STALL
 
     def _report_standstill(self, stories: dict[int, RankStory], silent: list[Silent], still_s: float) -> None:
         what = f"no rank here has made a step or received a message for {seconds_in_words(still_s)}"

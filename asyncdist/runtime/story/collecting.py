@@ -89,6 +89,12 @@ def _is_users(frame: types.FrameType) -> bool:
 # -- waits ------------------------------------------------------------------------------------------------------------
 
 
+def seconds_waited(main: asyncio.Task[Any], world: World) -> float:
+    """Return how long main has been waiting for other ranks, or 0 if it does not wait for them."""
+    ages = map(world.services.engine.awaited_s, futures_awaited(main, world, set()) or ())
+    return max((age for age in ages if age is not None), default=0.0)
+
+
 def _waits(world: World, main: asyncio.Task[Any], *, with_main: bool) -> Iterator[Wait]:
     if with_main:
         yield _wait("main", main, world)
@@ -160,21 +166,9 @@ def _waiters(task: asyncio.Task[Any], engine: Any) -> Iterator[Any]:
 
 
 def _policies(services: Services) -> Iterator[PolicyState]:
-    coordinators: dict[int, int] = {}
-    numbers: dict[str, int] = {}
-    for event in services.events.latest():
-        if event.kind == "policy":
-            numbers[event.get("name")] = event.get("policy")
-        elif event.kind == "coordinator":
-            coordinators[event.get("policy")] = event.get("rank")
-        elif event.kind == "decided":
-            coordinators[event.get("policy")] = services.rank
     for probe in tuple(services.progress_probes):
         probed = probe()
-        number = numbers.get(probed.policy, -1)
-        yield PolicyState(
-            probed.policy, probed.step, probed.metric, probed.round, probed.role, coordinators.get(number)
-        )
+        yield PolicyState(probed.policy, probed.step, probed.metric, probed.round, probed.role, probed.coordinator)
 
 
 def _channels(services: Services) -> Iterator[ChannelState]:
