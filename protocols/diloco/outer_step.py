@@ -240,7 +240,8 @@ def _check_steps(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> N
 
 def _keeps(optimizer: torch.optim.Optimizer, tensor: Tensor) -> bool:
     """Return whether the optimizer's state shares memory with ``tensor``."""
-    kept = (each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor))
+    states = (state.values() if isinstance(state, Mapping) else (state,) for state in optimizer.state.values())
+    kept = (each for state in states for each in state if isinstance(each, Tensor))
     return any(each.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for each in kept)
 
 

@@ -11,8 +11,10 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.simulation import Kill, Restart
+from asyncdist.tensors.infinities import describe_nonfinite
 from asyncdist.tensors.optimizers.loading import load_named, named_state, with_values
 from protocols import DiLoCoPolicy, PopulationTrainingPolicy
+from protocols.diloco.outer_step import check_factory
 
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer", reason="the test extra brings pytorch-optimizer")
 
@@ -169,3 +171,17 @@ def test_an_outer_optimizer_needs_the_state_of_torch() -> None:
 
     with pytest.raises(ValueError, match="Lookahead, whose state_dict"):
         DiLoCoPolicy(model, optimizer, average_every=20, outer_optimizer=outer)
+
+
+def test_moments_in_a_wrapper_that_are_not_finite_are_noticed() -> None:
+    """Regression: only the wrapper's own state was tested, and the rank took part in rounds."""
+    model, optimizer = made(WRAPPERS["lookahead"])
+    step(model, optimizer)
+    assert describe_nonfinite(None, optimizer) == ""
+    optimizer.optimizer.state[model.weight]["exp_avg"].fill_(torch.nan)
+    assert describe_nonfinite(None, optimizer)
+
+
+def test_an_outer_optimizer_may_keep_a_tensor_for_all_parameters() -> None:
+    """Regression: MADGRAD, whose state has a step count under a string key, raised a RuntimeError of torch."""
+    check_factory(lambda parameters: pytorch_optimizer.MADGRAD(parameters, lr=0.1))
