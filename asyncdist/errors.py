@@ -175,7 +175,7 @@ def _is_cause_here(error: BaseException) -> bool:
         seen.add(id(chain))
         if is_consequence(chain) or isinstance(chain, asyncio.CancelledError):
             return False
-        chain = chain.__cause__ or chain.__context__
+        chain = chain.__cause__ or (None if chain.__suppress_context__ else chain.__context__)
     return True
 
 

@@ -320,7 +320,7 @@ class Collectives:
     async def _native(self, group: Group, start: Callable[[], Request], what: WaitId) -> None:
         """Start a native collective after all earlier collectives of this rank in the group, and await it."""
         if self._membership is None:
-            await self._engine.wait_or_disown(start(), what)
+            await self._started(start, what)
             return
         if group.tag in self._newest:
             await self._finish(group, self._started, start, what)
@@ -402,7 +402,7 @@ class Collectives:
             await self._engine.ended(previous)
         task = asyncio.current_task()
         assert task is not None
-        with membership.waiting(group, number, lambda _: _cancel(task)) as participation:
+        with membership.waiting(group, number, lambda _: task.cancel()) as participation:
             try:
                 result = await work(*args)
                 # The work has completed, but another member does not take part, so this task is already being
@@ -414,10 +414,6 @@ class Collectives:
                     raise
                 raise participation.error from None
         return result
-
-
-def _cancel(task: asyncio.Task[Any]) -> None:
-    task.cancel()
 
 
 def _all_to_all_evenly(native: GroupHandle, size: int, send: memoryview, receive: memoryview | None) -> Request:

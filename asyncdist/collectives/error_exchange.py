@@ -146,11 +146,14 @@ async def run_and_raise(
     ``on_end`` is called when the collectives have ended for any reason, even if they were not started.
     """
     error = outcome.error
-    if isinstance(error, GeneratorExit):  # The caller's coroutine is being closed, and its event loop may have ended.
+    try:
+        if isinstance(error, GeneratorExit):  # The caller's coroutine is being closed; its event loop may have ended.
+            raise error
+        task = collectives.start_sequence(group, work)
+    except BaseException:
         if on_end is not None:
             on_end()
-        raise error
-    task = collectives.start_sequence(group, work)
+        raise
     if on_end is not None:
         task.add_done_callback(lambda _: on_end())
     if error is not None and not isinstance(error, Exception):

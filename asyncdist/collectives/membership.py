@@ -29,7 +29,7 @@ class Participation:
 
     group: Group
     number: int
-    stop: Callable[[AsyncdistError], None]
+    stop: Callable[[AsyncdistError], object]
     error: AsyncdistError | None = None
 
 
@@ -93,7 +93,7 @@ class MembershipLog:
                 self._started[group.tag] -= 1  # Later collectives of the group will be refused, too.
                 raise error
 
-    def enter(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Participation:
+    def enter(self, group: Group, number: int, stop: Callable[[AsyncdistError], object]) -> Participation:
         """Record a collective in progress. ``stop`` is called with an error if a member will not take part in it."""
         entry = Participation(group, number, stop)
         self._under_way[entry] = None
@@ -104,7 +104,7 @@ class MembershipLog:
         self._under_way.pop(entry, None)
 
     @contextmanager
-    def waiting(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Iterator[Participation]:
+    def waiting(self, group: Group, number: int, stop: Callable[[AsyncdistError], object]) -> Iterator[Participation]:
         """Record a collective in progress while the block runs. Raise an error if a member will not take part in it."""
         self.check(group, number)
         entry = self.enter(group, number, stop)

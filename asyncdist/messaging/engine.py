@@ -53,6 +53,9 @@ class Timer(Protocol):
     def cancel(self) -> None:
         """Cancel the scheduled call."""
 
+    def cancelled(self) -> bool:
+        """Return whether the scheduled call was cancelled."""
+
 
 class VirtualClock(Protocol):
     """Interface of the simulation's clock, which advances by each rank's computing time."""
@@ -428,13 +431,19 @@ class Engine(Poller):
     def call_later(self, delay_s: float, what: WaitId, call: Callable[..., object], *args: Any) -> Timer:
         """Schedule ``call(*args)``, which must not raise, after ``delay_s`` seconds.
 
-        Messages that have arrived are delivered before the call. Code whose timers affect messages or decisions uses
-        this method instead of the loop's ``call_later``, so that replays repeat the call at the recorded time.
+        Messages that have arrived are delivered before the call, and may cancel it. Code whose timers affect messages
+        or decisions uses this method instead of the loop's ``call_later``, so that replays repeat the call at the
+        recorded time.
         """
-        return self.loop.call_later(delay_s, self._fire, what, call, args)
+        held: list[Timer] = []
+        held.append(self.loop.call_later(delay_s, self._fire, held, what, call, args))
+        return held[0]
 
-    def _fire(self, what: WaitId, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def _fire(self, held: list[Timer], what: WaitId, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        timer = held.pop()  # ends the reference cycle
         self.poll()
+        if timer.cancelled():
+            return
         self._note_timer(what)
         call(*args)
 

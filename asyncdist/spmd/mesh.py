@@ -163,7 +163,7 @@ class Mesh:
 
     def check_member(self) -> None:
         """Raise LocalProtocolError if the calling task belongs to a different rank than the mesh."""
-        world = _calling_world()
+        world = calling_world()
         if world is not None and world is not self.world:
             outside = "" if world.rank in self.ranks else f", which do not include rank {world.rank}"
             raise LocalProtocolError(
@@ -188,7 +188,7 @@ def find_axis(name: str, mesh: Mesh | None) -> Axis:
         return mesh.axis(name)
     meshes = _open_meshes.get()
     if not meshes:
-        world = _calling_world()
+        world = calling_world()
         where = "here" if world is None else f"on rank {world.rank}"
         raise LocalProtocolError(
             f"the axis {name!r} is unknown {where}, because no mesh is open: pass mesh=, or enter a mesh (with mesh:)",
@@ -253,7 +253,8 @@ async def new_mesh(
     return await start_together(world.services, world.agreements, group.ranks, _SUBJECT, make, Mesh.free, name=_SUBJECT)
 
 
-def _calling_world() -> World | None:
+def calling_world() -> World | None:
+    """Return the world in which the calling task runs, or None."""
     try:
         return current_world()
     except RuntimeError:

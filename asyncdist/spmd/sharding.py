@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncdist.runtime.world import World, current_world
-from asyncdist.spmd.mesh import Axis, Mesh
+from asyncdist.spmd.mesh import Axis, Mesh, calling_world
 from asyncdist.tensors import pytrees
 
 T = TypeVar("T")
@@ -118,13 +118,10 @@ def get_global_ranks(*, world: World | None = None) -> Tensor:
 
 def get_process_id() -> int:
     """Return the calling task's rank, or 0 outside any world."""
-    return current_world().rank if is_dist_initialized() else 0
+    world = calling_world()
+    return 0 if world is None else world.rank
 
 
 def is_dist_initialized() -> bool:
     """Return whether the calling task runs in a world."""
-    try:
-        current_world()
-    except RuntimeError:
-        return False
-    return True
+    return calling_world() is not None

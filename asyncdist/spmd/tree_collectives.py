@@ -354,21 +354,20 @@ def _mean(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _min(parts: Sequence[Tensor]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    least = _without_nan(parts[0], torch.inf)
-    for part in parts[1:]:
-        least = torch.where(part < least, part, least)
-    return least
+    return _extreme(parts, torch.lt, torch.inf)
 
 
 def _max(parts: Sequence[Tensor]) -> Tensor:
+    return _extreme(parts, torch.gt, -torch.inf)
+
+
+def _extreme(parts: Sequence[Tensor], precedes: Callable[[Tensor, Tensor], Tensor], instead_of_nan: float) -> Tensor:
     if len(parts) == 1:
         return parts[0]
-    largest = _without_nan(parts[0], -torch.inf)
+    found = _without_nan(parts[0], instead_of_nan)
     for part in parts[1:]:
-        largest = torch.where(part > largest, part, largest)
-    return largest
+        found = torch.where(precedes(part, found), part, found)
+    return found
 
 
 def _without_nan(part: Tensor, instead: float) -> Tensor:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from asyncdist.tensors.flat_state import Entry, FlatBuffers, FlatState, is_finite
 from asyncdist.tensors.model_tensors import local_part
+from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
 
 class KnownInfinities:
@@ -66,12 +67,13 @@ def describe_nonfinite(known: KnownInfinities | None, optimizer: torch.optim.Opt
 
     Args:
         known: The model and its known infinities, or None to skip the model.
-        optimizer: The optimizer whose state to check, or None to skip it.
+        optimizer: The optimizer whose state to check, with the optimizers that it wraps, or None to skip it.
     """
     name = None if known is None else known.unsound_entry_of_model()
     if name is not None:
         return f"{name!r} was not finite"
-    if optimizer is not None and not all_finite(dict(optimizer.state)):
+    optimizers = () if optimizer is None else wrapped_optimizers(optimizer)
+    if not all(all_finite(dict(each.state)) for each in optimizers):
         return "the optimizer's state was not finite"
     return ""
 

@@ -50,8 +50,8 @@ def encode(value: Any) -> bytes:
     """Encode a value as bytes.
 
     Args:
-        value: Value of the types in :data:`ALLOWED`, nested at most 100 levels deep. Tensors may be on any device.
-            Device and autograd graph are not encoded.
+        value: Value of the types in :data:`ALLOWED`, nested at most 100 levels deep. A tuple or set counts as two
+            levels. Tensors may be on any device. Device and autograd graph are not encoded.
 
     Raises:
         TypeError: The value contains a value of another type.

@@ -131,7 +131,8 @@ class OuterStep:
         if len(own) == len(groups):  # if the numbers differ, torch raises an error below
             self._warn_of_changes(own, groups)
             groups = [{**mine, **saved} for mine, saved in zip(own, groups, strict=True)]
-        self._optimizer.load_state_dict(_cloned({"state": state["state"], "param_groups": groups}))
+        own_parts = {name: value for name, value in state.items() if name not in ("optimizer", "sizes")}
+        self._optimizer.load_state_dict(_cloned({**own_parts, "param_groups": groups}))
         _use_fast_kernels(self._optimizer)
 
     def _warn_of_changes(self, own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
@@ -211,6 +212,8 @@ def _check_optimizer(optimizer: object, parameters: Sequence[nn.Parameter]) -> N
             )
         if group.get("maximize", False):
             _refuse(f"{name} with maximize=True, which would move the weights away from the ranks' average")
+    if not {"state", "param_groups"} <= optimizer.state_dict().keys():
+        _refuse(f"{name}, whose state_dict() lacks 'state' or 'param_groups'. Pass the optimizer inside the wrapper")
     if needs_closure(optimizer):
         _refuse(f"{name}, whose step needs a closure that evaluates a loss")
 
@@ -237,7 +240,8 @@ def _check_steps(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> N
 
 def _keeps(optimizer: torch.optim.Optimizer, tensor: Tensor) -> bool:
     """Return whether the optimizer's state shares memory with ``tensor``."""
-    kept = (each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor))
+    states = (state.values() if isinstance(state, Mapping) else (state,) for state in optimizer.state.values())
+    kept = (each for state in states for each in state if isinstance(each, Tensor))
     return any(each.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for each in kept)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from asyncdist.tensors.optimizers.group_state import load_group_state
-from asyncdist.tensors.optimizers.loading import load_exactly
+from asyncdist.tensors.optimizers.loading import load_exactly, torch_part, with_groups
 
 _NAME: Final = re.compile(r"(\w+)(?:\[(\d+)\])?\Z")
 #: Settings proportional to the base learning rate, in a scheduler's attributes and in each parameter group.
@@ -30,10 +30,16 @@ class OptimizerSettings:
         lr_scheduler: Scheduler whose base learning rate is the hyperparameter ``"lr"``, or None.
 
     Raises:
-        TypeError, ValueError: The optimizer does not have a hyperparameter, or its scheduler is unknown.
+        TypeError, ValueError: The optimizer does not have a hyperparameter, its state has no parameter groups, or its
+            scheduler is unknown.
     """
 
     def __init__(self, optimizer: Any, names: Iterable[str], lr_scheduler: Any) -> None:
+        if not torch_part(optimizer.state_dict()):
+            raise ValueError(
+                "optimizer must have 'state' and 'param_groups' in its state_dict(), or in that of the optimizer that "
+                f"it wraps, got {type(optimizer).__name__}: its settings could not be kept when a rank copies another"
+            )
         self._optimizer = optimizer
         self._schedulers = _schedulers_in(lr_scheduler)
         known = _numbers_of(optimizer)
@@ -209,8 +215,8 @@ def load_moments(optimizer: Any, state: Mapping[str, Any], names: Iterable[str] 
         names: Names of hyperparameters, which are settings.
     """
     groups = list(optimizer.param_groups)
-    own = optimizer.state_dict()["param_groups"]
-    load_exactly(optimizer, {**state, "param_groups": own})
+    own = torch_part(optimizer.state_dict())["param_groups"]
+    load_exactly(optimizer, with_groups(state, own))
     for place, group in enumerate(groups):  # keeps the groups' tensors, which a CUDA graph may read
         optimizer.param_groups[place] = group
-    load_group_state(optimizer, state["param_groups"], [name.partition("[")[0] for name in names])
+    load_group_state(optimizer, torch_part(state)["param_groups"], [name.partition("[")[0] for name in names])

@@ -386,7 +386,7 @@ def verdicts(rng: random.Random) -> None:
         came = rng.sample(members, rng.randrange(1, len(members) + 1))
         joins = {rank: draw_message(Join, rng, subject=key.text) for rank in came}
         gone, lost = {rng.randrange(size)}, {rng.randrange(size)}
-        absent = Absentees(members, (rng.randrange(size),), gone | lost, lost, set()).ranks()
+        absent = Absentees(members, (rng.randrange(size),), gone | lost, lost, set).ranks()
         missing = tuple(rank for rank in members if rank not in joins)
         verdict = judge(joins, came, missing, absent, lost, rng.choice(_TIMES_S))
         if not allows_start(verdict):

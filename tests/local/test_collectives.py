@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import itertools
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from hypothesis import given, settings, strategies as st
 from support.local import worlds, yields
 
 import asyncdist as ad
+from asyncdist.collectives.algorithms import by_messages
 from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RankLostError, TruncationError
+from asyncdist.transports.local import LocalTransport
 
 
 async def test_sums_are_in_rank_order_in_any_order_of_arrival() -> None:
@@ -34,6 +37,51 @@ async def test_sums_are_in_rank_order_in_any_order_of_arrival() -> None:
                 await yields(4)
             await asyncio.gather(*tasks)
             assert {tensor.item() for tensor in tensors} == {expected.item()}
+
+
+async def test_large_data_is_sent_in_pieces_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with MPI and ``--survive``, data of 2 GiB or more raised MPI_ERR_ARG."""
+    monkeypatch.setattr(by_messages, "PIECE_NBYTES", 16)
+    sizes: list[int] = []
+    isend = LocalTransport.isend
+
+    def noted(self: LocalTransport, data: Any, dest: int, tag: int) -> Any:
+        sizes.append(memoryview(data).nbytes)
+        return isend(self, data, dest, tag)
+
+    monkeypatch.setattr(LocalTransport, "isend", noted)
+    for count in (1, 2, 3, 4, 5, 8, 9):  # from 8 bytes to more than four pieces
+        async with worlds(3) as made:
+
+            async def main(world: ad.World, count: int) -> None:
+                own = torch.arange(count, dtype=torch.float64) + 100 * world.rank
+                all_of = [torch.arange(count, dtype=torch.float64) + 100 * rank for rank in range(3)]
+                collectives, group = world.collectives, world.group
+                assert (await collectives.broadcast(own.clone(), group, 2)).equal(all_of[2])
+                gathered = await collectives.gather(own, group, 1)
+                assert gathered is None or all(one.equal(two) for one, two in zip(gathered, all_of, strict=True))
+                for one, two in zip(await collectives.all_gather(own, group), all_of, strict=True):
+                    assert one.equal(two)
+                assert (await collectives.all_reduce(own.clone(), group, "sum")).equal(torch.stack(all_of).sum(0))
+                got = await collectives.all_to_all([own + rank for rank in range(3)], group)
+                assert all(each.equal(part + world.rank) for each, part in zip(got, all_of, strict=True))
+                parts = [own.view(torch.uint8)[: 8 * rank] for rank in range(3)]
+                ragged = await collectives.gather_bytes(parts[world.rank], [len(part) for part in parts], group, 0)
+                assert ragged is None or len(ragged) == sum(map(len, parts))
+
+            await asyncio.gather(*(main(world, count) for world in made))
+    assert max(sizes) == 16
+
+
+async def test_unequal_sizes_of_large_data_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size that is a multiple of the piece's size is told from a larger one by a mark at the end."""
+    monkeypatch.setattr(by_messages, "PIECE_NBYTES", 16)
+    for counts in ((2, 4), (4, 2), (1, 2), (2, 1)):
+        async with worlds(2) as made:
+            own = [torch.zeros(count, dtype=torch.float64) for count in counts]
+            work = (each.collectives.broadcast(own[each.rank], each.group, 0) for each in made)
+            _, error = await asyncio.gather(*work, return_exceptions=True)
+            assert isinstance(error, LocalProtocolError | TruncationError), counts
 
 
 @pytest.mark.slow

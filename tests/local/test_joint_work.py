@@ -16,8 +16,9 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist import World
+from asyncdist.collectives.error_exchange import LocalResult, run_and_raise
 from asyncdist.collectives.groups import free_all
-from asyncdist.errors import DisagreementError, RemoteError
+from asyncdist.errors import AsyncdistError, DisagreementError, RemoteError
 from asyncdist.simulation import Compute, Kill
 from protocols import AverageAllPolicy
 
@@ -235,3 +236,23 @@ def test_rank_lost_in_a_save_is_named_and_delays_no_later_save(
         results = ad.simulate(main, ranks=3, seed=turn, faults=[fault], compute=COMPUTE).results
         assert results[0] == results[2] and str(results[0]).startswith("checkpoint-"), (turn, results)
     assert any("because rank 1 was lost during the save" in each.getMessage() for each in caplog.records)
+
+
+async def test_the_end_of_an_exchange_is_noted_even_if_it_cannot_start() -> None:
+    """Regression: later work of the group waited for ever for work whose exchange had not started."""
+
+    class Failed:
+        def start_sequence(self, *_: object) -> None:
+            raise AsyncdistError("the job has failed")
+
+    ends: list[str] = []
+    for error, expected in ((None, AsyncdistError), (GeneratorExit(), GeneratorExit)):
+        with pytest.raises(expected):
+            await run_and_raise(
+                Failed(),  # type: ignore[arg-type]
+                None,  # type: ignore[arg-type]
+                LocalResult(error=error),
+                None,  # type: ignore[arg-type]
+                on_end=lambda: ends.append("ended"),
+            )
+    assert ends == ["ended", "ended"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import selectors
@@ -14,11 +15,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from support.local import worlds
 
 import asyncdist as ad
 from asyncdist.messaging import engine
 from asyncdist.simulation import simulate
 from asyncdist.transports.loop_work import LoopWork, find_work
+from asyncdist.waits import WaitId, WaitKind
 
 
 async def ready_callback(seen: list[str]) -> None:
@@ -216,3 +219,21 @@ def test_safe_points_of_simulated_ranks_always_yield(yields: list[int]) -> None:
         assert len(yields) == 1
 
     simulate(main, ranks=1, seed=0)
+
+
+async def test_a_timer_that_an_arrived_message_cancels_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: its call followed the polling pass that cancelled it, and raised KeyError in large agreements."""
+    async with worlds(1) as made:
+        engine, calls, fire = made[0].services.engine, list[str](), list[Callable[[], object]]()
+
+        def hold(delay_s: float, call: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+            fire.append(functools.partial(call, *args))
+            return asyncio.TimerHandle(delay_s, call, args, engine.loop)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.loop, "call_later", hold)
+            kept, cancelled = (engine.call_later(1.0, WaitId(WaitKind.DEPARTURES), calls.append, n) for n in "ab")
+            fire[0]()
+            patch.setattr(engine, "poll", cancelled.cancel)
+            fire[1]()
+        assert calls == ["a"] and not kept.cancelled()

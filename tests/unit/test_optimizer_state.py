@@ -43,7 +43,7 @@ NEW = {
     "schedule-free": lambda weights: schedulefree.AdamWScheduleFree(weights, lr=0.1),
     **{
         name: functools.partial(getattr(pytorch_optimizer, name), lr=0.1)
-        for name in ("AdaBelief", "Adan", "Lamb", "StableAdamW")
+        for name in ("AdaBelief", "Adan", "Lamb", "MADGRAD", "StableAdamW")
     },
     "lookahead": lambda weights: pytorch_optimizer.Lookahead(pytorch_optimizer.StableAdamW(weights, lr=0.1)),
 }

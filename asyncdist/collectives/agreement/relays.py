@@ -83,6 +83,12 @@ class _SubtreeJoins:
     late_count: int = 0
     timer: Timer | None = None
 
+    def stop_timer(self) -> None:
+        """Cancel the timer after which the unreported joins are reported, if there is one."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
 
 class Relays:
     """Relays, on one rank, the joins of the members of large groups, and the leaders' decisions.
@@ -174,12 +180,13 @@ class Relays:
             delay_s = min(_LATE_S * position.levels * 2**joins.late_count, _LATE_MAX_S)
             joins.timer = self._engine.call_later(delay_s, _late(key), self._on_late, key, leader)
             if len(self._subtree_joins) > _KEPT_COUNT_MAX:
-                self._on_late(*next(iter(self._subtree_joins)))
-                self._forget(*next(iter(self._subtree_joins)))
+                oldest = next(iter(self._subtree_joins))
+                self._on_late(*oldest)
+                self._forget(*oldest)
 
     def _on_late(self, key: AgreementKey, leader: int) -> None:
         joins = self._subtree_joins[key, leader]
-        joins.timer = None
+        joins.stop_timer()
         try:
             self._pass_on(key, leader)
         except BusyError:
@@ -199,9 +206,7 @@ class Relays:
             self._send(message, leader if parent in self._gone else parent)
         joins.ranks_by_values, joins.taken, joins.marks = {}, (), ()
         joins.late_count += 1
-        if joins.timer is not None:
-            joins.timer.cancel()
-            joins.timer = None
+        joins.stop_timer()
 
     @staticmethod
     def _first_differing(
@@ -225,8 +230,8 @@ class Relays:
 
     def _forget(self, key: AgreementKey, leader: int) -> None:
         joins = self._subtree_joins.pop((key, leader), None)
-        if joins is not None and joins.timer is not None:
-            joins.timer.cancel()
+        if joins is not None:
+            joins.stop_timer()
 
     def _position(self, key: AgreementKey, leader: int) -> _TreePosition:
         if self._rank not in _order(key.ranks, leader) or not 0 <= leader < self._engine.transport.size:

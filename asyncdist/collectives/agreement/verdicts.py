@@ -117,7 +117,7 @@ class Absentees:
     Args:
         bound_to: Ranks that are not members, but whose loss ends the agreement.
         left: All ranks that have left the world or are lost.
-        withdrawn: Members that never start the agreement's operation again.
+        withdrawn: Function that returns the members that never start the agreement's operation again.
         replaced: Function that returns the members that were lost and restarted.
     """
 
@@ -127,7 +127,7 @@ class Absentees:
         bound_to: Sequence[int],
         left: Collection[int],
         lost: set[int],
-        withdrawn: set[int],
+        withdrawn: Callable[[], Collection[int]],
         replaced: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._ranks = ranks
@@ -139,10 +139,10 @@ class Absentees:
 
     def ranks(self) -> tuple[int, ...]:
         """Return the members that will never join the agreement, in order, and then the lost ranks of ``bound_to``."""
-        replaced = self._replaced()
-        if not self._left and not self._withdrawn and not replaced:
+        sets = self._left, self._withdrawn(), self._replaced()
+        if not any(sets):
             return ()
-        absent = tuple(rank for rank in self._ranks if any(rank in s for s in (self._left, self._withdrawn, replaced)))
+        absent = tuple(rank for rank in self._ranks if any(rank in each for each in sets))
         return absent + self.lost_bound_ranks()
 
     def lost_bound_ranks(self) -> tuple[int, ...]:
@@ -161,9 +161,12 @@ class Absences:
 
     def of(self, meeting: Meeting) -> Absentees:
         """Return an object whose methods find, at each call, the ranks whose absence prevents ``meeting``."""
-        withdrawn = self.withdrawn.setdefault(meeting.key.of_all_occurrences, set())
+        withdrawn = functools.partial(self._withdrawn_of, meeting.key.of_all_occurrences)
         replaced = functools.partial(self._incarnations.replaced, meeting.key)
         return Absentees(meeting.ranks, meeting.bound_to, self.gone, self.lost, withdrawn, replaced)
+
+    def _withdrawn_of(self, operation: AgreementKey) -> Collection[int]:
+        return self.withdrawn.get(operation, ()) if self.withdrawn else ()
 
     def lost_to(self, key: AgreementKey) -> set[int]:
         """Return the lost ranks, and the members of agreement ``key`` that have been restarted since its request."""
@@ -179,7 +182,7 @@ class Absences:
 
     def may_join(self, key: AgreementKey, ranks: Iterable[int]) -> set[int]:
         """Return the members of ``ranks`` that may still join agreement ``key``."""
-        withdrawn = self.withdrawn.get(key.of_all_occurrences, ())
+        withdrawn = self._withdrawn_of(key.of_all_occurrences)
         return {rank for rank in ranks if rank not in self.gone and rank not in withdrawn}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -18,12 +18,15 @@ from asyncdist.collectives.agreement.tree_shape import DIRECT_COUNT_MAX
 from asyncdist.collectives.algorithms.left_folds import LeftFold
 from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, Into, fold_in_shares
 from asyncdist.collectives.algorithms.over_tree import ROW_NBYTES_MAX, TreeCollectives
-from asyncdist.collectives.algorithms.pieces import check_nbytes, notice_of, receive_exactly
+from asyncdist.collectives.algorithms.pieces import check_nbytes, notice_of, piece_of, pieces, receive_exactly
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import RankLostError
 from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.byte_views import byte_view, empty_stack, flat_bytes
 from asyncdist.waits import WaitId, WaitKind
+
+#: Size in bytes of the pieces of large data. MPI counts the bytes of a message in 32-bit integers.
+PIECE_NBYTES: Final = 1 << 30
 
 
 class MessageCollectives:
@@ -48,7 +51,8 @@ class MessageCollectives:
         elif self._rank == root:
             await _all_of([self._send(view, rank, group.tag) for rank in group.ranks if rank != root])
         else:
-            await receive_exactly(self._engine, view, root, group.tag)
+            for piece in _pieces_of(view):
+                await receive_exactly(self._engine, piece, root, group.tag)
 
     async def gather(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
         """Gather equally many bytes from every member on ``root``, whose ``receive`` has a row per member."""
@@ -146,12 +150,19 @@ class MessageCollectives:
         await _all_of(work)
 
     async def _send(self, view: memoryview, dest: int, tag: int) -> None:
-        request = self._engine.transport.isend(view, dest, tag)
-        await self._engine.wait_or_disown(request, WaitId(WaitKind.SEND, tag, dest))
+        for piece in _pieces_of(view):
+            request = self._engine.transport.isend(piece, dest, tag)
+            await self._engine.wait_or_disown(request, WaitId(WaitKind.SEND, tag, dest))
 
     async def _receive_exactly(self, view: memoryview, source: int, tag: int) -> None:
-        _, nbytes = await self._engine.receive(view, source, tag)
-        check_nbytes(view, nbytes, source)  # An empty message is not a notice, but a tensor without elements.
+        for piece in _pieces_of(view):
+            _, nbytes = await self._engine.receive(piece, source, tag)
+            check_nbytes(piece, nbytes, source)  # An empty message is not a notice, but a tensor without elements.
+
+
+def _pieces_of(view: memoryview) -> list[memoryview]:
+    """Return the memory of each message with which ``view`` is sent. An empty view is sent as an empty message."""
+    return [piece_of(view, low, high) for low, high in pieces(0, len(view), PIECE_NBYTES)] or [view]
 
 
 async def _all_of(work: Sequence[Awaitable[Any]]) -> None:

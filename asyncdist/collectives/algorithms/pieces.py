@@ -29,14 +29,17 @@ AHEAD_COUNT: Final = 4
 _NOTICE: Final = struct.Struct("<qqq")
 
 
-def pieces(first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of each piece of the bytes from ``first`` to ``end``. A final empty range is the end mark."""
-    if end - first <= PIECE_NBYTES // 2:
+def pieces(first: int, end: int, piece_nbytes: int = PIECE_NBYTES) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of each piece of the bytes from ``first`` to ``end``. A final empty range is the end mark.
+
+    Data of at most half a piece is one piece without an end mark, so that no receiver takes it for a first piece.
+    """
+    if end - first <= piece_nbytes // 2:
         if first < end:
             yield first, end
         return
-    for low in range(first, end, PIECE_NBYTES):
-        yield low, min(low + PIECE_NBYTES, end)
+    for low in range(first, end, piece_nbytes):
+        yield low, min(low + piece_nbytes, end)
     yield end, end
 
 
@@ -99,7 +102,7 @@ def notice_of(error: AsyncdistError) -> bytes:
 
 
 async def receive_in_pieces(engine: Engine, view: memoryview, first: int, end: int, source: int, tag: int) -> None:
-    """Receive the bytes from ``first`` to ``end`` in pieces. The errors are the same as for :func:`take`."""
+    """Receive the bytes from ``first`` to ``end`` in pieces. Raise the errors of :func:`receive_exactly`."""
     for low, high in pieces(first, end):
         await receive_exactly(engine, piece_of(view, low, high), source, tag)
 

@@ -6,7 +6,7 @@ import copy
 import io
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -66,6 +66,11 @@ def state_of(
     }
     for name, part in state.items():
         _check_loadable(name, part)
+    if optimizer is not None:
+        try:
+            _check_optimizer(state["optimizer"], state["optimizer_names"])
+        except Exception as error:
+            raise TypeError(f"optimizer must have a state that load_population can load, but {reason(error)}") from None
     try:
         torch_files.check_expanded(state)
     except ValueError as error:
@@ -192,19 +197,30 @@ def check_parts(state: Any) -> None:
         raise TypeError(
             f"the part 'model' of the saved state must be a dictionary, got a {type(state['model']).__name__}"
         )
-    optimizer = state["optimizer"]
-    if optimizer is not None:
-        for group in optimizer["param_groups"]:
-            if not isinstance(group["params"], list):
-                raise TypeError(f"the parameters of a group must be a list, got a {type(group['params']).__name__}")
-            for each in group["params"]:
-                if not isinstance(each, (int, str)):  # as keys, other values could take too long
-                    raise TypeError(f"the parameters of a group must be numbers or names, got a {type(each).__name__}")
-        optimizer["state"].items()
-        if (named := state.get("optimizer_names")) is not None:
-            for group, names in zip(optimizer["param_groups"], named, strict=True):
-                "".join(name for _, name in zip(group["params"], names, strict=True))  # raises unless all are strings
+    if state["optimizer"] is not None:
+        _check_optimizer(state["optimizer"], state.get("optimizer_names"))
     check_random_states(state["random"])
+
+
+def _check_optimizer(state: dict[str, Any], names: Sequence[Sequence[str]] | None) -> None:
+    """Raise an error of any type if an optimizer's state is malformed, or does not fit the parameters' names.
+
+    Optimizers may define their own state. Only the part with torch's keys is then checked, if there is one.
+    """
+    if not isinstance(state, dict):
+        raise TypeError(f"the state of an optimizer must be a dictionary, got a {type(state).__name__}")
+    part = loading.torch_part(state)
+    if not part:
+        return
+    for group in part["param_groups"]:
+        if not isinstance(group["params"], list):
+            raise TypeError(f"the parameters of a group must be a list, got a {type(group['params']).__name__}")
+        for each in group["params"]:
+            if not isinstance(each, (int, str)):  # as keys, other values could take too long
+                raise TypeError(f"the parameters of a group must be numbers or names, got a {type(each).__name__}")
+    part["state"].items()
+    for group, named in zip(part["param_groups"], names or (), strict=names is not None):
+        "".join(name for _, name in zip(group["params"], named, strict=True))  # raises unless all are strings
 
 
 def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: Mapping[str, Any]) -> None:
@@ -256,7 +272,7 @@ def arranged_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, loade
         names = [list(map(plain_name, group)) for group in loaded["optimizer_names"]]
         return loading.arranged(loaded["optimizer"], names, own)
     counts, others = (
-        [len(group["params"]) for group in state["param_groups"]]
+        [len(group["params"]) for group in loading.torch_part(state).get("param_groups", ())]
         for state in (optimizer.state_dict(), loaded["optimizer"])
     )
     if counts != others:

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import torch
 
+from asyncdist.tensors.optimizers.loading import torch_part
+
 #: torch optimizers whose state tensors may have different shapes than the parameters.
 _OTHER_SHAPES: Final = (torch.optim.Adafactor, torch.optim.LBFGS)
 
@@ -19,7 +21,13 @@ def check(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
     """Raise a ValueError that names the first entry of a loaded state that does not fit the optimizer, if any.
 
     For torch's optimizers except Adafactor and LBFGS, a tensor must have the shape of its parameter, or one element.
+    Only the part of the state with torch's keys is checked, if there is one.
     """
+    loaded = torch_part(loaded)
+    if not loaded:
+        if torch_part(optimizer.state_dict()):
+            raise ValueError("the checkpoint's state of the optimizer has no 'state' and 'param_groups'")
+        return
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, loaded["param_groups"], strict=True)):
         if "lr" in own and "lr" not in saved:
             raise ValueError(f"the checkpoint's parameter group {number} of the optimizer has no 'lr'")

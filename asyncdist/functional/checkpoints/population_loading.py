@@ -189,8 +189,7 @@ async def _load(
         world.services.shared(TrainedModels).models.add(model)
         if optimizer is not None:
             state = checkpoint_state.arranged_optimizer(model, optimizer, loaded)
-            shards.move_optimizer(optimizer, state["state"])
-            load_exactly(optimizer, state)
+            load_exactly(optimizer, shards.moved_optimizer(optimizer, state))
 
     for step in (read, load_policy, apply):
         await _on_all_ranks(step, group, world, survives=survives)  # raises on all ranks if it raises on one

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from asyncdist.tensors.model_tensors import is_sharded, local_part
+from asyncdist.tensors.optimizers.loading import with_values
 
 
 def shard_of(tensor: Any) -> str:
@@ -32,12 +33,11 @@ def moved_model(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> Mapping[st
     return state  # type: ignore[no-any-return]
 
 
-def move_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
-    """Move the shards in a loaded optimizer's ``state`` to the meshes of the parameters that they belong to."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    for place, entries in state.items():
-        if isinstance(place, int) and is_sharded(parameters[place]):
-            entries.update((name, _moved(value, parameters[place])) for name, value in entries.items())
+def moved_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a loaded optimizer's state with its shards on the meshes of the parameters that they belong to."""
+    if not any(is_sharded(each) for group in optimizer.param_groups for each in group["params"]):
+        return state
+    return with_values(optimizer, state, _moved)
 
 
 def _moved(loaded: Any, own: Any) -> Any:

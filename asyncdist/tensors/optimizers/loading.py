@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from asyncdist.tensors.compiled_names import plain_name
 from asyncdist.tensors.model_tensors import is_sharded, local_part
-from asyncdist.tensors.optimizers.wrapped import class_name
+from asyncdist.tensors.optimizers.wrapped import class_name, wrapped_optimizers
 
 logger = logging.getLogger("asyncdist.tensors.optimizers.loading")
 
@@ -48,10 +48,8 @@ def load_named(model: nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> No
     Raise ValueError if its optimizer has another class or other parameters.
     """
     state = state_for(model, optimizer, saved)
-    parameters = _parameters(optimizer)
-    if any(map(is_sharded, parameters)):
-        entries = {place: _with_own_shards(own, parameters[place]) for place, own in state["state"].items()}
-        state = {**state, "state": entries}
+    if any(map(is_sharded, _parameters(optimizer))):
+        state = with_values(optimizer, state, _own_shard)
     load_exactly(optimizer, state)
 
 
@@ -79,17 +77,74 @@ def _with_marked_shards(node: Any) -> Any:
     return [_with_marked_shards(value) for value in node] if isinstance(node, list) else node
 
 
-def _with_own_shards(entries: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
-    """Convert the marked shards in a parameter's state to DTensors that are sharded like the parameter."""
+def _own_shard(value: Any, parameter: Any) -> Any:
+    """Convert a marked shard to a DTensor that is sharded like its parameter. Return any other value unchanged."""
+    if not isinstance(value, Mapping) or _SHARD not in value:
+        return value
+    layout = parameter.device_mesh, parameter.placements
+    shard = value[_SHARD].to(parameter.device)
+    return type(parameter.data).from_local(shard, *layout, shape=parameter.shape, stride=parameter.stride())
 
-    def restored(value: Any) -> Any:
-        if not isinstance(value, Mapping) or _SHARD not in value:
-            return value
-        layout = parameter.device_mesh, parameter.placements
-        shard = value[_SHARD].to(parameter.device)
-        return type(parameter.data).from_local(shard, *layout, shape=parameter.shape, stride=parameter.stride())
 
-    return {name: restored(value) for name, value in entries.items()}
+def with_values(optimizer: Any, state: Mapping[str, Any], change: Callable[[Any, Any], Any]) -> Mapping[str, Any]:
+    """Return a state in which ``change(value, parameter)`` replaces each value that belongs to a parameter.
+
+    A parameter's values have its number as the key, or a wrapper's own key: the numbers of the group and of the
+    parameter in the group.
+    """
+    places: dict[Any, Any] = dict(enumerate(_parameters(optimizer)))
+    for number, group in enumerate(optimizer.param_groups):
+        places.update(((number, place), parameter) for place, parameter in enumerate(group["params"]))
+
+    def changed(node: Any) -> Any:
+        if not isinstance(node, Mapping):
+            return node
+        found = {}
+        for key, value in node.items():
+            if key in places and isinstance(value, Mapping):
+                found[key] = {name: change(each, places[key]) for name, each in value.items()}
+            else:
+                found[key] = changed(value)
+        return found
+
+    return changed(state)  # type: ignore[no-any-return]
+
+
+def torch_part(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of an optimizer's state that has torch's keys "state" and "param_groups".
+
+    This is the whole state, or the state of the optimizer inside a wrapper, which wrappers such as Lookahead of
+    pytorch_optimizer store under a key of their own. Return an empty dictionary if there is no such part, or several.
+    """
+    if _is_of_torch(state):
+        return state
+    inner = [part for value in state.values() if isinstance(value, Mapping) and (part := torch_part(value))]
+    return inner[0] if len(inner) == 1 else {}
+
+
+def with_groups(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return a state with other parameter groups in its :func:`torch_part`."""
+    part = torch_part(state)
+
+    def replaced(node: Any) -> Any:
+        if node is part:
+            return {**part, "param_groups": groups}
+        return {key: replaced(value) for key, value in node.items()} if isinstance(node, Mapping) else node
+
+    return replaced(state)  # type: ignore[no-any-return]
+
+
+def _is_of_torch(state: Mapping[str, Any]) -> bool:
+    return "state" in state and "param_groups" in state
+
+
+def _torch_parts(state: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a state, if it has torch's keys, and the states of inner optimizers that it contains."""
+    if isinstance(state, Mapping):
+        if _is_of_torch(state):
+            yield state
+        for value in state.values():
+            yield from _torch_parts(value)
 
 
 def arranged(
@@ -179,8 +234,22 @@ def load_exactly(optimizer: Any, state: Mapping[str, Any]) -> None:
     float32 moments of bfloat16 weights.
     """
     optimizer.load_state_dict(dict(state))
+    optimizers = wrapped_optimizers(optimizer)
+    if len(optimizers) == 1:
+        _restore_dtypes(optimizer, torch_part(state).get("state", {}))
+    else:  # which part is the state of which optimizer is unknown, so the values decide
+        for part in _torch_parts(state):
+            for each in optimizers:
+                _restore_dtypes(each, part["state"], must_match=True)
+
+
+def _restore_dtypes(optimizer: Any, state: Mapping[Any, Any], *, must_match: bool = False) -> None:
+    """Replace each tensor that was converted to another dtype by the tensor in ``state``.
+
+    If ``must_match``, keep tensors that are not conversions of those in ``state``.
+    """
     parameters = _parameters(optimizer)
-    for place, entries in state["state"].items():
+    for place, entries in state.items():
         stored = optimizer.state.get(parameters[place]) if isinstance(place, int) and place < len(parameters) else None
         if not isinstance(stored, dict) or not isinstance(entries, Mapping):
             continue
@@ -188,5 +257,10 @@ def load_exactly(optimizer: Any, state: Mapping[str, Any]) -> None:
             now = stored.get(name)
             if name == "step" or not isinstance(value, Tensor) or not isinstance(now, Tensor):
                 continue  # load_state_dict keeps the dtype of step counts, or converts them as the GPU needs
-            if now.dtype != value.dtype:
+            if now.dtype != value.dtype and (not must_match or _is_conversion(now, value)):
                 stored[name] = value.to(now.device)
+
+
+def _is_conversion(now: Tensor, value: Tensor) -> bool:
+    own, other = local_part(now), local_part(value)
+    return torch.equal(own, other.to(own))

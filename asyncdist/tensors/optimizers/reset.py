@@ -31,7 +31,7 @@ def reset_optimizer_state(optimizer: Any) -> None:
                 for key, value in state.items():
                     if key not in SLOW and isinstance(value, Tensor):
                         value.zero_()
-        else:  # some optimizers also store numbers under string keys, which are kept
+        else:  # some optimizers also store numbers under string keys, of which only MADGRAD's step count is reset
             captured = _captured(each)
             for parameter in [key for key in each.state if isinstance(key, Tensor)]:
                 if id(parameter) in captured:
@@ -39,6 +39,7 @@ def reset_optimizer_state(optimizer: Any) -> None:
                         value.zero_()
                 else:
                     _reset_entry(each.state, parameter)
+            _reset_step_count(each.state)
             reset_group_state(each)
         states.append(each.state)
 
@@ -56,6 +57,15 @@ def _reset_entry(states: Any, parameter: Tensor) -> None:
     del states[parameter]
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:
         states[parameter] = {"mask": mask}
+
+
+def _reset_step_count(states: Any) -> None:
+    """Set the step count of MADGRAD, which grows its learning rate, to 0, in place if it is a tensor."""
+    count = states.get("k")
+    if isinstance(count, Tensor):
+        count.zero_()
+    elif isinstance(count, int):
+        states["k"] = 0
 
 
 def _has_slow_weights(optimizer: Any) -> bool:
