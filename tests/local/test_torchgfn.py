@@ -223,6 +223,32 @@ def test_a_buffer_rank_scores_keeps_and_ends(diverse: bool) -> None:
 
 
 @pytest.mark.slow
+def test_a_diverse_buffer_sends_each_container_once() -> None:
+    """Regression: torchgfn's diverse buffer, unlike its other buffer, does not send in ``add``, so nothing arrived."""
+
+    def main(world: ad.blocking.World) -> Any:
+        env = grid()
+        if world.rank == 1:
+            served: list[int] = []
+
+            def score(added: Any) -> dict[str, float]:
+                served.append(len(added))
+                return {"score": float(len(added))}
+
+            torchgfn.ReplayBufferManager(env, 1, 1, scoring_function=score).run()
+            return served
+        buffer = torchgfn.NormBasedDiversePrioritizedReplayBuffer(
+            env, capacity=10, remote_manager_rank=1, remote_buffer_freq=2, timing=True
+        )
+        scores = [buffer.add(containers(env, count)) for count in (4, 5, 20, 30)]
+        torchgfn.ReplayBufferManager.send_termination_signal(1)
+        assert len(buffer) == 10 and "2 requests" in buffer.timing_log()
+        return scores
+
+    assert on_ranks(main, 2) == [[None, {"score": 9.0}, None, {"score": 50.0}], [9, 50]]
+
+
+@pytest.mark.slow
 def test_a_buffer_rank_that_fails_or_does_not_serve_is_named() -> None:
     def fails(world: ad.blocking.World) -> Any:
         env = grid()

@@ -38,6 +38,8 @@ with validation.optional_imports(__name__, ["gfn"], "torchgfn"):
         ReplayBuffer as _GfnReplayBuffer,
     )
     from gfn.containers.replay_buffer_manager import ReplayBufferManager as _GfnReplayBufferManager
+    from gfn.containers.trajectories import Trajectories
+    from gfn.containers.transitions import Transitions
     from gfn.env import Env
 
 logger = logging.getLogger("asyncdist.integrations.torchgfn")
@@ -71,31 +73,56 @@ class Answer:
 
 
 class _Remote:
-    """Mixin for torchgfn's buffers that sends added containers to a buffer rank.
-
-    Their ``add`` calls :meth:`_send_objs`.
-    """
+    """Mixin for torchgfn's buffers that sends added containers to a buffer rank."""
 
     remote_manager_rank: int | None
-    _request_s: list[float] | None
+    remote_buffer_freq: int
+    pending_container: ContainerUnion | None
+    _add_counter: int
 
     def _use_remote(self, rank: int | None, *, timing: bool) -> None:
         self.remote_manager_rank = rank
-        self._request_s = [] if timing else None
+        self._is_timed = timing
+        self._request_count = 0
+        self._requests_took_s = 0.0
 
-    def _send_objs(self, training_container: ContainerUnion) -> dict[str, float]:
-        assert self.remote_manager_rank is not None, "add has checked this"
+    def add(self, training_container: ContainerUnion) -> dict[str, float] | None:
+        """Add a container to this buffer and, if there is a buffer rank, to the containers for that rank.
+
+        Every ``remote_buffer_freq``-th call sends these containers, and returns their scores. Other calls return None.
+        """
+        # torchgfn 2.4.1 sends in ReplayBuffer.add, but not in the add of its subclasses. Its add therefore gets no
+        # rank, and this method does the rest, as ReplayBuffer.add does.
+        server, self.remote_manager_rank = self.remote_manager_rank, None
+        try:
+            super().add(training_container)  # type: ignore[misc]
+        finally:
+            self.remote_manager_rank = server
+        if server is None:
+            return None
+        self._add_counter += 1
+        if self.pending_container is None:
+            self.pending_container = self.initialize(training_container)  # type: ignore[attr-defined]
+        pending: Any = self.pending_container
+        pending.extend(training_container)
+        if isinstance(pending, Trajectories | Transitions):
+            pending.log_probs = None
+        if isinstance(pending, Trajectories):
+            pending.estimator_outputs = None
+        if self._add_counter % self.remote_buffer_freq:
+            return None
         began_at_s = time.perf_counter()
-        scores: dict[str, float] = _ask(self.remote_manager_rank, MessageType.DATA, training_container)
-        if self._request_s is not None:
-            self._request_s.append(time.perf_counter() - began_at_s)
+        scores: dict[str, float] = _ask(server, MessageType.DATA, pending)
+        self._request_count += 1
+        self._requests_took_s += time.perf_counter() - began_at_s
+        self.pending_container = None
         return scores
 
     def timing_log(self) -> str:
         """Return a line with the total duration of all requests to the buffer rank. Requires ``timing=True``."""
-        if self._request_s is None:
+        if not self._is_timed:
             return "the replay buffer has no measured times: pass timing=True"
-        return f"replay buffer: {len(self._request_s)} requests to the buffer rank took {sum(self._request_s):.4f} s"
+        return f"replay buffer: {self._request_count} requests to the buffer rank took {self._requests_took_s:.4f} s"
 
 
 class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn has no types
