@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from typing import Any
@@ -246,6 +247,77 @@ def test_a_diverse_buffer_sends_each_container_once() -> None:
         return scores
 
     assert on_ranks(main, 2) == [[None, {"score": 9.0}, None, {"score": 50.0}], [9, 50]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause_s", [0.0, 3.0])
+@pytest.mark.parametrize("nbytes", [1, 100_000])
+def test_an_interrupted_request_is_completed(nbytes: int, pause_s: float) -> None:
+    """Regression: the next request got the answer of the interrupted one. Large answers blocked both ranks."""
+    from gfn.containers.message import MessageType
+
+    from asyncdist.integrations.torchgfn import buffers
+
+    def main(world: ad.blocking.World) -> Any:
+        env = grid()
+        if world.rank == 1:
+            added = list[int]()
+
+            def score(container: Any) -> dict[str, Any]:
+                added.append(len(container))
+                world.sleep(2.0)
+                return {"score": len(added), "text": "x" * nbytes}
+
+            torchgfn.ReplayBufferManager(env, 1, 1, scoring_function=score).run()
+            return added
+
+        async def interrupted() -> None:
+            payload = buffers._packed(containers(env, nbytes))
+            async with asyncio.timeout(1.0):
+                await buffers._exchange(world.awaited, 1, MessageType.DATA, payload)
+
+        with pytest.raises(TimeoutError):
+            world.call(interrupted)
+        world.sleep(pause_s)
+        buffer = torchgfn.ReplayBuffer(env, remote_manager_rank=1)
+        scores: Any = [buffer.add(containers(env, count)) for count in (2, 3)]
+        torchgfn.ReplayBufferManager.send_termination_signal(1)
+        return [each["score"] for each in scores]
+
+    assert on_ranks(main, 2) == [[2, 3], [nbytes, 2, 3]]
+
+
+@pytest.mark.slow
+def test_an_interrupted_add_is_not_repeated() -> None:
+    """Regression: the next ``add`` sent the container of the interrupted one again."""
+
+    def main(world: ad.blocking.World) -> Any:
+        env = grid()
+        if world.rank == 1:
+            added = list[int]()
+
+            def score(container: Any) -> dict[str, Any]:
+                added.append(len(container))
+                world.sleep(2.0)
+                return {}
+
+            torchgfn.ReplayBufferManager(env, 1, 1, scoring_function=score).run()
+            return added
+        buffer = torchgfn.ReplayBuffer(env, remote_manager_rank=1)
+
+        async def interrupt_later() -> None:
+            task = asyncio.current_task()
+            assert task is not None, "main's"
+            asyncio.get_running_loop().call_later(1.0, task.cancel)
+
+        world.call(interrupt_later)
+        with pytest.raises(asyncio.CancelledError):
+            buffer.add(containers(env, 4))
+        buffer.add(containers(env, 5))
+        torchgfn.ReplayBufferManager.send_termination_signal(1)
+        return None
+
+    assert on_ranks(main, 2)[1] == [4, 5]
 
 
 @pytest.mark.slow

@@ -9,12 +9,14 @@ A training rank adds a container to its own buffer, and also sends it to its buf
 A payload is a ``gfn.containers.message.Message`` that torchgfn serializes with dill, so the ranks of a job must trust
 each other. A payload that does not fit into a message is sent as a stream after it.
 
-A training rank has at most one pending request. A buffer rank answers requests in arrival order. It ends when each of
+A training rank has at most one pending request to a buffer rank. If its caller is interrupted, the request is completed
+in the background, and the next request waits for it. A buffer rank answers requests in arrival order. It ends when each of
 its training ranks has sent a termination signal, is lost or has left.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -111,11 +113,11 @@ class _Remote:
             pending.estimator_outputs = None
         if self._add_counter % self.remote_buffer_freq:
             return None
+        self.pending_container = None  # even an interrupted request is completed
         began_at_s = time.perf_counter()
         scores: dict[str, float] = _ask(server, MessageType.DATA, pending)
         self._request_count += 1
         self._requests_took_s += time.perf_counter() - began_at_s
-        self.pending_container = None
         return scores
 
     def timing_log(self) -> str:
@@ -181,9 +183,32 @@ def _ask(server: int, kind: MessageType, data: Any = None) -> Any:
     return None if answer is None else Message.deserialize(answer).message_data
 
 
+class _Requests:
+    """This rank's request to each buffer rank that is not completed, as a task."""
+
+    def __init__(self, _: object) -> None:
+        self.tasks: dict[int, asyncio.Task[Any]] = {}
+
+
 async def _exchange(world: World, server: int, kind: MessageType, payload: bytes) -> torch.Tensor | None:
+    """Send a request to a buffer rank after any earlier request to it, and return the answer, or None for an EXIT.
+
+    **Cancellation**: the request is completed in the background. The buffer rank could otherwise wait forever for the
+    rest of the request, and the next request could receive this one's answer.
+    """
     services = world.services
     services.check_peer(server)
+    tasks = services.shared(_Requests).tasks
+    while server in tasks:
+        await services.engine.ended(tasks[server])
+    name = f"request to the replay buffer on rank {server}"
+    task = tasks[server] = services.spawn_service(_request(world, server, kind, payload), name=name)
+    task.add_done_callback(lambda _: tasks.pop(server))
+    return await services.engine.settled_by(task, asyncio.shield(task))
+
+
+async def _request(world: World, server: int, kind: MessageType, payload: bytes) -> torch.Tensor | None:
+    services = world.services
     to_server, to_clients = scopes(server, _NAME)
     channel = services.open_channel(
         Ask | Answer, tag=tags.REPLAY, scope=to_clients, peer_scope=to_server, name=f"client of {_NAME}"
