@@ -6,12 +6,12 @@ A training rank adds a container to its own buffer, and also sends it to its buf
     Ask("DATA", nbytes, payload)       ------->   adds the container, calls the scoring function
                                        <-------   Answer(nbytes, payload)
 
-A payload is a ``gfn.containers.message.Message`` that torchgfn serializes with dill, so the ranks of a job must trust
-each other. A payload that does not fit into a message is sent as a stream after it.
+A payload is an object that dill serializes, as in torchgfn, so the ranks of a job must trust each other. A payload that
+does not fit into a message is sent as a stream after it.
 
 A training rank has at most one pending request to a buffer rank. If its caller is interrupted, the request is completed
-in the background, and the next request waits for it. A buffer rank answers requests in arrival order. It ends when each of
-its training ranks has sent a termination signal, is lost or has left.
+in the background, and the next request waits for it. A buffer rank answers requests in arrival order. It ends when each
+of its training ranks has sent a termination signal, is lost or has left.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from asyncdist.protocols.replay_buffer.messages import INLINE_NBYTES_MAX
 from asyncdist.waits import WaitId, WaitKind
 
 with validation.optional_imports(__name__, ["gfn"], "torchgfn"):
-    from gfn.containers.message import Message, MessageType
+    import dill
+    from gfn.containers.message import MessageType
     from gfn.containers.replay_buffer import (
         ContainerUnion as _GfnContainerUnion,
         NormBasedDiversePrioritizedReplayBuffer as _GfnDiverseReplayBuffer,
@@ -180,7 +181,7 @@ def _ask(server: int, kind: MessageType, data: Any = None) -> Any:
     world = join()
     payload = b"" if data is None else _packed(data)
     answer = world.call(_exchange, world.awaited, server, kind, payload)
-    return None if answer is None else Message.deserialize(answer).message_data
+    return None if answer is None else _unpacked(answer)
 
 
 class _Requests:
@@ -362,7 +363,7 @@ class _RequestServer:
             except RankLostError:
                 self._world.check()  # raises the job's error if the whole job has failed
                 continue
-            return source, kind, Message.deserialize(payload).message_data if len(payload) else None
+            return source, kind, _unpacked(payload) if len(payload) else None
 
     def answer(self, dest: int, data: Any) -> None:
         """Send an answer to the rank that sent the request, unless that rank is lost."""
@@ -375,7 +376,13 @@ class _RequestServer:
 
 
 def _packed(data: Any) -> bytes:
-    return bytes(Message(MessageType.DATA, data).serialize().numpy())
+    # torchgfn's Message.serialize makes a list of the bytes: 145 ms instead of 2.4 ms for 2 MB.
+    packed: bytes = dill.dumps(data)
+    return packed
+
+
+def _unpacked(payload: torch.Tensor) -> Any:
+    return dill.loads(payload.numpy())
 
 
 async def _send(world: World, channel: Any, dest: int, make: Callable[[int, bytes], Any], payload: bytes) -> None:
