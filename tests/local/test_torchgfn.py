@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -24,9 +24,11 @@ def made(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.0)
 
 
-def on_ranks(main: Callable[[ad.blocking.World], Any], ranks: int, *, strict: bool = True) -> list[Any]:
+def on_ranks(
+    main: Callable[[ad.blocking.World], Any], ranks: int, *, strict: bool = True, faults: Sequence[Any] = ()
+) -> list[Any]:
     """Run ``main`` on ranks in virtual time."""
-    report = ad.simulate(ad.blocking.hosted(main), ranks=ranks, seed=1, strict=strict)
+    report = ad.simulate(ad.blocking.hosted(main), ranks=ranks, seed=1, strict=strict, faults=faults)
     report.value()
     return list(report.results)
 
@@ -318,6 +320,27 @@ def test_an_interrupted_add_is_not_repeated() -> None:
         return None
 
     assert on_ranks(main, 2)[1] == [4, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_buffer_ranks_end_without_their_clients(is_killed: bool) -> None:
+    """Regression: if a client of each buffer rank never asked, the buffer ranks waited for each other forever."""
+
+    def main(world: ad.blocking.World) -> Any:
+        context = torchgfn.initialize_distributed_compute("gloo", num_remote_buffers=2)
+        if context.is_buffer_rank():
+            torchgfn.ReplayBufferManager(grid(), world.rank, 2).run()
+        elif world.rank >= 2:
+            world.sleep(1.0)
+            torchgfn.ReplayBufferManager.send_termination_signal(context.assigned_buffer)
+        elif is_killed:
+            world.sleep(5.0)
+        return world.rank
+
+    faults = [ad.simulation.Kill(rank, at_s=0.5) for rank in (0, 1)] if is_killed else []
+    ended = on_ranks(main, 6, strict=False, faults=faults)
+    assert ended[2:] == [2, 3, 4, 5] and ended[:2] == ([None, None] if is_killed else [0, 1])
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from asyncdist import ClosedError, Envelope, RankLostError, World, blocking, tags, validation
+from asyncdist.functional.rank_layout import BufferRanks
 from asyncdist.integrations.joining import join
 from asyncdist.protocols.replay_buffer.layouts import scopes
 from asyncdist.protocols.replay_buffer.messages import INLINE_NBYTES_MAX
@@ -334,7 +335,8 @@ class _RequestServer:
 
     def _possible_senders(self) -> list[int]:
         """Return the ranks that may still send requests."""
-        return [rank for rank in range(self._world.size) if rank not in self.done and rank != self._world.rank]
+        others = self.done | self._services.shared(BufferRanks).ranks | {self._world.rank}
+        return [rank for rank in range(self._world.size) if rank not in others]
 
     def _is_over(self) -> bool:
         gone = self._services.gone
