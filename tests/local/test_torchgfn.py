@@ -323,6 +323,27 @@ def test_an_interrupted_add_is_not_repeated() -> None:
 
 
 @pytest.mark.slow
+def test_a_request_to_a_restarted_buffer_rank_fails() -> None:
+    """Regression: if the new process started before the client noticed the loss, the client waited for its end."""
+    ends = list[float]()
+
+    def main(world: ad.blocking.World) -> None:
+        if world.rank == 0:
+            with pytest.raises(ad.RankLostError):
+                torchgfn.ReplayBufferManager.get_metadata(1)
+            ends.append(world.awaited.time())
+            return
+        if not world.incarnation:
+            manager = torchgfn.ReplayBufferManager(grid(), 1, 1)
+            manager._compute_metadata = lambda: world.sleep(2.0)
+            manager.run()
+        world.sleep(5.0)
+
+    on_ranks(main, 2, strict=False, faults=[ad.simulation.Kill(1, at_s=1.0), ad.simulation.Restart(1, at_s=1.0)])
+    assert len(ends) == 1 and ends[0] < 2.0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_buffer_ranks_end_without_their_clients(is_killed: bool) -> None:
     """Regression: if a client of each buffer rank never asked, the buffer ranks waited for each other forever."""

@@ -215,20 +215,31 @@ async def _request(world: World, server: int, kind: MessageType, payload: bytes)
     channel = services.open_channel(
         Ask | Answer, tag=tags.REPLAY, scope=to_clients, peer_scope=to_server, name=f"client of {_NAME}"
     )
+    errors: list[RankLostError | ClosedError] = []
+
+    def note_end(rank: int) -> None:
+        # If the rank is restarted, it is in neither services.gone nor lost_ranks() when this task continues.
+        text = f"rank {rank} does not serve a replay buffer: it "
+        is_lost = rank in services.lost_ranks()
+        errors.append(
+            RankLostError(f"{text}is lost", rank=rank) if is_lost else ClosedError(f"{text}has left", rank=rank)
+        )
+
+    services.on_gone(note_end, among=[server])
     try:
+        if server in services.gone:
+            note_end(server)
         await _send(world, channel, server, lambda *sent: Ask(kind.name, *sent), payload)
         if kind is MessageType.EXIT:
             return None
         what = WaitId(WaitKind.BUFFER_ANSWER, number=server)
-        await services.engine.until(lambda: channel.is_ready or server in services.gone, what)
+        await services.engine.until(lambda: channel.is_ready or bool(errors), what)
         envelope = channel.receive_nowait()
         if envelope is None:
-            text = f"rank {server} does not serve a replay buffer: it "
-            if server in services.lost_ranks():
-                raise RankLostError(f"{text}is lost", rank=server)
-            raise ClosedError(f"{text}has left", rank=server)
+            raise errors[0]
         return await _receive(world, envelope)
     finally:
+        services.off_gone(note_end)
         channel.close()
 
 
