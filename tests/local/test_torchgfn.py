@@ -170,6 +170,31 @@ def test_other_things_are_no_groups() -> None:
     on_ranks(main, 1)
 
 
+def test_the_group_made_for_a_process_group_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each policy with a process group kept a group of asyncdist, and therefore a tag."""
+
+    class ProcessGroup:
+        def size(self) -> int:
+            return 2
+
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: [0, 1])
+
+    def main(world: ad.blocking.World) -> list[bool]:
+        if world.rank == 2:
+            return []
+        frees = []
+        for group in (ProcessGroup(), world.new_group([0, 1])):
+            policy = torchgfn.AverageAllPolicy(average_every=3)
+            policy(0, *made(0), group=group)
+            assert policy.policy is not None
+            used = policy.policy.awaited._group
+            policy.shutdown()
+            frees.append(used.lease.is_freed)
+        return frees
+
+    assert on_ranks(main, 3) == [[True, False], [True, False], []]
+
+
 # -- replay buffers: torchgfn takes seconds to import -----------------------------------------------------------------
 
 

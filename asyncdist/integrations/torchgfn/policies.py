@@ -67,6 +67,7 @@ class _Ported(Generic[PolicyT]):
     def __init__(self, make: Callable[..., PolicyT]) -> None:
         self._make = make
         self._group: Any = None
+        self._made_group: Group | None = None  # made for a process group or communicator
         self._training: Training[PolicyT] | None = None
         self._opens_world = False
 
@@ -93,9 +94,20 @@ class _Ported(Generic[PolicyT]):
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Any) -> None:
         self._opens_world = find_caller() is None
         members: Group | None = group_of(group)
+        self._made_group = None if members is group else members
         training = Training(lambda *of: self._make(*of, group=members))
-        training.begin(model, optimizer)
+        try:
+            training.begin(model, optimizer)
+        except BaseException:
+            self._free_group()
+            raise
         self._training, self._group = training, group
+
+    def _free_group(self) -> None:
+        made, self._made_group = self._made_group, None
+        caller = find_caller()
+        if made is not None and caller is not None:
+            caller.call(made.free)
 
     def shutdown(self) -> None:
         """Leave the policy. The other ranks continue without this rank.
@@ -104,6 +116,7 @@ class _Ported(Generic[PolicyT]):
         """
         if self._training is not None:
             self._training.end()
+            self._free_group()
         if self._opens_world:
             self._opens_world = False
             end_process_world()
