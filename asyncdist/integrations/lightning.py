@@ -387,7 +387,7 @@ class Averaging(Callback, Generic[PolicyT]):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the policy. The other ranks continue."""
         self._warn_of_no_metric(trainer)
-        self._last_state = self._open_state()
+        self._last_state = self._training.state_dict()
         self._training.end()
 
     @property
@@ -397,12 +397,11 @@ class Averaging(Callback, Generic[PolicyT]):
         return f"{type(self).__qualname__}({', '.join(filter(None, named))})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the policy's state for a checkpoint, even after the fit. Before the first fit, it is empty."""
-        return self._open_state() or self._last_state
+        """Return the policy's state for a checkpoint, even after the fit. Before the first fit, it is empty.
 
-    def _open_state(self) -> dict[str, Any]:
-        """Return the open policy's state or, on the first rank of a replica, the states of all its ranks."""
-        state = self._training.state_dict()
+        All ranks of a replica must call this method. The first rank returns the states of all its ranks.
+        """
+        state = self._training.state_dict() or self._last_state
         if self._replica is None or self._replica.size == 1 or not state:
             return state
         return states_of_replica(self._world, self._replica, state)
