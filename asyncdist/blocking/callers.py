@@ -234,6 +234,7 @@ class LoopCaller(Caller):
                 self._loop = loop = self._runner.get_loop()
                 self._waiter = self._pause()
                 opened: asyncio.Future[None] = loop.create_future()
+                self._context.run(_current.set, self)  # for a policy's callbacks, which run in main
                 self._host = loop.create_task(self._host_rank(opened), name="main", context=self._context)
                 self._interrupts.cancel_on_first(loop, [self._host])
                 loop.run_until_complete(asyncio.wait((self._host, opened), return_when=asyncio.FIRST_COMPLETED))
