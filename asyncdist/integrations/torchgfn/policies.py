@@ -81,9 +81,30 @@ class _Ported(Generic[PolicyT]):
         """Number of times that this rank's weights were averaged."""
         return 0 if self._training is None else self._training.replacement_count
 
-    def _call(
-        self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, local_metric: Any, group: Any
+    def __call__(
+        self,
+        iteration: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local_metric: Any = None,
+        group: Any = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        """Do a policy step, and return the model, the optimizer and a dict of the step's events.
+
+        Model, optimizer and group must be the same in all calls.
+
+        Args:
+            iteration: Iteration number of the script. See :meth:`protocols.ported.Ported.__call__`.
+            model: Model to train.
+            optimizer: Optimizer of the model.
+            local_metric: Metric of this rank. Larger is better.
+            group: Asyncdist group, process group or communicator of the ranks that take part, by default all ranks.
+
+        Raises:
+            ValueError: ``group`` differs from the group of the first call, or lacks ranks of the job while no world is
+                open.
+            ClosedError: Called after ``shutdown``.
+        """
         if self._training is None:
             self._begin(model, optimizer, group)
         elif group is not self._group:
@@ -122,37 +143,7 @@ class _Ported(Generic[PolicyT]):
             end_process_world()
 
 
-class _Called(_Ported[PolicyT]):
-    """Base class for policies with the arguments of torchgfn's policies for torch.distributed."""
-
-    def __call__(
-        self,
-        iteration: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        local_metric: Any = None,
-        group: Any = None,
-    ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        """Do a policy step, and return the model, the optimizer and a dict of the step's events.
-
-        Model, optimizer and group must be the same in all calls.
-
-        Args:
-            iteration: Iteration number of the script. See :meth:`protocols.ported.Ported.__call__`.
-            model: Model to train.
-            optimizer: Optimizer of the model.
-            local_metric: Metric of this rank. Larger is better.
-            group: Asyncdist group, process group or communicator of the ranks that take part, by default all ranks.
-
-        Raises:
-            ValueError: ``group`` differs from the group of the first call, or lacks ranks of the job while no world is
-                open.
-            ClosedError: Called after ``shutdown``.
-        """
-        return self._call(iteration, model, optimizer, local_metric, group)
-
-
-class AverageAllPolicy(_Called[_All]):
+class AverageAllPolicy(_Ported[_All]):
     """Averages the models of all ranks at fixed intervals.
 
     Args:
@@ -166,7 +157,7 @@ class AverageAllPolicy(_Called[_All]):
         super().__init__(lambda model, optimizer, group: _All(model, optimizer, **({"group": group} | given)))
 
 
-class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
+class AsyncSelectiveAveragingPolicy(_Ported[_Selective]):
     """Replaces the weights of the worst ranks with the average of the good ranks' weights.
 
     A larger ``local_metric`` is better.
@@ -262,7 +253,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         self._named_group = group
         self._one_sided: _OneSided | None = None
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # torchgfn's arguments
         self,
         iteration: int,
         model: nn.Module,
@@ -280,7 +271,8 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         """
         if expose_params is not True:
             validation.refuse("expose_params", expose_params, "True because each call publishes the weights")
-        called = self._call(iteration, model, optimizer, local_metric, self._named_group if group is None else group)
+        members = self._named_group if group is None else group
+        called = super().__call__(iteration, model, optimizer, local_metric, members)
         if self._one_sided is None and self.policy is not None:
             self._one_sided = self.policy.awaited
         return called
