@@ -449,11 +449,11 @@ class LoopCaller(Caller):
             except GeneratorExit:  # main's coroutine is being closed
                 raise
             except asyncio.CancelledError as error:
+                uncancel()  # the next call is not being cancelled
                 outcome = Outcome(error=self._cancellation_cause() or error)
             except BaseException as error:
                 outcome = Outcome(error=error)
             begun.outcomes.append(outcome)
-            uncancel()  # the next call is not being cancelled
             if self._awaited is begun:
                 self._loop.stop()
         if self._error is not None:

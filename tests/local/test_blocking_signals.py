@@ -232,6 +232,11 @@ async def forever(ended: list[str]) -> None:
         ended.append("cancelled")
 
 
+async def cancelling_count() -> int:
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
 @pytest.mark.parametrize("call_count", [0, 2])
 @pytest.mark.parametrize("turn_count", [0, 3])
 def test_an_error_out_of_the_loop_cancels_the_call(
@@ -255,6 +260,7 @@ def test_an_error_out_of_the_loop_cancels_the_call(
         with pytest.raises(Late):
             world.call(forever, ended)
         assert [world.call(waiting) for _ in range(call_count)] == [1] * call_count
+        assert not call_count or world.call(cancelling_count) == 0, "a task group in a later call would read it"
         raise KeyError
     assert ended == ["cancelled"]
 
