@@ -8,6 +8,7 @@ import itertools
 import linecache
 import logging
 import multiprocessing
+import os
 import sys
 import warnings
 from collections.abc import Coroutine, Generator, Sequence
@@ -32,7 +33,7 @@ _SIGNS: Final = frozenset({"neg", "negative", "negated", "minus", "inverse", "in
 #: Method names, and words in variable names, that do not change a value's meaning or sign.
 _CONVERSIONS: Final = frozenset({"avg", "cpu", "detach", "double", "float", "item", "mean", "sum", "value"})
 #: Folders of code whose stack frames may be between the user's call of ``step`` and the policy.
-_BETWEEN: Final = tuple(str(Path(file).parent) for file in (asyncdist.__file__, __file__, asyncio.__file__))
+_BETWEEN: Final = tuple(f"{Path(file).parent}{os.sep}" for file in (asyncdist.__file__, __file__, asyncio.__file__))
 
 
 class NoPlainContext:

@@ -6,8 +6,12 @@ moments in Adam, for example, would make the new weights NaN in the next step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import random
+from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from asyncdist.protocols.options import AveragingOptions, ModelBuilder
@@ -35,9 +39,7 @@ class OwnState:
         self._known: KnownInfinities | None = None
         self._has_warned = False
         if self._model_builder is not None:
-            # All GPUs are listed, because the model need not be on the current one.
-            devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
-            with torch.random.fork_rng(devices):  # leaves the training's random numbers unchanged
+            with _unchanged_random_numbers():
                 self._build(self._model_builder)
 
     def begin(self) -> None:
@@ -120,3 +122,17 @@ class OwnState:
                 f"model_builder must return a model with the same layout as the policy's model (here), but {difference}"
             )
         return fresh
+
+
+@contextlib.contextmanager
+def _unchanged_random_numbers() -> Iterator[None]:
+    """Restore the states of all generators of random numbers when the block ends."""
+    # All GPUs are listed, because the model need not be on the current one.
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
+    pythons, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(pythons)
+        np.random.set_state(numpys)

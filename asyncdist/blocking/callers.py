@@ -21,6 +21,7 @@ import sys
 import threading
 from asyncio import _get_running_loop, _set_running_loop
 from asyncio.tasks import _enter_task, _leave_task
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
@@ -33,7 +34,7 @@ from asyncdist import rank_program
 from asyncdist.blocking.begun import BegunCall, Outcome, Pause, awaited, called, outcome_of
 from asyncdist.blocking.stack_bottom import call_at_bottom
 from asyncdist.errors import ClosedError, LateError, LocalProtocolError
-from asyncdist.runtime.failing.failure import end_late
+from asyncdist.runtime.failing.failure import end_late, uncancel
 from asyncdist.runtime.failing.process_ends import end_forked_child, exit_immediately
 from asyncdist.runtime.outside_loop import is_loop_running
 from asyncdist.runtime.signals import Interrupts
@@ -217,7 +218,7 @@ class LoopCaller(Caller):
         self._context = contextvars.copy_context()
         self._loop: asyncio.AbstractEventLoop
         self._host: asyncio.Task[Outcome[None]]
-        self._next: BegunCall | None = None  # the call that main continues next
+        self._begun: deque[BegunCall] = deque()  # the calls that main continues next
         self._awaited: BegunCall | None = None  # the call whose end stops the loop, or None after an interrupt
         self._waiter: asyncio.Future[None]  # main waits for this future between calls
         self._is_ended = False  # whether the ``with`` block has ended, so that main must end
@@ -233,6 +234,7 @@ class LoopCaller(Caller):
                 self._loop = loop = self._runner.get_loop()
                 self._waiter = self._pause()
                 opened: asyncio.Future[None] = loop.create_future()
+                self._context.run(_current.set, self)  # for a policy's callbacks, which run in main
                 self._host = loop.create_task(self._host_rank(opened), name="main", context=self._context)
                 self._interrupts.cancel_on_first(loop, [self._host])
                 loop.run_until_complete(asyncio.wait((self._host, opened), return_when=asyncio.FIRST_COMPLETED))
@@ -370,18 +372,27 @@ class LoopCaller(Caller):
         return BegunCall(made, waits_for)
 
     def _finish(self, begun: BegunCall) -> Any:
-        self._awaited = self._next = begun
-        self._wake_main()
         try:
+            self._awaited = begun
+            self._begun.append(begun)
+            self._wake_main()
             # Main stops the loop when the call ends. Waiting for a future would take another iteration of the loop,
             # which takes 20 of the call's 60 us with cold caches.
             while not begun.outcomes:
                 if self._host.done():  # a second signal in a notebook has ended main
                     raise self._cancellation_cause() or ClosedError("the world has ended during this call")
                 self._loop.run_forever()
-            return begun.outcomes[0].result()
+        except BaseException:
+            # A signal handler of the program, or another task of the loop, has raised this error. Later calls, and the
+            # end of the world, would wait for the call.
+            if begun in self._begun:
+                begun.is_cancelled = True
+            elif not begun.outcomes:
+                self._host.cancel()
+            raise
         finally:
             self._awaited = None
+        return begun.outcomes[0].result()
 
     def _raise_if_stopped(self) -> None:
         """Raise the error of a signal that arrived too late to interrupt this call."""
@@ -420,7 +431,7 @@ class LoopCaller(Caller):
     async def _serve(self) -> None:
         """Await the calls of the ``with`` block in turn until it ends. Raise the exception that ended it."""
         while True:
-            while self._next is None and not self._is_ended:
+            while not self._begun and not self._is_ended:
                 self._waiter = self._pause()
                 try:
                     await self._waiter
@@ -428,15 +439,17 @@ class LoopCaller(Caller):
                     if self._is_over:
                         raise
                     self._is_stopped = True
-            begun, self._next = self._next, None
-            if begun is None:
+            if not self._begun:
                 break
-            begun.is_cancelled, self._is_stopped = self._is_stopped, False
+            begun = self._begun.popleft()
+            if self._is_stopped:
+                begun.is_cancelled, self._is_stopped = True, False
             try:
                 outcome = Outcome(await begun)
             except GeneratorExit:  # main's coroutine is being closed
                 raise
             except asyncio.CancelledError as error:
+                uncancel()  # the next call is not being cancelled
                 outcome = Outcome(error=self._cancellation_cause() or error)
             except BaseException as error:
                 outcome = Outcome(error=error)

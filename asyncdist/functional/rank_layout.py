@@ -188,6 +188,13 @@ class RankLayout:
         return "\n".join(lines)
 
 
+class BufferRanks:
+    """Ranks that serve replay buffers in this world, so that no buffer rank waits for them as clients."""
+
+    def __init__(self, _: object) -> None:
+        self.ranks: frozenset[int] = frozenset()
+
+
 class DistributedContext:
     """The roles and groups of a world's ranks, as seen by one rank.
 
@@ -320,6 +327,7 @@ async def initialize_distributed_compute(
             plan = RankLayout.by_host(hosts, num_remote_buffers, num_agent_groups, coordinator=coordinator)
         elif plan is None:
             plan = RankLayout.arithmetic(world.size, num_remote_buffers, num_agent_groups, coordinator=coordinator)
+        world.services.shared(BufferRanks).ranks = frozenset(plan.buffer_ranks)
         lists = sorted({plan.training_ranks, plan.buffer_ranks, *plan.agent_groups})
         own = [ranks for ranks in lists if world.rank in ranks]
         groups = await world.peers.groups.new_groups(own, start.left_s(_TIMEOUT_S), part_of=start)

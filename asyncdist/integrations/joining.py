@@ -330,7 +330,6 @@ class Training(Generic[PolicyT]):
             count = validation.count("replacement_count", (saved or {}).get("replacement_count", 0), least=0)
             interrupted = [owner for owner in _open_trainings() if owner.is_interrupted]
             trained_alone = any(owner.trains_alone for owner in interrupted)
-            would_spoil = any(owner._would_be_spoiled_by(made) for owner in interrupted)
             replaced = [owner for owner in _open_trainings() if made.has_loaded and owner._is_on_model_of(made)]
             for owner in (*interrupted, *replaced, self):
                 owner.end()
@@ -338,7 +337,7 @@ class Training(Generic[PolicyT]):
                 self._keep(None, 0)
             else:
                 if interrupted:
-                    _warn_of_new_policy(made, would_spoil)
+                    _warn_of_new_policy(made)
                 self._start(made, is_again=bool(interrupted))
             self.replacement_count = count
         if world.size > 1 and not continues_numbers:
@@ -372,25 +371,22 @@ class Training(Generic[PolicyT]):
             may_continue = owner.is_interrupted or not made.has_loaded
             if may_continue and owner._is_on_model_of(made):
                 policy.awaited.take_optimizer_of(made)
-                return self._take_over(owner, policy)
+                return self._take_over(owner, policy, made)
         for owner, policy in owners:
             if owner.is_interrupted and _is_equal(policy.awaited, made) and policy.awaited.take_model_of(made):
-                return self._take_over(owner, policy)
+                return self._take_over(owner, policy, made)
         return False
 
     def _is_on_model_of(self, made: SpawnPolicy) -> bool:
         """Return whether this training's policy is open, and has the model of ``made`` and equal options."""
-        if self.policy is None:
+        if self.policy is None or made.model is not self.policy.awaited.model:
             return False
-        return made.model is self.policy.awaited.model and _is_equal(self.policy.awaited, made)
+        # With parameters="trainable", other parameters may be trained now.
+        open_policy = self.policy.awaited
+        return made._flat.fingerprint == open_policy._flat.fingerprint and _is_equal(open_policy, made)
 
-    def _would_be_spoiled_by(self, made: SpawnPolicy) -> bool:
-        """Return whether this training's policy only refuses the model of ``made`` because it is new and untrained."""
-        if self.policy is None:
-            return False
-        return _is_equal(self.policy.awaited, made) and self.policy.awaited.has_layout_of(made)
-
-    def _take_over(self, owner: Training[PolicyT], policy: Policy[PolicyT]) -> Literal[True]:
+    def _take_over(self, owner: Training[PolicyT], policy: Policy[PolicyT], made: PolicyT) -> Literal[True]:
+        policy.awaited._metric = made._metric  # it need not be equal on all ranks
         owner._release()
         self._keep(policy, owner.replacement_count)
         return True
@@ -527,21 +523,15 @@ def note_out_of_memory() -> None:
             training.is_interrupted = True
 
 
-def _warn_of_new_policy(made: SpawnPolicy, would_spoil: bool) -> None:
+def _warn_of_new_policy(made: SpawnPolicy) -> None:
     """Warn that this rank starts a new policy after running out of memory, and say how it could keep the open one."""
-    kind = type(made).__name__
-    if would_spoil:
-        reason = f"a new model, whose untrained weights would change the other ranks' weights in this {kind}"
-        remedy = "train the same model again, which must be made outside the function that begins again"
-    else:
-        reason = "a different kind of model or different options"
-        remedy = "make the model and the options, including average_every, independent of the batch size"
     logger.warning(
-        "averaging: this rank has run out of memory and begins again with %s, so it starts a new policy and waits up "
-        "to %g s for all ranks to do the same. To continue in the open policy instead, %s",
-        reason,
+        "averaging: this rank has run out of memory and begins again with a different model or different options, "
+        "which the open %s cannot use, so it starts a new policy and waits up to %g s for all ranks to do the same. To "
+        "continue in the open policy instead, make the model outside the function that begins again, and make the "
+        "options, including average_every, independent of the batch size",
+        type(made).__name__,
         made._start_timeout_s,
-        remedy,
     )
 
 
@@ -585,11 +575,14 @@ def _is_of_two_kinds(error: DisagreementError) -> bool:
 
 
 def _is_equal(one: SpawnPolicy, other: SpawnPolicy) -> bool:
-    return (type(one), one.name, one.average_every) == (
-        type(other),
-        other.name,
-        other.average_every,
-    ) and one._options() == other._options()
+    return _traits_of(one) == _traits_of(other)
+
+
+def _traits_of(policy: SpawnPolicy) -> tuple[Any, ...]:
+    """Return everything that is equal for two policies that can continue each other, except the model."""
+    group = policy._given_group or current_caller("a policy").world.group
+    options = policy._options()
+    return type(policy), policy.name, policy.average_every, group.ranks, policy._flat.trained_only, options
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -387,7 +387,7 @@ class Averaging(Callback, Generic[PolicyT]):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the policy. The other ranks continue."""
         self._warn_of_no_metric(trainer)
-        self._last_state = self._open_state()
+        self._last_state = self._training.state_dict()
         self._training.end()
 
     @property
@@ -397,12 +397,11 @@ class Averaging(Callback, Generic[PolicyT]):
         return f"{type(self).__qualname__}({', '.join(filter(None, named))})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the policy's state for a checkpoint, even after the fit. Before the first fit, it is empty."""
-        return self._open_state() or self._last_state
+        """Return the policy's state for a checkpoint, even after the fit. Before the first fit, it is empty.
 
-    def _open_state(self) -> dict[str, Any]:
-        """Return the open policy's state or, on the first rank of a replica, the states of all its ranks."""
-        state = self._training.state_dict()
+        All ranks of a replica must call this method. The first rank returns the states of all its ranks.
+        """
+        state = self._training.state_dict() or self._last_state
         if self._replica is None or self._replica.size == 1 or not state:
             return state
         return states_of_replica(self._world, self._replica, state)
@@ -486,33 +485,15 @@ class SelectiveAveraging(Averaging[Selective]):
         self._policy_name = "" if replica_size == 1 else f"replicas of {replica_size}"
 
 
-class _GlobalStep:
-    """Provides the number of the trainer's optimizer steps as ``completed``."""
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
-
-    @property
-    def completed(self) -> int:
-        return self._trainer.global_step
-
-
 def _steps_of(trainer: pl.Trainer) -> Any:
-    """Return an object whose attribute ``completed`` is the number of optimizer steps.
+    """Return the object from which the trainer reads ``global_step``, as its attribute ``completed``.
 
-    The object is faster than the trainer's ``global_step``, which is used only if the loop has no such counter.
+    Reading the object is faster. It is the same during a fit.
     """
-    try:
-        loop: Any = trainer.fit_loop.epoch_loop
-        if trainer.lightning_module.automatic_optimization:
-            found = loop.automatic_optimization.optim_progress.optimizer.step.total
-        else:
-            found = loop.manual_optimization.optim_step_progress.total
-        if found.completed == trainer.global_step:
-            return found
-    except AttributeError:  # other versions of Lightning store the number elsewhere
-        pass
-    return _GlobalStep(trainer)
+    loop: Any = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        return loop.automatic_optimization.optim_progress.optimizer.step.total
+    return loop.manual_optimization.optim_step_progress.total
 
 
 def _settle_before_saving(strategy: Any) -> None:

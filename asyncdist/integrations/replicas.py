@@ -25,6 +25,9 @@ from asyncdist.protocols.joining.state_transfer import packed, unpacked
 _STATES: Final = "states of a replica's ranks"
 #: Seconds in which all ranks of a replica must request a group, as for :meth:`World.new_group`.
 _GROUP_TIMEOUT_S: Final = 60.0
+#: Seconds in which all ranks of a replica must save a checkpoint, as in torch's process groups. Before, the first rank
+#: may have uploaded files, for example.
+_SAVE_TIMEOUT_S: Final = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ def states_of_replica(world: World, replica: Replica, state: Mapping[str, Any]) 
 
     All ranks of the replica must call this function. It returns an empty dict on all but the first.
     """
-    group = _new_group(world, replica)
+    group = _new_group(world, replica, _SAVE_TIMEOUT_S)
     try:
         data = packed(state)
         sizes = [int(each) for each in all_gather(torch.tensor(data.numel(), device="cpu"), group=group)]
@@ -182,7 +185,7 @@ def _gather_addresses(world: World, replica: Replica, port: int) -> list[_RankAd
     The ranks make a new group, because a restarted replica is not in the group of all ranks.
     """
     mine = [*world.hostname.encode()[:64].ljust(64), world.local_rank, port]
-    group = _new_group(world, replica)
+    group = _new_group(world, replica, _GROUP_TIMEOUT_S)
     try:
         gathered = all_gather(torch.tensor(mine, device="cpu"), group=group)
     finally:
@@ -193,7 +196,7 @@ def _gather_addresses(world: World, replica: Replica, port: int) -> list[_RankAd
     ]
 
 
-def _new_group(world: World, replica: Replica) -> Group:
+def _new_group(world: World, replica: Replica, timeout_s: float) -> Group:
     first = world.rank - replica.place
     groups = world.awaited.peers.groups
-    return world.call(groups.replica_group, range(first, first + replica.size), _GROUP_TIMEOUT_S)
+    return world.call(groups.replica_group, range(first, first + replica.size), timeout_s)

@@ -463,3 +463,20 @@ def test_awaiting_an_asyncio_world_in_another_loop() -> None:
             await world.compute(contextvars.copy_context().run, asyncio.run, ad.barrier())
 
     ad.run(main)
+
+
+def test_callbacks_of_a_policy_can_use_the_world() -> None:
+    """Regression: in a block of ``open_world``, a callback that asked for the world got an error."""
+
+    def metric() -> float:
+        ranks.append(ad.blocking.current_world().rank)
+        return 0.0
+
+    ranks: list[int] = []
+    model = nn.Linear(1, 1)
+    policy = AsyncSelectiveAveragingPolicy(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=1, metric=metric
+    )
+    with ad.blocking.open_world(), ad.blocking.policy(policy) as opened:
+        opened.step()
+    assert ranks == [0]

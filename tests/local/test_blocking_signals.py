@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dis
 import gc
+import selectors
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -218,3 +219,64 @@ def test_a_signal_in_a_finaliser_hangs_no_later_call(
             assert [world.call(waiting), world.call(quick)] == [1, 1], f"moment {at}"
         at += 1
     assert raised_count
+
+
+class Late(Exception):
+    """An error of a program's own signal handler."""
+
+
+async def forever(ended: list[str]) -> None:
+    try:
+        await asyncio.get_running_loop().create_future()
+    finally:
+        ended.append("cancelled")
+
+
+async def cancelling_count() -> int:
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+@pytest.mark.parametrize("call_count", [0, 2])
+@pytest.mark.parametrize("turn_count", [0, 3])
+def test_an_error_out_of_the_loop_cancels_the_call(
+    turn_count: int, call_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the call continued, and the next call or the end of the world waited for it forever.
+
+    A signal handler of the program raises such an error while the loop waits for events.
+    """
+    select, ended = selectors.DefaultSelector.select, list[str]()
+    turns = iter(range(turn_count))
+
+    def then_raise(selector: Any, timeout: float | None = None) -> Any:
+        if next(turns, None) is None:
+            monkeypatch.undo()
+            raise Late
+        return select(selector, 0)
+
+    with pytest.raises(KeyError), ad.blocking.open_world() as world:
+        monkeypatch.setattr(selectors.DefaultSelector, "select", then_raise)
+        with pytest.raises(Late):
+            world.call(forever, ended)
+        assert [world.call(waiting) for _ in range(call_count)] == [1] * call_count
+        assert not call_count or world.call(cancelling_count) == 0, "a task group in a later call would read it"
+        raise KeyError
+    assert ended == ["cancelled"]
+
+
+@pytest.mark.parametrize("error", [SystemExit(5), KeyboardInterrupt()], ids=repr)
+def test_the_exit_of_another_task_cancels_the_call(error: BaseException) -> None:
+    """Regression: the world waited forever for the call when it closed."""
+    ended = list[str]()
+
+    async def exiting() -> None:
+        asyncio.get_running_loop().call_soon(exit_now)
+        await forever(ended)
+
+    def exit_now() -> None:
+        raise error
+
+    with pytest.raises(type(error)), ad.blocking.open_world() as world:
+        world.call(exiting)
+    assert ended == ["cancelled"]

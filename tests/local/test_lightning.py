@@ -367,3 +367,33 @@ def test_a_batch_size_finder_warns_of_no_validation_rows(
 
     assert warnings_of(shuffle=True) == 0
     assert warnings_of(shuffle=False) == 1, "the training rows are read in order"
+
+
+def test_a_finished_replica_waits_for_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: if a rank worked longer than 60 s at the end of its fit, the other ranks of its replica failed.
+
+    The state of all ranks is gathered when it is saved, which also takes as long as the slowest rank.
+    """
+    from asyncdist.integrations import lightning
+    from asyncdist.integrations.replicas import Replica, state_of_rank
+
+    def main(world: ad.blocking.World) -> tuple[float, list[Any]]:
+        replica = Replica(0, world.rank, 2)
+        monkeypatch.setattr(lightning, "show_replica", lambda *_: replica)
+        averaging = lightning.SelectiveAveraging(average_every=2, replica_size=2)
+        monkeypatch.setattr(averaging, "_warn_of_no_metric", lambda _: None)
+        own = {"own": world.rank}
+        monkeypatch.setattr(averaging._training, "state_dict", lambda: {**own})
+        if world.rank == 0:
+            world.sleep(100.0)
+        averaging.on_fit_end(None, None)  # type: ignore[arg-type]
+        ended_at = world.time()
+        own.clear()
+        if world.rank == 1:
+            world.sleep(300.0)
+        saved = averaging.state_dict()
+        return ended_at, [state_of_rank(Replica(0, place, 2), saved) for place in range(2)] if saved else []
+
+    results = ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1).results
+    assert results[1][0] < 1.0
+    assert (results[0][1], results[1][1]) == ([{"own": 0}, {"own": 1}], [])

@@ -8,6 +8,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from protocols import (
     ReplicaAveragingPolicy,
     SpawnPolicy,
     StepInfo,
+    misuse,
 )
 from protocols.misuse import UnawaitedStep
 
@@ -250,6 +252,15 @@ def test_the_line_of_a_blocking_call_is_found() -> None:
         with averaging, pytest.warns(UserWarning, match=r"^averaging\.step\(accuracy\) .*score=accuracy") as caught:
             averaging.step(accuracy)
     assert caught[0].filename == __file__
+
+
+def test_a_file_beside_the_policies_folder_is_the_users() -> None:
+    """Regression: a script named like ``protocols_x.py``, in the folder that contains ``protocols``, was skipped."""
+    path = f"{Path(misuse.__file__).parent}_x.py"
+    found: dict[str, Any] = {}
+    exec(compile("def call(fn):\n    return fn()", path, "exec"), found)
+    frame = found["call"](lambda: misuse._frame_of_user())
+    assert frame.f_code.co_filename == path
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.integrations.pytorch import Averaging
-from protocols import PopulationTrainingPolicy
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, PopulationTrainingPolicy
 
 
 def test_a_training_that_begins_again_continues_with_its_policy() -> None:
@@ -55,6 +55,79 @@ def test_a_training_of_something_else_starts_a_policy(other: str) -> None:
         assert first.policy is not None and first.policy is not second.policy
 
     ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
+
+
+def test_a_training_with_another_group_starts_a_policy() -> None:
+    """Regression: the second training continued to average within the group of the first one."""
+
+    def main(world: ad.blocking.World) -> tuple[float, float]:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        nn.init.constant_(model.weight, float(world.rank))
+        half = world.new_group([0, 1] if world.rank < 2 else [2, 3])
+        means = []
+        for group in (half, None, world.group):
+            averaging = Averaging(AverageAllPolicy(model, optimizer, average_every=1, group=group))
+            averaging.step()
+            means.append(model.weight.item())
+            policies.add((world.rank, id(averaging.policy)))
+        return means[0], means[1]
+
+    policies: set[tuple[int, int]] = set()
+    results = ad.run_local(ad.blocking.hosted(main), ranks=4, strict=True)
+    assert list(results) == [(0.5, 1.5), (0.5, 1.5), (2.5, 1.5), (2.5, 1.5)]
+    assert len(policies) == 8, "the group of all ranks is the default group, so that its policy continues"
+
+
+@pytest.mark.parametrize("second", ["trainable", "all"])
+def test_a_training_of_unfrozen_parameters_starts_a_policy(second: Any) -> None:
+    """Regression: the policy of the first training continued, and refused the new parameters in its next average."""
+
+    def main(world: ad.blocking.World) -> list[float]:
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first: Any = model[0]
+        first.requires_grad_(False)
+        nn.init.constant_(first.weight, 4.0)
+        chosen: tuple[Any, Any] = ("trainable", second)
+        weights = []
+        for parameters in chosen:
+            averaging = Averaging(AverageAllPolicy(model, optimizer, average_every=1, parameters=parameters))
+            averaging.step()
+            weights.append(first.weight.item())
+            first.requires_grad_(True)
+            nn.init.constant_(first.weight, float(world.rank))
+        return weights
+
+    assert list(ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)) == [[4.0, 0.5]] * 2
+
+
+def test_a_training_that_continues_is_judged_by_its_metric() -> None:
+    """Regression: a training that continued an open policy was judged by the metric of the earlier training."""
+
+    def main(world: ad.blocking.World) -> list[bool]:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        calls: list[str] = []
+
+        def first() -> float:
+            calls.append("first")
+            return 1.0
+
+        def second() -> float:
+            calls.append("second")
+            return 2.0
+
+        policies = []
+        for metric in (first, second):
+            made = AsyncSelectiveAveragingPolicy(model, optimizer, average_every=1, metric=metric)
+            averaging = Averaging(made)
+            averaging.step()
+            policies.append(averaging.awaited)
+        assert policies[0] is policies[1]
+        return [name in calls[-1:] for name in ("first", "second")]
+
+    assert list(ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)) == [[False, True]] * 2
 
 
 def test_policy_left_open_for_lack_of_memory_ends_with_its_rank() -> None:
@@ -119,7 +192,7 @@ def test_another_model_after_exhausted_memory_loses_no_training(kind: str, caplo
     else:
         assert report.results == (True, [failed, failed, None])
         (begins,) = [text for text in told if "waits up to 3 s for all ranks to do the same" in text]
-        assert "different kind of model or different options" in begins
+        assert "different model or different options" in begins
         (apart,) = [text for text in told if "so this rank continues without averages" in text]
         assert "ranks 0-1" in apart
 

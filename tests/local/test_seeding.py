@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import asyncdist as ad
+from protocols import AsyncSelectiveAveragingPolicy
 
 
 async def draw(world: ad.World) -> tuple[int, float, float, float]:
@@ -42,3 +45,29 @@ def test_a_seed_of_any_integer_type_is_used() -> None:
         return [ad.seed_all(seed) for seed in (7, np.int64(7), torch.tensor(7))]  # type: ignore[arg-type]
 
     assert len(set(ad.run(main))) == 1
+
+
+def test_a_policys_first_call_of_model_builder_draws_no_numbers() -> None:
+    """Regression: the numbers of numpy and random that the model's builder draws were missing in the training."""
+
+    def build() -> nn.Module:
+        drawn.append(all_draws())
+        return nn.Linear(1, 1)
+
+    def all_draws() -> tuple[float, float, float]:
+        return random.random(), float(np.random.random()), torch.rand(()).item()
+
+    async def main(_: ad.World) -> list[Any]:
+        model = nn.Linear(1, 1)
+        ad.seed_all(1)
+        AsyncSelectiveAveragingPolicy(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            average_every=1,
+            averaging_strategy="reset_weights",
+            model_builder=build,
+        )
+        return [all_draws()]
+
+    drawn: list[Any] = []
+    assert list(ad.run_local(main, ranks=1)) == [drawn]

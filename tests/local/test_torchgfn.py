@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,9 +24,11 @@ def made(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.0)
 
 
-def on_ranks(main: Callable[[ad.blocking.World], Any], ranks: int, *, strict: bool = True) -> list[Any]:
+def on_ranks(
+    main: Callable[[ad.blocking.World], Any], ranks: int, *, strict: bool = True, faults: Sequence[Any] = ()
+) -> list[Any]:
     """Run ``main`` on ranks in virtual time."""
-    report = ad.simulate(ad.blocking.hosted(main), ranks=ranks, seed=1, strict=strict)
+    report = ad.simulate(ad.blocking.hosted(main), ranks=ranks, seed=1, strict=strict, faults=faults)
     report.value()
     return list(report.results)
 
@@ -167,6 +170,31 @@ def test_other_things_are_no_groups() -> None:
     on_ranks(main, 1)
 
 
+def test_the_group_made_for_a_process_group_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each policy with a process group kept a group of asyncdist, and therefore a tag."""
+
+    class ProcessGroup:
+        def size(self) -> int:
+            return 2
+
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: [0, 1])
+
+    def main(world: ad.blocking.World) -> list[bool]:
+        if world.rank == 2:
+            return []
+        frees = []
+        for group in (ProcessGroup(), world.new_group([0, 1])):
+            policy = torchgfn.AverageAllPolicy(average_every=3)
+            policy(0, *made(0), group=group)
+            assert policy.policy is not None
+            used = policy.policy.awaited._group
+            policy.shutdown()
+            frees.append(used.lease.is_freed)
+        return frees
+
+    assert on_ranks(main, 3) == [[True, False], [True, False], []]
+
+
 # -- replay buffers: torchgfn takes seconds to import -----------------------------------------------------------------
 
 
@@ -220,6 +248,145 @@ def test_a_buffer_rank_scores_keeps_and_ends(diverse: bool) -> None:
     reports = on_ranks(main, 3)
     assert reports[:2] == [([None, {"score": 8.0}, None, {"score": 6000.0}], True, 100_000)] * 2
     assert reports[2] == (1, False, 30)
+
+
+@pytest.mark.slow
+def test_a_diverse_buffer_sends_each_container_once() -> None:
+    """Regression: torchgfn's diverse buffer, unlike its other buffer, does not send in ``add``, so nothing arrived."""
+
+    def main(world: ad.blocking.World) -> Any:
+        env = grid()
+        if world.rank == 1:
+            served: list[int] = []
+
+            def score(added: Any) -> dict[str, float]:
+                served.append(len(added))
+                return {"score": float(len(added))}
+
+            torchgfn.ReplayBufferManager(env, 1, 1, scoring_function=score).run()
+            return served
+        buffer = torchgfn.NormBasedDiversePrioritizedReplayBuffer(
+            env, capacity=10, remote_manager_rank=1, remote_buffer_freq=2, timing=True
+        )
+        scores = [buffer.add(containers(env, count)) for count in (4, 5, 20, 30)]
+        torchgfn.ReplayBufferManager.send_termination_signal(1)
+        assert len(buffer) == 10 and "2 requests" in buffer.timing_log()
+        return scores
+
+    assert on_ranks(main, 2) == [[None, {"score": 9.0}, None, {"score": 50.0}], [9, 50]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause_s", [0.0, 3.0])
+@pytest.mark.parametrize("nbytes", [1, 100_000])
+def test_an_interrupted_request_is_completed(nbytes: int, pause_s: float) -> None:
+    """Regression: the next request got the answer of the interrupted one. Large answers blocked both ranks."""
+    from gfn.containers.message import MessageType
+
+    from asyncdist.integrations.torchgfn import buffers
+
+    def main(world: ad.blocking.World) -> Any:
+        env = grid()
+        if world.rank == 1:
+            added = list[int]()
+
+            def score(container: Any) -> dict[str, Any]:
+                added.append(len(container))
+                world.sleep(2.0)
+                return {"score": len(added), "text": "x" * nbytes}
+
+            torchgfn.ReplayBufferManager(env, 1, 1, scoring_function=score).run()
+            return added
+
+        async def interrupted() -> None:
+            payload = buffers._packed(containers(env, nbytes))
+            async with asyncio.timeout(1.0):
+                await buffers._exchange(world.awaited, 1, MessageType.DATA, payload)
+
+        with pytest.raises(TimeoutError):
+            world.call(interrupted)
+        world.sleep(pause_s)
+        buffer = torchgfn.ReplayBuffer(env, remote_manager_rank=1)
+        scores: Any = [buffer.add(containers(env, count)) for count in (2, 3)]
+        torchgfn.ReplayBufferManager.send_termination_signal(1)
+        return [each["score"] for each in scores]
+
+    assert on_ranks(main, 2) == [[2, 3], [nbytes, 2, 3]]
+
+
+@pytest.mark.slow
+def test_an_interrupted_add_is_not_repeated() -> None:
+    """Regression: the next ``add`` sent the container of the interrupted one again."""
+
+    def main(world: ad.blocking.World) -> Any:
+        env = grid()
+        if world.rank == 1:
+            added = list[int]()
+
+            def score(container: Any) -> dict[str, Any]:
+                added.append(len(container))
+                world.sleep(2.0)
+                return {}
+
+            torchgfn.ReplayBufferManager(env, 1, 1, scoring_function=score).run()
+            return added
+        buffer = torchgfn.ReplayBuffer(env, remote_manager_rank=1)
+
+        async def interrupt_later() -> None:
+            task = asyncio.current_task()
+            assert task is not None, "main's"
+            asyncio.get_running_loop().call_later(1.0, task.cancel)
+
+        world.call(interrupt_later)
+        with pytest.raises(asyncio.CancelledError):
+            buffer.add(containers(env, 4))
+        buffer.add(containers(env, 5))
+        torchgfn.ReplayBufferManager.send_termination_signal(1)
+        return None
+
+    assert on_ranks(main, 2)[1] == [4, 5]
+
+
+@pytest.mark.slow
+def test_a_request_to_a_restarted_buffer_rank_fails() -> None:
+    """Regression: if the new process started before the client noticed the loss, the client waited for its end."""
+    ends = list[float]()
+
+    def main(world: ad.blocking.World) -> None:
+        if world.rank == 0:
+            with pytest.raises(ad.RankLostError):
+                torchgfn.ReplayBufferManager.get_metadata(1)
+            ends.append(world.awaited.time())
+            return
+        if not world.incarnation:
+            manager = torchgfn.ReplayBufferManager(grid(), 1, 1)
+            manager._compute_metadata = lambda: world.sleep(2.0)
+            manager.run()
+        world.sleep(5.0)
+
+    on_ranks(main, 2, strict=False, faults=[ad.simulation.Kill(1, at_s=1.0), ad.simulation.Restart(1, at_s=1.0)])
+    assert len(ends) == 1 and ends[0] < 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_buffer_ranks_end_without_their_clients(is_killed: bool) -> None:
+    """Regression: if a client of each buffer rank never asked, the buffer ranks waited for each other forever."""
+
+    def main(world: ad.blocking.World) -> Any:
+        context = torchgfn.initialize_distributed_compute("gloo", num_remote_buffers=2)
+        if context.is_buffer_rank():
+            torchgfn.ReplayBufferManager(grid(), world.rank, 2).run()
+        elif world.rank >= 2:
+            world.sleep(1.0)
+            torchgfn.ReplayBufferManager.send_termination_signal(context.assigned_buffer)
+        elif is_killed:
+            world.sleep(5.0)
+        return world.rank
+
+    faults = [ad.simulation.Kill(rank, at_s=0.5) for rank in (0, 1)] if is_killed else []
+    ended = on_ranks(main, 6, strict=False, faults=faults)
+    assert ended[2:] == [2, 3, 4, 5] and ended[:2] == ([None, None] if is_killed else [0, 1])
 
 
 @pytest.mark.slow

@@ -67,6 +67,7 @@ class _Ported(Generic[PolicyT]):
     def __init__(self, make: Callable[..., PolicyT]) -> None:
         self._make = make
         self._group: Any = None
+        self._made_group: Group | None = None  # made for a process group or communicator
         self._training: Training[PolicyT] | None = None
         self._opens_world = False
 
@@ -79,38 +80,6 @@ class _Ported(Generic[PolicyT]):
     def replacement_count(self) -> int:
         """Number of times that this rank's weights were averaged."""
         return 0 if self._training is None else self._training.replacement_count
-
-    def _call(
-        self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, local_metric: Any, group: Any
-    ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        if self._training is None:
-            self._begin(model, optimizer, group)
-        elif group is not self._group:
-            validation.refuse("group", group, f"the group of the first call ({self._group!r:.80})")
-        assert self._training is not None, "the training has begun"
-        return self._training.call(iteration, model, optimizer, local_metric)
-
-    def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Any) -> None:
-        self._opens_world = find_caller() is None
-        members: Group | None = group_of(group)
-        training = Training(lambda *of: self._make(*of, group=members))
-        training.begin(model, optimizer)
-        self._training, self._group = training, group
-
-    def shutdown(self) -> None:
-        """Leave the policy. The other ranks continue without this rank.
-
-        If the first call opened the world, this also leaves the world, and waits until the other ranks leave it.
-        """
-        if self._training is not None:
-            self._training.end()
-        if self._opens_world:
-            self._opens_world = False
-            end_process_world()
-
-
-class _Called(_Ported[PolicyT]):
-    """Base class for policies with the arguments of torchgfn's policies for torch.distributed."""
 
     def __call__(
         self,
@@ -136,10 +105,45 @@ class _Called(_Ported[PolicyT]):
                 open.
             ClosedError: Called after ``shutdown``.
         """
-        return self._call(iteration, model, optimizer, local_metric, group)
+        if self._training is None:
+            self._begin(model, optimizer, group)
+        elif group is not self._group:
+            validation.refuse("group", group, f"the group of the first call ({self._group!r:.80})")
+        assert self._training is not None, "the training has begun"
+        return self._training.call(iteration, model, optimizer, local_metric)
+
+    def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Any) -> None:
+        self._opens_world = find_caller() is None
+        members: Group | None = group_of(group)
+        self._made_group = None if members is group else members
+        training = Training(lambda *of: self._make(*of, group=members))
+        try:
+            training.begin(model, optimizer)
+        except BaseException:
+            self._free_group()
+            raise
+        self._training, self._group = training, group
+
+    def _free_group(self) -> None:
+        made, self._made_group = self._made_group, None
+        caller = find_caller()
+        if made is not None and caller is not None:
+            caller.call(made.free)
+
+    def shutdown(self) -> None:
+        """Leave the policy. The other ranks continue without this rank.
+
+        If the first call opened the world, this also leaves the world, and waits until the other ranks leave it.
+        """
+        if self._training is not None:
+            self._training.end()
+            self._free_group()
+        if self._opens_world:
+            self._opens_world = False
+            end_process_world()
 
 
-class AverageAllPolicy(_Called[_All]):
+class AverageAllPolicy(_Ported[_All]):
     """Averages the models of all ranks at fixed intervals.
 
     Args:
@@ -153,7 +157,7 @@ class AverageAllPolicy(_Called[_All]):
         super().__init__(lambda model, optimizer, group: _All(model, optimizer, **({"group": group} | given)))
 
 
-class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
+class AsyncSelectiveAveragingPolicy(_Ported[_Selective]):
     """Replaces the weights of the worst ranks with the average of the good ranks' weights.
 
     A larger ``local_metric`` is better.
@@ -249,7 +253,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         self._named_group = group
         self._one_sided: _OneSided | None = None
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # torchgfn's arguments
         self,
         iteration: int,
         model: nn.Module,
@@ -267,7 +271,8 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         """
         if expose_params is not True:
             validation.refuse("expose_params", expose_params, "True because each call publishes the weights")
-        called = self._call(iteration, model, optimizer, local_metric, self._named_group if group is None else group)
+        members = self._named_group if group is None else group
+        called = super().__call__(iteration, model, optimizer, local_metric, members)
         if self._one_sided is None and self.policy is not None:
             self._one_sided = self.policy.awaited
         return called

@@ -6,7 +6,7 @@ groups replace process groups and communicators.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -99,19 +99,8 @@ def initialize_distributed_compute(
     if world.size == 1:
         return DistributedContext(my_rank=0, world_size=1, num_training_ranks=1, agent_group_size=1)
     made = blocking.initialize_distributed_compute(num_remote_buffers, num_agent_groups)
-    return DistributedContext(
-        my_rank=made.my_rank,
-        world_size=made.world_size,
-        num_training_ranks=made.num_training_ranks,
-        agent_group_size=made.agent_group_size,
-        agent_groups=made.agent_groups,
-        agent_group_id=made.agent_group_id,
-        train_global_group=made.train_global_group,
-        assigned_buffer=made.assigned_buffer,
-        buffer_group=made.buffer_group,
-        assigned_training_ranks=made.assigned_training_ranks,
-        _made_of=made,
-    )
+    names = [each.name for each in fields(DistributedContext) if each.name != "_made_of"]
+    return DistributedContext(**{name: getattr(made, name) for name in names}, _made_of=made)
 
 
 #: Name used by code written for mpi4py. One class supports every transport.
