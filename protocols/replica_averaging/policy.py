@@ -322,11 +322,13 @@ class ReplicaAveragingPolicy(Ported):
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> bool:
-        return not self.is_alone and (self._is_due or (self.iteration + 1) % self.swap_every == 0)
+        return self._is_due or (not self.is_alone and (self.iteration + 1) % self.swap_every == 0)
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         is_due = self._is_due
         if self.is_alone or not (is_due or (self.iteration + 1) % self.swap_every == 0):
+            if is_due:
+                self._read_new_metric(local_metric)
             await self._world.safe_point()
             return NOTHING
         if self._may_be_unequal:

@@ -75,7 +75,15 @@ def test_one_sided_ranks_publish_new_measurements(
     assert tuple(zip(*results, strict=True)) == (published, replaced)
 
 
-@pytest.mark.parametrize("kind", [AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        AsyncSelectiveAveragingPolicy,
+        OneSidedSelectiveAveragingPolicy,
+        partial(ReplicaAveragingPolicy, replica_size=2),  # Regression: its metric was never read
+    ],
+    ids=["selective", "one-sided", "replicas"],
+)
 def test_one_rank_alone_may_have_no_measurement(kind: Any) -> None:
     async def main(_: ad.World) -> Any:
         model = nn.Linear(2, 1)
