@@ -225,8 +225,8 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         options = ServerOptions(own, self.average_every, every)
         if self._island is not None:
             both = self._store, self._global_store
-            facts = self._services, scopes, membership, self._island, self._layouts, *both, options
-            federation = Federation(*facts, is_divided_anew=self._is_divided_anew)
+            given = self._services, scopes, membership, self._island, self._layouts, *both, options
+            federation = Federation(*given, is_divided_anew=self._is_divided_anew)
             membership, scopes = federation.membership, federation.scopes
             self._federation, self._member = federation, federation.member
         else:
