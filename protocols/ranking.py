@@ -69,18 +69,6 @@ def order_worst_first(metrics: Mapping[int, float], metric_mode: str = "max") ->
     return (*sorted(metrics.keys() - finite), *finite)
 
 
-def best_of(metrics: Mapping[int, float], metric_mode: str = "max") -> int:
-    """Return the rank with the best metric, or the highest of these ranks if there are several.
-
-    ``metrics`` must not be empty.
-    """
-    finite = [rank for rank, metric in metrics.items() if math.isfinite(metric)]
-    if not finite:
-        return max(metrics)
-    best = (max if metric_mode == "max" else min)(map(metrics.__getitem__, finite))
-    return max(rank for rank in finite if metrics[rank] == best)
-
-
 def is_worse(metric: float, threshold: float, metric_mode: str) -> bool:
     """Return whether a metric is strictly worse than the threshold. NaN and infinite metrics always are."""
     if not math.isfinite(metric):

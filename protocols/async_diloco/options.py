@@ -274,7 +274,8 @@ class AsyncDiLoCoOptions(Options):
         """
         if self.outer_optimizer is not DEFAULT_OUTER:
             return
-        default = self.outer_optimizer([torch.nn.Parameter(torch.empty(0, device="cpu"))]).param_groups[0]
+        parameter = torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"))
+        default = self.outer_optimizer([parameter]).param_groups[0]
         for group in outer["param_groups"]:
             names = [name for name in ("lr", "momentum", "nesterov") if group.get(name) != default[name]]
             if names:

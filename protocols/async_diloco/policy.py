@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from asyncdist import validation
 from asyncdist.protocols.async_diloco.anchor import Anchor
 from asyncdist.protocols.async_diloco.blocks import Block, Captures, Layouts
-from asyncdist.protocols.async_diloco.islands.federation import Federation
+from asyncdist.protocols.async_diloco.islands.federation import Federation, divided_anew
 from asyncdist.protocols.async_diloco.member import AsyncMember
 from asyncdist.protocols.async_diloco.member_store import HeldAnchor, MemberStore, Outstanding, saved_outer, sources_of
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived
@@ -135,6 +135,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         self._alone: Anchor | None = None  # the anchor if this rank is alone
         self._island: Island | None = None  # None without islands
         self._federation: Federation | None = None  # None before the start, and without islands
+        self._is_divided_anew = False  # whether the loaded checkpoint is of other islands
         self._global_store: MemberStore  # this rank's global anchor and its island's contribution; only with islands
         self._member: AsyncMember | None = None  # None before the start, and if this rank is alone
         self._admission: Admission | None = None
@@ -224,7 +225,8 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         options = ServerOptions(own, self.average_every, every)
         if self._island is not None:
             both = self._store, self._global_store
-            federation = Federation(self._services, scopes, membership, self._island, self._layouts, *both, options)
+            given = self._services, scopes, membership, self._island, self._layouts, *both, options
+            federation = Federation(*given, is_divided_anew=self._is_divided_anew)
             membership, scopes = federation.membership, federation.scopes
             self._federation, self._member = federation, federation.member
         else:
@@ -394,6 +396,9 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         with validation.reading_state(type(self).__name__):
             self._replicas.check_saved(rank, state)
             sources = sources_of(state, rank, self._members)
+            if self._island is not None and state["global"] is not None:
+                anew = divided_anew(state, self._island, logs=self._group.index == 0)
+                state, self._is_divided_anew = anew or state, anew is not None
             if state["base"] is not None:
                 self._captures.load_state_dict(state["captures"])
                 self._store.load(state, self._layouts, sources, rank)

@@ -206,8 +206,9 @@ class Server:
             self.lost_outer_state_count += 1
             found = "the initial version" if outer is None else f"version {outer[0]}"
             logger.warning(
-                "rank %d replaces the last leader and continues from version %d of the anchor, but has only %s of the "
-                "outer optimizer's state; the outer momentum of later versions is lost",
+                "rank %d replaces the last leader, which was lost or whose checkpoint was not loaded, and continues "
+                "from version %d of the anchor, but has only %s of the outer optimizer's state; the outer momentum of "
+                "later versions is lost",
                 self._services.rank,
                 elected,
                 found,

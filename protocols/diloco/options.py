@@ -286,7 +286,7 @@ def described(factory: OuterFactory) -> str:
 
     The factory is called, because functions with equal names may build different optimizers.
     """
-    optimizer = factory([nn.Parameter(torch.ones(2, device="cpu"))])
+    optimizer = factory([nn.Parameter(torch.ones(2, dtype=torch.float32, device="cpu"))])
     defaults = {name: text_of(each.default) for name, each in inspect.signature(type(optimizer)).parameters.items()}
     (first, *_) = optimizer.param_groups
     options = {name: text_of(value) for name, value in sorted(first.items()) if name != "params"}

@@ -54,7 +54,7 @@ class OuterStep:
         with torch.inference_mode(False):  # the parameters outlive the caller's inference mode
             self._parameters = [nn.Parameter(piece) for piece in _pieces(anchors)]
             # torch refuses an optimizer without parameters, so a fragment without anchors gets an empty parameter.
-            parameters = self._parameters or [nn.Parameter(torch.empty(0, device="cpu"))]
+            parameters = self._parameters or [nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"))]
             self._optimizer = factory(list(parameters))
         _check_optimizer(self._optimizer, parameters)
         _use_fast_kernels(self._optimizer)
@@ -167,7 +167,7 @@ def check_factory(factory: object) -> None:
         _refuse(f"an optimizer ({type(factory).__name__}) that has parameters already. Pass the factory", TypeError)
     if not callable(factory):
         validation.refuse("outer_optimizer", factory, _ALLOWED, TypeError)
-    parameter = nn.Parameter(torch.ones(2, device="cpu"))
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.float32, device="cpu"))
     try:
         optimizer = factory([parameter])
     except Exception as error:

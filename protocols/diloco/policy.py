@@ -298,9 +298,9 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         for number, each in enumerate(self._anchor_means, first):
             if each.number != number:  # the numbers are equal if a cancelled call has already contributed
                 version, place = divmod(number - 1, place_count)
-                each.begin(number, version)
                 encoded = exchange.new_encoded(place)
                 norm = each.capture(tensors, encoded)
+                each.begin(number, version)
                 exchange.contribute(number, encoded, 1.0, norm if is_sound else math.nan)
         for number, _ in enumerate(self._anchor_means, first):
             await exchange.merged(number)

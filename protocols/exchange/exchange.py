@@ -66,7 +66,9 @@ class Exchange:
     Args:
         membership: Membership of the policy, opened by the constructor.
         fragments: Fragments of this member's model, which receive the means.
-        is_overlapped: Whether the ranks train during transfers.
+        is_overlapped: Whether a mean is applied in a later step than that of the contribution.
+        skips_late: Whether ranks continue to train without a mean that is late. With either option, ranks train during
+            transfers.
         weigh: Pure function of the members' reports that returns the donors (members whose contributions are averaged)
             and their weights. By default, all finite contributions count, with their reported weights.
         partners: Pure function that chooses whose contributions each member averages. By default, all members share one
@@ -84,6 +86,7 @@ class Exchange:
         fragments: Sequence[Exchanged],
         *,
         is_overlapped: bool,
+        skips_late: bool = False,
         weigh: Weighing = reported_weights,
         partners: Partners = all_members,
         replicas: Replicas = SINGLE,
@@ -116,7 +119,7 @@ class Exchange:
             services,
             self._server,
             fragments,
-            is_overlapped=is_overlapped,
+            is_overlapped=is_overlapped or skips_late,
             merges_at_once=replicas.size == 1,
             keeps_means=quorum is None,  # with a quorum, a round's memory is freed even if a member lacks the mean
         )
@@ -128,7 +131,7 @@ class Exchange:
             self._server.neighbours.introduce(sorted(self._counterparts), max(slice_nbytes, default=0))
         self._catch_up: CatchUp | None = None
         if quorum is not None:
-            offers = Offers(services, scopes.to_coordinator, is_overlapped=is_overlapped)
+            offers = Offers(services, scopes.to_coordinator, is_overlapped=is_overlapped or skips_late)
             self._catch_up = CatchUp(self, services, offers, fragments)
         self._round_leader.follow(self._retired)
         membership.open(self)

@@ -205,6 +205,7 @@ class Ledger:
         self._awaited: set[int] | None = None  # members whose census answers are missing; None without a census
         self._round_states: dict[int, tuple[RoundState, ...]] = {}
         self._rounds: dict[int, _Round] = {}
+        self._last: dict[int, int] = {}  # by rank: newest round to which it has contributed, or need not contribute
         self._newest: dict[int, list[int]] = {}  # by rank: last round of each fragment whose state the rank has
         self._ending: set[int] = set()  # members that contribute to no further round
         self._paused: set[int] = set()  # members that asked rounds not to wait for them
@@ -226,6 +227,7 @@ class Ledger:
         found = self._round(round)
         if self._quorum is None or found.verdict is None:  # a contribution after the decision counts in a later round
             found.captured[rank] = Report(weight, norm, scores)
+            self._note_passed(rank, round)
         return self._decisions()
 
     def on_grace_over(self, round: int, number: int) -> list[Instruction]:
@@ -293,6 +295,7 @@ class Ledger:
         for number, each in sorted(self._rounds.items()):
             if by in each.captured:
                 each.exempt.add(rank)
+                self._note_passed(rank, number)
             if each.verdict is not None:
                 made.append(Decide(number, each.verdict, (rank,)))
         return [*made, *self._decisions()]
@@ -328,6 +331,7 @@ class Ledger:
         self.members.discard(rank)
         self._round_states.pop(rank, None)
         self._newest.pop(rank, None)
+        self._last.pop(rank, None)
         is_needed = any(holder == rank and self._members_behind(place) for place, holder in enumerate(self._holders))
         for each in self._rounds.values():
             each.captured.pop(rank, None)
@@ -367,12 +371,14 @@ class Ledger:
         if self._awaited is not None or not self.members:
             return []
         made: list[Instruction] = []
+        members = tuple(sorted(self.members))
+        passed = min(self._last.get(rank, 0) for rank in members)
         for number, each in sorted(self._rounds.items()):
-            if not self._is_shared(number):
-                made += self._decide_per_member(number, each)
-            elif each.verdict is not None:
+            if each.verdict is not None:
                 continue
-            elif self._is_ready(number, each):
+            if not self._is_shared(number, members):
+                made += self._decide_per_member(number, each, members)
+            elif number <= passed if self._quorum is None else self._is_ready(number, each):
                 made.append(self._decide(number, each))
             elif self._has_quorum(each) and not each.grace:
                 self._grace_count += 1
@@ -398,8 +404,7 @@ class Ledger:
 
     def _is_ready(self, number: int, each: _Round) -> bool:
         """Return whether all expected members have contributed, or a quorum has and its grace period is over."""
-        if self._quorum is None:
-            return self._awaited_in(number, each) <= each.captured.keys()
+        assert self._quorum is not None, "without a quorum, a round is ready when all members have passed it"
         later = self._later(number)
         missing = self.members - each.exempt - later - self._ending - self._paused - each.captured.keys()
         if not missing and (each.captured or later or each.attempt):  # all donors of an earlier attempt may be lost
@@ -421,27 +426,21 @@ class Ledger:
         later = [each for each in self._rounds if each > number and (each - number) % count == 0]
         return self.members & {rank for each in later for rank in self._rounds[each].captured}
 
-    def _awaited_in(self, number: int, each: _Round) -> set[int]:
-        """Return the members whose contributions a round needs: all that have not passed the round.
+    def _note_passed(self, rank: int, number: int) -> None:
+        """Record that no round up to ``number`` waits for a member.
 
-        Members contribute in the order of the rounds. A member has passed a round if it has contributed to a later
-        round. It has also passed the round if it is exempt from a later round, because the leader had contributed to
-        that later round before it admitted the member.
+        Members contribute in the order of the rounds. A newcomer is exempt from the rounds to which the leader had
+        contributed before it admitted the newcomer.
         """
-        passed: set[int] = set()
-        for later, other in self._rounds.items():
-            if later > number:
-                passed |= other.captured.keys() | other.exempt
-        return self.members - each.exempt - passed
+        self._last[rank] = max(number, self._last.get(rank, 0))
 
-    def _is_shared(self, number: int) -> bool:
+    def _is_shared(self, number: int, members: tuple[int, ...]) -> bool:
         """Return whether all members share one mean in a round."""
-        return not self.members or self._partners(number, min(self.members), tuple(sorted(self.members))) is None
+        return not members or self._partners(number, members[0], members) is None
 
-    def _decide_per_member(self, number: int, each: _Round) -> list[Instruction]:
+    def _decide_per_member(self, number: int, each: _Round, members: tuple[int, ...]) -> list[Instruction]:
         """Decide a round separately for each member if the member and its partners have contributed."""
         made: list[Instruction] = []
-        members = tuple(sorted(self.members))
         for rank in members:
             if rank in each.merged or rank in each.member_verdicts:
                 continue
@@ -523,7 +522,7 @@ class Ledger:
         self._awaited = None
         if self._quorum is not None:
             self._count_as_retired()
-        rounds: dict[int, _Round] = {}
+        members, rounds = tuple(sorted(self.members)), dict[int, _Round]()
         holders: dict[int, tuple[int, RoundState]] = {}
         for rank, round_states in sorted(self._round_states.items()):
             for own in round_states:
@@ -537,7 +536,7 @@ class Ledger:
                     each.exempt.add(rank)
                 if own.has_merged:
                     each.merged.add(rank)
-                    if self._is_shared(own.round):  # otherwise each member's mean is different
+                    if self._is_shared(own.round, members):  # otherwise each member's mean is different
                         holders.setdefault(own.round, (rank, own))
         for number, known in self._rounds.items():  # add contributions that were reported after a member had answered
             if number <= self.retired[self._fragment(number)]:
@@ -547,7 +546,10 @@ class Ledger:
             each.exempt |= known.exempt & self.members
             for rank in self.members & known.captured.keys():
                 each.captured.setdefault(rank, known.captured[rank])
-        self._rounds = rounds
+        self._rounds, self._last = rounds, {}
+        for number, each in rounds.items():
+            for rank in (*each.captured, *each.exempt):
+                self._note_passed(rank, number)
         self._fill_gaps()
         made: list[Instruction] = []
         for number, (rank, own) in sorted(holders.items()):

@@ -38,6 +38,7 @@ class PendingRounds:
             only after its mean was applied.
 
     Attributes:
+        is_overlapped: Whether a mean is applied in a later step than that of the contribution.
         in_any_order: Whether the fragments may be contributed in another order than that of the round numbers.
         in_flight: Rounds to which this member has contributed but whose means it has not applied, by fragment.
     """
@@ -46,6 +47,7 @@ class PendingRounds:
         self._schedule = schedule
         self.in_any_order = False
         self.skips_late = skips_late
+        self.is_overlapped = schedule.overlap_steps > 0
         self.in_flight: dict[int, PendingRound] = {}
         self._captured = [0] * schedule.fragment_count  # by fragment: number of contributions
         self._uncontributed: list[int] = []  # due fragments, in the order in which they will be contributed

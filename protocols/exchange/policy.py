@@ -97,7 +97,6 @@ class ExchangePolicy(ReplicatedPolicy):
         schedule = replace(schedule, every=self.average_every)  # self.average_every is the validated int
         self._pending_rounds = PendingRounds(schedule, skips_late=skips_late)
         self._fragment_count = schedule.fragment_count
-        self._is_overlapped = schedule.overlap_steps > 0
         self._numbers_per_round = 1  # exchange rounds per fragment round; see _exchanged()
         self._fragments: list[Fragment] = []
         self._given_quorum, self._grace_s = quorum, grace_s
@@ -252,7 +251,8 @@ class ExchangePolicy(ReplicatedPolicy):
         facts = self._services, scopes, membership, self._exchanged()
         self._exchange = Exchange(
             *facts,
-            is_overlapped=self._is_overlapped,
+            is_overlapped=self._pending_rounds.is_overlapped,
+            skips_late=self._pending_rounds.skips_late,
             weigh=self.weigh,
             partners=self.partners,
             replicas=self._replicas,

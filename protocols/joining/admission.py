@@ -25,7 +25,7 @@ from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.joining.dispatcher import PolicyDispatcher
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.messages import Declined, Waiting
-from asyncdist.protocols.joining.newcomers import ASK_AGAIN_S, Application, Refusal, Request, Welcome, digest_of, key_of
+from asyncdist.protocols.joining.newcomers import ASK_AGAIN_S, Refusal, Request, Welcome, digest_of, key_of
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import StateTransfer, copied, state_nbytes_max, unpacked
 from asyncdist.waits import WaitId, WaitKind
@@ -236,11 +236,8 @@ async def welcomed(
         ClosedError: All other ranks were restarted as well, so the policy is not running on any rank.
         AsyncdistError: The policy has other values or has ended, or no leader has answered in time.
     """
-    dispatcher = services.shared(PolicyDispatcher)
-    application = Application(
-        services, dispatcher, ranks, values, timeout_s, left=left, attempt=attempt, replica_ranks=replica_ranks
-    )
-    dispatcher.apply(application)
+    options = {"left": left, "attempt": attempt, "replica_ranks": replica_ranks}
+    application = services.shared(PolicyDispatcher).apply(ranks, values, timeout_s, **options)
     try:
         return await application.welcomed()
     finally:

@@ -7,7 +7,7 @@ left.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from asyncdist import BusyError, Envelope, RankLostError, tags
@@ -15,7 +15,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.joining.messages import Declined, Emigrant, Invitation, Nomination, TakeOver, Waiting
-from asyncdist.protocols.joining.newcomers import Ambiguous, Application, NotMember, Refusal, Request, Welcome
+from asyncdist.protocols.joining.newcomers import Ambiguous, Application, NotMember, Refusal, Request, Welcome, key_of
 
 logger = logging.getLogger("protocols.joining.dispatcher")
 
@@ -36,6 +36,7 @@ class PolicyDispatcher:
     """
 
     def __init__(self, services: Services) -> None:
+        self._services = services
         self._policies: dict[int, Callable[[Any, int], None]] = {}
         self._left: dict[int, int | None] = {}  # request keys of the policies this rank has left, oldest first
         self._askable: dict[int, tuple[int, Callable[[Request, int], bool]]] = {}  # by policy: request key and handler
@@ -84,9 +85,12 @@ class PolicyDispatcher:
         """Record that this rank is no longer a member of a policy. It may still coordinate it until :meth:`close`."""
         self._serving.add(policy)
 
-    def apply(self, application: Application) -> None:
-        """Pass the answers to this rank's admission requests to ``application``."""
+    def apply(self, ranks: Sequence[int], values: Mapping[str, str], timeout_s: float, **options: Any) -> Application:
+        """Return a new :class:`Application`, with these arguments, that requests this restarted rank's admission."""
+        options = {"left": self.newest_left(key_of(ranks, values)), **options}
+        application = Application(self._services, self, ranks, values, timeout_s, **options)
         self._applications[application.key] = application
+        return application
 
     def end_application(self, application: Application) -> None:
         """Stop passing the answers to admission requests to ``application``."""

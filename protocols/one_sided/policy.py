@@ -160,18 +160,18 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone and self._is_due:
-            self._read_metric(local_metric)
+            self._read_new_metric(local_metric)
         return await super()._step(local_metric)
 
     def _may_be_due(self) -> bool:
         return self._is_due or self._step_count >= self._dies_at
 
     async def _train_on(self, local_metric: MetricSource, info: StepInfo) -> None:
-        is_due = self._is_due
-        if (is_due or self._step_count >= self._dies_at) and not info:
-            if is_due:
-                self._publish(self._read_metric(local_metric))
-            if self._replacement is None and self._is_replacement_due(is_due):
+        if not info:
+            metric = self._read_new_metric(local_metric) if self._is_due else None
+            if metric is not None:
+                self._publish(metric)
+            if self._replacement is None and self._is_replacement_due(metric is not None):
                 # If this replacement fails, a rank that is judged by its age tries again after `average_every` steps.
                 self._dies_at = self._step_count + self.average_every if self._dies_at != _NEVER else _NEVER
                 await self._begin_replacement(self._counts["killed"] + 1)
@@ -191,14 +191,14 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
         self._counts["nonfinite"] += not abs(metric) < float("inf")
         super()._publish(metric)
 
-    def _is_replacement_due(self, is_due: bool) -> bool:
+    def _is_replacement_due(self, is_measured: bool) -> bool:
         mode = self._rules.replacement_mode
         if mode == "age":
             return self._step_count >= self._dies_at
         if mode == "threshold":  # "threshold" needs only the rank's own metric
-            own = self._own_metric
-            return is_due and own is not None and must_replace(self._world.rank, {self._world.rank: own}, self._rules)
-        return is_due
+            rank, own = self._world.rank, self._own_metric
+            return is_measured and own is not None and must_replace(rank, {rank: own}, self._rules)
+        return is_measured
 
     def _begin_life(self) -> None:
         self._born_at = self._step_count

@@ -45,7 +45,10 @@ class Replacement:
 
 
 class UnreadableError(Exception):
-    """Raised if an attempt to read donors' snapshots has failed, but another attempt may succeed."""
+    """Raised if an attempt to read donors' snapshots has failed, but another attempt may succeed.
+
+    The statistics count failures by the text up to the first colon, so it contains no ranks or values.
+    """
 
 
 class DonorReader:
@@ -111,10 +114,10 @@ class DonorReader:
         """Add the newest snapshot of ``donor`` to the mean, even if it was published after ``donor`` was chosen."""
         record = await self._window.published_by(donor, deadline=deadline)
         if record is None:
-            raise UnreadableError(f"rank {donor} has left the policy")
+            raise UnreadableError(f"a donor has left the policy: rank {donor}")
         weight = choice.weight(record.metric)
         if weight == 0.0:
-            raise UnreadableError(f"the metric of rank {donor} has become {record.metric}, which has no weight")
+            raise UnreadableError(f"a donor's newest metric has no weight: {record.metric} of rank {donor}")
         if replacement.average is None:
             replacement.average = self.accumulators.acquire()
         mean.begin(weight)

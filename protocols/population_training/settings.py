@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ class OptimizerSettings:
                 f"it wraps, got {type(optimizer).__name__}: its settings could not be kept when a rank copies another"
             )
         self._optimizer = optimizer
+        self._scheduler = _unwrapped(lr_scheduler)
         self._schedulers = _schedulers_in(lr_scheduler)
         known = _numbers_of(optimizer)
         for name in names:
@@ -82,34 +84,32 @@ class OptimizerSettings:
                         _put(group, name, new)
 
     def _write_base(self, place: int, group: dict[str, Any], new: float) -> None:
-        """Change a group's base learning rate, and the current learning rate in proportion.
+        """Change a group's base learning rate, and the current learning rate as the scheduled rate changes.
 
-        If the old base is 0, the current learning rate becomes the scheduled rate, or the new base if the scheduler can
-        compute a rate only from the previous rate.
+        If the scheduled rate was 0, the current learning rate becomes the new one.
         """
         old = float(group["initial_lr"])
         if not old and not new:
             return
-        factor = new / old if old else 1.0
-        if not old:
-            _put(group, "initial_lr", new)
-        elif factor != 1.0:
-            _put(group, "lr", float(group["lr"]) * factor if float(group["lr"]) != old else new)
-            for name in _SCHEDULED_IN_GROUP:
-                if name in group:
-                    _put(group, name, new if name == "initial_lr" else float(group[name]) * factor)
+        current, before = float(group["lr"]), self._scheduled(place, old)
+        for name in _SCHEDULED_IN_GROUP:
+            if name in group and (old or name == "initial_lr"):
+                _put(group, name, new if name == "initial_lr" else float(group[name]) * (new / old))
         for scheduler in self._schedulers:
             was = float(scheduler.base_lrs[place])
             for name in _SCHEDULED:
                 found = getattr(scheduler, name, None)
                 if isinstance(found, list) and (was or name == "base_lrs"):
                     found[place] = new if name == "base_lrs" else found[place] * (new / was)
-        if not old:
-            _put(group, "lr", self._scheduled(place, new))
+        after = self._scheduled(place, new)
+        _put(group, "lr", current * (after / before) if before and current != before else after)
 
     def _scheduled(self, place: int, base: float) -> float:
         """Return a group's scheduled learning rate at the current step, or ``base`` if it cannot be computed."""
-        of_all = getattr(self._schedulers[0], "_get_closed_form_lr", None) if len(self._schedulers) == 1 else None
+        active = self._scheduler
+        while (milestones := getattr(active, "_milestones", None)) is not None:  # the current part of a SequentialLR
+            active = active._schedulers[bisect_right(milestones, active.last_epoch)]
+        of_all = getattr(active, "_get_closed_form_lr", None)
         return base if of_all is None else float(of_all()[place])
 
     def scheduled(self) -> list[dict[str, float]]:
@@ -145,15 +145,18 @@ def _is_schedule_of(scheduler: Any, optimizer: Any) -> bool:
     return scheduled is not None and scheduled.param_groups is optimizer.param_groups
 
 
-def _schedulers_in(scheduler: Any) -> list[Any]:
-    """Return a scheduler and its inner schedulers, as SequentialLR has, if they have a base learning rate.
+def _unwrapped(scheduler: Any) -> Any:
+    """Return the scheduler inside a scheduler that Accelerate has prepared; other schedulers unchanged."""
+    while not hasattr(scheduler, "base_lrs") and hasattr(scheduler, "scheduler"):
+        scheduler = scheduler.scheduler
+    return scheduler
 
-    For a scheduler that Accelerate has prepared, return the schedulers inside the wrapper.
-    """
+
+def _schedulers_in(scheduler: Any) -> list[Any]:
+    """Return a scheduler and its inner schedulers, as SequentialLR has, if they have a base learning rate."""
     if scheduler is None:
         return []
-    if not hasattr(scheduler, "base_lrs") and hasattr(scheduler, "scheduler"):
-        return _schedulers_in(scheduler.scheduler)
+    scheduler = _unwrapped(scheduler)
     inner = [each for part in getattr(scheduler, "_schedulers", ()) for each in _schedulers_in(part)]
     has_base = hasattr(scheduler, "base_lrs") or not inner
     return [*([scheduler] if has_base else []), *inner]

@@ -72,6 +72,8 @@ from asyncdist.tensors.byte_views import split
 from asyncdist.waits import WaitId, WaitKind
 
 _REQUEST_COUNT: Final = 1 << 32  # the frame header has 32 bits for the request number
+#: Capacity of the client's channel: no limit, because the server's ``in_flight_max`` limits the requests.
+_CAPACITY: Final = _REQUEST_COUNT
 #: Seconds after which a client repeats its ``Open`` message for the first time. The delay doubles each time.
 _OPEN_PERIOD_S: Final = 0.25
 #: Seconds to wait for the server's end reason, after the server has left or has aborted a stream.
@@ -135,6 +137,7 @@ class ReplayBuffer:
             scope=to_clients,
             peer_scope=to_server,
             name=f"client of replay {self._name}",
+            capacity=_CAPACITY,
             handler=self._on_message,
         )
         # This number differs between successive clients of one buffer on this rank, because each client sends at least

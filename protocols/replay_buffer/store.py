@@ -257,14 +257,12 @@ class ReplayStore:
             self._rows = np.zeros((self.capacity, rows.shape[1]), np.uint8)
         first = self.added_count
         self.added_count += len(rows)
-        start = first % self.capacity
+        start, skipped = first % self.capacity, max(0, len(rows) - self.capacity)
+        places = np.arange(first + skipped, self.added_count) % self.capacity
         if start + len(rows) <= self.capacity:
             self._rows[start : start + len(rows)] = rows
-            if self._priorities is None:
-                return
-        skipped = max(0, len(rows) - self.capacity)
-        places = np.arange(first + skipped, self.added_count) % self.capacity
-        self._rows[places] = rows[skipped:]
+        else:
+            self._rows[places] = rows[skipped:]
         if self._priorities is not None:
             if powers is None:
                 self._priorities.set(places, self._largest)

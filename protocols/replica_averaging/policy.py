@@ -152,7 +152,7 @@ class ReplicaAveragingPolicy(Ported):
             )
         kind = ShardAveraging if self.is_sharded else _AmongLeaders
         inner: dict[str, Any] = {**options, "name": f"leaders of {self.name}"[:200], "group": None, "world": None}
-        self._inner = kind(model, optimizer, average_every=self.average_every // self.swap_every, **inner)
+        self._inner = kind(model, optimizer, average_every=self.average_every, **inner)
         self._limit = self._inner._limit
         self._journal.include(self._inner._journal)
         self._replica: Group
@@ -161,11 +161,11 @@ class ReplicaAveragingPolicy(Ported):
         self._may_be_unequal = False  # whether an interrupted step may have left the replica's ranks unequal
 
     def statistics(self) -> SelectiveStatistics:
-        """Return this replica's counts, which are 0 except on its first rank.
+        """Return this replica's counts. Except for the iteration, they are 0 on all ranks but its first one.
 
         If the replica is sharded, each rank counts the transfers of its own shards.
         """
-        return replace(self._inner.statistics(), title=self._journal.title())
+        return replace(self._inner.statistics(), iteration=self.iteration, title=self._journal.title())
 
     def _holds_shards(self) -> bool:
         return bool(self._flat.mesh_ranks)
@@ -192,10 +192,7 @@ class ReplicaAveragingPolicy(Ported):
         self._inner.optimizer = optimizer
 
     def _own_state(self) -> dict[str, Any]:
-        return {"leader_iteration": self._inner.iteration, "replica_size": self.replica_size}
-
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        self._inner.iteration = validation.count("leader_iteration", state["leader_iteration"], least=0)
+        return {"replica_size": self.replica_size}
 
     def _choose_members(self) -> tuple[int, ...]:
         size = self._group.size
@@ -222,6 +219,7 @@ class ReplicaAveragingPolicy(Ported):
             logger.warning(
                 "all %d ranks are one replica, so nothing is averaged; two replicas need %d ranks", size, 2 * size
             )
+        self._inner.iteration = self.iteration
         self._replica = await self._new_group(ranks[first : first + size])
         self._services.shared(ReplicaMates).ranks = frozenset(self._replica.ranks) - {self._world.rank}
         if isinstance(self._inner, ShardAveraging):
@@ -289,7 +287,7 @@ class ReplicaAveragingPolicy(Ported):
             await self._inner.__aenter__()
         except LateError as error:
             return str(error)
-        self.iteration = (self._inner.iteration + 1) * self.swap_every - 1  # the donor's iteration at its snapshot
+        self.iteration = self._inner.iteration
         return self.state_dict()
 
     async def _copy_optimizer_from_leader(self) -> None:
@@ -324,11 +322,13 @@ class ReplicaAveragingPolicy(Ported):
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> bool:
-        return not self.is_alone and (self._is_due or (self.iteration + 1) % self.swap_every == 0)
+        return self._is_due or (not self.is_alone and (self.iteration + 1) % self.swap_every == 0)
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         is_due = self._is_due
         if self.is_alone or not (is_due or (self.iteration + 1) % self.swap_every == 0):
+            if is_due:
+                self._read_new_metric(local_metric)
             await self._world.safe_point()
             return NOTHING
         if self._may_be_unequal:
@@ -345,11 +345,11 @@ class ReplicaAveragingPolicy(Ported):
         """Let the leader make a step of the leaders' policy, and copy its new weights, together with the replica."""
         if isinstance(self._inner, ShardAveraging):
             read: Any = functools.partial(self._read_new_metric, local_metric)  # may return None, unlike a metric
-            return await self._inner._guarded_step(read, is_due)
+            return await self._inner.step_at(self.iteration, read, is_due=is_due)
         metric = await self._metric_of_replica(local_metric) if is_due else None
 
         async def step_of_leader() -> dict[str, Any]:
-            return asdict(await self._inner._guarded_step(metric, is_due))
+            return asdict(await self._inner.step_at(self.iteration, metric, is_due=is_due))
 
         info = StepInfo(**await compute_and_broadcast(step_of_leader, group=self._replica, world=self._world))
         if info:

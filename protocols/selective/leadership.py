@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.joining.dispatcher import IslandMessage, PolicyDispatcher, SuccessionMessage
 from asyncdist.protocols.joining.messages import Declined, Nomination, TakeOver
-from asyncdist.protocols.joining.newcomers import Application, Refusal, Request, Welcome, digest_of, key_of
+from asyncdist.protocols.joining.newcomers import Refusal, Request, Welcome, digest_of, key_of
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.selective.coordinator import Coordinator
@@ -148,15 +148,6 @@ class Leadership:
         for member in welcome.members:
             self.note_admitted(*member)
         self._carry_out(self._succession.on_claim(welcome.epoch, rank, rank))
-
-    @staticmethod
-    def apply(services: Services, values: Mapping[str, str], ranks: Sequence[int], timeout_s: float) -> Application:
-        """Return an object that requests a restarted rank's admission to the running policy."""
-        dispatcher = services.shared(PolicyDispatcher)
-        left = dispatcher.newest_left(key_of(ranks, values))
-        application = Application(services, dispatcher, ranks, values, timeout_s, left=left)
-        dispatcher.apply(application)
-        return application
 
     def on_report(self, step: int, interval_s: float) -> bool:
         """Return whether this rank's next report must ask the coordinator for an answer.

@@ -28,6 +28,7 @@ from torch import nn
 from asyncdist import ClosedError, current_world, validation
 from asyncdist.messaging import wire
 from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.joining.dispatcher import PolicyDispatcher
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import StateTransfer, check_sendable, cloned
 from asyncdist.protocols.metrics import Metric, MetricSource
@@ -344,7 +345,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         check_sendable(self.model, self.optimizer)
         Leadership.listen(self._services)
         values = self._agreed_values()
-        application = Leadership.apply(self._services, values, self._members, self._start_timeout_s)
+        application = self._services.shared(PolicyDispatcher).apply(self._members, values, self._start_timeout_s)
         try:
             try:
                 welcome, coordinator = await application.welcomed()

@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -28,6 +31,8 @@ from asyncdist.tensors.byte_layout import ALIGNMENT_NBYTES, Packing
 from asyncdist.tensors.flat_state import FlatState
 from protocols import OneSidedSelectiveAveragingPolicy, OneSidedStatistics, StepInfo
 from protocols.one_sided import base as one_sided_averaging
+from protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
+from protocols.one_sided.selection import Choice
 
 MODES = ("age", "threshold", "worst_ratio")
 
@@ -365,6 +370,21 @@ def test_step_says_what_it_did_and_statistics_count_it() -> None:
     assert donor.agents_killed == 0 and donor.version + sum(donor.unpublished.values()) == 30
     assert {name: found.count for name, found in donor.timing.items()} == {"publish": donor.version}
     assert members[0].counts.timing["apply"].count == counts.num_replacements
+
+
+def test_failed_reads_are_counted_by_reasons_without_values() -> None:
+    """Regression: each metric that had become worse added a reason to ``statistics().abandoned``."""
+    flat, found = FlatState(Mixed()), set[str]()
+    window, choice = SimpleNamespace(), Choice((1, 2), 1, floor=0.5, sign=1)
+    group: Any = SimpleNamespace(ranks=(0, 1, 2))
+    reader = DonorReader(0, group, window, Packing(flat.entries), flat, Counter(), chunk_nbytes=64)  # type: ignore[arg-type]
+    for donors, metric in (((1, 2), 0.25), ((2,), 0.125), ((1,), None), ((2,), None)):
+        record = None if metric is None else SimpleNamespace(metric=metric)
+        window.published_by = AsyncMock(return_value=record)
+        with pytest.raises(UnreadableError) as error:
+            asyncio.run(reader.read(Replacement(1, 0.0), replace(choice, donors=donors), deadline=1.0))
+        found.add(str(error.value).partition(":")[0])
+    assert len(found) == 2
 
 
 def test_statistics_are_printed_as_tables(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ from support.replay import on_ranks, run
 from support.seeds import seeds
 
 import asyncdist as ad
-from asyncdist.simulation.faults import Kill
+from asyncdist.simulation import Network
+from asyncdist.simulation.faults import Kill, Stall
 from protocols import ReplayBuffer, Sample, serve_replay_buffer
 from protocols.replay_buffer import client as replay_client
 
@@ -130,6 +131,20 @@ def test_a_fast_client_waits_in_place_of_filling_the_server() -> None:
     _, statistics = run(2, client, in_flight_max=4)
     assert statistics.added == {0: 2000}
     assert most <= 4
+
+
+def test_more_adds_are_in_flight_than_a_channel_holds() -> None:
+    """Regression: with ``in_flight_max`` above 4096, a client of a slow server raised BusyError."""
+    count = 5000
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> None:
+        await world.sleep(1.0)
+        await add_everything(world, buffer, count, 1)
+
+    network, stall = Network(eager_nbytes=1), Stall(1, 0.5, 10.0)
+    main = on_ranks(2, client, in_flight_max=count)
+    statistics = ad.simulate(main, ranks=2, seed=1, network=network, faults=[stall]).results[1]
+    assert statistics.added == {0: count}
 
 
 def test_a_draw_waits_until_there_are_enough() -> None:

@@ -104,7 +104,7 @@ with ad.blocking.open_world() as world:
 
     def note(event: Any) -> None:
         if isinstance(event, SnapshotTaken):
-            snapshots[event.round] = event.iteration * SWAP + SWAP - 1  # the event counts swap points
+            snapshots[event.round] = event.iteration
 
     policy = ReplicaAveragingPolicy(
         model,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.facts import names
 from support.seeds import seeds
 
 import asyncdist as ad
@@ -166,6 +167,36 @@ def test_contributions_under_way_are_saved_and_applied_once(at: int, tmp_path: P
         assert max(version for other, version in sent if other == island) >= max(kept[island]), (
             "all versions must have been contributed"
         )
+
+
+@pytest.mark.parametrize(("ranks", "islands"), [(8, 4), (6, 2), (8, 1), (8, 2)])
+def test_a_job_resumes_with_other_islands(
+    ranks: int, islands: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: versions of the old islands were compared with those of the new ones, and wrong warnings logged."""
+
+    async def main(world: ad.World, islands: int, first: int, last: int) -> tuple[int, int]:
+        model, optimizer = made()
+        policy = AsyncDiLoCoPolicy(model, optimizer, average_every=2, islands=islands, global_every=2)
+        if first:
+            await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        async with policy:
+            await advance(policy, model, optimizer, range(first, last), world.rank)
+            if not first:
+                await ad.save_population(tmp_path, model, optimizer, policy=policy)
+        statistics = policy.statistics()
+        return statistics.lost_progress_count, statistics.merge_count
+
+    ad.simulate(main, 2, 0, 20, ranks=8, seed=1, network=SLOW)
+    caplog.clear()
+    results = ad.simulate(main, islands, 20, 60, ranks=ranks, seed=2, network=SLOW).results
+    texts = [record.getMessage() for record in caplog.records if record.name == "protocols.async_diloco.islands"]
+    assert [names(text, "2", "4", str(islands), str(ranks // islands)) for text in texts] == [True] * (
+        (ranks, islands) != (8, 2)
+    )
+    assert not any(lost for lost, _ in results)
+    size = ranks // islands
+    assert all(any(merged for _, merged in results[first : first + size]) for first in range(0, ranks, size))
 
 
 @pytest.mark.parametrize("late", ["skip", "wait"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import asyncdist as ad
-from asyncdist.simulation import SlowLink, simulate
+from asyncdist.simulation import Compute, SlowLink, simulate
 from protocols import DiLoCoPolicy
 
 STEP_S = 0.01
@@ -94,3 +94,23 @@ def test_fragments_of_unequal_sizes_are_captured_in_turn() -> None:
     slow = [SlowLink(rank, 1 - rank, at_s=0.0, factor=1000) for rank in (0, 1)]
     for rounds in simulate(main, ranks=2, faults=slow, until_s=1000).results:
         assert len(rounds) > 25, "averaging must continue to the end"
+
+
+@pytest.mark.parametrize("options", [{}, {"quorum": 2}], ids=["all", "quorum"])
+def test_late_means_of_a_training_rank_arrive_soon(options: dict[str, Any]) -> None:
+    """Regression: without overlap, each slice was sent in 32 chunks, 4 per step, so that a mean took 22 to 28 steps."""
+
+    async def main(world: ad.World) -> list[int]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1024, 1024)
+        ages = []
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        async with DiLoCoPolicy(model, optimizer, average_every=20, late="skip", **options) as policy:
+            for _ in range(70):
+                info = await policy.step()
+                if info:
+                    ages.append(info.staleness_steps)
+        return ages
+
+    results = simulate(main, ranks=2, seed=1, compute=Compute(step_s=STEP_S), until_s=1000.0).results
+    assert all(len(ages) == 3 and max(ages) <= 8 for ages in results), results

@@ -110,6 +110,28 @@ def test_a_contribution_without_a_mean_is_saved(tmp_path: Path) -> None:
     assert all(2 in rounds for rounds, _ in run((12, 36)))
 
 
+def test_a_copied_rank_does_not_repeat_a_saved_contribution(tmp_path: Path) -> None:
+    """Regression: on more ranks than were saved, the contribution of rank 1 to round 2 counted twice in the mean."""
+    folder = tmp_path / "saves"
+
+    async def first(world: ad.World) -> None:
+        await unequal(world, folder, (4, 16), is_saved=False, outer_optimizer=None)
+
+    async def second(world: ad.World) -> tuple[int, list[tuple[int, ...]]]:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = DiLoCoPolicy(model, optimizer, average_every=4, late="skip", outer_optimizer=None)
+        loaded = await ad.load_population(folder, model, optimizer, policy=policy)
+        async with policy:
+            infos = [await policy.step() for _ in range(40)]
+        return loaded.source, [info.donors for info in infos if info.round in (2, 3)]
+
+    ad.simulate(first, ranks=2, seed=1, compute=Compute(step_s=0.01, factors={0: 3.0}))
+    for rank, (source, donors) in enumerate(ad.simulate(second, ranks=4, seed=1).results):
+        assert source == rank % 2
+        assert donors == [(0, 1, 2), (0, 1, 2, 3)]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -19,6 +19,7 @@ from torch import nn
 
 import asyncdist as ad
 from protocols import DiLoCoPolicy, StepInfo
+from protocols.diloco.eager import AnchorMean
 from simulation.eager_scenarios import OUTERS, Oracle, Plan, check, draw_plan, kills, run, scenario
 from simulation.training_runs import Layers, drift
 
@@ -153,6 +154,38 @@ def test_anchors_are_averaged_exactly_with_any_codec(wire: str) -> None:
     for life in lives.values():
         for mine, theirs in zip(life.anchors, lives[0, 0].anchors, strict=True):
             assert all(map(np.array_equal, mine, theirs))
+
+
+def test_a_settle_without_memory_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the second call took the failed contribution for made, and all ranks waited forever."""
+    capture, count = AnchorMean.capture, 0
+
+    def fails_once(self: AnchorMean, tensors: Any, encoded: Any) -> float:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise MemoryError
+        return capture(self, tensors, encoded)
+
+    monkeypatch.setattr(AnchorMean, "capture", fails_once)
+
+    async def main(_: ad.World) -> tuple[int, int]:
+        model, optimizer = made()
+        failed_count = 0
+        async with DiLoCoPolicy(model, optimizer, average_every=5, eager=True) as policy:
+            for _ in range(12):
+                await policy.step()
+            try:
+                await policy.settle()
+            except MemoryError:
+                failed_count += 1
+                await policy.settle()
+            for _ in range(12):
+                await policy.step()
+        return policy.iteration, failed_count
+
+    results = ad.simulate(main, ranks=2, seed=1, until_s=100.0).results
+    assert sorted(results) == [(24, 0), (24, 1)]
 
 
 def test_a_rank_that_is_not_finite_takes_the_others_means() -> None:

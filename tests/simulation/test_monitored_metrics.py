@@ -12,7 +12,7 @@ from torch import nn
 import asyncdist as ad
 from asyncdist.protocols.metrics import NOT_MEASURED
 from asyncdist.simulation import simulate
-from protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy
+from protocols import AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy, ReplicaAveragingPolicy
 
 
 def identity(value: Any) -> Any:
@@ -45,11 +45,50 @@ def test_what_is_not_measured_is_not_reported(kind: Any, options: dict[str, Any]
         assert results[::2] == ((1, 0), (1, 1))
 
 
-def test_one_rank_alone_may_have_no_measurement() -> None:
+@pytest.mark.parametrize(
+    ("options", "published", "replaced"),
+    [
+        ({"replacement_mode": "age", "age_range": (20, 20)}, (1, 1, 1, 1), (2, 2, 2, 2)),
+        ({"replacement_mode": "worst_ratio"}, (1, 1, 1, 1), (0, 0, 0, 1)),
+        ({"replacement_mode": "threshold", "threshold_metric": -2.5}, (1, 1, 1, 1), (0, 0, 0, 1)),
+    ],
+    ids=["age", "worst_ratio", "threshold"],
+)
+def test_one_sided_ranks_publish_new_measurements(
+    options: dict[str, Any], published: tuple[int, ...], replaced: tuple[int, ...]
+) -> None:
+    """Regression: a due step without a new measurement raised TypeError, as with ``monitor=`` in Lightning."""
+
+    async def main(world: ad.World) -> tuple[int, int]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        measured_at = 5 + 2 * ((2 - world.rank) % 4)  # each rank is better than all earlier ranks; rank 3 is last
+        async with OneSidedSelectiveAveragingPolicy(model, optimizer, average_every=2, **options) as policy:
+            for step in range(60):
+                await world.sleep(1.0)
+                await policy.step(partial(identity, float(-world.rank) if step == measured_at else NOT_MEASURED))
+        statistics = policy.statistics()
+        return statistics.version, statistics.num_replacements
+
+    results = simulate(main, ranks=4, seed=1, strict=True, until_s=1e4).results
+    assert tuple(zip(*results, strict=True)) == (published, replaced)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        AsyncSelectiveAveragingPolicy,
+        OneSidedSelectiveAveragingPolicy,
+        partial(ReplicaAveragingPolicy, replica_size=2),  # Regression: its metric was never read
+    ],
+    ids=["selective", "one-sided", "replicas"],
+)
+def test_one_rank_alone_may_have_no_measurement(kind: Any) -> None:
     async def main(_: ad.World) -> Any:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=1) as policy:
+        async with kind(model, optimizer, average_every=1) as policy:
             await policy.step(1.0)
             await policy.step(lambda: NOT_MEASURED)
             return policy.state_dict()["metric"]

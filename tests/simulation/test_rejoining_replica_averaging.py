@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import asyncdist as ad
-from asyncdist.simulation import Fault, SlowLink, SlowRank, Stall, simulate
+from asyncdist.simulation import Fault, Kill, Restart, SlowLink, SlowRank, Stall, simulate
 from protocols import ReplicaAveragingPolicy
 from simulation.diloco_rejoining_scenarios import LIMIT_S, End, Plan, ended, losses, weights_of
 
@@ -121,3 +121,29 @@ def test_seeds(first: int) -> None:
     for seed in range(first, first + 8):
         seen += run(seed)
     assert seen["joined"] > 8 and seen["adopted after joining"] > 4, seen
+
+
+def test_a_replica_joins_at_the_iteration_of_a_resumed_job() -> None:
+    """Regression: if the job was resumed with another ``swap_every``, the replica joined thousands of steps late."""
+
+    def made(swap_every: int) -> ReplicaAveragingPolicy:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        return ReplicaAveragingPolicy(model, optimizer, replica_size=2, average_every=10, swap_every=swap_every)
+
+    async def main(world: ad.World) -> tuple[int, int]:
+        policy = made(10)
+        if not world.incarnation:
+            policy.load_state_dict({**made(1).state_dict(), "iteration": 400, "leader_iteration": 400})
+        async with policy:
+            first = policy.iteration
+            while policy.iteration < 600:
+                await world.sleep(0.001)
+                await policy.step(float(world.rank))
+        return world.incarnation, first
+
+    faults = [*(Kill(rank, at_s=0.02) for rank in (2, 3)), *(Restart(rank, at_s=0.022) for rank in (2, 3))]
+    results = simulate(main, ranks=4, seed=1, faults=faults, until_s=LIMIT_S).results
+    assert results[:2] == ((0, 400), (0, 400))
+    assert results[2] == results[3]
+    assert results[2][0] == 1 and 400 < results[2][1] < 500, results[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import asyncdist as ad
-from protocols import ReplicaAveragingPolicy
+from protocols import AverageApplied, ReplicaAveragingPolicy, SnapshotTaken
 from simulation.sharded_replica_scenarios import OfPlainShards
 
 STEPS, EVERY = 65, 20
@@ -261,3 +262,41 @@ def test_no_step_follows_a_cancelled_swap(late: int) -> None:
         return said
 
     assert "an earlier step was cancelled" in str(ad.simulate(main, ranks=4, until_s=300).results[late])
+
+
+def test_numbers_of_steps_are_steps_and_not_swap_points() -> None:
+    """Regression: the cooldown, staleness, iterations of events and the statistics counted swap points."""
+    cooldown, swap_every = 40, 10
+    events: list[Any] = []
+
+    async def main(world: ad.World) -> tuple[list[tuple[int, int]], int]:
+        model, optimizer = build(world.rank)
+        applied = []
+        policy = ReplicaAveragingPolicy(
+            model,
+            optimizer,
+            replica_size=2,
+            average_every=swap_every,
+            swap_every=swap_every,
+            threshold=1e9,
+            cooldown=cooldown,
+            on_event=events.append,
+        )
+        async with policy:
+            for step in range(300):
+                await world.sleep(0.01)
+                info = await policy.step(float(world.rank))
+                if info:
+                    applied.append((step, info.staleness_steps))
+        return applied, policy.statistics().iteration
+
+    applied, iteration = ad.simulate(main, ranks=4, seed=1).results[0]
+    averages = [event for event in events if isinstance(event, AverageApplied)]
+    snapshots = [event for event in events if isinstance(event, SnapshotTaken)]
+    steps = [step for step, _ in applied]
+    assert iteration == 300
+    assert len(steps) >= 4 and [event.iteration for event in averages] == steps
+    assert all((event.iteration + 1) % swap_every == 0 for event in snapshots)
+    gaps = [after - before for before, after in itertools.pairwise(steps)]
+    assert all(cooldown - swap_every <= gap <= cooldown + 3 * swap_every for gap in gaps)
+    assert {staleness for _, staleness in applied} <= {0, swap_every}

@@ -43,7 +43,7 @@ def train(parts: list[Part], steps: int = 40, **options: Any) -> Any:
                 if info or info.abandoned:
                     infos.append(info)
         statistics = policy.statistics()
-        assert statistics.replacement_count == sum(map(bool, infos)) and statistics.iteration == steps // 2
+        assert statistics.replacement_count == sum(map(bool, infos)) and statistics.iteration == steps
         return infos
 
     return main

@@ -4,14 +4,17 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 from support.selective import OpenedCoordinator, rules
 
+from protocols.joining.messages import Declined
 from protocols.selective.islands.layout import Island, IslandOptions, by_host
 from protocols.selective.islands.migrants import GUEST_COUNT_MAX
+from protocols.selective.islands.migration import Migration
 from protocols.selective.messages import Assign, End, Frozen, Joined
 from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator
@@ -265,3 +268,24 @@ def test_few_guests_wait_and_the_newest_ones() -> None:
 def test_a_world_in_one_island_has_a_ring_of_one() -> None:
     island = IslandOptions(islands=1).island_of(3, range(4))
     assert island == Island(0, 4, range(4)) and not any(map(island.is_in_other_island, range(-1, 6)))
+
+
+def test_a_rank_that_has_left_gets_messages_after_its_restart() -> None:
+    """Regression: the rank got no announcement of an emigrant until the end of the job."""
+    sent: list[int] = []
+    services: Any = SimpleNamespace(
+        rank=0,
+        gone=set(),
+        restarted={},
+        shared=lambda _: SimpleNamespace(send=lambda _, dest: sent.append(dest)),
+    )
+    island = IslandOptions(islands=2).island_of(0, range(4))
+    assert island is not None
+    nothing: Any = None
+    migration = Migration(services, island, 1, "", (), draw=None, visits=nothing, coordinator_view=nothing)
+    for rank, restarts in ((2, 0), (None, 1), (2, 1), (None, 2)):
+        if rank is not None:
+            migration.on_message(Declined(1), rank, is_serving=True)
+        services.restarted[2] = restarts
+        migration.emigrate(0, 0)
+    assert sent == [3, 2, 3, 3, 2]  # the declined announcement is sent to rank 3 instead

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 from asyncdist.protocols.async_diloco.delayed_nesterov import DelayedNesterov
+from asyncdist.protocols.diloco.options import described
 from asyncdist.protocols.diloco.outer_optimizers import FedAdagrad, FedAdam, FedYogi
 from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep, check_factory
 
@@ -485,3 +486,16 @@ def test_outer_optimizers_use_torchs_fused_kernels(factory: OuterFactory, is_fus
     outer.step([torch.full((5,), 0.5)])
     assert (made[0].param_groups[0]["fused"], made[0].param_groups[0]["foreach"]) == (is_fused, False)
     assert (outer.anchors[0] < 1).all()
+
+
+def test_numpys_optimizers_ignore_the_default_dtype() -> None:
+    """Regression: FedAdam was refused if torch's default dtype was bfloat16, which numpy does not have."""
+    factory = functools.partial(FedAdam, lr=0.5)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        check_factory(factory)
+        assert described(factory).startswith("FedAdam")
+        OuterStep(factory, []).step([])
+    finally:
+        torch.set_default_dtype(dtype)

@@ -281,6 +281,32 @@ def test_a_schedule_continues_with_the_new_base(kind: str) -> None:
             schedule.step()
 
 
+@pytest.mark.parametrize("is_warmed_up", [False, True])
+def test_a_new_base_keeps_the_smallest_scheduled_rate(is_warmed_up: bool) -> None:
+    """Regression: with ``eta_min`` above 0, the current and all later rates were too large after a change."""
+
+    def made(base: float) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([{"params": [parameter()]}, {"params": [parameter()], "lr": base / 2}], lr=base)
+        cosine = lr_scheduler.CosineAnnealingLR(optimizer, 20, eta_min=0.01)
+        if not is_warmed_up:
+            return optimizer, cosine
+        return optimizer, lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.LinearLR(optimizer, 0.25, 1.0, 4), cosine], [4]
+        )
+
+    (optimizer, scheduler), (wanted, other) = made(0.1), made(0.5)
+    own = OptimizerSettings(optimizer, ["lr"], scheduler)
+    for step in range(20):
+        if step == 15:
+            own.write({"lr": 0.5})
+        if step >= 15:
+            rates, expected = ([group["lr"] for group in each.param_groups] for each in (optimizer, wanted))
+            assert rates == pytest.approx(expected), step
+        for each, schedule in ((optimizer, scheduler), (wanted, other)):
+            each.step()
+            schedule.step()
+
+
 @pytest.mark.parametrize("kind", ["lambda", "step", "cosine", "warm-up"])
 def test_a_base_of_zero_is_left_again(kind: str) -> None:
     """A rank that began with the learning rate 0, or copied it, follows the schedule with its next base."""

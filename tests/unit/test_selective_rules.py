@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from support.selective import STRATEGIES, rules
 
-from protocols.ranking import best_of, order_worst_first, replacer_count
+from protocols.ranking import order_worst_first, replacer_count
 from protocols.selective import messages
 from protocols.selective.messages import Applied
 from protocols.selective.rounds import RoundCoordinator
@@ -130,10 +130,7 @@ def test_order_is_total_and_puts_what_is_not_finite_first() -> None:
     metrics = {5: 2.0, 0: 1.0, 3: NAN, 1: INF, 4: 1.0, 2: -INF}
     assert order_worst_first(metrics, "max") == (1, 2, 3, 0, 4, 5)
     assert order_worst_first(metrics, "min") == (1, 2, 3, 5, 0, 4)
-    assert (best_of(metrics, "max"), best_of(metrics, "min")) == (5, 4)
-    assert best_of({5: NAN, 7: INF, 2: -INF}) == 7, (
-        "without a finite metric, the best rank must be chosen by the same rule"
-    )
+    assert order_worst_first({5: NAN, 7: INF, 2: -INF}) == (2, 5, 7)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])

@@ -176,7 +176,7 @@ EXCHANGE_MUTANTS: Final = (
         "exchange",
         "after a loss, a mean that a member has applied is averaged again without the lost rank",
         "protocols/exchange/ledger.py",
-        "                    if self._is_shared(own.round):  # otherwise each member's mean is different\n"
+        "                    if self._is_shared(own.round, members):  # otherwise each member's mean is different\n"
         "                        holders.setdefault(own.round, (rank, own))\n",
         "",
         DILOCO,

@@ -257,8 +257,8 @@ MUTANTS: Final = (
         14,
         "the whole model is copied in every step, and not once per cadence",
         "protocols/one_sided/policy.py",
-        "            if is_due:\n                self._publish(",
-        "            if True:\n                self._publish(",
+        "self._read_new_metric(local_metric) if self._is_due else None\n",
+        "self._read_new_metric(local_metric)\n",
         ONE_SIDED,
     ),
     Mutant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -177,13 +178,18 @@ def _replica_size(policy_state: Any) -> int:
 
 
 def policy_state(state: dict[str, Any], sources: Mapping[int, int], *, is_copy: bool) -> dict[str, Any]:
-    """Return the policy's part of a loaded state. If ``is_copy``, omit its random state, so that its draws differ.
+    """Return the policy's part of a loaded state.
+
+    If ``is_copy``, omit its random state, so that its draws differ. Leave its contributions to unfinished rounds out of
+    the means, because the rank that continues as the same saved rank contributes them.
 
     Args:
         sources: Saved rank whose role each rank takes over, for policies that store rank numbers.
     """
     changed: dict[str, Any] = {"sources": tuple(sources.items())}
     if is_copy:
+        contributions = state.get("contributions", {}).items()
+        changed["contributions"] = {number: {**each, "norm": math.nan} for number, each in contributions}
         changed["draws"] = None
     return {**state, **{name: value for name, value in changed.items() if name in state}}
 

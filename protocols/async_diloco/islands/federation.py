@@ -8,18 +8,23 @@ global server at once.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import astuple, replace
 from typing import Any
+
+from torch import Tensor
 
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.async_diloco.blocks import Layouts
 from asyncdist.protocols.async_diloco.islands.regional import Regional
 from asyncdist.protocols.async_diloco.member import AsyncMember
 from asyncdist.protocols.async_diloco.member_store import MemberStore
+from asyncdist.protocols.async_diloco.messages import Applied
 from asyncdist.protocols.async_diloco.options import ServerOptions
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.scopes import PolicyScopes
+from asyncdist.protocols.joining.state_transfer import packed, unpacked
 from asyncdist.protocols.selective.islands.layout import Island
 
 logger = logging.getLogger("protocols.async_diloco.islands")
@@ -31,6 +36,7 @@ class Federation:
     Args:
         everyone: Members of the policy, in the order in which they become the global server.
         store: This rank's anchor (common weights) and contribution in its island.
+        is_divided_anew: Whether the loaded checkpoint is of other islands.
 
     Attributes:
         member: This rank as a member of its island.
@@ -48,6 +54,8 @@ class Federation:
         store: MemberStore,
         global_store: MemberStore,
         options: ServerOptions,
+        *,
+        is_divided_anew: bool,
     ) -> None:
         own, overlapped = options.own, options.own.late == "skip"
         assert own.global_every is not None and own.merge_weight is not None, "there are islands"
@@ -75,6 +83,7 @@ class Federation:
             every=own.global_every,
             weight=own.merge_weight,
             membership=self.membership,
+            is_divided_anew=is_divided_anew,
         )
         self.member = AsyncMember(
             services,
@@ -125,8 +134,50 @@ class Federation:
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the newest global anchor and, on the global server, of the outer optimizer's state."""
-        global_server = self._global_member.server
+        global_server, division = self._global_member.server, {"division": _division_of(self._island)}
         if global_server is None or not global_server.has_begun:
-            return self.global_store.newest.state()
+            return {**self.global_store.newest.state(), **division}
         held, outer = global_server.held()
-        return {**held.state(), "outer": outer}
+        return {**held.state(), "outer": outer, **division}
+
+
+def divided_anew(state: Mapping[str, Any], island: Island, *, logs: bool) -> dict[str, Any] | None:
+    """Return a rank's saved state without its island's contributions, if it was saved with other islands; else None.
+
+    The anchors are kept. If ``logs``, a warning is logged.
+    """
+    division = state["global"].get("division")
+    if division is None or tuple(division) == _division_of(island):
+        return None
+    if logs:
+        logger.warning(
+            "the checkpoint is of %d islands of %d ranks, and this job has %d islands of %d ranks: each island "
+            "continues from its newest anchor, and does not contribute its earlier progress to the global anchor",
+            *division,
+            *_division_of(island),
+        )
+
+    def alone(held: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        return None if held is None else {**held, "merged": 0}
+
+    def outer_alone(data: Tensor) -> Tensor:
+        return packed({**unpacked(data), "regional": None})
+
+    served, outer, answer = alone(state["served"]), state["outer"], state["answer"]
+    if served is not None:
+        served["outer"] = outer_alone(served["outer"])
+    if answer is not None:
+        answer = {**answer, "report": astuple(replace(Applied(*answer["report"]), merged=0))}
+    return {
+        **state,
+        "base": alone(state["base"]),
+        "served": served,
+        "outer": None if outer is None else (outer[0], outer_alone(outer[1])),
+        "answer": answer,
+        "global": {**state["global"], "applied": ()},
+    }
+
+
+def _division_of(island: Island) -> tuple[int, int]:
+    """Return the number of islands, and of the ranks in each."""
+    return island.count, len(island.ranks)

@@ -51,6 +51,8 @@ class Regional:
         store: This rank's global anchor and its island's contribution.
         every: Number K of versions between two contributions.
         weight: Weight alpha of the global anchor.
+        is_divided_anew: Whether the loaded checkpoint is of other islands, so that no progress is known that is not
+            contributed.
 
     Attributes:
         merged: Number of the island's last contribution whose answer was merged; 0 before the first.
@@ -68,6 +70,7 @@ class Regional:
         every: int,
         weight: float,
         membership: Membership,
+        is_divided_anew: bool,
     ) -> None:
         self._global_client = global_client
         self._store = store
@@ -76,6 +79,7 @@ class Regional:
         self._every = every
         self._weight = weight
         self._membership = membership
+        self._is_divided_anew = is_divided_anew
         self._reference: Block | None = None  # weights from which progress is measured; None before this rank serves
         self._measured_from = 0  # version of the island's anchor that equals the reference
         self._captured: tuple[int, Block] | None = None  # version and anchor of the unmerged contribution
@@ -129,7 +133,7 @@ class Regional:
             return held
         if not held.merged and not self._first.version:
             return self._restarted(held, self._first)
-        if held.version:
+        if held.version and (held.merged or not self._is_divided_anew):
             self._note_lost_progress()
         return self._restarted(held)
 

@@ -78,7 +78,7 @@ class Migration:
         self._draw = draw
         self._visits: Visits | None = visits
         self._coordinator_view = coordinator_view
-        self._absent: set[int] = set()  # ranks of other islands that have left the policy
+        self._absent: dict[int, int] = {}  # ranks of other islands that have left the policy, and their restarts
         self._sent: tuple[Emigrant, int] | None = None  # newest announcement of a member's weights, and its receiver
         self._has_warned = False
         self.is_first = island.index == 0
@@ -125,7 +125,10 @@ class Migration:
     def _dests(self) -> Iterator[int]:
         for index in self._targets():
             ranks = self._island.ranks_of(index)
-            yield from (rank for rank in ranks if rank not in self._services.gone and rank not in self._absent)
+            yield from (rank for rank in ranks if rank not in self._services.gone and not self._is_absent(rank))
+
+    def _is_absent(self, rank: int) -> bool:
+        return self._absent.get(rank) == self._services.restarted.get(rank, 0)
 
     def _targets(self) -> Iterator[int]:
         own, count = self._island.index, self._island.count
@@ -180,7 +183,7 @@ class Migration:
             warn_of_first_weights(self._marks)
 
     def _on_declined(self, source: int, is_serving: bool) -> GuestLeft | None:
-        self._absent.add(source)
+        self._absent[source] = self._services.restarted.get(source, 0)
         if not is_serving:
             return None
         if self._sent is not None and self._sent[1] == source:

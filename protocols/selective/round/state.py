@@ -7,7 +7,7 @@ from functools import partial
 from itertools import repeat
 from typing import Final, NamedTuple
 
-from asyncdist.protocols.ranking import best_of
+from asyncdist.protocols.ranking import order_worst_first
 from asyncdist.protocols.selective.messages import ControlMessage, PackedAssign, PackedFrozen
 from asyncdist.protocols.selective.round.plan import Freeze, Plan
 from asyncdist.protocols.selective.selection import Decision
@@ -163,7 +163,7 @@ class Round:
         weights = tuple([weight_of[rank] for rank in donors])
         iterations = tuple([self.ready[rank] for rank in donors])
         values = {rank: self.judged[rank].value for rank in donors}
-        best = best_of(values, metric_mode) if donors else -1
+        best = order_worst_first(values, metric_mode)[-1] if donors else -1
         reducers = tuple([rank for rank in self.reducers if rank in self.ready or rank in self.waiting_replacers])
         freeze, longest_s = Freeze(donors, weights, iterations, best, reducers).packed(), max(timeouts.values())
         of = {timeout_s: PackedFrozen(freeze, timeout_s) for timeout_s in {*timeouts.values()}}
