@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import platform
+import stat
 import sys
 import time
 import zlib
@@ -65,22 +67,25 @@ class RecordOptions:
 
     Attributes:
         limit_nbytes: Maximum size of a rank's file.
+        replaces: Whether a rank's file replaces an earlier recording of the same job and rank, as in simulations with
+            equal seeds.
     """
 
     folder: Path
     limit_nbytes: int = LIMIT_NBYTES
+    replaces: bool = False
 
     def __post_init__(self) -> None:
         validation.count("record_limit_nbytes", self.limit_nbytes)
 
     @staticmethod
-    def of(folder: Any, limit_nbytes: int = LIMIT_NBYTES) -> RecordOptions | None:
+    def of(folder: Any, limit_nbytes: int = LIMIT_NBYTES, *, replaces: bool = False) -> RecordOptions | None:
         """Return the options, or None if ``folder`` is None."""
         if folder is None:
             return None
         if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
             validation.refuse("record", folder, "the path of a folder or None", TypeError)
-        return RecordOptions(Path(folder), limit_nbytes)
+        return RecordOptions(Path(folder), limit_nbytes, replaces)
 
 
 def file_name(job: str, rank: int, incarnation: int) -> str:
@@ -139,6 +144,15 @@ def _readable_field(field: Field) -> Field:
     return readable(field) if isinstance(field, str) else field
 
 
+def _is_own_file(path: Path) -> bool:
+    """Return whether ``path`` is a file of this user with content, and not a link."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid() and found.st_size > 0
+
+
 def _digest_of(path: str) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
@@ -175,14 +189,25 @@ class RecordWriter:
         clocks = {"clock_s": self._clock(), "unix_s": time.time()}
         try:
             self._options.folder.mkdir(parents=True, exist_ok=True)
-            path = self._options.folder / name
-            # In a shared folder, another user may have created a link or a pipe with this name.
-            path.unlink(missing_ok=True)
+            path = self._free_path(self._options.folder / name)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except OSError as error:
             self._give_up(f"cannot be written: {why_not_written(error)}")
             return
         self._write(_encode({**header, **clocks}))
+
+    def _free_path(self, path: Path) -> Path:
+        """Return ``path``, or a path with a number if ``path`` is an earlier recording. Remove anything else there.
+
+        In a shared folder, another user may have created a link or a pipe with this name.
+        """
+        if not self._options.replaces and _is_own_file(path):
+            numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+            free = next(each for each in numbered if not _is_own_file(each))
+            logger.warning("%s is a recording of an earlier job with this name; this job writes %s", path, free.name)
+            path = free
+        path.unlink(missing_ok=True)
+        return path
 
     def add(self, time_s: float, kind: str, fields: tuple[Field, ...]) -> None:
         """Add an event to the current block, which is written later."""

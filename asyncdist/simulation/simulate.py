@@ -121,7 +121,7 @@ def simulate(
     """
     validation.main_function(main, args)
     arguments = Arguments.checked(ranks, seed, network, compute, faults)
-    recorded = RecordOptions.of(record, record_limit_nbytes)
+    recorded = RecordOptions.of(record, record_limit_nbytes, replaces=True)
     options = RankOptions(strict=strict, record=recorded, instrument=instrument.get())
     if until_s is not None:
         check_number("until_s", until_s)

@@ -72,6 +72,22 @@ def test_a_file_does_not_follow_a_planted_link(tmp_path: Path) -> None:
     assert [list(each.events()) for each in read_recording(tmp_path).ranks] == events
 
 
+def test_a_file_does_not_replace_an_earlier_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a job with the name of an earlier job deleted its recording without a warning."""
+    first, path = recorded(tmp_path, count=1), tmp_path / file_name("0000abcd", 0, 0)
+    assert not caplog.text
+    others = [recorded(tmp_path, count=count) for count in (2, 3)]
+    paths = [path, *(path.with_name(f"{path.stem}-{number}{path.suffix}") for number in (2, 3))]
+    assert sorted(tmp_path.iterdir()) == sorted(paths) and caplog.text.count(str(path)) == 2
+    with pytest.raises(RecordingError, match="0000abcd"):
+        read_recording(tmp_path)
+    for each, events in zip(paths, [first, *others], strict=True):
+        alone = tmp_path / str(len(events))
+        alone.mkdir()
+        each.rename(alone / each.name)
+        assert list(read_recording(alone).ranks[0].events()) == events
+
+
 def test_a_recording_does_not_wait_for_the_reader_of_a_pipe(tmp_path: Path) -> None:
     """Regression: a rank waited forever for a reader of the pipe that another user had made in a shared folder."""
     os.mkfifo(tmp_path / file_name("0000abcd", 0, 0))
