@@ -86,6 +86,9 @@ class ReplayedJob:
         self._difference = self._found[0] if self._found else self._find_difference()
 
     def _find_difference(self) -> DivergenceError | None:
+        deferred = [gate.comparison.deferred for gate in self._gates.values() if gate.comparison.deferred is not None]
+        if deferred:
+            return deferred[0]
         cut_off = self._cut_off({rank for rank, gate in self._gates.items() if gate.is_at_cut})
         waiting = [rank for rank, gate in self._gates.items() if not gate.has_stopped and rank not in cut_off]
         if waiting:
