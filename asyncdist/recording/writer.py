@@ -26,6 +26,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,7 +58,17 @@ _SENT: Final = _CODES["sent"]
 _STEP: Final = _CODES["step"]
 _POLICY: Final = _CODES["policy"]
 _TOLD: Final = _CODES["told"]
-_encode_into = msgspec.msgpack.Encoder().encode_into
+
+
+def _plain(value: Any) -> int | float:
+    """Convert a number of NumPy or torch, which MessagePack cannot represent, to a number of Python."""
+    if hasattr(value, "item"):
+        number: int | float = value.item()
+        return number
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+_encode_into = msgspec.msgpack.Encoder(enc_hook=_plain).encode_into
 _encode = msgspec.msgpack.Encoder().encode
 
 

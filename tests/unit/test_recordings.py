@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgpack
+import numpy
 import pytest
+import torch
 
 import asyncdist as ad
 from asyncdist.errors import RankLostError
@@ -410,6 +412,16 @@ def test_what_is_no_text_is_written_with_backslashes(tmp_path: Path, monkeypatch
     found = read_recording(tmp_path).ranks[0]
     assert (found.header.arguments, found.damage) == (["caf\\udce9"], "")
     assert [event.fields[-1] for event in found.events()] == [0.5, "FileNotFoundError: " + 3 * "\\udce9", 0.5]
+
+
+def test_numbers_of_numpy_and_torch_are_recorded(tmp_path: Path) -> None:
+    """Regression: such a number in an event ended the training with a TypeError."""
+    to = RecordWriter(RecordOptions(tmp_path), Clock(), 0)
+    to.open(header())
+    to.note("step", numpy.int64(3), torch.tensor(4), numpy.float32(0.5))
+    to.close()
+    (event,) = read_recording(tmp_path).ranks[0].events()
+    assert event.fields == (3, 4, 0.5)
 
 
 def test_a_loss_that_a_send_meets_is_written_before_that_send() -> None:
