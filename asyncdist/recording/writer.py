@@ -316,7 +316,7 @@ class RecordWriter:
             )
             return
         try:
-            written = os.write(self._file, data)
+            written = os.pwrite(self._file, data, self._nbytes)
             if written != len(data):
                 raise OSError(f"only {written} of {len(data)} bytes were written; the disk may be full")
         except OSError as error:
@@ -339,7 +339,7 @@ class RecordWriter:
         content = _encode((_CODES["cut"], 0, why))
         data = _encode((self._clock(), zlib.crc32(content), content))
         with contextlib.suppress(OSError):
-            if os.write(self._file, data) != len(data):
+            if os.pwrite(self._file, data, self._nbytes) != len(data):
                 os.ftruncate(self._file, self._nbytes)
 
     def _end(self) -> None:

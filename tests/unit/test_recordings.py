@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import resource
+import signal
 import sys
 import tracemalloc
 from pathlib import Path
@@ -340,8 +342,8 @@ def test_full_disk_causes_one_warning_and_keeps_earlier_records(
     to.open(header())
     to.note("step", 0, 0, 0.5)
     to.flush()
-    write = os.write
-    monkeypatch.setattr(writer.os, "write", lambda file, data: write(file, data[:7]))
+    write = os.pwrite
+    monkeypatch.setattr(writer.os, "pwrite", lambda file, data, offset: write(file, data[:7], offset))
     for _ in range(3):
         to.note("step", 0, 1, 0.5)
         to.flush()
@@ -349,6 +351,28 @@ def test_full_disk_causes_one_warning_and_keeps_earlier_records(
     assert len(caplog.records) == 1
     assert "the disk may be full" in caplog.text
     assert len(list(read_recording(tmp_path).ranks[0].events())) == 1
+
+
+def test_the_reason_is_recorded_if_the_disk_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: the reason was written behind a hole, so that the file looked damaged."""
+    to = RecordWriter(RecordOptions(tmp_path), Clock(), 0)
+    to.open(header())
+    to.note("step", 0, 0, 0.5)
+    to.flush()
+    limit, soft_hard = next(tmp_path.iterdir()).stat().st_size + 200, resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, soft_hard[1]))  # as on a disk with 200 free bytes
+    try:
+        for number in range(100):
+            to.note("step", 0, number, 0.5)
+        to.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
+        signal.signal(signal.SIGXFSZ, previous)
+    (found,) = read_recording(tmp_path).ranks
+    step, cut = found.events()
+    assert (step.kind, cut.kind, found.damage) == ("step", "cut", "")
+    assert cut.get("why") in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
