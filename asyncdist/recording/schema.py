@@ -103,6 +103,7 @@ class Header(Struct, frozen=True, kw_only=True):
     pid: Annotated[int, Meta(ge=0, le=1 << 32)]
     asyncdist: Annotated[str, Meta(max_length=80)]
     script: Text
+    module: Text = ""
     script_digest: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
     arguments: list[Text]
     clock_s: Clock

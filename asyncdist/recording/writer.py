@@ -117,7 +117,8 @@ def remove_earlier(folder: Path, job: str, kept: str) -> None:
 
 def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: str, hostname: str) -> dict[str, Any]:
     """Return the header of a rank's file. The runtime adds the conditions for replays."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    main = sys.modules.get("__main__")
+    script, spec = getattr(main, "__file__", None) or "", getattr(main, "__spec__", None)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -133,6 +134,7 @@ def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: st
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "script": readable(os.path.abspath(script)) if script else "",
+        "module": readable(spec.name) if spec is not None else "",
         "script_digest": _digest_of(script),
         "arguments": [readable(word) for word in sys.argv[1:]]
         if script

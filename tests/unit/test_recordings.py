@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import tracemalloc
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,14 @@ def test_notebook_recording_has_no_script_or_kernel_arguments(tmp_path: Path, mo
     (rank,) = read_recording(tmp_path).ranks
     assert (rank.header.script, rank.header.arguments) == ("", [])
     assert describe_recording(str(tmp_path)).startswith("job 0000abcd: no script, 1 rank, recorded for")
+
+
+def test_a_module_is_recorded_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", ModuleSpec("package.train", None))
+    assert header()["module"] == "package.train"
+    monkeypatch.setattr(main, "__spec__", None)
+    assert header()["module"] == ""
 
 
 def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

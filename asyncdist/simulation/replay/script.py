@@ -150,7 +150,18 @@ def _script_of(
             name,
             shlex.join(map(printable, recorded)),
         )
-    return _ReplayedScript(name, words, recording.size, recording=recording, debugger=debugger, ended=[])
+    module = _module_of(header.module, Path(name))
+    return _ReplayedScript(name, words, recording.size, recording=recording, debugger=debugger, ended=[], module=module)
+
+
+def _module_of(recorded: str, script: Path) -> str:
+    """Return the full name of the module that was recorded with ``python -m``, if it may be this script, or ""."""
+    parts = recorded.split(".")
+    if recorded in ("", "__main__") or not all(map(str.isidentifier, parts)):
+        return ""
+    place = script.resolve().with_suffix("").parts
+    found = next((each for each in (parts, [*parts, "__main__"]) if list(place[-len(each) :]) == each), [])
+    return ".".join(found)
 
 
 def replay_script(
