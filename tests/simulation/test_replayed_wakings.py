@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import cProfile
+import pstats
 import random
 import time
 from collections import Counter
@@ -243,3 +245,27 @@ def test_a_message_right_before_the_end_of_work_waits_for_it(tmp_path: Path) -> 
     keep_events(of_rank_0, lambda _: False, *events)
     recording = read_recording(tmp_path)
     assert replay(main, recording=recording).report.results[0] == ["heard", "computed", "done"]
+
+
+async def receives_many(world: ad.World, count: int) -> None:
+    channel = world.channel(Word, tag=7)
+    for value in range(count):
+        if world.rank == 0:
+            await channel.send(Word(value), dest=1)
+            await world.safe_point()
+        else:
+            await channel.receive()
+    await ad.barrier()
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_replay_is_linear_in_its_messages(tmp_path: Path) -> None:
+    """Regression: each message was compared with all later messages up to the next safe point."""
+
+    def call_count(count: int) -> int:
+        simulate(receives_many, count, ranks=2, seed=1, record=tmp_path / str(count))
+        recording, profile = read_recording(tmp_path / str(count)), cProfile.Profile()
+        profile.runcall(replay, receives_many, count, recording=recording)
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    assert call_count(1200) < 5 * call_count(300)

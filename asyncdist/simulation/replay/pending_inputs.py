@@ -61,6 +61,7 @@ class PendingInputs:
         self._deadlines = deadlines
         self._now = now
         self._point: SafePoint | None = None
+        self._points = deque(entry for entry in log.entries if isinstance(entry, SafePoint))  # recorded, not yet begun
         self._turn = 0
         self._sent_count = 0
         self._time_s = 0.0
@@ -131,6 +132,7 @@ class PendingInputs:
     def clear(self) -> None:
         """Drop the rest of the record."""
         self._log.entries.clear()
+        self._points.clear()
         self._named.clear()
 
     def _note_progress(self) -> None:
@@ -148,8 +150,7 @@ class PendingInputs:
         """Return whether main must reach its next safe point before this message wakes a task."""
         if self._point is not None or type(pending) is not ReceivedMessages:
             return False
-        point = next((entry for entry in self._log.entries if isinstance(entry, SafePoint)), None)
-        return point is not None and point.woken_count <= self._engine.woken_count
+        return bool(self._points) and self._points[0].woken_count <= self._engine.woken_count
 
     def first_late(self) -> ReceivedByTask | None:
         """Return the first message recorded after the next safe point if a task already waits for it, or None."""
@@ -170,14 +171,14 @@ class PendingInputs:
         """
         if type(pending) not in (ReceivedMessages, TimerFired):
             return None
-        is_all_there = True
+        before: list[RecordedInput] = []
         for other in self.upcoming():
             if other.woken_count != pending.woken_count:
                 return None
             if isinstance(other, CollectiveEnd):
                 causes = isinstance(pending, ReceivedMessages) and _may_have_caused(pending, other)
-                return None if causes else (other, is_all_there and self.is_due(other))
-            is_all_there = is_all_there and self.is_possible(other)
+                return None if causes else (other, all(map(self.is_possible, before)) and self.is_due(other))
+            before.append(other)
         return None
 
     def has_late_timer_after(self, pending: RecordedInput) -> bool:
@@ -192,6 +193,8 @@ class PendingInputs:
         entries = self._log.entries
         point = entries.popleft() if entries else SafePoint()
         assert isinstance(point, SafePoint), f"{point} has to be seen before this safe point"
+        if self._points:
+            self._points.popleft()
         self._point = point
         self._engine.woken_count = self._engine.begun_count = self._sent_count = 0
         self._note_progress()
