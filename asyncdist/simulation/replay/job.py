@@ -23,8 +23,12 @@ from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.transport import ReplayTransport
 from asyncdist.transports.base import Transport
 
-#: Number of consecutive events without progress of any rank after which the replay ends.
+#: Number of consecutive events without progress of any rank after which the replay ends. It is larger if a recorded
+#: rank had no input for long, because its tasks may have yielded to each other all the time.
 _IDLE_EVENT_COUNT: Final = 200_000
+_IDLE_EVENT_COUNT_MAX: Final = 10_000_000
+#: Maximum number of times per second that a recorded rank's tasks could yield to each other.
+_YIELDS_PER_S: Final = 1_000_000
 #: Number of events between two checks for progress.
 _LOOK_EVERY: Final = 64
 
@@ -56,6 +60,7 @@ class ReplayedJob:
         """Return the object that replays a rank, which replaces the object that records it."""
         rank = transport.rank
         gate = Gate(rank, self._logs[rank], self._mailboxes[rank], loop, self._found, self._is_cut_off)
+        gate.inputs.reached_s = self._recorded[rank].header.clock_s
         self._gates[rank] = gate
         return ReplayedRank(transport, loop, gate, self._recorded[rank], self._mailboxes, self._begin)
 
@@ -143,7 +148,12 @@ class _Watch:
         progress_count = sum(gate.inputs.progress_count for gate in self._gates.values())
         if progress_count != self._progress_count:
             self._progress_count, self._progressed_at_count = progress_count, self._event_count
-        return self._event_count > self._progressed_at_count + _IDLE_EVENT_COUNT
+        idle_count = self._event_count - self._progressed_at_count
+        return idle_count > _IDLE_EVENT_COUNT and idle_count > self._idle_count_max()
+
+    def _idle_count_max(self) -> float:
+        idle_s = max((gate.inputs.idle_s() for gate in self._gates.values()), default=0.0)
+        return min(_IDLE_EVENT_COUNT + idle_s * _YIELDS_PER_S, _IDLE_EVENT_COUNT_MAX)
 
 
 class ReplayedRank:

@@ -136,6 +136,7 @@ class RankLog:
         clock: Clock readings, keyed by the line number of the code that read the clock.
         decisions: Decisions, keyed by kind. The order across kinds depends on the order of tasks.
         is_over: Whether the end of main is recorded.
+        end_s: Time of the last event, on the rank's clock.
         results: Results of MPI's reductions, keyed by the group's tag: pairs of size in bytes and content. The content
             is b"" if it was too large to record.
         measured: Measured numbers, which depend on timing, keyed by the identity under which they were recorded.
@@ -149,6 +150,7 @@ class RankLog:
     decisions: defaultdict[str, deque[Event]] = field(default_factory=lambda: defaultdict(deque))
     tags: set[int] = field(default_factory=set)
     is_over: bool = False
+    end_s: float = 0.0
     error: str = ""
     is_native: bool = False
     tells_sleeps: bool = False
@@ -185,6 +187,7 @@ def log_of(
     reader = _Reader(log, sent_before_count, tells_ends=tells_ends)
     for event in events:
         reader.read(event)
+        log.end_s = event.time_s
     return log
 
 

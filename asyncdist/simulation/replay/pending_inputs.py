@@ -45,6 +45,7 @@ class PendingInputs:
         catch_up: Function that delivers all inputs that are due. Its argument is the number of inputs, from the start
             of the record, that must not be deferred.
         seen_count: Number of delivered inputs, without messages that tasks received directly.
+        reached_s: Recorded time, on the rank's clock, of the last delivered input or begun safe point.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class PendingInputs:
     ) -> None:
         self.is_open = False
         self.progress_count = 0
-        self.progressed_at_s = 0.0
+        self.progressed_at_s = self.reached_s = 0.0
         self.catch_up: Callable[[int], None] = lambda _: None
         self.seen_count = 0
         self._log = log
@@ -119,7 +120,7 @@ class PendingInputs:
         if isinstance(pending, (TimerFired, CollectiveEnd)):
             self._named[pending.what] -= 1
         self.seen_count += pending.counts
-        self._note_progress()
+        self._note_progress(pending)
 
     def remove_received_by_task(self, key: Key) -> ReceivedByTask | None:
         """Remove and return the first message with this key that a task received in the record, or None."""
@@ -135,8 +136,14 @@ class PendingInputs:
         self._points.clear()
         self._named.clear()
 
-    def _note_progress(self) -> None:
+    def idle_s(self) -> float:
+        """Return the recorded seconds from the last delivered input to the next one, or to the end of the record."""
+        entry = self.next_entry()
+        return (self._log.end_s if entry is None else entry.time_s) - self.reached_s
+
+    def _note_progress(self, entry: Entry) -> None:
         self.progressed_at_s = self._now()
+        self.reached_s = max(self.reached_s, entry.time_s)  # a safe point that is not in the record has no time
         self.progress_count += 1
 
     def is_point_due(self) -> bool:
@@ -197,7 +204,7 @@ class PendingInputs:
             self._points.popleft()
         self._point = point
         self._engine.woken_count = self._engine.begun_count = self._sent_count = 0
-        self._note_progress()
+        self._note_progress(point)
         return point.turn_count
 
     def set_turn(self, turn: int) -> None:
