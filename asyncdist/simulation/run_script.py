@@ -33,6 +33,7 @@ import torch
 from asyncdist import rank_program
 from asyncdist.blocking.callers import SwitchingCaller, ask_for_world, find_caller
 from asyncdist.blocking.stack_bottom import call_at_bottom
+from asyncdist.recording.command_output import write_out
 from asyncdist.recording.writer import SUFFIX
 from asyncdist.runtime.failing.tracebacks import format_error
 from asyncdist.runtime.run import run_local_override, run_override
@@ -382,15 +383,9 @@ def _how_to_see(script: Script, began_ns: int) -> list[str]:
 
 def print_out(*lines: str) -> None:
     """Print lines and flush standard output. Raise ScriptError if this fails, but ignore a broken pipe."""
-    try:
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
-        sys.stdout.flush()
-    except OSError as error:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)  # prevents a second error when Python flushes the output at exit
-        os.close(null)
-        if not isinstance(error, BrokenPipeError):  # a reader such as ``head`` may close the pipe early
-            raise ScriptError(f"standard output cannot be written: {error.strerror}") from error
+    why = write_out(lambda: sys.stdout.write("".join(f"{line}\n" for line in lines)))
+    if why is not None:
+        raise ScriptError(why)
 
 
 def _exit_before_run(script: Script, error: SystemExit | None) -> int:

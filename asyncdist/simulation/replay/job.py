@@ -9,7 +9,6 @@ from typing import Final
 import numpy
 import torch
 
-from asyncdist.recording.events import Event
 from asyncdist.recording.reader import RankRecording, Recording
 from asyncdist.recording.schema import Conditions
 from asyncdist.runtime.world import World
@@ -18,7 +17,7 @@ from asyncdist.simulation.replay.comparison import DivergenceError
 from asyncdist.simulation.replay.cut import cut_at_signals
 from asyncdist.simulation.replay.engine import ReplayedEngine
 from asyncdist.simulation.replay.gate import Gate
-from asyncdist.simulation.replay.log import RankLog, log_of
+from asyncdist.simulation.replay.log import log_of
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.transport import ReplayTransport
 from asyncdist.transports.base import Transport
@@ -46,7 +45,7 @@ class ReplayedJob:
         self._on_open = on_open
         self._recorded = {each.rank: each for each in recording.ranks}
         records = cut_at_signals({rank: list(each.events()) for rank, each in self._recorded.items()})
-        self._logs = {rank: _log_of(each.conditions(), records[rank]) for rank, each in self._recorded.items()}
+        self._logs = {rank: log_of(records[rank], each.conditions()) for rank, each in self._recorded.items()}
         self._mailboxes = [Mailbox() for _ in range(recording.size)]
         self._gates: dict[int, Gate] = {}
         self._found: list[DivergenceError] = []
@@ -204,13 +203,3 @@ def draw_as(conditions: Conditions) -> None:
 def torch_state_of(conditions: Conditions) -> torch.Tensor:
     """Return the state that torch's generator had when a rank opened its world."""
     return torch.frombuffer(bytearray(conditions.random.torch), dtype=torch.uint8)
-
-
-def _log_of(conditions: Conditions, events: Sequence[Event]) -> RankLog:
-    return log_of(
-        events,
-        conditions.sent_before_count,
-        is_native=conditions.capabilities.native_collectives,
-        tells_sleeps=conditions.tells_sleeps,
-        tells_collectives=conditions.tells_collectives,
-    )

@@ -11,11 +11,11 @@ import itertools
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
-from asyncdist import tags
 from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.simulation.replay.log import (
+    COLLECTIVE_TAGS,
     FAILED,
     CollectiveEnd,
     DeadlineExpired,
@@ -32,8 +32,6 @@ from asyncdist.simulation.replay.log import (
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines, Timers
 from asyncdist.waits import WaitId
-
-COLLECTIVE_TAGS: Final = range(tags.COLLECTIVE_FIRST, tags.COLLECTIVE_LAST + 1)
 
 
 class PendingInputs:
