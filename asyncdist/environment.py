@@ -40,8 +40,8 @@ SECRET_VARIABLE: Final = "ASYNCDIST_JOB_SECRET"
 SECRET_FILE_VARIABLE: Final = "ASYNCDIST_JOB_SECRET_FILE"
 #: Variable that is 1 if all ranks of the job are on one host, and 0 if ranks on other hosts may join.
 LOOPBACK_VARIABLE: Final = "ASYNCDIST_LOOPBACK"
-#: Variable with the name of the job to which the variables of :data:`OF_RUN` apply. A rank's child processes inherit
-#: these variables, but may be ranks of another job.
+#: Variable with the name of the job that ``asyncdist run`` has started, to which the variables of :data:`OF_RUN` apply.
+#: A rank's child processes inherit these variables, but may be ranks of another job.
 RUN_VARIABLE: Final = "ASYNCDIST_RUN_ID"
 OF_RUN: Final = (INCARNATION_VARIABLE, EMPTY_VARIABLE, LOOPBACK_VARIABLE)
 

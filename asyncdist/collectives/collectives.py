@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from asyncdist import validation
 from asyncdist.collectives.algorithms import in_pieces, reduction_dtypes
 from asyncdist.collectives.algorithms.by_messages import MessageCollectives
 from asyncdist.collectives.algorithms.in_pieces import PiecewiseCollectives
@@ -87,7 +88,7 @@ class Collectives:
 
     async def broadcast(self, tensor: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         """Write the root's values into every member's ``tensor``, and return the tensor."""
-        position = _position(group, root)
+        root, position = _root_of(group, root)
         is_root = self._rank == root
         (check_dense if is_root else check_writable)(tensor)
         self._note(group, "broadcast", tensor, root)
@@ -106,7 +107,7 @@ class Collectives:
 
     async def gather(self, tensor: torch.Tensor, group: Group, root: int) -> list[torch.Tensor] | None:
         """Return every member's tensor, in the group's order, on ``root``, or None on other ranks."""
-        position = _position(group, root)
+        root, position = _root_of(group, root)
         check_dense(tensor)
         self._note(group, "gather", tensor, root)
         send = to_host(tensor)
@@ -260,7 +261,7 @@ class Collectives:
         self, send: torch.Tensor, sizes: Sequence[int], group: Group, root: int
     ) -> torch.Tensor | None:
         """Return all members' bytes, of the given sizes, in the group's order, on ``root``, or None on other ranks."""
-        position = _position(group, root)
+        root, position = _root_of(group, root)
         if send.nbytes != sizes[group.index]:
             raise LocalProtocolError(
                 f"send must have the {sizes[group.index]} bytes that sizes has for this member, got {send.nbytes}"
@@ -421,10 +422,12 @@ def _all_to_all_evenly(native: GroupHandle, size: int, send: memoryview, receive
     return native.all_to_all(send, counts, receive, counts)
 
 
-def _position(group: Group, root: int) -> int:
-    if root not in group.ranks:
+def _root_of(group: Group, root: Any) -> tuple[int, int]:
+    """Return the rank ``root``, an integer of any type, as an int, and its position in the group."""
+    (number,) = validation.whole_numbers((root,)) or (-1,)
+    if number not in group.ranks:
         raise LocalProtocolError(f"root must be one of the group's ranks {list(group.ranks)}, got {root!r}", root=root)
-    return group.ranks.index(root)
+    return number, group.ranks.index(number)
 
 
 class _HostCopy:

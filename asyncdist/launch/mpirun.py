@@ -10,6 +10,7 @@ import dataclasses
 import importlib.metadata
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -124,6 +125,8 @@ def run(
                 addresses.check_loopback()
             on_one, cores = ranks, local_host.available_cores()
             environ = {**_ON_ONE_HOST[flavour], **environ}
+        if survives:  # the name identifies the job even if a rank is lost before the ranks can agree on a number
+            environ = {**environ, environment.RUN_VARIABLE: secrets.token_hex(8)}
         environ = build_environment(flavour, environ, ranks=on_one, cores=cores, threads=threads, survives=survives)
         count = sum(host.slots for host in hosts) or on_one
         travelling = sorted([*remote_hosts.travelling(environ), guardians.REPORTS_VARIABLE])

@@ -17,6 +17,15 @@ def print_to(command: str, write: Callable[[], None]) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    why = write_out(write)
+    return 0 if why is None else refuse(command, why)
+
+
+def write_out(write: Callable[[], object]) -> str | None:
+    """Call ``write``, which prints to standard output, and flush the output. Return why this failed, or None.
+
+    Output is discarded once its reader has closed the pipe.
+    """
     try:
         write()
         sys.stdout.flush()
@@ -25,8 +34,8 @@ def print_to(command: str, write: Callable[[], None]) -> int:
         os.dup2(null, 1)  # prevents a second error when Python flushes the output at exit
         os.close(null)
         if not isinstance(error, BrokenPipeError):
-            return refuse(command, f"standard output cannot be written: {error.strerror}")
-    return 0
+            return f"standard output cannot be written: {error.strerror}"
+    return None
 
 
 def refuse(command: str, error: object) -> int:

@@ -311,7 +311,13 @@ class _Block(NamedTuple):
 
 def _blocks(file: _Part, begin: int, end: int) -> Iterator[_Block | str]:
     """Yield the blocks from byte ``begin`` to ``end`` and, at the end, a description of the damage, if any."""
-    limits = {"max_bin_len": OBJECT_NBYTES_MAX, "max_array_len": 3, **dict.fromkeys(_NONE, 0)}
+    limits = {
+        "max_bin_len": OBJECT_NBYTES_MAX,
+        "max_array_len": 3,
+        "max_str_len": 0,
+        "max_map_len": 0,
+        "max_ext_len": 0,
+    }
     unpacker = msgpack.Unpacker(file, read_size=_READ_NBYTES, max_buffer_size=4 * OBJECT_NBYTES_MAX, **limits)
     for count in itertools.count():
         place = begin + unpacker.tell()
@@ -333,7 +339,3 @@ def _blocks(file: _Part, begin: int, end: int) -> Iterator[_Block | str]:
             case _:
                 yield f"damaged at byte {place}, after {count} blocks"
                 return
-
-
-#: Names of the limits on msgpack types that blocks do not contain. These limits are 0.
-_NONE: Final = ("max_str_len", "max_map_len", "max_ext_len")

@@ -109,6 +109,7 @@ class Header(Struct, frozen=True, kw_only=True):
     pid: Annotated[int, Meta(ge=0, le=1 << 32)]
     asyncdist: Annotated[str, Meta(max_length=80)]
     script: Text
+    module: Text = ""
     script_digest: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
     arguments: list[Text]
     clock_s: Clock
@@ -308,7 +309,11 @@ class EventSchema:
 
 
 def _unpacker() -> msgpack.Unpacker:
-    return msgpack.Unpacker(max_buffer_size=OBJECT_NBYTES_MAX, use_list=False)
+    """Return an unpacker for objects of one block. It can be fed with a large block that follows smaller ones."""
+    limits = dict.fromkeys(("max_str_len", "max_bin_len", "max_array_len", "max_ext_len"), OBJECT_NBYTES_MAX)
+    return msgpack.Unpacker(
+        max_buffer_size=2 * OBJECT_NBYTES_MAX, use_list=False, max_map_len=OBJECT_NBYTES_MAX // 2, **limits
+    )
 
 
 def _is_known(name: str, fields: Sequence[str]) -> bool:

@@ -16,14 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import platform
+import stat
 import sys
 import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,7 +58,17 @@ _SENT: Final = _CODES["sent"]
 _STEP: Final = _CODES["step"]
 _POLICY: Final = _CODES["policy"]
 _TOLD: Final = _CODES["told"]
-_encode_into = msgspec.msgpack.Encoder().encode_into
+
+
+def _plain(value: Any) -> int | float:
+    """Convert a number of NumPy or torch, which MessagePack cannot represent, to a number of Python."""
+    if hasattr(value, "item"):
+        number: int | float = value.item()
+        return number
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+_encode_into = msgspec.msgpack.Encoder(enc_hook=_plain).encode_into
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -65,22 +78,25 @@ class RecordOptions:
 
     Attributes:
         limit_nbytes: Maximum size of a rank's file.
+        replaces: Whether a rank's file replaces an earlier recording of the same job and rank, as in simulations with
+            equal seeds.
     """
 
     folder: Path
     limit_nbytes: int = LIMIT_NBYTES
+    replaces: bool = False
 
     def __post_init__(self) -> None:
         validation.count("record_limit_nbytes", self.limit_nbytes)
 
     @staticmethod
-    def of(folder: Any, limit_nbytes: int = LIMIT_NBYTES) -> RecordOptions | None:
+    def of(folder: Any, limit_nbytes: int = LIMIT_NBYTES, *, replaces: bool = False) -> RecordOptions | None:
         """Return the options, or None if ``folder`` is None."""
         if folder is None:
             return None
         if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
             validation.refuse("record", folder, "the path of a folder or None", TypeError)
-        return RecordOptions(Path(folder), limit_nbytes)
+        return RecordOptions(Path(folder), limit_nbytes, replaces)
 
 
 def file_name(job: str, rank: int, incarnation: int) -> str:
@@ -101,7 +117,8 @@ def remove_earlier(folder: Path, job: str, kept: str) -> None:
 
 def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: str, hostname: str) -> dict[str, Any]:
     """Return the header of a rank's file. The runtime adds the conditions for replays."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    main = sys.modules.get("__main__")
+    script, spec = getattr(main, "__file__", None) or "", getattr(main, "__spec__", None)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -117,6 +134,7 @@ def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: st
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "script": readable(os.path.abspath(script)) if script else "",
+        "module": readable(spec.name) if spec is not None else "",
         "script_digest": _digest_of(script),
         "arguments": [readable(word) for word in sys.argv[1:]]
         if script
@@ -137,6 +155,15 @@ def _readable_field(field: Field) -> Field:
     if isinstance(field, WaitId):
         return field._replace(name=readable(field.name))
     return readable(field) if isinstance(field, str) else field
+
+
+def _is_own_file(path: Path) -> bool:
+    """Return whether ``path`` is a file of this user with content, and not a link."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid() and found.st_size > 0
 
 
 def _digest_of(path: str) -> str:
@@ -175,14 +202,25 @@ class RecordWriter:
         clocks = {"clock_s": self._clock(), "unix_s": time.time()}
         try:
             self._options.folder.mkdir(parents=True, exist_ok=True)
-            path = self._options.folder / name
-            # In a shared folder, another user may have created a link or a pipe with this name.
-            path.unlink(missing_ok=True)
+            path = self._free_path(self._options.folder / name)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except OSError as error:
             self._give_up(f"cannot be written: {why_not_written(error)}")
             return
         self._write(_encode({**header, **clocks}))
+
+    def _free_path(self, path: Path) -> Path:
+        """Return ``path``, or a path with a number if ``path`` is an earlier recording. Remove anything else there.
+
+        In a shared folder, another user may have created a link or a pipe with this name.
+        """
+        if not self._options.replaces and _is_own_file(path):
+            numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+            free = next(each for each in numbered if not _is_own_file(each))
+            logger.warning("%s is a recording of an earlier job with this name; this job writes %s", path, free.name)
+            path = free
+        path.unlink(missing_ok=True)
+        return path
 
     def add(self, time_s: float, kind: str, fields: tuple[Field, ...]) -> None:
         """Add an event to the current block, which is written later."""
@@ -280,7 +318,7 @@ class RecordWriter:
             )
             return
         try:
-            written = os.write(self._file, data)
+            written = os.pwrite(self._file, data, self._nbytes)
             if written != len(data):
                 raise OSError(f"only {written} of {len(data)} bytes were written; the disk may be full")
         except OSError as error:
@@ -303,7 +341,7 @@ class RecordWriter:
         content = _encode((_CODES["cut"], 0, why))
         data = _encode((self._clock(), zlib.crc32(content), content))
         with contextlib.suppress(OSError):
-            if os.write(self._file, data) != len(data):
+            if os.pwrite(self._file, data, self._nbytes) != len(data):
                 os.ftruncate(self._file, self._nbytes)
 
     def _end(self) -> None:

@@ -55,7 +55,7 @@ class SlowRank:
 
     A computation in progress is not slowed. A turn, in which a rank receives and answers messages, takes at most 2
     microseconds. Slowing a rank that only answers messages is therefore hardly noticeable for factors below a few
-    hundred.
+    hundred. A later process of the rank is slow, too, after a :class:`Restart` or a :class:`Join`.
     """
 
     rank: int

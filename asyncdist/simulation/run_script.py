@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import importlib.util
 import io
 import itertools
 import os
@@ -32,6 +33,7 @@ import torch
 from asyncdist import rank_program
 from asyncdist.blocking.callers import SwitchingCaller, ask_for_world, find_caller
 from asyncdist.blocking.stack_bottom import call_at_bottom
+from asyncdist.recording.command_output import write_out
 from asyncdist.recording.writer import SUFFIX
 from asyncdist.runtime.failing.tracebacks import format_error
 from asyncdist.runtime.run import run_local_override, run_override
@@ -66,6 +68,7 @@ class Script:
     Attributes:
         until_s: Virtual time by which all ranks must have ended, in seconds, or None.
         record: Absolute path of the folder for recordings, or None.
+        module: Full name of the module that the script is, if it runs as with ``python -m``, or an empty string.
         has_safe_path: Whether the user has kept the script's folder out of the module path. The process that runs the
             script cannot read this from ``sys.flags``, because :func:`explore` starts all processes with a safe path.
     """
@@ -76,6 +79,7 @@ class Script:
     faults: tuple[Fault, ...] = ()
     until_s: float | None = None
     record: str | None = None
+    module: str = field(default="", kw_only=True)
     has_safe_path: bool = field(default_factory=lambda: sys.flags.safe_path, kw_only=True)
 
     def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
@@ -114,6 +118,21 @@ class Script:
             inherited_random=inherited,
             record=self.record,
         )
+
+    @property
+    def folder(self) -> str:
+        """Folder that Python would put on ``sys.path``: that of the script, or of the module's outermost package."""
+        return str(Path(self.path).resolve().parents[self.module.count(".")])
+
+    def run_file(self) -> None:
+        """Run the script's file as ``__main__``, on its own, or as a module so that relative imports work."""
+        if not self.module:
+            runpy.run_path(self.path, run_name="__main__")
+            return
+        spec = importlib.util.find_spec(self.module)
+        if spec is None or spec.origin is None or not os.path.samefile(spec.origin, self.path):
+            raise ScriptError(f"the module {self.module} must be {self.path!r}, but Python finds another module")
+        runpy.run_module(self.module, run_name="__main__", alter_sys=True)
 
     @property
     def is_local(self) -> bool:
@@ -252,7 +271,7 @@ def _run_main(script: Script, host: _Host) -> None:
 
     def run() -> None:
         try:
-            runpy.run_path(script.path, run_name="__main__")
+            script.run_file()
         except SystemExit as ended:
             if ended.code or find_caller() is None:
                 raise
@@ -296,7 +315,7 @@ def _program(script: Script) -> Iterator[None]:
     argv, path = sys.argv, list(sys.path)
     sys.argv = [script.path, *script.arguments]
     if not script.has_safe_path:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(script.path)))
+        sys.path.insert(0, script.folder)
     try:
         yield
     except ImportError as error:
@@ -364,15 +383,9 @@ def _how_to_see(script: Script, began_ns: int) -> list[str]:
 
 def print_out(*lines: str) -> None:
     """Print lines and flush standard output. Raise ScriptError if this fails, but ignore a broken pipe."""
-    try:
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
-        sys.stdout.flush()
-    except OSError as error:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)  # prevents a second error when Python flushes the output at exit
-        os.close(null)
-        if not isinstance(error, BrokenPipeError):  # a reader such as ``head`` may close the pipe early
-            raise ScriptError(f"standard output cannot be written: {error.strerror}") from error
+    why = write_out(lambda: sys.stdout.write("".join(f"{line}\n" for line in lines)))
+    if why is not None:
+        raise ScriptError(why)
 
 
 def _exit_before_run(script: Script, error: SystemExit | None) -> int:

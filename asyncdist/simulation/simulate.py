@@ -121,7 +121,7 @@ def simulate(
     """
     validation.main_function(main, args)
     arguments = Arguments.checked(ranks, seed, network, compute, faults)
-    recorded = RecordOptions.of(record, record_limit_nbytes)
+    recorded = RecordOptions.of(record, record_limit_nbytes, replaces=True)
     options = RankOptions(strict=strict, record=recorded, instrument=instrument.get())
     if until_s is not None:
         check_number("until_s", until_s)
@@ -212,7 +212,9 @@ class _Simulation:
         self._fired = [0] * len(faults)
         # Each rank has its own generator, so that an additional message does not change all later computing times.
         self._compute_samplers = [compute.sampler(r, random.Random(f"{seed} compute {r}")) for r in range(size)]
-        self._slowdowns = [1.0] * size
+        self._slowdowns = [1.0] * size  # factors on the ranks' computing times, and on those of their later processes
+        self._slowness = [max(1.0, compute.factors.get(rank, 1.0)) for rank in range(size)]  # the same for turns
+        self._slow_faults: dict[int, list[int]] = {}  # indices of faults that slowed a rank while it had no process
         self._overruns = random.Random(f"{seed} overruns")
         self._overrun_probability = compute.draw_overrun_probability(self._overruns)
         many_rank_count = min(size, _COLLECTING_RANKS_MAX) if size >= MANY_RANKS else 0
@@ -258,7 +260,7 @@ class _Simulation:
             enter=self._states.switch,
             background=Engine._tick,
         )
-        loop.slowness = max(1.0, self._compute.factors.get(rank, 1.0))
+        loop.slowness = self._slowness[rank]
         return loop
 
     def run(
@@ -406,14 +408,19 @@ class _Simulation:
             if rank in self._killed and is_its_turn and not self._is_being_cleared:
                 self._restart(rank, index)
             return
+        if isinstance(fault, SlowRank):
+            self._slowdowns[rank] *= fault.factor
+            self._slowness[rank] *= max(1.0, fault.factor)
+            loop.slowness = self._slowness[rank]
+            if rank in self._killed:
+                self._slow_faults.setdefault(rank, []).append(index)
         if rank in self._killed or rank in self._outcomes:
             return
         match fault:
             case Stall():
                 loop.stall(fault.duration_s)
             case SlowRank():
-                self._slowdowns[rank] *= fault.factor
-                loop.slowness *= max(1.0, fault.factor)
+                pass  # it has taken effect above
             case Interrupt() if self._interrupts[rank].received is None:
                 self._interrupts[rank].received = getattr(signal, fault.signal)
                 loop.call_soon(self._hosts[rank].cancel)
@@ -447,7 +454,8 @@ class _Simulation:
         self._stop_if_over()
 
     def _restart(self, rank: int, index: int) -> None:
-        self._fire(index)
+        for each in (index, *self._slow_faults.pop(rank, ())):
+            self._fire(each)
         self._killed.discard(rank)
         self._trace.add(self._scheduler.now, "join" if rank in self._absent else "restart", rank, 0, 0, 0)
         self._absent.discard(rank)

@@ -94,10 +94,18 @@ def survives_rank_loss(environ: Mapping[str, str] = environment.VARIABLES) -> bo
     return environ.get(rank_program.SURVIVAL_VARIABLE) == "1" and bool(environ.get("OMPI_COMM_WORLD_SIZE"))
 
 
-def job_number(environ: Mapping[str, str] = environment.VARIABLES) -> int | None:
-    """Return a 32-bit number that identifies this job on its host, or None if unknown. It is equal on all ranks."""
+def job_number(world_count: int, environ: Mapping[str, str] = environment.VARIABLES) -> int | None:
+    """Return a 32-bit number that identifies a world of this job, or None if unknown. It is equal on all ranks.
+
+    A namespace alone does not identify the job, because it ends with the pid of mpirun, which a later job may also get.
+    ``asyncdist run`` therefore also passes a random name.
+
+    Args:
+        world_count: Number of earlier worlds of this process.
+    """
     name = environ.get("PMIX_NAMESPACE", "")
-    return zlib.crc32(name.encode()) if name else None
+    parts = name, environ.get(environment.RUN_VARIABLE, ""), str(world_count)
+    return zlib.crc32(" ".join(parts).encode()) if name else None
 
 
 def oversubscription_hint(environ: Mapping[str, str] = environment.VARIABLES) -> str | None:

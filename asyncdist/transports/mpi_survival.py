@@ -15,6 +15,7 @@ The following rules were found by experiment with Open MPI 5.0.11:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -41,6 +42,8 @@ logger = logging.getLogger("asyncdist.transports.mpi_survival")
 #: Seconds that a closing rank waits for the other ranks' goodbyes, which may follow the end of their last requests.
 _GOODBYE_S: Final = 15.0
 _GOODBYE_PERIOD_S: Final = 0.0005
+#: Yields the number of earlier worlds of this process.
+_world_counts: Final = itertools.count()
 
 
 class SurvivingMpiTransport(MpiMessages):
@@ -53,7 +56,7 @@ class SurvivingMpiTransport(MpiMessages):
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
         rank_program.report_to_guardian(rank_program.OPENS_WORLD)
         super().__init__(check_library, finalizes=False)
-        self.launch_nonce = mpi_launchers.job_number()
+        self.launch_nonce = mpi_launchers.job_number(next(_world_counts))
         self.capabilities = Capabilities(
             native_collectives=False,
             survives_rank_loss=True,

@@ -16,6 +16,7 @@ from support import mpi
 from support.endings import failed_ranks, lost_ranks, stopped_by
 
 from asyncdist.launch import mpirun
+from asyncdist.recording.reader import read_recording
 
 pytestmark = pytest.mark.mpi
 SEED = 227
@@ -119,6 +120,26 @@ def test_the_others_open_their_world_without_a_lost_rank() -> None:
 
 
 @pytest.mark.long
+def test_each_world_has_its_own_recording_and_random_numbers(tmp_path: Path) -> None:
+    """Regression: the second world got the name of the first one, and silently replaced its recording."""
+    script = tmp_path / "two_worlds.py"
+    script.write_text(
+        "import sys\n"
+        "import asyncdist as ad\n"
+        "from support import mpi\n"
+        "async def main(world: ad.World) -> float:\n"
+        "    await ad.barrier()\n"
+        "    return world.generator('test').random()\n"
+        "if __name__ == '__main__':\n"
+        "    drawn = [ad.run(main, record=sys.argv[1]) for _ in range(2)]\n"
+        "    mpi.report(0, drawn) if drawn[0] is not None else None\n"
+    )
+    result = mpi.run_ranks(2, script, tmp_path / "runs", timeout_s=60, survive=True).check()
+    jobs = {path.name.partition("-")[0] for path in (tmp_path / "runs").iterdir()}
+    assert len(jobs) == 2 and all(read_recording(tmp_path / "runs", job).missing == () for job in jobs)
+    assert len(set(result.reports[0])) == 2
+
+
 def test_the_user_ends_a_job_that_has_lost_a_rank() -> None:
     result = run("interrupted", interrupt_when="ready").check(returncode=None)
     assert "after the world" not in result.stdout and "Traceback" not in result.stderr

@@ -7,8 +7,10 @@ import dataclasses
 import gc
 import itertools
 import weakref
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -311,3 +313,24 @@ def test_empty_tensor_in_a_gather_is_refused_with_its_rank() -> None:
             await gathering
 
     ad.run_local(main, ranks=2)
+
+
+@pytest.mark.parametrize("root", [numpy.int64(1), torch.tensor(1)])
+def test_the_root_may_be_an_integer_of_any_type(root: Any, tmp_path: Path) -> None:
+    """Regression: the recording of a gather with such a root ended the job."""
+
+    async def collect(world: ad.World) -> list[object]:
+        gathered = await ad.gather(torch.tensor(float(world.rank)), root=root)
+        shared = await ad.broadcast(torch.tensor(float(world.rank)), root=root)
+        return [gathered, shared.item()]
+
+    results = ad.run_local(collect, ranks=2, record=tmp_path)
+    assert results == [[None, 1.0], [[torch.tensor(0.0), torch.tensor(1.0)], 1.0]]
+
+
+@pytest.mark.parametrize("root", [1.0, True, "1", None, 2])
+async def test_another_root_is_refused(root: Any) -> None:
+    async with worlds(2) as made:
+        with pytest.raises(LocalProtocolError) as refused:
+            await made[0].collectives.broadcast(torch.ones(1), made[0].group, root)
+    assert refused.value.facts == {"root": root}

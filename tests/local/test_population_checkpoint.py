@@ -182,7 +182,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     for name in foreign:
         (tmp_path / name).mkdir()
     for _ in range(3):
-        ad.simulate(save, tmp_path, [1.0, 2.0], 2, ranks=2, strict=True).value()
+        ad.run_local(save, tmp_path, [1.0, 2.0], 2, ranks=2, strict=True)
     kept = {entry.name for entry in tmp_path.iterdir()}
     assert kept == {"checkpoint-000009", "checkpoint-000010", *foreign}
     found = ad.simulate(load, tmp_path / "checkpoint-000009", ranks=2, strict=True).results

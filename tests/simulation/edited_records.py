@@ -37,7 +37,7 @@ def record_with_a_kill(main: Callable[..., Coroutine[Any, Any, Any]], folder: Pa
 def keep_events(each: RankRecording, wanted: Callable[[Event], bool], *more: Event) -> None:
     """Write a rank's recording again, with only these of its events, and additional ones."""
     kept = [event for event in each.events() if wanted(event)]
-    to = RecordWriter(RecordOptions(each.path.parent), lambda: each.header.clock_s, each.rank)
+    to = RecordWriter(RecordOptions(each.path.parent, replaces=True), lambda: each.header.clock_s, each.rank)
     to.open(raw_header(each))
     for event in (*kept, *more):
         to.add(*event)

@@ -141,6 +141,28 @@ def test_the_repeat_line_fixes_the_order_of_sets(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.workers
+def with_one_thread(seed: int, faults: Sequence[Fault] | None = None) -> ad.SimReport:
+    assert torch.get_num_threads() == 1
+    return simulate(meets, ranks=2, seed=seed)
+
+
+async def meets(world: ad.World) -> None:
+    await ad.barrier()
+
+
+def test_torch_has_one_thread_with_any_number_of_processes() -> None:
+    """Regression: sums depended on ``processes``, because one process used all cores, and a pool's workers one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert explore(with_one_thread, range(1), processes=1, quiet=True).failure is None
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    statements = shlex.split(repeat_line(with_one_thread, 7))[-1].split("; ")
+    assert statements[:2] == ["import torch", "torch.set_num_threads(1)"]
+
+
 def test_a_plan_of_five_faults_is_shrunk_to_the_one_that_matters() -> None:
     failure = explore(one_fault_of_five, [3], processes=1, quiet=True).failure
     assert failure is not None

@@ -18,10 +18,12 @@ from asyncdist.simulation import (
     Corrupt,
     Delay,
     Fault,
+    Join,
     Kill,
     Link,
     Network,
     Partition,
+    Restart,
     SlowLink,
     SlowRank,
     Stall,
@@ -353,3 +355,28 @@ def test_a_computing_sender_stops_large_messages_if_so_set() -> None:
 
     ends = Counter(round(simulate(main, ranks=2, seed=seed, network=STEADY).results[1]) for seed in range(20))
     assert ends.keys() == {3, 10}
+
+
+async def durations(world: ad.World) -> tuple[float, float]:
+    """Return the mean virtual seconds of a turn, and of a step."""
+    loop = asyncio.get_running_loop()
+    began_at_s = loop.time()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    turned_at_s = loop.time()
+    for _ in range(5):
+        await world.safe_point()
+    stepped_at_s = loop.time()
+    await world.sleep(1.0)
+    return (turned_at_s - began_at_s) / 50, (stepped_at_s - turned_at_s) / 5
+
+
+@pytest.mark.parametrize("at_s", [0.0, 0.055])
+@pytest.mark.parametrize("others", [(Kill(1, at_s=0.05), Restart(1, at_s=0.06)), (Join(1, at_s=0.06),)])
+def test_a_slow_rank_is_slow_in_its_later_process(at_s: float, others: tuple[Fault, ...]) -> None:
+    """Regression: a restarted rank had fast turns, and a rank that joined was not slow."""
+    faults = [SlowRank(1, at_s=at_s, factor=100.0), *others]
+    report = simulate(durations, ranks=2, faults=faults, compute=Compute(step_s=1e-3), return_exceptions=True)
+    turn_s, step_s = report.results[1]
+    assert 30 * TURN_S < turn_s < 100 * TURN_S and step_s == pytest.approx(0.1)
+    assert report.faults_fired == (1,) * len(faults)

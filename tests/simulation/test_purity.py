@@ -9,6 +9,7 @@ import random
 import secrets
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -223,6 +224,20 @@ def test_equal_calls_give_equal_runs_in_other_processes() -> None:
 def test_other_seeds_and_other_ranks_draw_other_entropy() -> None:
     drawn = [entry for seed in (1, 2) for result in simulate(entropy, ranks=2, seed=seed).results for entry in result]
     assert len(set(map(repr, drawn))) == len(drawn)
+
+
+async def uses_a_temporary_folder(world: ad.World) -> str:
+    with tempfile.TemporaryDirectory():
+        pass
+    return str(uuid.uuid4())
+
+
+def test_temporary_files_do_not_change_later_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: tempfile drew the seed of its names only in the first simulation of a process."""
+    monkeypatch.setattr(tempfile, "_name_sequence", None)
+    first, second = (simulate(uses_a_temporary_folder, ranks=2).results for _ in range(2))
+    assert first == second
+    assert tempfile._name_sequence is None, "names are real again"  # type: ignore[attr-defined]
 
 
 def test_after_a_simulation_entropy_is_the_systems_again() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import cProfile
+import pstats
 import random
 import time
 from collections import Counter
@@ -15,7 +17,8 @@ import torch
 import asyncdist as ad
 from asyncdist import waits
 from asyncdist.recording.reader import RecordingError, read_recording
-from asyncdist.simulation import Compute, Network, Uniform, replay, simulate
+from asyncdist.simulation import Compute, DivergenceError, Network, Uniform, replay, simulate
+from asyncdist.simulation.replay import job as replayed_job
 from asyncdist.waits import WaitKind
 from simulation.edited_records import Word, edit_headers, keep_events, with_fields
 
@@ -243,3 +246,45 @@ def test_a_message_right_before_the_end_of_work_waits_for_it(tmp_path: Path) -> 
     keep_events(of_rank_0, lambda _: False, *events)
     recording = read_recording(tmp_path)
     assert replay(main, recording=recording).report.results[0] == ["heard", "computed", "done"]
+
+
+async def yields_often(world: ad.World, count: int) -> None:
+    await ad.barrier()
+    if world.rank == 1:
+        for _ in range(count):
+            await asyncio.sleep(0)
+    await ad.barrier()
+
+
+def test_a_rank_that_yields_for_long_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the replay was reported as different after 200,000 events without a recorded input."""
+    monkeypatch.setattr(replayed_job, "_IDLE_EVENT_COUNT", 1000)
+    ad.run_local(yields_often, 20_000, ranks=2, record=tmp_path)
+    assert replay(yields_often, 20_000, recording=read_recording(tmp_path)).report.results == (None, None)
+    monkeypatch.setattr(replayed_job, "_YIELDS_PER_S", 1000)
+    with pytest.raises(DivergenceError):
+        replay(yields_often, 20_000, recording=read_recording(tmp_path))
+
+
+async def receives_many(world: ad.World, count: int) -> None:
+    channel = world.channel(Word, tag=7)
+    for value in range(count):
+        if world.rank == 0:
+            await channel.send(Word(value), dest=1)
+            await world.safe_point()
+        else:
+            await channel.receive()
+    await ad.barrier()
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_replay_is_linear_in_its_messages(tmp_path: Path) -> None:
+    """Regression: each message was compared with all later messages up to the next safe point."""
+
+    def call_count(count: int) -> int:
+        simulate(receives_many, count, ranks=2, seed=1, record=tmp_path / str(count))
+        recording, profile = read_recording(tmp_path / str(count)), cProfile.Profile()
+        profile.runcall(replay, receives_many, count, recording=recording)
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    assert call_count(1200) < 5 * call_count(300)

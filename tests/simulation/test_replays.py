@@ -35,6 +35,7 @@ from asyncdist.simulation import (
     simulate,
     transport as sim_transport,
 )
+from asyncdist.simulation.exploration.fault_plans import ScriptError
 from asyncdist.simulation.replay import script as replay_scripts
 from asyncdist.simulation.replay.script import run_command
 from asyncdist.tags import COLLECTIVE_FIRST, CONTROL
@@ -374,6 +375,48 @@ def test_a_script_elsewhere_is_run_only_if_it_is_named(tmp_path: Path, monkeypat
     with pytest.raises(RecordingError, match=r"link\.py"):
         replay_script(tmp_path / "elsewhere")
     assert replay_script(tmp_path / "elsewhere", scripts[0]) is not None
+
+
+@pytest.mark.parametrize(("name", "module"), [("train", "train"), ("__main__", ""), ("__main__", "__main__")])
+def test_a_module_is_replayed_with_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
+) -> None:
+    """Regression: a job that ``-m`` had started was run as a script, so that its relative imports failed."""
+    package = f"package_{name.strip('_')}{len(module)}"  # each package is imported once in this process
+    script = tmp_path / package / "inner" / f"{name}.py"
+    script.parent.mkdir(parents=True)
+    script.with_name("parts.py").write_text("COUNT = 3\n")
+    script.write_text(
+        "import sys\nimport asyncdist as ad\nfrom .parts import COUNT\n"
+        "async def main(world):\n    for _ in range(COUNT): await ad.barrier()\n    return sys.path[0], __name__\n"
+        "if __name__ == '__main__': ad.run(main)\n"
+    )
+
+    async def main(world: ad.World) -> None:
+        for _ in range(3):
+            await ad.barrier()
+
+    simulate(main, ranks=2, seed=0, record=tmp_path / "run")
+    recorded = ".".join(part for part in (package, "inner", module) if part)
+    changes: dict[str, Any] = {"script": str(script), "module": recorded, "arguments": []}
+    edit_headers(tmp_path / "run", operator.methodcaller("update", changes))
+    monkeypatch.chdir(tmp_path)
+    replayed = [replay_script(tmp_path / "run"), replay_script(tmp_path / "run", script)]
+    for each in replayed:
+        assert each is not None and each.report.results == ((str(tmp_path), "__main__"),) * 2
+
+
+def test_a_module_elsewhere_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording from someone else may name a module of Python that has effects."""
+    script = tmp_path / "zipfile.py"
+    script.write_text(SCRIPT.replace("BROKEN", "False"))
+    simulate(adds, ranks=2, seed=0, record=tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    for module in ("zipfile", "os", "os;zipfile", "."):
+        changes: dict[str, Any] = {"script": str(script), "module": module, "arguments": []}
+        edit_headers(tmp_path / "run", operator.methodcaller("update", changes))
+        with pytest.raises(ScriptError, match="zipfile") if module == "zipfile" else contextlib.nullcontext():
+            assert replay_script(tmp_path / "run") is not None
 
 
 def test_another_users_script_is_run_only_if_it_is_named(tmp_path: Path) -> None:

@@ -168,3 +168,14 @@ def test_a_policy_that_begins_twice_is_summarised(tmp_path: Path) -> None:
     metrics = [[CODES["metric"], 0, 3, iteration, 0.5] for iteration in (1, 2)]
     write(tmp_path, content_of(policy, metrics[0], policy, metrics[1]))
     assert [each.metrics[0].count for each in summarise(read_recording(tmp_path)).populations] == [1, 1]
+
+
+def test_a_block_of_the_largest_size_after_a_small_one_is_read(tmp_path: Path) -> None:
+    """Regression: blocks are checked together, and the checker had room for a single block of this size."""
+    sizes = [60_000, *[(1 << 20) - 100] * 4]
+    small, *large = (content_of([CODES["told"], 0, "x" * size]) for size in sizes)
+    path, block = write(tmp_path, small), b"".join(large)
+    with path.open("ab") as file:
+        file.write(msgpack.packb([101.0, zlib.crc32(block), block]))
+    (found,) = read_recording(tmp_path).ranks
+    assert not found.damage and [len(event.get("story")) for event in found.events()] == sizes

@@ -487,3 +487,12 @@ def test_a_job_that_mpirun_holds_for_oversubscribed_gets_a_hint(universe: str, s
     hint = mpi_launchers.oversubscription_hint({"OMPI_UNIVERSE_SIZE": universe, "OMPI_COMM_WORLD_SIZE": size})
     assert (hint is not None) == hinted
     assert not hinted or "--host localhost:4 --bind-to none" in str(hint)
+
+
+def test_worlds_and_jobs_of_mpi_have_different_numbers() -> None:
+    """Regression: two jobs whose mpirun had the same pid, and all worlds of a process, had equal numbers."""
+    jobs = [{"PMIX_NAMESPACE": "prterun-host-1@1", **more} for more in ({}, {"ASYNCDIST_RUN_ID": "a"})]
+    numbers = [mpi_launchers.job_number(count, job) for job in jobs for count in range(2)]
+    assert len(set(numbers)) == 4
+    assert all(number is not None and 0 <= number < 1 << 32 for number in numbers)
+    assert mpi_launchers.job_number(0, {}) is None

@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import re
+import resource
+import signal
 import sys
 import tracemalloc
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgpack
+import numpy
 import pytest
+import torch
 
 import asyncdist as ad
 from asyncdist.errors import RankLostError
@@ -70,6 +75,22 @@ def test_a_file_does_not_follow_a_planted_link(tmp_path: Path) -> None:
     events = [recorded(tmp_path, rank=rank, size=2) for rank in range(2)]
     assert precious.read_text() == "kept"
     assert [list(each.events()) for each in read_recording(tmp_path).ranks] == events
+
+
+def test_a_file_does_not_replace_an_earlier_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a job with the name of an earlier job deleted its recording without a warning."""
+    first, path = recorded(tmp_path, count=1), tmp_path / file_name("0000abcd", 0, 0)
+    assert not caplog.text
+    others = [recorded(tmp_path, count=count) for count in (2, 3)]
+    paths = [path, *(path.with_name(f"{path.stem}-{number}{path.suffix}") for number in (2, 3))]
+    assert sorted(tmp_path.iterdir()) == sorted(paths) and caplog.text.count(str(path)) == 2
+    with pytest.raises(RecordingError, match="0000abcd"):
+        read_recording(tmp_path)
+    for each, events in zip(paths, [first, *others], strict=True):
+        alone = tmp_path / str(len(events))
+        alone.mkdir()
+        each.rename(alone / each.name)
+        assert list(read_recording(alone).ranks[0].events()) == events
 
 
 def test_a_recording_does_not_wait_for_the_reader_of_a_pipe(tmp_path: Path) -> None:
@@ -163,6 +184,14 @@ def test_notebook_recording_has_no_script_or_kernel_arguments(tmp_path: Path, mo
     (rank,) = read_recording(tmp_path).ranks
     assert (rank.header.script, rank.header.arguments) == ("", [])
     assert describe_recording(str(tmp_path)).startswith("job 0000abcd: no script, 1 rank, recorded for")
+
+
+def test_a_module_is_recorded_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", ModuleSpec("package.train", None))
+    assert header()["module"] == "package.train"
+    monkeypatch.setattr(main, "__spec__", None)
+    assert header()["module"] == ""
 
 
 def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,8 +351,8 @@ def test_full_disk_causes_one_warning_and_keeps_earlier_records(
     to.open(header())
     to.note("step", 0, 0, 0.5)
     to.flush()
-    write = os.write
-    monkeypatch.setattr(writer.os, "write", lambda file, data: write(file, data[:7]))
+    write = os.pwrite
+    monkeypatch.setattr(writer.os, "pwrite", lambda file, data, offset: write(file, data[:7], offset))
     for _ in range(3):
         to.note("step", 0, 1, 0.5)
         to.flush()
@@ -331,6 +360,28 @@ def test_full_disk_causes_one_warning_and_keeps_earlier_records(
     assert len(caplog.records) == 1
     assert "the disk may be full" in caplog.text
     assert len(list(read_recording(tmp_path).ranks[0].events())) == 1
+
+
+def test_the_reason_is_recorded_if_the_disk_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: the reason was written behind a hole, so that the file looked damaged."""
+    to = RecordWriter(RecordOptions(tmp_path), Clock(), 0)
+    to.open(header())
+    to.note("step", 0, 0, 0.5)
+    to.flush()
+    limit, soft_hard = next(tmp_path.iterdir()).stat().st_size + 200, resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, soft_hard[1]))  # as on a disk with 200 free bytes
+    try:
+        for number in range(100):
+            to.note("step", 0, number, 0.5)
+        to.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
+        signal.signal(signal.SIGXFSZ, previous)
+    (found,) = read_recording(tmp_path).ranks
+    step, cut = found.events()
+    assert (step.kind, cut.kind, found.damage) == ("step", "cut", "")
+    assert cut.get("why") in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -394,6 +445,16 @@ def test_what_is_no_text_is_written_with_backslashes(tmp_path: Path, monkeypatch
     found = read_recording(tmp_path).ranks[0]
     assert (found.header.arguments, found.damage) == (["caf\\udce9"], "")
     assert [event.fields[-1] for event in found.events()] == [0.5, "FileNotFoundError: " + 3 * "\\udce9", 0.5]
+
+
+def test_numbers_of_numpy_and_torch_are_recorded(tmp_path: Path) -> None:
+    """Regression: such a number in an event ended the training with a TypeError."""
+    to = RecordWriter(RecordOptions(tmp_path), Clock(), 0)
+    to.open(header())
+    to.note("step", numpy.int64(3), torch.tensor(4), numpy.float32(0.5))
+    to.close()
+    (event,) = read_recording(tmp_path).ranks[0].events()
+    assert event.fields == (3, 4, 0.5)
 
 
 def test_a_loss_that_a_send_meets_is_written_before_that_send() -> None:

@@ -31,6 +31,8 @@ logger = logging.getLogger("asyncdist.population_checkpoint")
 
 ModelFormat: TypeAlias = Literal["torch", "safetensors"]
 
+#: Folders of the checkpoints that simulations and replays in this process have begun.
+_simulated: Final = set[Path]()
 _PIECE_NBYTES: Final = 1 << 22
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -43,7 +45,7 @@ def check_format(format: ModelFormat) -> None:
         safetensors_model.check_installed()
 
 
-def new_folder(place: Path) -> Path:
+def new_folder(place: Path, *, is_simulated: bool = False) -> Path:
     """Create the folder of the next checkpoint in ``place``, and return its path."""
     place.mkdir(parents=True, exist_ok=True)
     number = max(manifests.numbers(place), default=0) + 1
@@ -51,8 +53,15 @@ def new_folder(place: Path) -> Path:
         with contextlib.suppress(FileExistsError):  # raised if another job has just created this folder
             folder = place / manifests.name_of(number)
             folder.mkdir()
+            if is_simulated:
+                _simulated.add(folder.resolve())
             return folder
         number += 1
+
+
+def is_simulated(folder: Path) -> bool:
+    """Return whether a simulation or a replay in this process has begun the checkpoint in this folder."""
+    return folder.resolve() in _simulated
 
 
 class FolderLock:
@@ -239,11 +248,14 @@ def _sync(path: Path) -> None:
 def _delete_old(newest: Path, keep: int) -> None:
     """Delete unfinished checkpoints, and all complete checkpoints except the ``keep`` newest. Follow no symbolic links.
 
-    A checkpoint that another job is writing is kept, and a warning is logged.
+    A checkpoint that another job is writing is kept, and a warning is logged. A simulation keeps all checkpoints that
+    no simulation in this process has written, in addition to its own ``keep`` newest.
     """
     place, own_number = newest.parent, manifests.number_of(newest.name)
     folders = [place / manifests.name_of(number) for number in manifests.numbers(place) if number < own_number]
     older = [folder for folder in folders if not folder.is_symlink()]
+    if is_simulated(newest):
+        older = [folder for folder in older if is_simulated(folder)]
     whole = [folder for folder in older if (folder / manifests.MANIFEST).is_file()]
     outdated = whole[: max(0, len(whole) - (keep - 1))]
     for folder in older:

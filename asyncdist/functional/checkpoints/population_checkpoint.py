@@ -91,7 +91,8 @@ async def save_population(
             Python numbers.
         metric: Metric by which :func:`load_population` chooses ranks, by default the policy's newest metric. Larger is
             better, unless ``policy`` has ``metric_mode="min"``.
-        keep: Number of newest checkpoints to keep, including this one, or None for all.
+        keep: Number of newest checkpoints to keep, including this one, or None for all. A simulation or a replay
+            deletes only checkpoints that simulations in the same process have written.
         format: ``"torch"``, or ``"safetensors"`` for a separate weights file per rank, which
             ``safetensors.torch.load_file`` opens. Requires ``pip install 'asyncdist[safetensors]'``.
         group: Ranks to save, by default all ranks. Then no rank waits for a restarted rank: its state becomes part of
@@ -347,7 +348,7 @@ class _Save:
                 self.joint.check()
             if self._group.index or self._role == "adds itself":
                 return ""
-            folder = checkpoint_files.new_folder(Path(self._path))
+            folder = checkpoint_files.new_folder(Path(self._path), is_simulated=self._world.is_simulated)
             self._lock = FolderLock(folder)
             return folder.name
 
@@ -444,4 +445,5 @@ class _Save:
 def _finish_files(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None, moment: Moment | None) -> None:
     checkpoint_files.finish(folder, entries, keep, moment)
     if moment is not None:
-        restarted_ranks.collect_states(folder, moment, deletes_others=keep is not None)
+        deletes_others = keep is not None and not checkpoint_files.is_simulated(folder)
+        restarted_ranks.collect_states(folder, moment, deletes_others=deletes_others)

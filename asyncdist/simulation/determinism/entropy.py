@@ -2,8 +2,8 @@
 
 In a simulation, ``os.urandom``, ``secrets``, ``uuid.uuid4``, ``random.Random()``, ``random.SystemRandom``,
 ``random.seed()``, ``numpy.random.default_rng()``, ``numpy.random.seed()`` and ``torch.seed()`` use a generator that is
-seeded with the simulation's seed and the rank. Functions imported by name before the simulation (``from os import
-urandom``) and ``torch.Generator().seed()`` still use real random bytes.
+seeded with the simulation's seed and the rank. ``tempfile`` gets a new generator for names. Functions imported by name
+before the simulation (``from os import urandom``) and ``torch.Generator().seed()`` still use real random bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import random
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -51,6 +52,9 @@ def entropy_from(source: Callable[[int], bytes | None]) -> Iterator[None]:
         replace(random.Random, "seed", _seeding(random.Random.seed, drawn))
         for module in (torch, torch.random):
             replace(module, "seed", _torch_seeding(module.seed, drawn))
+        # The generator for names of temporary files draws its seed only once, in the first simulation of a process.
+        stack.callback(setattr, tempfile, "_name_sequence", tempfile._name_sequence)  # type: ignore[attr-defined]
+        tempfile._name_sequence = None  # type: ignore[attr-defined]
         yield
 
 

@@ -52,7 +52,10 @@ def unpack(payload: bytes) -> Any:
 
 
 class Inline:
-    """Runs seeds in this process, with the methods of :class:`Pool`."""
+    """Runs seeds in this process, with the methods of :class:`Pool`.
+
+    Torch uses one thread, as in a pool's workers, because the order in which it adds numbers depends on this.
+    """
 
     #: Number of chunks of seeds that are in progress at a time.
     window = 1
@@ -62,6 +65,8 @@ class Inline:
         self._payload = payload
         self._no_log = logging.NullHandler()
         _log.addHandler(self._no_log)
+        self._thread_count = torch.get_num_threads()
+        torch.set_num_threads(1)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call ``function(payload, *args)``, and return a completed future with its result."""
@@ -70,8 +75,9 @@ class Inline:
         return future
 
     def end(self) -> None:
-        """Remove the log handler that this object added."""
+        """Remove the log handler that this object added, and restore torch's number of threads."""
         _log.removeHandler(self._no_log)
+        torch.set_num_threads(self._thread_count)
 
     def drop_the_rest(self) -> None:
         """Do nothing, because every call has already returned."""

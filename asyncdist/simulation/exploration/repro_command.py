@@ -35,6 +35,8 @@ def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None,
         plan = f", faults=[{', '.join(map(expression_of, faults))}]"
         kinds = sorted({type(fault).__name__ for fault in faults})
         imports = [*([f"from asyncdist.simulation import {', '.join(kinds)}"] if kinds else []), *imports]
+    # Seeds run with one thread of torch, because the order in which it adds numbers depends on this.
+    imports = ["import torch", "torch.set_num_threads(1)", *imports]
     statement = "; ".join([*imports, f"{name}({seed}{plan}).check_ranks()"])
     paths = _import_paths()
     prefix = f"PYTHONPATH={shlex.quote(os.pathsep.join(paths))} " if paths else ""

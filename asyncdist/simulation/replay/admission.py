@@ -8,9 +8,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from asyncdist.runtime.recording import ObservedEngine
-from asyncdist.simulation.replay.log import Key, RankLog, RankLost, ReceivedByTask
+from asyncdist.simulation.replay.log import COLLECTIVE_TAGS, Key, RankLog, RankLost, ReceivedByTask
 from asyncdist.simulation.replay.mailbox import Mailbox
-from asyncdist.simulation.replay.pending_inputs import COLLECTIVE_TAGS, PendingInputs
+from asyncdist.simulation.replay.pending_inputs import PendingInputs
 from asyncdist.transports.base import ANY_SOURCE
 
 

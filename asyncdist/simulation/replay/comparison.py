@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 from asyncdist import tags
@@ -22,6 +23,8 @@ from asyncdist.simulation.replay.log import (
 
 #: Fields of a recorded decision that may differ in a replay.
 _NOT_REPEATED = frozenset({"seconds", "waited_s", "turn", "woken"})
+#: Kinds of events that a policy records when main leaves it.
+_FINAL = frozenset({"weights", "closed"})
 _TAGS = {tags.METRIC: "metric", tags.CONTROL: "control", tags.REPLAY: "replay", tags.PARAM: "stream control"}
 
 
@@ -34,6 +37,7 @@ class Comparison:
 
     Attributes:
         iteration: Last iteration in which a policy's step ended; -1 before the first such step.
+        deferred: Difference in the weights of a policy that main has left because of an exception, or None.
     """
 
     def __init__(self, rank: int, log: RankLog, found: list[DivergenceError]) -> None:
@@ -41,6 +45,7 @@ class Comparison:
         self._rank = rank
         self._log = log
         self._found = found
+        self.deferred: DivergenceError | None = None
         self._other_order = ""
 
     def note_other_order(self, nbytes: int) -> None:
@@ -51,23 +56,32 @@ class Comparison:
         )
 
     def on_event(self, time_s: float, kind: str, fields: tuple[Field, ...], has_stopped: bool) -> None:
-        """Compare one event with the record, and raise DivergenceError if the event differs."""
+        """Compare one event with the record, and raise DivergenceError if the event differs.
+
+        If a policy's weights differ because an exception makes main leave the policy, later events are not compared.
+        The end of main then reports the exception. If main catches it, :attr:`deferred` is reported.
+        """
         if kind == "step":
             self.iteration = whole(fields[1])
-        if kind not in DECISIONS or self._found:
+        if kind not in DECISIONS or self._found or self.deferred is not None:
             return
         event = Event(time_s, kind, fields)
         decisions = self._log.decisions[kind]
-        if not decisions:
-            if self._log.is_over and not has_stopped:  # after the end of main, events may differ
-                raise self.divergence(f"the recording has no further {kind}, but the replay has [{event}]")
+        expected = decisions.popleft() if decisions else None
+        if expected is None:
+            if not self._log.is_over or has_stopped:  # after the end of main, events may differ
+                return
+            found = f"the recording has no further {kind}, but the replay has [{event}]"
+        elif _essence(expected) != _essence(event):
+            found = f"the recording has [{expected}], but the replay has [{event}]"
+        else:
             return
-        expected = decisions.popleft()
-        if _essence(expected) != _essence(event):
-            raise self.divergence(f"the recording has [{expected}], but the replay has [{event}]")
+        if kind not in _FINAL or not isinstance(sys.exception(), Exception):
+            raise self.divergence(found)
+        self.deferred = self._difference(found)
 
     def on_end(self, error: BaseException | None) -> None:
-        """Compare the end of main with the recorded end."""
+        """Compare the end of main with the recorded end. ``error`` is the cause of a reported difference."""
         if isinstance(error, asyncio.CancelledError):
             return
         now, recorded = "" if error is None else type(error).__name__, self._log.error.partition(":")[0]
@@ -75,7 +89,10 @@ class Comparison:
         failed_late = recorded == RankLostError.__name__ and not now
         if self._log.is_over and not self._found and now != recorded and not failed_late:
             told = now if error is None else f"{now}: {error}".partition("\n")[0]
-            self.divergence(f"main ended with [{self._log.error}] in the recording, but with [{told[:300]}] now")
+            found = self.divergence(
+                f"main ended with [{self._log.error}] in the recording, but with [{told[:300]}] now"
+            )
+            found.__cause__ = error
 
     def where(self) -> str:
         """Describe the rank's progress, for example as "after iteration 3"."""
@@ -83,9 +100,12 @@ class Comparison:
 
     def divergence(self, what: str) -> DivergenceError:
         """Return an error with the rank and its iteration, and append it to the list of differences."""
-        error = DivergenceError(f"rank {self._rank}, {self.where()}: {what}{self._other_order}", rank=self._rank)
+        error = self._difference(what)
         self._found.append(error)
         return error
+
+    def _difference(self, what: str) -> DivergenceError:
+        return DivergenceError(f"rank {self._rank}, {self.where()}: {what}{self._other_order}", rank=self._rank)
 
 
 def describe_missing(pending: RecordedInput | None) -> str:

@@ -9,7 +9,6 @@ from typing import Final
 import numpy
 import torch
 
-from asyncdist.recording.events import Event
 from asyncdist.recording.reader import RankRecording, Recording
 from asyncdist.recording.schema import Conditions
 from asyncdist.runtime.world import World
@@ -18,13 +17,17 @@ from asyncdist.simulation.replay.comparison import DivergenceError
 from asyncdist.simulation.replay.cut import cut_at_signals
 from asyncdist.simulation.replay.engine import ReplayedEngine
 from asyncdist.simulation.replay.gate import Gate
-from asyncdist.simulation.replay.log import RankLog, log_of
+from asyncdist.simulation.replay.log import log_of
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.transport import ReplayTransport
 from asyncdist.transports.base import Transport
 
-#: Number of consecutive events without progress of any rank after which the replay ends.
+#: Number of consecutive events without progress of any rank after which the replay ends. It is larger if a recorded
+#: rank had no input for long, because its tasks may have yielded to each other all the time.
 _IDLE_EVENT_COUNT: Final = 200_000
+_IDLE_EVENT_COUNT_MAX: Final = 10_000_000
+#: Maximum number of times per second that a recorded rank's tasks could yield to each other.
+_YIELDS_PER_S: Final = 1_000_000
 #: Number of events between two checks for progress.
 _LOOK_EVERY: Final = 64
 
@@ -42,7 +45,7 @@ class ReplayedJob:
         self._on_open = on_open
         self._recorded = {each.rank: each for each in recording.ranks}
         records = cut_at_signals({rank: list(each.events()) for rank, each in self._recorded.items()})
-        self._logs = {rank: _log_of(each.conditions(), records[rank]) for rank, each in self._recorded.items()}
+        self._logs = {rank: log_of(records[rank], each.conditions()) for rank, each in self._recorded.items()}
         self._mailboxes = [Mailbox() for _ in range(recording.size)]
         self._gates: dict[int, Gate] = {}
         self._found: list[DivergenceError] = []
@@ -56,6 +59,7 @@ class ReplayedJob:
         """Return the object that replays a rank, which replaces the object that records it."""
         rank = transport.rank
         gate = Gate(rank, self._logs[rank], self._mailboxes[rank], loop, self._found, self._is_cut_off)
+        gate.inputs.reached_s = self._recorded[rank].header.clock_s
         self._gates[rank] = gate
         return ReplayedRank(transport, loop, gate, self._recorded[rank], self._mailboxes, self._begin)
 
@@ -86,6 +90,9 @@ class ReplayedJob:
         self._difference = self._found[0] if self._found else self._find_difference()
 
     def _find_difference(self) -> DivergenceError | None:
+        deferred = [gate.comparison.deferred for gate in self._gates.values() if gate.comparison.deferred is not None]
+        if deferred:
+            return deferred[0]
         cut_off = self._cut_off({rank for rank, gate in self._gates.items() if gate.is_at_cut})
         waiting = [rank for rank, gate in self._gates.items() if not gate.has_stopped and rank not in cut_off]
         if waiting:
@@ -140,7 +147,12 @@ class _Watch:
         progress_count = sum(gate.inputs.progress_count for gate in self._gates.values())
         if progress_count != self._progress_count:
             self._progress_count, self._progressed_at_count = progress_count, self._event_count
-        return self._event_count > self._progressed_at_count + _IDLE_EVENT_COUNT
+        idle_count = self._event_count - self._progressed_at_count
+        return idle_count > _IDLE_EVENT_COUNT and idle_count > self._idle_count_max()
+
+    def _idle_count_max(self) -> float:
+        idle_s = max((gate.inputs.idle_s() for gate in self._gates.values()), default=0.0)
+        return min(_IDLE_EVENT_COUNT + idle_s * _YIELDS_PER_S, _IDLE_EVENT_COUNT_MAX)
 
 
 class ReplayedRank:
@@ -192,13 +204,3 @@ def draw_as(conditions: Conditions) -> None:
 def torch_state_of(conditions: Conditions) -> torch.Tensor:
     """Return the state that torch's generator had when a rank opened its world."""
     return torch.frombuffer(bytearray(conditions.random.torch), dtype=torch.uint8)
-
-
-def _log_of(conditions: Conditions, events: Sequence[Event]) -> RankLog:
-    return log_of(
-        events,
-        conditions.sent_before_count,
-        is_native=conditions.capabilities.native_collectives,
-        tells_sleeps=conditions.tells_sleeps,
-        tells_collectives=conditions.tells_collectives,
-    )

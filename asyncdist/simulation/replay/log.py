@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeAlias
 
 from asyncdist import tags
 from asyncdist.recording.events import BEFORE_WORLD, Event
 from asyncdist.recording.reader import RecordingError
+from asyncdist.recording.schema import Conditions
 from asyncdist.waits import WaitId, WaitKind
 
 #: Kinds of events that a replay must repeat, field by field.
@@ -20,6 +21,8 @@ DECISIONS: Final = frozenset(
         *("coordinator", "closed", "weights", "lost", "contributed"),
     }
 )
+#: Tags of the messages of collectives.
+COLLECTIVE_TAGS: Final = range(tags.COLLECTIVE_FIRST, tags.COLLECTIVE_LAST + 1)
 #: Source and tag of a message.
 Key: TypeAlias = tuple[int, int]
 
@@ -136,6 +139,7 @@ class RankLog:
         clock: Clock readings, keyed by the line number of the code that read the clock.
         decisions: Decisions, keyed by kind. The order across kinds depends on the order of tasks.
         is_over: Whether the end of main is recorded.
+        end_s: Time of the last event, on the rank's clock.
         results: Results of MPI's reductions, keyed by the group's tag: pairs of size in bytes and content. The content
             is b"" if it was too large to record.
         measured: Measured numbers, which depend on timing, keyed by the identity under which they were recorded.
@@ -149,6 +153,7 @@ class RankLog:
     decisions: defaultdict[str, deque[Event]] = field(default_factory=lambda: defaultdict(deque))
     tags: set[int] = field(default_factory=set)
     is_over: bool = False
+    end_s: float = 0.0
     error: str = ""
     is_native: bool = False
     tells_sleeps: bool = False
@@ -158,7 +163,7 @@ class RankLog:
 
     def is_without_messages(self, tag: int | None) -> bool:
         """Return whether MPI carried out the collectives with this tag, so that their messages are not recorded."""
-        return tag is not None and _is_of_collectives(tag) and tag not in self.tags
+        return tag is not None and tag in COLLECTIVE_TAGS and tag not in self.tags
 
     @property
     def decision_count(self) -> int:
@@ -166,25 +171,20 @@ class RankLog:
         return sum(map(len, self.decisions.values()))
 
 
-def log_of(
-    events: Iterable[Event],
-    sent_before_count: int = 0,
-    *,
-    is_native: bool = False,
-    tells_sleeps: bool = False,
-    tells_collectives: bool = False,
-) -> RankLog:
+def log_of(events: Sequence[Event], conditions: Conditions) -> RankLog:
     """Sort the recorded events of a rank into the inputs and the decisions of its record.
 
-    If a signal ended the rank, ``events`` must end at the signal. ``sent_before_count`` is the number of messages sent
-    before the rank's world was open.
+    If a signal ended the rank, ``events`` must end at the signal.
     """
-    events = list(events)
-    log = RankLog(is_native=is_native, tells_sleeps=tells_sleeps, tells_collectives=tells_collectives)
+    is_native = conditions.capabilities.native_collectives
+    log = RankLog(
+        is_native=is_native, tells_sleeps=conditions.tells_sleeps, tells_collectives=conditions.tells_collectives
+    )
     tells_ends = is_native and any(event.kind == "collective" for event in events)
-    reader = _Reader(log, sent_before_count, tells_ends=tells_ends)
+    reader = _Reader(log, conditions.sent_before_count, tells_ends=tells_ends)
     for event in events:
         reader.read(event)
+        log.end_s = event.time_s
     return log
 
 
@@ -206,11 +206,11 @@ class _Reader:
             case "safe_point", (bool(has_ended), int(turn_count), *_):
                 self._read_safe_point(event, has_ended, turn_count)
             case "received", (int(source), int(tag), int(), int(number), *_):
-                if not (self._tells_ends and _is_of_collectives(tag)):  # replayed collectives may send other messages
+                if not (self._tells_ends and tag in COLLECTIVE_TAGS):  # replayed collectives may send other messages
                     self._read_message(event, number, (source, tag))
             case "sent", (int(), int(tag), *_):
                 self._last_pass = -1  # a later message of the same pass may be a reply to this message
-                self._sent_count += not (log.is_native and _is_of_collectives(tag))
+                self._sent_count += not (log.is_native and tag in COLLECTIVE_TAGS)
             case "deadline" | "timer" | "failed" | "collective" | "lost", _:
                 self._inputs.append(_input_of(event, self._sent_count))
                 self._seen_count += 1
@@ -275,7 +275,3 @@ def _input_of(event: Event, sent_count: int) -> RecordedInput:
             return CollectiveEnd(*at, end_of_collective(int(event.get("tag") or 0)))
         case _:
             return RankLost(*at, int(event.get("rank") or 0))
-
-
-def _is_of_collectives(tag: int) -> bool:
-    return tags.COLLECTIVE_FIRST <= tag <= tags.COLLECTIVE_LAST

@@ -11,11 +11,11 @@ import itertools
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
-from asyncdist import tags
 from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.simulation.replay.log import (
+    COLLECTIVE_TAGS,
     FAILED,
     CollectiveEnd,
     DeadlineExpired,
@@ -33,8 +33,6 @@ from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines, Timers
 from asyncdist.waits import WaitId
 
-COLLECTIVE_TAGS: Final = range(tags.COLLECTIVE_FIRST, tags.COLLECTIVE_LAST + 1)
-
 
 class PendingInputs:
     """Stores a replayed rank's remaining recorded inputs, and the point that the rank has reached in its record.
@@ -45,6 +43,7 @@ class PendingInputs:
         catch_up: Function that delivers all inputs that are due. Its argument is the number of inputs, from the start
             of the record, that must not be deferred.
         seen_count: Number of delivered inputs, without messages that tasks received directly.
+        reached_s: Recorded time, on the rank's clock, of the last delivered input or begun safe point.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class PendingInputs:
     ) -> None:
         self.is_open = False
         self.progress_count = 0
-        self.progressed_at_s = 0.0
+        self.progressed_at_s = self.reached_s = 0.0
         self.catch_up: Callable[[int], None] = lambda _: None
         self.seen_count = 0
         self._log = log
@@ -61,6 +60,7 @@ class PendingInputs:
         self._deadlines = deadlines
         self._now = now
         self._point: SafePoint | None = None
+        self._points = deque(entry for entry in log.entries if isinstance(entry, SafePoint))  # recorded, not yet begun
         self._turn = 0
         self._sent_count = 0
         self._time_s = 0.0
@@ -118,7 +118,7 @@ class PendingInputs:
         if isinstance(pending, (TimerFired, CollectiveEnd)):
             self._named[pending.what] -= 1
         self.seen_count += pending.counts
-        self._note_progress()
+        self._note_progress(pending)
 
     def remove_received_by_task(self, key: Key) -> ReceivedByTask | None:
         """Remove and return the first message with this key that a task received in the record, or None."""
@@ -131,10 +131,17 @@ class PendingInputs:
     def clear(self) -> None:
         """Drop the rest of the record."""
         self._log.entries.clear()
+        self._points.clear()
         self._named.clear()
 
-    def _note_progress(self) -> None:
+    def idle_s(self) -> float:
+        """Return the recorded seconds from the last delivered input to the next one, or to the end of the record."""
+        entry = self.next_entry()
+        return (self._log.end_s if entry is None else entry.time_s) - self.reached_s
+
+    def _note_progress(self, entry: Entry) -> None:
         self.progressed_at_s = self._now()
+        self.reached_s = max(self.reached_s, entry.time_s)  # a safe point that is not in the record has no time
         self.progress_count += 1
 
     def is_point_due(self) -> bool:
@@ -148,8 +155,7 @@ class PendingInputs:
         """Return whether main must reach its next safe point before this message wakes a task."""
         if self._point is not None or type(pending) is not ReceivedMessages:
             return False
-        point = next((entry for entry in self._log.entries if isinstance(entry, SafePoint)), None)
-        return point is not None and point.woken_count <= self._engine.woken_count
+        return bool(self._points) and self._points[0].woken_count <= self._engine.woken_count
 
     def first_late(self) -> ReceivedByTask | None:
         """Return the first message recorded after the next safe point if a task already waits for it, or None."""
@@ -170,14 +176,14 @@ class PendingInputs:
         """
         if type(pending) not in (ReceivedMessages, TimerFired):
             return None
-        is_all_there = True
+        before: list[RecordedInput] = []
         for other in self.upcoming():
             if other.woken_count != pending.woken_count:
                 return None
             if isinstance(other, CollectiveEnd):
                 causes = isinstance(pending, ReceivedMessages) and _may_have_caused(pending, other)
-                return None if causes else (other, is_all_there and self.is_due(other))
-            is_all_there = is_all_there and self.is_possible(other)
+                return None if causes else (other, all(map(self.is_possible, before)) and self.is_due(other))
+            before.append(other)
         return None
 
     def has_late_timer_after(self, pending: RecordedInput) -> bool:
@@ -192,9 +198,11 @@ class PendingInputs:
         entries = self._log.entries
         point = entries.popleft() if entries else SafePoint()
         assert isinstance(point, SafePoint), f"{point} has to be seen before this safe point"
+        if self._points:
+            self._points.popleft()
         self._point = point
         self._engine.woken_count = self._engine.begun_count = self._sent_count = 0
-        self._note_progress()
+        self._note_progress(point)
         return point.turn_count
 
     def set_turn(self, turn: int) -> None:

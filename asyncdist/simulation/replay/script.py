@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from asyncdist.errors import is_consequence
 from asyncdist.recording.command_output import refuse
 from asyncdist.recording.file_errors import why_not_written
 from asyncdist.recording.reader import Recording, RecordingError, read_recording
@@ -149,7 +150,18 @@ def _script_of(
             name,
             shlex.join(map(printable, recorded)),
         )
-    return _ReplayedScript(name, words, recording.size, recording=recording, debugger=debugger, ended=[])
+    module = _module_of(header.module, Path(name))
+    return _ReplayedScript(name, words, recording.size, recording=recording, debugger=debugger, ended=[], module=module)
+
+
+def _module_of(recorded: str, script: Path) -> str:
+    """Return the full name of the module that was recorded with ``python -m``, if it may be this script, or ""."""
+    parts = recorded.split(".")
+    if recorded in ("", "__main__") or not all(map(str.isidentifier, parts)):
+        return ""
+    place = script.resolve().with_suffix("").parts
+    found = next((each for each in (parts, [*parts, "__main__"]) if list(place[-len(each) :]) == each), [])
+    return ".".join(found)
 
 
 def replay_script(
@@ -161,7 +173,8 @@ def replay_script(
     """Replay the recorded run of a script in the simulator, for use in tests.
 
     If the recorded run succeeded, the replay must not differ from it. If it failed, the replay may differ, because the
-    defect may have been fixed since, but no rank may fail.
+    defect may have been fixed since, but no rank may fail. The replay ends at the first difference. Code that would run
+    later is not tested.
 
     Args:
         folder: Folder of the recording, as passed to ``record=``.
@@ -183,6 +196,8 @@ def replay_script(
     ran = _script_of(recording, script, arguments, None)
     error = contextvars.copy_context().run(execute, ran, 0, ()).error
     if isinstance(error, DivergenceError) and _has_failed(recording):
+        if (cause := error.__cause__) is not None and not is_consequence(cause):
+            raise cause
         logger.warning("the recorded run failed, and the replay differs from it: %s", error)
         return None
     if error is not None:
