@@ -9,6 +9,7 @@ so a second SIGHUP is ignored.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import threading
@@ -21,6 +22,8 @@ from asyncdist import rank_program
 from asyncdist.launchers import launcher_signals
 from asyncdist.runtime.failing.process_ends import exit_immediately
 from asyncdist.runtime.story.requests import StoryRequests, forget_in_child
+
+logger = logging.getLogger("asyncdist.runtime.signals")
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -186,7 +189,11 @@ class Interrupts:
 
     def _stop(self, spared: Collection[asyncio.Task[Any] | None] = ()) -> None:
         self._is_pending = False
-        self._waited = {rank: wait() for rank, wait in self._waits.items()}
+        for rank, wait in self._waits.items():
+            try:
+                self._waited[rank] = wait()
+            except Exception:  # The tasks must be cancelled anyway.
+                logger.warning("the wait of rank %d cannot be described", rank, exc_info=True)
         for task in self._tasks:
             if task not in spared and (task not in self._are_ending or not self._are_ending[task]()):
                 task.cancel()

@@ -21,7 +21,8 @@ from support.facts import names, naming
 
 import asyncdist as ad
 from asyncdist.messaging.engine import Engine
-from asyncdist.runtime import run
+from asyncdist.runtime import hosting, run, stall_warnings
+from asyncdist.runtime.failing import failure
 from asyncdist.runtime.stall_warnings import EndWatch, StallWatch, WatchdogOptions
 from asyncdist.simulation import Compute
 
@@ -461,6 +462,49 @@ def test_ctrl_c_shows_no_wait_for_a_rank_about_to_continue() -> None:
         ad.run_local(main, ranks=2)
     (note,) = caught.value.__notes__
     assert names(note, "rank 1", "Note", "tag 100")
+
+
+def test_ctrl_c_ends_a_main_that_waits_for_many_collectives(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: each collective depends on the previous one, so that the first Ctrl-C raised RecursionError."""
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 0:
+            await asyncio.gather(*[ad.all_reduce(torch.ones(2)) for _ in range(1000)])
+        while not warnings(caplog):  # noqa: ASYNC110 the log has no event
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ad.run_local(main, ranks=2, stall_s=0.3)
+    assert names(caught.value.__notes__[0], "rank 0", "asyncio.gather", "996 more")
+    assert names(warnings(caplog)[0], "rank 0", "asyncio.gather", "996 more")
+
+
+def test_a_wait_that_cannot_be_described_delays_no_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: main was not cancelled, and no later wait of it was checked."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("not describable")
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 0:
+            monkeypatch.setattr(hosting, "describe_wait", fail)
+            monkeypatch.setattr(failure, "describe_wait", fail)
+            monkeypatch.setattr(stall_warnings, "futures_awaited", fail)
+            await asyncio.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        ad.run_local(main, ranks=2, stall_s=0.02)
+    said = warnings(caplog)
+    assert (
+        sum("cannot be described" in text for text in said) == 4
+    )  # on each rank: its own signal, and the other rank's
+    assert sum("cannot be examined" in text for text in said) > 4
 
 
 def test_main_that_waits_forever_is_ended_if_requested() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import multiprocessing
 import traceback
@@ -25,6 +26,8 @@ from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.waits import WaitId, WaitKind
 from asyncdist.wording import ranks_in_words
+
+logger = logging.getLogger("asyncdist.runtime.failing.failure")
 
 #: Seconds that a failed rank waits before it prints its error, because another rank's report may explain the error.
 _END_REASON_S: Final = 0.25
@@ -64,7 +67,11 @@ class FailureMonitor:
     def _hear(self, rank: int, summary: str) -> None:
         error = peer_failed(rank, summary)
         if summary in _INTERRUPTS and self.error is None:
-            self._is_signalled, self.waited = True, describe_wait(self._task, self._world)
+            self._is_signalled = True
+            try:
+                self.waited = describe_wait(self._task, self._world)
+            except Exception:  # Main must be stopped anyway.
+                logger.warning("the wait of rank %d cannot be described", self._world.rank, exc_info=True)
             if self.waited:
                 error.add_note(f"rank {self._world.rank} was waiting for {self.waited}")
         self.stop(error)

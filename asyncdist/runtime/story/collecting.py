@@ -100,7 +100,7 @@ def _waits(world: World, main: asyncio.Task[Any], *, with_main: bool) -> Iterato
 def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
     engine = world.services.engine
     what, frame = wait_with_parts(task, world)
-    futures = futures_awaited(task, world, set())
+    futures = futures_awaited(task, world)
     if futures is None:
         does = str(what) if waiter_of(task) is not None else ""
         if (thread_line := _line_of_thread(task, world)) is not None:
