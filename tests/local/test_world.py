@@ -7,9 +7,11 @@ import contextvars
 import importlib.util
 import io
 import logging
+import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +20,17 @@ from typing import Any
 import pytest
 import torch
 from support import torchrun
+from support.facts import names
 from support.local import yields
 
 import asyncdist as ad
 from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError
-from asyncdist.runtime import run
+from asyncdist.runtime import hosting, run
 from asyncdist.runtime.failing import process_ends
 from asyncdist.runtime.hosting import host_rank
 from asyncdist.runtime.signals import Interrupts
+from asyncdist.runtime.story.answering import WaitReporter
+from asyncdist.story import sockets
 from asyncdist.transports.local import LocalHub, LocalTransport
 
 NO_UVLOOP = importlib.util.find_spec("uvloop") is None
@@ -451,6 +456,54 @@ def test_services_are_waited_for_and_cancelled_on_failure() -> None:
     with pytest.raises(ZeroDivisionError):
         ad.run_local(main, True, ranks=2)
     assert ended == ["served", "stopped"]
+
+
+def test_an_error_right_after_the_handshake_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: no rank was notified of the error, and the others waited for ever."""
+    exporter = hosting._exporter
+
+    def fail(world: ad.World, *args: Any) -> Any:
+        if world.rank == 1:
+            raise RuntimeError("can't start new thread")
+        return exporter(world, *args)
+
+    async def main(world: ad.World) -> None:
+        async with asyncio.timeout(10):
+            await ad.barrier()
+
+    monkeypatch.setattr(hosting, "_exporter", fail)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        ad.run_local(main, ranks=2)
+
+
+@pytest.mark.parametrize("refused", ["listen", "thread", "metrics"])
+def test_a_rank_runs_without_reports_that_the_system_refuses(
+    refused: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: the rank failed, and on MPI the others waited for ever."""
+
+    def refuse(*_: Any) -> Any:
+        raise OSError("refused") if refused == "listen" else RuntimeError("can't start new thread")
+
+    async def main(world: ad.World) -> None:
+        if refused == "metrics":
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        reporter = WaitReporter(world, task, math.inf)
+        reporter.begin()
+        reporter.end()
+        assert reporter._path is None
+
+    with monkeypatch.context() as patched:
+        if refused == "listen":
+            patched.setattr(sockets, "listen", refuse)
+        else:
+            patched.setattr(threading.Thread, "start", refuse)
+        ad.run(main, transport="local", metrics=9000 if refused == "metrics" else None)
+    (record,) = caplog.records
+    assert names(record.getMessage(), "rank 0")
+    assert ("refused" if refused == "listen" else "can't start new thread") in record.getMessage()
 
 
 def test_ranks_that_end_early_do_not_end_the_others() -> None:
