@@ -101,7 +101,7 @@ def run(
 
     If an event loop is already running, as in a notebook, local ranks run in a separate thread with the caller's
     context and torch modes. The caller and its loop are blocked until the ranks have ended. A second Ctrl-C raises
-    KeyboardInterrupt in main.
+    KeyboardInterrupt in main or, if main awaits, cancels it again.
 
     Under a launcher, the first call excludes the existing objects, mostly modules, from garbage collection
     (:func:`gc.freeze`). Reference cycles among them are never freed.
@@ -314,7 +314,9 @@ def _run_local(
     # Signal handlers must be set here, because only the main thread may set them.
     with Interrupts(spares_process=is_loop_running()) as interrupts:
         outcomes = call_outside_loop(
-            functools.partial(_host_locally, main, args, ranks, loop, interrupts, options), meanwhile
+            functools.partial(_host_locally, main, args, ranks, loop, interrupts, options),
+            meanwhile,
+            interrupts.wake_loop,
         )
     failures = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
     if failures:

@@ -9,6 +9,7 @@ so a second SIGHUP is ignored.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -71,6 +72,7 @@ class Interrupts:
         self.raised: BaseException | None = None
         self.raises_at_once = False
         self._request = StopRequest()
+        self._is_repeated = False  # whether a later signal has raised, but has not cancelled the tasks again yet
         self._is_pending = False  # a signal was received, but has not cancelled the tasks yet
         self._stopping: asyncio.Handle | None = None  # scheduled cancellation of the tasks
         self._previous: dict[int, Any] = {}
@@ -112,9 +114,11 @@ class Interrupts:
     def end_with(self, error: BaseException) -> None:
         """End the tasks with ``error``, which has stopped their loop, unless a task is already being cancelled.
 
-        A callback, a signal handler of the program, or another task of the loop has raised it.
+        A callback, a signal handler of the program, or another task of the loop has raised it, or a second signal in a
+        notebook, which cancels the tasks again.
         """
-        if any(task.cancelling() for task in self._tasks):
+        is_repeated, self._is_repeated = self._is_repeated, False
+        if any(task.cancelling() for task in self._tasks) and not is_repeated:
             return
         is_success = isinstance(error, SystemExit) and not error.code
         spared = self._leaving if is_success else frozenset[asyncio.Task[Any] | None]()
@@ -122,6 +126,12 @@ class Interrupts:
             return  # main has returned, so that the rank ends anyway
         self.raised = error
         self._stop(spared)
+
+    def wake_loop(self) -> None:
+        """Make the loop run Python code, in which an exception that was set for its thread is raised."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # Raised if the loop is closed.
+                self._loop.call_soon_threadsafe(lambda: None)
 
     def check(self) -> None:
         """Raise KeyboardInterrupt or SystemExit if a signal was received."""
@@ -175,6 +185,7 @@ class Interrupts:
             rank_program.abort_over_pmi(128 + number)
             exit_immediately(128 + number)
         if self.received is not None or self.raises_at_once:
+            self._is_repeated = self.received is not None
             self.received = self.received or number
             raise interrupt_error(number)
         self.received = number

@@ -98,6 +98,28 @@ async def test_ranks_are_hosted_inside_a_running_loop_as_outside(way: str) -> No
             values(-5)
 
 
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+async def test_each_ctrl_c_in_a_notebook_cancels_a_main_that_awaits(loop: run.LoopName) -> None:
+    """Regression: the second Ctrl-C was raised only when the loop had something to run, and cancelled nothing."""
+    if loop == "uvloop":
+        pytest.importorskip("uvloop")
+    cancelled_count = 0
+
+    async def main(world: ad.World) -> None:
+        nonlocal cancelled_count
+        for _ in range(3):
+            asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
+            try:
+                async with asyncio.timeout(10):
+                    await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled_count += 1
+
+    with pytest.raises(KeyboardInterrupt):
+        ad.run_local(main, ranks=1, loop=loop)
+    assert cancelled_count == 3
+
+
 async def test_call_that_cannot_run_inside_a_loop_names_one_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"asyncdist\.run\(main, transport='local', ranks=2\)"):
         async with ad.open_world(ranks=2):
