@@ -377,6 +377,7 @@ async def open_world(
         ValueError: ``ranks`` is not 1, or another option is not valid. If ``ranks`` is not 1, the message names the
             call that hosts several ranks.
         LocalProtocolError: This code already runs inside a world, even a simulated or local one.
+        SystemExit: This restarted rank was too late (:class:`LateError`).
         BaseException: An exception raised by the block, or an exception that :func:`run` raises.
     """
     refuse_inside_a_world()
@@ -397,12 +398,15 @@ async def open_world(
         metrics=metrics,
     )
     _check_options(transport, None, None, grace_s)
-    opened = _open_here(transport, None, runs_in_callers_loop=True)
-    if opened is None:
-        opened = LocalHub(1).transport(0)
-        options = _for_only_rank(options, transport, _module_of_block(sys._getframe(1)))
-    async with hosted(opened, Interrupts(), options) as world:
-        yield world
+    try:
+        opened = _open_here(transport, None, runs_in_callers_loop=True)
+        if opened is None:
+            opened = LocalHub(1).transport(0)
+            options = _for_only_rank(options, transport, _module_of_block(sys._getframe(1)))
+        async with hosted(opened, Interrupts(), options) as world:
+            yield world
+    except LateError as late:
+        end_late(late)
 
 
 def prepare_rank(

@@ -120,6 +120,25 @@ async def test_each_ctrl_c_in_a_notebook_cancels_a_main_that_awaits(loop: run.Lo
     assert cancelled_count == 3
 
 
+@pytest.mark.parametrize("when", ["opening", "block"])
+async def test_an_open_world_that_is_too_late_ends_with_one_line(
+    when: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: a restarted rank that ended as documented for run failed with a traceback."""
+
+    def open_here(*_: Any, **__: Any) -> Any:
+        raise ad.LateError("this rank comes too late")
+
+    if when == "opening":
+        monkeypatch.setattr(run, "_open_here", open_here)
+    with pytest.raises(SystemExit) as ended:
+        async with ad.open_world():
+            open_here()
+    assert ended.value.code == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "this rank comes too late" in line
+
+
 async def test_call_that_cannot_run_inside_a_loop_names_one_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"asyncdist\.run\(main, transport='local', ranks=2\)"):
         async with ad.open_world(ranks=2):
