@@ -126,7 +126,8 @@ def run(
             variable ASYNCDIST_STALL_S (``asyncdist run --stall-s``), or 60. If a value is set, a warning is also logged
             when main has waited in one line for once to twice this time while other ranks continue. The wait may be for
             a message, a stream, a collective, or main's own future or event. If no value is set, the warning is logged
-            after 300 s and only for collectives, because a main that waits for messages may be a server.
+            after 300 s and only for collectives, because a main that waits for messages may be a server. Waits with a
+            timeout are not reported, except in ``asyncio.timeout``.
         stall_aborts: Whether to raise StallError instead of logging this warning if main waits for other ranks.
         record: Folder in which each rank records its steps, metrics, rounds, messages and waits.
             :mod:`asyncdist.recording.writer` describes the files, and :func:`asyncdist.recording.reader.read_recording`

@@ -104,7 +104,8 @@ class StallWatch:
 
     The watch covers waits for other ranks and for the user's own futures, events and queues. Main may wait directly, in
     ``asyncio.gather``, ``asyncio.wait`` or ``asyncio.TaskGroup``, or through a task. Waits that end automatically, such
-    as sleeps and waits with a timeout, are not reported.
+    as sleeps and waits with a timeout (``timeout_s``, ``asyncio.wait_for``), are not reported. ``asyncio.timeout`` is
+    not recognized, because nothing in the task refers to it.
 
     Args:
         end: Function called with a StallError if main waits only for other ranks. Otherwise, or if ``end`` is None, a
@@ -144,9 +145,11 @@ class StallWatch:
 
     def _awaited(self, main: asyncio.Task[Any]) -> list[Any]:
         """Return the futures that main waits for, or an empty list if main's wait must not be reported."""
-        if self._options.collectives_alone and waiter_of(main) not in self._world.services.engine.collective_waits:
+        engine = self._world.services.engine
+        if self._options.collectives_alone and waiter_of(main) not in engine.collective_waits:
             return []
-        return futures_awaited(main, self._world) or []
+        awaited = futures_awaited(main, self._world) or []
+        return [] if any(map(engine.has_deadline, awaited)) else awaited
 
     def _check(self) -> None:
         before = self._seen
