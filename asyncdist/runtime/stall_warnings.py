@@ -228,23 +228,28 @@ def _dependencies(waiter: Any, world: World) -> list[Any] | None:
     return [part for part in parts if part is not None and not part.done()] or None
 
 
+def dependents_of_parts(tasks: Iterable[Any], world: World) -> dict[Any, list[Any]]:
+    """Return all direct and indirect dependencies of ``tasks``, each with the futures and tasks that wait for it."""
+    dependents: dict[Any, list[Any]] = {}
+    unvisited = list(tasks)
+    while unvisited:
+        part = unvisited.pop()
+        for each in _dependencies(part, world) or ():
+            if each not in dependents:
+                dependents[each] = []
+                unvisited.append(each)
+            dependents[each].append(part)
+    return dependents
+
+
 def _waits_for_ranks(task: Any, world: World) -> set[Any]:
     """Return the futures and tasks among the direct and indirect dependencies of ``task`` that wait for other ranks.
 
     Each of them is visited once, because thousands of collectives may each depend on the previous one.
     """
     engine = world.services.engine
-    dependents: dict[Any, list[Any]] = {}
-    unvisited, reached = [task], []
-    while unvisited:
-        part = unvisited.pop()
-        if engine.awaited(part) is not None:
-            reached.append(part)
-        for each in _dependencies(part, world) or ():
-            if each not in dependents:
-                dependents[each] = []
-                unvisited.append(each)
-            dependents[each].append(part)
+    dependents = dependents_of_parts([task], world)
+    reached = [part for part in (task, *dependents) if engine.awaited(part) is not None]
     found = set(reached)
     while reached:
         for each in dependents.get(reached.pop(), ()):

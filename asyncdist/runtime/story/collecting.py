@@ -7,11 +7,19 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from asyncdist.messaging.services import Services
-from asyncdist.runtime.stall_warnings import frames_of, futures_awaited, is_library, line_of, wait_with_parts, waiter_of
+from asyncdist.runtime.stall_warnings import (
+    dependents_of_parts,
+    frames_of,
+    futures_awaited,
+    is_library,
+    line_of,
+    wait_with_parts,
+    waiter_of,
+)
 from asyncdist.runtime.story.activity import Activity
 from asyncdist.runtime.world import World
 from asyncdist.story.event_texts import describe_events
@@ -39,6 +47,8 @@ def collect(
     vacant = services.lost_ranks() & services.engine.transport.vacant_ranks()
     events = [each for each in services.events.latest() if each.kind != "lost" or each.get("rank") not in vacant]
     state, line, inner_line = _state(main, activity, frame)
+    has_main = state in ("awaits", "returned")
+    listed = [task for task in world.spawned_tasks()[:TASK_COUNT_MAX] if task is not main and waiter_of(task)]
     return RankStory(
         rank=world.rank,
         size=world.size,
@@ -50,7 +60,10 @@ def collect(
         line=line,
         inner_line=inner_line,
         still_s=activity.still_s(),
-        waits=tuple(_waits(world, main, with_main=state in ("awaits", "returned"))),
+        waits=(
+            *((_wait("main", main, world),) if has_main else ()),
+            *(_wait(task.get_name(), task, world) for task in listed),
+        ),
         policies=tuple(_policies(services)),
         started=dict(world.peers.attendance.started()),
         channels=tuple(_channels(services)),
@@ -60,6 +73,7 @@ def collect(
         vacant=tuple(sorted(vacant)),
         left=tuple(sorted(services.left)),
         events=describe_events(events, services.events.now(), EVENT_COUNT_MAX),
+        has_further_tasks=has_main and _has_further_tasks(world, [main, *listed]),
     )
 
 
@@ -89,12 +103,17 @@ def _is_users(frame: types.FrameType) -> bool:
 # -- waits ------------------------------------------------------------------------------------------------------------
 
 
-def _waits(world: World, main: asyncio.Task[Any], *, with_main: bool) -> Iterator[Wait]:
-    if with_main:
-        yield _wait("main", main, world)
-    for task in world.spawned_tasks()[:TASK_COUNT_MAX]:
-        if task is not main and waiter_of(task) is not None:
-            yield _wait(task.get_name(), task, world)
+def _has_further_tasks(world: World, listed: Sequence[asyncio.Task[Any]]) -> bool:
+    """Return whether there are spawned tasks, or tasks with user code, that no task in ``listed`` is or waits for."""
+    tasks = asyncio.all_tasks(world.services.engine.loop)
+    # Mains of other ranks that share the loop, with the tasks that they await, cannot help this rank either.
+    mains = [task for task in tasks if any(frame.f_code.co_name == "host_rank" for frame in frames_of(task)[:1])]
+    known = {*listed, *mains}
+    known.update(dependents_of_parts(known, world))
+    further = tasks - known
+    return not further.isdisjoint(world.spawned_tasks()) or any(
+        not all(map(is_library, frames_of(task))) for task in further
+    )
 
 
 def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
@@ -122,6 +141,7 @@ def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
         tags[0] if tags else None,
         ends_by_itself=False,
         collective=collective,
+        has_deadline=any(map(engine.has_deadline, futures)),
     )
 
 
