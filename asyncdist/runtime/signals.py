@@ -158,7 +158,7 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if number != signal.SIGHUP or self._heeds_hangup():
-                    self._previous[number] = signal.signal(number, self._handle)
+                    self._previous[number] = signal.signal(number, self._handle) or _default_handler(number)
         return self
 
     def _heeds_hangup(self) -> bool:
@@ -243,6 +243,11 @@ class _Held:
 if hasattr(os, "register_at_fork"):
     _held = _Held()
     os.register_at_fork(before=_held.hold, after_in_parent=_held.release, after_in_child=_held.release_in_child)
+
+
+def _default_handler(number: int) -> Any:
+    """Return Python's default handler. It replaces a handler set by C code, which Python cannot set again."""
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
 
 
 def _forget_workers() -> None:

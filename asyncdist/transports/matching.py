@@ -66,11 +66,15 @@ class CallbackQueue:
         self._ring()
 
     def empty(self) -> None:
-        """Execute the queued calls. Must be called on the loop."""
+        """Execute the queued calls. Must be called on the loop. If a call raises, the bell rings for the rest."""
         calls = self.calls
-        while calls:
-            call, argument = calls.popleft()
-            call(argument)
+        try:
+            while calls:
+                call, argument = calls.popleft()
+                call(argument)
+        finally:
+            if calls:
+                self._ring()
 
 
 class Send:

